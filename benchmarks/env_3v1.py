@@ -2,8 +2,9 @@
 
     python -m benchmarks.env_3v1 --seeds 1 2 3 --out docs/env_3v1.svg
 
-The mean reward of the greedy rollouts on the held-out prompts has to rise from under 0.35 to over 0.70 within ten minutes of the command's start (issue 5,
-"Learning"). Exit status 1 where it does not on one of the seeds. Needs `make demo-lm`.
+The mean reward of the greedy rollouts on the held-out prompts has to rise from under 0.35 to over
+0.70 within ten minutes of the command's start (issue 5, "Learning"). Exit status 1 where it does
+not on one of the seeds. Needs `make demo-lm`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,15 @@ class Curve(NamedTuple):
 
 def run(seed: int, folder: Path, overrides: Sequence[str]) -> Curve:
     """The whole experiment in a process of its own."""
-    command = [sys.executable, "-m", "launch.train", "+experiment=env_3v1", f"training.seed={seed}", f"telemetry.run_dir={folder}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "launch.train",
+        "+experiment=env_3v1",
+        f"training.seed={seed}",
+        f"telemetry.run_dir={folder}",
+        *overrides,
+    ]
     started_s = time.monotonic()
     subprocess.run(command, check=True)
     return read(seed, folder, time.monotonic() - started_s)
@@ -51,9 +60,15 @@ def read(seed: int, folder: Path, wall_s: float) -> Curve:
 def table(curves: Sequence[Curve]) -> str:
     """Markdown: a row for each seed."""
     steps = [step for step, _ in curves[0].points]
-    lines = [f"| seed | {' | '.join(map(str, steps))} | wall |", f"|---|{'---|' * (len(steps) + 1)}"]
+    lines = [
+        f"| seed | {' | '.join(map(str, steps))} | wall |",
+        f"|---|{'---|' * (len(steps) + 1)}",
+    ]
     for curve in curves:
-        lines.append(f"| {curve.seed} | {' | '.join(f'{reward:.2f}' for _, reward in curve.points)} | {curve.wall_s:.0f} s |")
+        lines.append(
+            f"| {curve.seed} | {' | '.join(f'{reward:.2f}' for _, reward in curve.points)} |"
+            f" {curve.wall_s:.0f} s |"
+        )
     return "\n".join(lines)
 
 
@@ -68,36 +83,67 @@ def picture(curves: Sequence[Curve]) -> str:
         return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * reward
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+            ' font-family="sans-serif" font-size="12">'
+        ),
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
     for reward in (0.0, 0.25, 0.5, 0.75, 1.0):
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y(reward):.1f}" y2="{y(reward):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(reward) + 4:.1f}" text-anchor="end">{reward:g}</text>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y(reward):.1f}" y2="{y(reward):.1f}"'
+            ' stroke="#ddd"/>'
+        )
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{y(reward) + 4:.1f}" text-anchor="end">{reward:g}</text>'
+        )
     for step, _ in curves[0].points:
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{step}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}" text-anchor="middle">updates</text>')
-    parts.append(f'<text x="14" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 14 {HEIGHT / 2})">mean reward, held out</text>')
+        parts.append(
+            f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{step}</text>'
+        )
+    parts.append(
+        f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}" text-anchor="middle">updates</text>'
+    )
+    parts.append(
+        f'<text x="14" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 14'
+        f' {HEIGHT / 2})">mean reward, held out</text>'
+    )
     for number, (curve, colour) in enumerate(zip(curves, COLOURS, strict=False)):
         points = " ".join(f"{x(step):.1f},{y(reward):.1f}" for step, reward in curve.points)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{LEFT + 12}" y="{TOP + 14 + 16 * number}" fill="{colour}">seed {curve.seed}</text>')
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        )
+        parts.append(
+            f'<text x="{LEFT + 12}" y="{TOP + 14 + 16 * number}" fill="{colour}">seed'
+            f" {curve.seed}</text>"
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.env_3v1", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], choices=range(1, 1000), metavar="SEED")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.env_3v1",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], choices=range(1, 1000), metavar="SEED"
+    )
     parser.add_argument("--out", type=Path, help="where to draw the curves, as SVG")
     parser.add_argument("overrides", nargs="*", help="further keys of the run")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="env_3v1_") as folder:
-        curves = [run(seed, Path(folder) / f"seed_{seed}", options.overrides) for seed in options.seeds]
+        curves = [
+            run(seed, Path(folder) / f"seed_{seed}", options.overrides) for seed in options.seeds
+        ]
     print(table(curves))
     if options.out is not None:
         options.out.write_text(picture(curves), encoding="utf-8")
     failed = [curve.seed for curve in curves if not curve.passes]
-    print(f"from under {FROM} to over {TO} within {WITHIN_S:g} s: " + (f"NOT on seeds {failed}" if failed else "on every seed"))
+    print(
+        f"from under {FROM} to over {TO} within {WITHIN_S:g} s: "
+        + (f"NOT on seeds {failed}" if failed else "on every seed")
+    )
     return 1 if failed else 0
 
 

@@ -1,13 +1,18 @@
 """What orchestrating rollouts costs, and what interleaving saves.
 
-`python -m benchmarks.environments [--rollouts 1000] [--turns 3] [--repetitions 7]`. Three measurements, of clients that run in this process:
+`python -m benchmarks.environments [--rollouts 1000] [--turns 3] [--repetitions 7]`. Three
+measurements, of clients that run in this process:
 
-1. Six rollouts of 0.1 s generation and 0.1 s scoring, two at a time: interleaved and in two phases, whose results have to be equal.
-2. Overhead per turn: many rollouts at once against a client that answers at once with what vLLM returns (64 token ids of the prompt and 16 sampled ones with
-   their log-probabilities), one asynchronous reward function. Wall time over the number of turns, and every result is checked; processor time beside it, for
-   a machine that is busy with something else. Then the same with a reward function that runs in a thread.
-3. The garbage collector's part: the same with an answer of its own for every call, as an endpoint gives it, under several settings of the collector, which take
-   turns. Processor time per turn, in which making the answer is included.
+1. Six rollouts of 0.1 s generation and 0.1 s scoring, two at a time: interleaved and in two phases,
+   whose results have to be equal.
+2. Overhead per turn: many rollouts at once against a client that answers at once with what vLLM
+   returns (64 token ids of the prompt and 16 sampled ones with their log-probabilities), one
+   asynchronous reward function. Wall time over the number of turns, and every result is checked;
+   processor time beside it, for a machine that is busy with something else. Then the same with a
+   reward function that runs in a thread.
+3. The garbage collector's part: the same with an answer of its own for every call, as an endpoint
+   gives it, under several settings of the collector, which take turns. Processor time per turn, in
+   which making the answer is included.
 """
 
 from __future__ import annotations
@@ -39,12 +44,27 @@ def response() -> ChatCompletion:
     """As vLLM's, read by openai's library."""
     content = [{"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in IDS]
     message = {"role": "assistant", "content": SAID}
-    choice = {"index": 0, "finish_reason": "stop", "message": message, "logprobs": {"content": content}, "token_ids": IDS}
-    return ChatCompletion.construct(id="1", object="chat.completion", created=0, model="model", choices=[choice], prompt_token_ids=PROMPT_IDS)
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": message,
+        "logprobs": {"content": content},
+        "token_ids": IDS,
+    }
+    return ChatCompletion.construct(
+        id="1",
+        object="chat.completion",
+        created=0,
+        model="model",
+        choices=[choice],
+        prompt_token_ids=PROMPT_IDS,
+    )
 
 
 class Client:
-    """`chat.completions.create` of openai's clients: one answer, or where `makes_anew`, one like it for each call; after some time or at once."""
+    """`chat.completions.create` of openai's clients: one answer, or where `makes_anew`, one like it
+    for each call; after some time or at once.
+    """
 
     def __init__(self, delay_s: float = 0.0, *, makes_anew: bool = False) -> None:
         self._delay_s, self._response, self._makes_anew = delay_s, response(), makes_anew
@@ -83,8 +103,17 @@ def interleaving() -> tuple[float, float]:
     def timed(interleaved: bool) -> tuple[float, list[Any]]:
         environment = SingleTurnEnv(rubric=Rubric([slowly]))
         began_s = time.perf_counter()
-        results = environment.generate_sync(rows, Client(0.1), "model", max_concurrent=2, interleave_scoring=interleaved, use_tqdm=False)
-        return time.perf_counter() - began_s, [results[name] for name in ("prompt", "completion", "example_id", "reward", "metrics")]
+        results = environment.generate_sync(
+            rows,
+            Client(0.1),
+            "model",
+            max_concurrent=2,
+            interleave_scoring=interleaved,
+            use_tqdm=False,
+        )
+        return time.perf_counter() - began_s, [
+            results[name] for name in ("prompt", "completion", "example_id", "reward", "metrics")
+        ]
 
     timed(True)
     (fast_s, one), (slow_s, other) = timed(True), timed(False)
@@ -93,7 +122,9 @@ def interleaving() -> tuple[float, float]:
     return fast_s, slow_s
 
 
-def overhead(num_rollouts: int, num_turns: int, reward: Callable[..., Any], *, makes_anew: bool = False) -> tuple[float, float]:
+def overhead(
+    num_rollouts: int, num_turns: int, reward: Callable[..., Any], *, makes_anew: bool = False
+) -> tuple[float, float]:
     """Milliseconds per turn: wall time and processor time."""
     environment = Talk(max_turns=num_turns, rubric=Rubric([reward]))
     rows = [{"question": f"2 + {i}", "answer": "4", "info": {"i": i}} for i in range(num_rollouts)]
@@ -148,7 +179,12 @@ def off() -> Iterator[None]:
         gc.enable()
 
 
-COLLECTORS = {"as Python sets it": as_python_sets_it, "gc.freeze()": frozen, f"gc.freeze(), gc.set_threshold{THRESHOLDS}": rarer, "gc.disable()": off}
+COLLECTORS = {
+    "as Python sets it": as_python_sets_it,
+    "gc.freeze()": frozen,
+    f"gc.freeze(), gc.set_threshold{THRESHOLDS}": rarer,
+    "gc.disable()": off,
+}
 
 
 def collectors(num_rollouts: int, num_turns: int, repetitions: int) -> dict[str, list[float]]:
@@ -179,23 +215,34 @@ def check(results: GenerateOutputs, num_rollouts: int, num_turns: int, num_calls
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--repetitions", type=int, default=7)
     args = parser.parse_args()
     fast_s, slow_s = interleaving()
     print(
-        f"6 rollouts, 0.1 s generation and 0.1 s scoring, 2 at a time: {fast_s:.3f} s interleaved, {slow_s:.3f} s in two phases: {1 - fast_s / slow_s:.0%} less"
+        f"6 rollouts, 0.1 s generation and 0.1 s scoring, 2 at a time: {fast_s:.3f} s interleaved,"
+        f" {slow_s:.3f} s in two phases: {1 - fast_s / slow_s:.0%} less"
     )
     for name, reward in (("asynchronous", ends_well), ("synchronous", ends_well_plainly)):
         overhead(args.rollouts, args.turns, reward)
-        wall, cpu = zip(*(overhead(args.rollouts, args.turns, reward) for _ in range(args.repetitions)), strict=True)
-        print(
-            f"{args.rollouts} rollouts of {args.turns} turns, {name} reward function: {statistics.median(wall):.3f} ms of overhead per turn"
-            f" (median of {args.repetitions}; {min(wall):.3f} to {max(wall):.3f}), {statistics.median(cpu):.3f} ms of processor time"
+        wall, cpu = zip(
+            *(overhead(args.rollouts, args.turns, reward) for _ in range(args.repetitions)),
+            strict=True,
         )
-    print(f"{args.rollouts} rollouts of {args.turns} turns, an answer for every call, {len(gc.get_objects()):,} objects before; processor time per turn:")
+        print(
+            f"{args.rollouts} rollouts of {args.turns} turns, {name} reward function:"
+            f" {statistics.median(wall):.3f} ms of overhead per turn (median of {args.repetitions};"
+            f" {min(wall):.3f} to {max(wall):.3f}), {statistics.median(cpu):.3f} ms of processor"
+            " time"
+        )
+    print(
+        f"{args.rollouts} rollouts of {args.turns} turns, an answer for every call,"
+        f" {len(gc.get_objects()):,} objects before; processor time per turn:"
+    )
     for name, cpu in collectors(args.rollouts, args.turns, args.repetitions).items():
         print(f"    {name}: {statistics.median(cpu):.3f} ms ({min(cpu):.3f} to {max(cpu):.3f})")
 

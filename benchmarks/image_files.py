@@ -1,7 +1,10 @@
-"""Checks of a data file at the start: its images decoded, and known from an earlier start; the lengths of its prompts.
+"""Checks of a data file at the start: its images decoded, and known from an earlier start; the
+lengths of its prompts.
 
-`python -m benchmarks.image_files`. Every way loads the same rows, and the samples must be equal. Driver and learner ranks check the same file one after the
-other: before, each paid "decoded"; now the first does, and all others pay "known". Of lengths each paid "encoded" for every size of picture.
+`python -m benchmarks.image_files`. Every way loads the same rows, and the samples must be equal.
+Driver and learner ranks check the same file one after the other: before, each paid "decoded"; now
+the first does, and all others pay "known". Of lengths each paid "encoded" for every size of
+picture.
 """
 
 from __future__ import annotations
@@ -48,27 +51,37 @@ def write_data(folder: Path, num_images: int) -> Path:
         Image.fromarray(pixels.astype(np.uint8)).save(encoded, format="JPEG", quality=85)
         (folder / f"{number}.jpg").write_bytes(encoded.getvalue())
         objects = [{"bbox_2d": [10, 10 + i, 500, 600 + i], "desc": "a thing"} for i in range(10)]
-        rows.append({"images": [f"{number}.jpg"], "width": WIDTH, "height": height, "objects": objects})
+        rows.append(
+            {"images": [f"{number}.jpg"], "width": WIDTH, "height": height, "objects": objects}
+        )
     file = folder / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
 def decoded(file: Path) -> Dataset:
-    return load_dataset(file, on_bad_row="error", sort_objects=True, check_images=True, image_size=image_size)
+    return load_dataset(
+        file, on_bad_row="error", sort_objects=True, check_images=True, image_size=image_size
+    )
 
 
 def known(file: Path) -> Dataset:
     facts = known_images(file, image_names(file))
-    return load_dataset(file, on_bad_row="error", sort_objects=True, check_images=True, known_images=facts)
+    return load_dataset(
+        file, on_bad_row="error", sort_objects=True, check_images=True, known_images=facts
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    seconds: dict[str, list[float]] = {name: [] for name in ("decoded", "known", "encoded", "by size", "all of the check")}
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("decoded", "known", "encoded", "by size", "all of the check")
+    }
 
     def timed(name: str, work: Callable[..., T], *given: object) -> T:
         started_s = time.perf_counter()
@@ -81,25 +94,50 @@ def main() -> None:
         make_demo_model(Path(folder, "model"), seed=17, prompt=DEFAULT_USER_PROMPT)
         processor = AutoProcessor.from_pretrained(Path(folder, "model"))
         # The demo's own limits are those of its small pictures.
-        processor.image_processor = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=65_536, max_pixels=2_000_000)
+        processor.image_processor = Qwen2VLImageProcessor(
+            patch_size=16, merge_size=2, min_pixels=65_536, max_pixels=2_000_000
+        )
         codec = HFTokenCodec(processor.tokenizer)
         file = write_data(Path(folder), arguments.images)
         encoder = PromptEncoder(processor, system_prompt=None, user_prompt=DEFAULT_USER_PROMPT)
-        check = partial(require_lengths, encoder=encoder, codec=codec, max_new_tokens=9, global_max_length=10**6, on_bad_row="error")
+        check = partial(
+            require_lengths,
+            encoder=encoder,
+            codec=codec,
+            max_new_tokens=9,
+            global_max_length=10**6,
+            on_bad_row="error",
+        )
         known(file)
         for _ in range(arguments.repeats):
             dataset = timed("decoded", decoded, file)
             assert timed("known", known, file) == dataset, "other samples"
             of_sizes = dataset[:NUM_SIZES]
             prompts = timed("encoded", list, map(encoder.encode, of_sizes))
-            assert timed("by size", list, map(encoder.num_tokens, of_sizes)) == [len(prompt.token_ids) for prompt in prompts], "other lengths"
+            assert timed("by size", list, map(encoder.num_tokens, of_sizes)) == [
+                len(prompt.token_ids) for prompt in prompts
+            ], "other lengths"
             timed("all of the check", check, dataset)
-    print(f"{arguments.images} images of {WIDTH} x about {HEIGHT} in {NUM_SIZES} sizes, 10 objects each, {arguments.repeats} times in turn")
-    for before, after, number in (("decoded", "known", arguments.images), ("encoded", "by size", len(of_sizes))):
-        ratio = statistics.median(one / other for one, other in zip(seconds[before], seconds[after], strict=True))
+    print(
+        f"{arguments.images} images of {WIDTH} x about {HEIGHT} in {NUM_SIZES} sizes, 10 objects"
+        f" each, {arguments.repeats} times in turn"
+    )
+    for before, after, number in (
+        ("decoded", "known", arguments.images),
+        ("encoded", "by size", len(of_sizes)),
+    ):
+        ratio = statistics.median(
+            one / other for one, other in zip(seconds[before], seconds[after], strict=True)
+        )
         per_image = [1000 * statistics.median(seconds[name]) / number for name in (before, after)]
-        print(f"{before} {per_image[0]:.3f} ms an image, {after} {per_image[1]:.3f}, ratio {ratio:.1f}")
-    print(f"all of the check of lengths, with the ground truths: {1000 * statistics.median(seconds['all of the check']) / arguments.images:.3f} ms a row")
+        print(
+            f"{before} {per_image[0]:.3f} ms an image, {after} {per_image[1]:.3f}, ratio"
+            f" {ratio:.1f}"
+        )
+    print(
+        "all of the check of lengths, with the ground truths:"
+        f" {1000 * statistics.median(seconds['all of the check']) / arguments.images:.3f} ms a row"
+    )
     print("Both ways gave the same samples and lengths.")
 
 

@@ -1,8 +1,11 @@
-"""The learner's step on one packed row, beside a step that computes the logits of every position at once.
+"""The learner's step on one packed row, beside a step that computes the logits of every position at
+once.
 
-`python -m benchmarks.learner_step` (a small model, CPU) or, on a GPU, `--size 4b --tokens 12000 --device cuda --dtype bfloat16`. Random weights, segments
-with an image each. Both steps must give the same loss and gradient; printed are seconds, their ratio, tokens per second and, on a GPU, the peak memory.
-Then a whole step as a run takes it: some rows and AdamW's update, in bfloat16 with float32 masters. Not run on a GPU.
+`python -m benchmarks.learner_step` (a small model, CPU) or, on a GPU, `--size 4b --tokens 12000
+--device cuda --dtype bfloat16`. Random weights, segments with an image each. Both steps must give
+the same loss and gradient; printed are seconds, their ratio, tokens per second and, on a GPU, the
+peak memory. Then a whole step as a run takes it: some rows and AdamW's update, in bfloat16 with
+float32 masters. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +48,14 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "head_dim": 32,
             "vocab_size": 20_000,
         },
-        {"hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "depth": 3, "out_hidden_size": 256, "deepstack_visual_indexes": [0, 1, 2]},
+        {
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_heads": 4,
+            "depth": 3,
+            "out_hidden_size": 256,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
     ),
     "4b": (
         {
@@ -57,7 +67,14 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "head_dim": 128,
             "vocab_size": 152_936,
         },
-        {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "depth": 24, "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]},
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "depth": 24,
+            "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
     ),
 }
 
@@ -70,9 +87,20 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
         text_config=text
         | {
             "max_position_embeddings": 32_768,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section, "mrope_interleaved": True},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": section,
+                "mrope_interleaved": True,
+            },
         },
-        vision_config=vision | {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304},
+        vision_config=vision
+        | {
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 2304,
+        },
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=START,
@@ -92,7 +120,9 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def make_segment(number: int, length: int, vocabulary: int) -> Segment:
-    """An image of 8 x 8 merged patches, a short prompt, and `length` tokens in all, an eighth of the target coord slots."""
+    """An image of 8 x 8 merged patches, a short prompt, and `length` tokens in all, an eighth of
+    the target coord slots.
+    """
     draw = np.random.default_rng(number)
     prompt_ids = (START, *[IMAGE] * 64, END, *draw.integers(2000, vocabulary, 20).tolist())
     num_target = length - len(prompt_ids)
@@ -104,10 +134,23 @@ def make_segment(number: int, length: int, vocabulary: int) -> Segment:
     ids[slots] = FIRST_COORD + bins
     modality = torch.tensor([int(token == IMAGE) for token in prompt_ids])
     prompt = EncodedPrompt(
-        prompt_ids, prompt_ids, modality, torch.from_numpy(draw.standard_normal((256, 3 * 2 * 16 * 16), dtype=np.float32)), torch.tensor([[1, 16, 16]])
+        prompt_ids,
+        prompt_ids,
+        modality,
+        torch.from_numpy(draw.standard_normal((256, 3 * 2 * 16 * 16), dtype=np.float32)),
+        torch.tensor([[1, 16, 16]]),
     )
     return Segment(
-        number, prompt, Target(str(number), tuple(ids.tolist()), roles, tuple(slots.tolist()), tuple(map(float, bins)), tuple(range(0, len(slots), 4)))
+        number,
+        prompt,
+        Target(
+            str(number),
+            tuple(ids.tolist()),
+            roles,
+            tuple(slots.tolist()),
+            tuple(map(float, bins)),
+            tuple(range(0, len(slots), 4)),
+        ),
     )
 
 
@@ -122,12 +165,18 @@ def every_position(model: Any, row: PackedRow, objectives: ChannelObjectives) ->
         image_grid_thw=inputs.image_grid_thw,
         use_cache=False,
     ).logits[0]
-    loss = loss_of(plain_values(logits_TV.float()[row.positions_N], row, objectives.coord_ids_C, ()), row, objectives)
+    loss = loss_of(
+        plain_values(logits_TV.float()[row.positions_N], row, objectives.coord_ids_C, ()),
+        row,
+        objectives,
+    )
     loss.backward()
     return loss.item()
 
 
-def measure(model: Any, step: Callable[[], float], repeats: int, device: torch.device) -> tuple[float, float, float, torch.Tensor]:
+def measure(
+    model: Any, step: Callable[[], float], repeats: int, device: torch.device
+) -> tuple[float, float, float, torch.Tensor]:
     """(median seconds, peak bytes, loss, the gradient of the last layer's norm)."""
     seconds = []
     for _ in range(repeats + 1):  # the first is a warm-up
@@ -141,10 +190,17 @@ def measure(model: Any, step: Callable[[], float], repeats: int, device: torch.d
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     peak = float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0
-    return statistics.median(seconds[1:]), peak, loss, model.model.language_model.norm.weight.grad.float().clone()
+    return (
+        statistics.median(seconds[1:]),
+        peak,
+        loss,
+        model.model.language_model.norm.weight.grad.float().clone(),
+    )
 
 
-def measure_update(model: Any, row: PackedRow, objectives: ChannelObjectives, arguments: argparse.Namespace) -> tuple[float, float, float]:
+def measure_update(
+    model: Any, row: PackedRow, objectives: ChannelObjectives, arguments: argparse.Namespace
+) -> tuple[float, float, float]:
     """(median seconds of the rows, of the update alone, peak bytes) of whole steps."""
     config = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
     model.zero_grad(set_to_none=True)
@@ -155,7 +211,8 @@ def measure_update(model: Any, row: PackedRow, objectives: ChannelObjectives, ar
     for step in range(arguments.repeats + 1):  # in the first the moments are made
         started = time.perf_counter()
         for _ in range(arguments.rows):
-            backward_row(model, row, objectives, Normalizer())  # waits for the device: it reads the loss
+            # waits for the device: it reads the loss
+            backward_row(model, row, objectives, Normalizer())
         learned = time.perf_counter()
         updater.update(step, arguments.rows * len(row.segments))
         if row.positions_N.is_cuda:
@@ -177,29 +234,62 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="rows of the whole step")
     arguments = parser.parse_args()
     if arguments.tokens < arguments.segment:
-        parser.error(f"--tokens {arguments.tokens} is less than one segment (--segment {arguments.segment})")
-    device, dtype = torch.device(arguments.device), {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
+        parser.error(
+            f"--tokens {arguments.tokens} is less than one segment (--segment {arguments.segment})"
+        )
+    device, dtype = (
+        torch.device(arguments.device),
+        {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype],
+    )
     model = make_model(arguments.size, device, dtype)
-    segments = [make_segment(n, arguments.segment, model.config.text_config.vocab_size) for n in range(arguments.tokens // arguments.segment)]
-    row = collate(segments, text_weights=TextWeights(1.0, 1.0), rope_index=model.model.get_rope_index).to(device)
-    objectives = build_objectives(PIPELINE, Channel.B, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device))
-    ours = measure(model, lambda: backward_row(model, row, objectives, Normalizer()).loss, arguments.repeats, device)
-    obvious = measure(model, lambda: every_position(model, row, objectives), arguments.repeats, device)
+    segments = [
+        make_segment(n, arguments.segment, model.config.text_config.vocab_size)
+        for n in range(arguments.tokens // arguments.segment)
+    ]
+    row = collate(
+        segments, text_weights=TextWeights(1.0, 1.0), rope_index=model.model.get_rope_index
+    ).to(device)
+    objectives = build_objectives(
+        PIPELINE, Channel.B, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device)
+    )
+    ours = measure(
+        model,
+        lambda: backward_row(model, row, objectives, Normalizer()).loss,
+        arguments.repeats,
+        device,
+    )
+    obvious = measure(
+        model, lambda: every_position(model, row, objectives), arguments.repeats, device
+    )
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     assert abs(ours[2] - obvious[2]) <= tolerance * abs(obvious[2]), (ours[2], obvious[2])
-    assert (ours[3] - obvious[3]).norm() <= 10 * tolerance * obvious[3].norm(), "the gradients differ"
+    assert (ours[3] - obvious[3]).norm() <= 10 * tolerance * obvious[3].norm(), (
+        "the gradients differ"
+    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters / 1e6:.0f} M parameters, {arguments.dtype} on {device}")
-    print(f"a row of {row.num_tokens} tokens in {len(segments)} segments, {len(row.positions_N)} of them supervised")
+    print(
+        f"a row of {row.num_tokens} tokens in {len(segments)} segments, {len(row.positions_N)} of"
+        " them supervised"
+    )
     for name, (seconds, peak, loss, _) in (("learner/step.py", ours), ("every position", obvious)):
         memory = f"  peak {peak / 2**30:.1f} GiB" if peak else ""
-        print(f"{name:16} {seconds:8.3f} s  {row.num_tokens / seconds:8.0f} tokens/s  loss {loss:.5f}{memory}")
+        print(
+            f"{name:16} {seconds:8.3f} s  {row.num_tokens / seconds:8.0f} tokens/s  loss"
+            f" {loss:.5f}{memory}"
+        )
     print(f"ratio {obvious[0] / ours[0]:.2f}")
     rows_s, update_s, peak = measure_update(model, row, objectives, arguments)
     tokens_per_s = arguments.rows * row.num_tokens / (rows_s + update_s)
     memory = f"  peak {peak / 2**30:.1f} GiB" if peak else ""
-    print(f"a step of {arguments.rows} such rows {rows_s:.3f} s, its update {update_s:.3f} s: {tokens_per_s:.0f} tokens/s{memory}")
-    print(f"that is {6 * parameters * tokens_per_s / 1e12:.2f} TFLOP/s of the model, at 6 for each parameter and token")
+    print(
+        f"a step of {arguments.rows} such rows {rows_s:.3f} s, its update {update_s:.3f} s:"
+        f" {tokens_per_s:.0f} tokens/s{memory}"
+    )
+    print(
+        f"that is {6 * parameters * tokens_per_s / 1e12:.2f} TFLOP/s of the model, at 6 for each"
+        " parameter and token"
+    )
 
 
 if __name__ == "__main__":

@@ -26,8 +26,22 @@ from shared.weight_sync.transports import Device, TransportKind
 
 TEXT_LAYERS, VISION_LAYERS, DEEPSTACK = 36, 24, [5, 11, 17]
 """Qwen3-VL-4B's."""
-REAL_TEXT = {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 152936}
-REAL_VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "out_hidden_size": 2560, "num_position_embeddings": 2304}
+REAL_TEXT = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 152936,
+}
+REAL_VISION = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "patch_size": 16,
+    "out_hidden_size": 2560,
+    "num_position_embeddings": 2304,
+}
 
 
 def make_model(folder: Path) -> tuple[TensorSpec, ...]:
@@ -49,7 +63,10 @@ def make_model(folder: Path) -> tuple[TensorSpec, ...]:
         real = Qwen3VLForConditionalGeneration(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in real.named_parameters()}
     assert list(shapes) == [name for name, _ in small.named_parameters()]
-    return tuple(TensorSpec(name, "bfloat16", shape, 2 * torch.Size(shape).numel()) for name, shape in shapes.items())
+    return tuple(
+        TensorSpec(name, "bfloat16", shape, 2 * torch.Size(shape).numel())
+        for name, shape in shapes.items()
+    )
 
 
 def _change(section: Any, values: Mapping[str, Any]) -> None:
@@ -59,7 +76,17 @@ def _change(section: Any, values: Mapping[str, Any]) -> None:
 
 def start_engine(folder: Path) -> Any:
     """vLLM's `LLM` over the small checkpoint."""
-    settings = EngineSettings(str(folder), "float32", 512, 2, 0, TransportKind.GLOO, Device.CPU, 0.5, kv_cache_memory_bytes=1 << 28)
+    settings = EngineSettings(
+        str(folder),
+        "float32",
+        512,
+        2,
+        0,
+        TransportKind.GLOO,
+        Device.CPU,
+        0.5,
+        kv_cache_memory_bytes=1 << 28,
+    )
     os.environ.update(engine_environment(settings))
     import torch
     from vllm import LLM
@@ -68,9 +95,14 @@ def start_engine(folder: Path) -> Any:
     return LLM(**engine_arguments(settings))
 
 
-def load_s(model: Any, model_config: Any, weights: dict[str, Any], cut: list[tuple[TensorSpec, ...]]) -> float:
+def load_s(
+    model: Any, model_config: Any, weights: dict[str, Any], cut: list[tuple[TensorSpec, ...]]
+) -> float:
     """Seconds of the calls of `load_weights` in one update."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     initialize_layerwise_reload(model)
     started = time.perf_counter()
@@ -94,15 +126,22 @@ def main() -> None:
 
         weights = load_file(folder / "model.safetensors")
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        print(f"{len(specs)} tensors, {sum(spec.num_bytes for spec in specs) / 2**30:.2f} GiB were they real")
+        print(
+            f"{len(specs)} tensors, {sum(spec.num_bytes for spec in specs) / 2**30:.2f} GiB were"
+            " they real"
+        )
         for mib in options.mib:
             cut = list(buckets(specs, mib << 20))
-            seconds = [load_s(worker.model_runner.model, worker.model_config, weights, cut) for _ in range(options.rounds)]
+            seconds = [
+                load_s(worker.model_runner.model, worker.model_config, weights, cut)
+                for _ in range(options.rounds)
+            ]
             largest = max(sum(spec.num_bytes for spec in bucket) for bucket in cut) / 2**20
             median_s = statistics.median(seconds)
             print(
-                f"buckets of {mib:>6} MiB: {len(cut):>4} calls, the largest {largest:.0f} MiB; {median_s:.3f} s "
-                f"({min(seconds):.3f} to {max(seconds):.3f} in {options.rounds} updates)",
+                f"buckets of {mib:>6} MiB: {len(cut):>4} calls, the largest {largest:.0f} MiB;"
+                f" {median_s:.3f} s ({min(seconds):.3f} to {max(seconds):.3f} in {options.rounds}"
+                " updates)",
                 flush=True,
             )
 

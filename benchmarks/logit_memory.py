@@ -1,9 +1,12 @@
-"""Peak memory of the logits pass of a long row: forward and backward of the head, with every loss, in chunks and all at once.
+"""Peak memory of the logits pass of a long row: forward and backward of the head, with every loss,
+in chunks and all at once.
 
-`python -m benchmarks.logit_memory` (some minutes on two cores): 12,000 positions, 8,000 text and 4,000 coord slots, all of them compared with an engine's
-log-probabilities, over a vocabulary of 152,000 with a small hidden size. Each case runs in a process of its own and reports what its largest resident set
-exceeds the one before the pass by, in MB and in float32 copies of a chunk's logits. All logits at once are measured on a shorter row, and computed for the long
-one. Before that, losses and gradients of all of them must agree on a short row.
+`python -m benchmarks.logit_memory` (some minutes on two cores): 12,000 positions, 8,000 text and
+4,000 coord slots, all of them compared with an engine's log-probabilities, over a vocabulary of
+152,000 with a small hidden size. Each case runs in a process of its own and reports what its
+largest resident set exceeds the one before the pass by, in MB and in float32 copies of a chunk's
+logits. All logits at once are measured on a shorter row, and computed for the long one. Before
+that, losses and gradients of all of them must agree on a short row.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ import torch
 import torch.nn.functional as F
 
 from learner.collate import ModelInputs, PackedRow, SampledTokens
-from learner.objectives.base import BoxSupervision, ChannelObjectives, CoordSupervision, RowValues, Supervision, TextSupervision
+from learner.objectives.base import (
+    BoxSupervision,
+    ChannelObjectives,
+    CoordSupervision,
+    RowValues,
+    Supervision,
+    TextSupervision,
+)
 from learner.objectives.coord_math import Normalizer, coord_mass, gate_of_leak
 from learner.objectives.registry import build_objectives
 from learner.step import LOGIT_CHUNK, LogitsPass
@@ -43,9 +53,21 @@ COORD_REG = {
 PIPELINE = PipelineSection.model_validate(
     {
         "objective": [
-            {"name": "token_ce", **CHANNELS, "config": {"desc_ce_weight": 1.0, "rollout_fn_desc_weight": 1.0, "rollout_matched_prefix_struct_weight": 1.0}},
+            {
+                "name": "token_ce",
+                **CHANNELS,
+                "config": {
+                    "desc_ce_weight": 1.0,
+                    "rollout_fn_desc_weight": 1.0,
+                    "rollout_matched_prefix_struct_weight": 1.0,
+                },
+            },
             {"name": "coord_reg", **CHANNELS, "config": COORD_REG},
-            {"name": "bbox_geo", **CHANNELS, "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0}},
+            {
+                "name": "bbox_geo",
+                **CHANNELS,
+                "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0},
+            },
         ],
         "diagnostics": [{"name": "coord_diag", **CHANNELS, "config": {}}],
     }
@@ -79,14 +101,20 @@ def make_row(num_positions: int, vocabulary: int) -> PackedRow:
     )
 
 
-def plain_values(logits_NV: torch.Tensor, row: PackedRow, coord_ids_C: torch.Tensor, banned: tuple[int, ...]) -> RowValues:
+def plain_values(
+    logits_NV: torch.Tensor, row: PackedRow, coord_ids_C: torch.Tensor, banned: tuple[int, ...]
+) -> RowValues:
     """The obvious version at temperature 1, everything from logits that are all there."""
     text_at, coord_at = row.supervision.text.at, row.supervision.coord.at
     coord_logits_SC = logits_NV[coord_at][:, coord_ids_C]
     gate_S = torch.logsumexp(logits_NV[coord_at], -1) - torch.logsumexp(coord_logits_SC, -1)
-    text_leak_X = torch.logsumexp(logits_NV[text_at], -1) - torch.logsumexp(logits_NV[text_at][:, coord_ids_C], -1)
+    text_leak_X = torch.logsumexp(logits_NV[text_at], -1) - torch.logsumexp(
+        logits_NV[text_at][:, coord_ids_C], -1
+    )
     with torch.no_grad():
-        allowed_NV = logits_NV.index_fill(1, torch.tensor(banned, dtype=torch.long, device=logits_NV.device), -torch.inf)
+        allowed_NV = logits_NV.index_fill(
+            1, torch.tensor(banned, dtype=torch.long, device=logits_NV.device), -torch.inf
+        )
         sampled_N = torch.log_softmax(allowed_NV, -1).gather(1, row.token_ids_N[:, None])[:, 0]
     return RowValues(
         F.cross_entropy(logits_NV[text_at], row.token_ids_N[text_at], reduction="none"),
@@ -99,7 +127,9 @@ def plain_values(logits_NV: torch.Tensor, row: PackedRow, coord_ids_C: torch.Ten
 
 
 def loss_of(values: RowValues, row: PackedRow, objectives: ChannelObjectives) -> torch.Tensor:
-    return torch.stack([objective(values, row.supervision).loss for objective in objectives.objectives]).sum()
+    return torch.stack(
+        [objective(values, row.supervision).loss for objective in objectives.objectives]
+    ).sum()
 
 
 class Case:
@@ -110,14 +140,24 @@ class Case:
         self.head = torch.nn.Linear(hidden, vocabulary, bias=False)
         self.hidden_ND = torch.randn(num_positions, hidden, requires_grad=True)
         self.row = make_row(num_positions, vocabulary)
-        self.objectives = build_objectives(PIPELINE, Channel.B, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS))
+        self.objectives = build_objectives(
+            PIPELINE, Channel.B, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS)
+        )
         self._chunk = chunk
 
     def backward(self) -> float:
         if self._chunk is None:
-            values = plain_values(self.head(self.hidden_ND).float(), self.row, self.objectives.coord_ids_C, BANNED)
+            values = plain_values(
+                self.head(self.hidden_ND).float(), self.row, self.objectives.coord_ids_C, BANNED
+            )
         else:
-            values = LogitsPass(self.head, self.objectives.coord_ids_C, self.objectives.needs, Normalizer(1.0, BANNED), self._chunk)(self.hidden_ND, self.row)
+            values = LogitsPass(
+                self.head,
+                self.objectives.coord_ids_C,
+                self.objectives.needs,
+                Normalizer(1.0, BANNED),
+                self._chunk,
+            )(self.hidden_ND, self.row)
         loss = loss_of(values, self.row, self.objectives)
         loss.backward()
         return loss.item()
@@ -137,10 +177,29 @@ def _status_bytes(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def measure(num_positions: int, vocabulary: int, hidden: int, chunk: int | None) -> tuple[int, float]:
+def measure(
+    num_positions: int, vocabulary: int, hidden: int, chunk: int | None
+) -> tuple[int, float]:
     """(peak bytes, seconds) in a process of its own."""
-    arguments = [str(value) for value in ("--positions", num_positions, "--vocabulary", vocabulary, "--hidden", hidden, "--case", chunk or 0)]
-    done = subprocess.run([sys.executable, "-m", "benchmarks.logit_memory", *arguments], check=True, capture_output=True, text=True)
+    arguments = [
+        str(value)
+        for value in (
+            "--positions",
+            num_positions,
+            "--vocabulary",
+            vocabulary,
+            "--hidden",
+            hidden,
+            "--case",
+            chunk or 0,
+        )
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.logit_memory", *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     peak, seconds = done.stdout.split()
     return int(peak), float(seconds)
 
@@ -158,7 +217,10 @@ def check(chunks: list[int]) -> None:
     for chunk in [7, *chunks]:
         case = Case(100, 3000, 16, chunk)
         assert abs(case.backward() - loss) <= 1e-5 * loss
-        for ours, obvious in ((case.head.weight.grad, plain.head.weight.grad), (case.hidden_ND.grad, plain.hidden_ND.grad)):
+        for ours, obvious in (
+            (case.head.weight.grad, plain.head.weight.grad),
+            (case.hidden_ND.grad, plain.hidden_ND.grad),
+        ):
             assert ours is not None
             torch.testing.assert_close(ours, obvious, rtol=1e-4, atol=1e-6)
 
@@ -168,24 +230,46 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=12_000)
     parser.add_argument("--vocabulary", type=int, default=152_000)
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[LOGIT_CHUNK // 2, LOGIT_CHUNK, 2 * LOGIT_CHUNK])
-    parser.add_argument("--plain-positions", type=int, default=1000, help="length of the row whose logits exist all at once")
-    parser.add_argument("--case", type=int, help="measure this chunk (0: all at once) in this process, and print bytes and seconds")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=[LOGIT_CHUNK // 2, LOGIT_CHUNK, 2 * LOGIT_CHUNK]
+    )
+    parser.add_argument(
+        "--plain-positions",
+        type=int,
+        default=1000,
+        help="length of the row whose logits exist all at once",
+    )
+    parser.add_argument(
+        "--case",
+        type=int,
+        help="measure this chunk (0: all at once) in this process, and print bytes and seconds",
+    )
     arguments = parser.parse_args()
     size = arguments.vocabulary, arguments.hidden
     if arguments.case is not None:
         run_case(arguments.positions, *size, arguments.case or None)
         return
     check(arguments.chunks)
-    print(f"{arguments.positions} positions, a vocabulary of {size[0]}, hidden size {size[1]}, float32 on CPU; the default chunk is {LOGIT_CHUNK}")
+    print(
+        f"{arguments.positions} positions, a vocabulary of {size[0]}, hidden size {size[1]},"
+        f" float32 on CPU; the default chunk is {LOGIT_CHUNK}"
+    )
     print(f"{'positions':>10} {'chunk':>8} {'peak MB':>9} {'copies':>7} {'s':>7}")
     for chunk in arguments.chunks:
         peak, seconds = measure(arguments.positions, *size, chunk)
-        print(f"{arguments.positions:10} {chunk:8} {peak / 1e6:9.0f} {peak / (4 * chunk * size[0]):7.2f} {seconds:7.1f}")
+        print(
+            f"{arguments.positions:10} {chunk:8} {peak / 1e6:9.0f}"
+            f" {peak / (4 * chunk * size[0]):7.2f} {seconds:7.1f}"
+        )
     peak, seconds = measure(arguments.plain_positions, *size, None)
     copies = peak / (4 * arguments.plain_positions * size[0])
-    print(f"{arguments.plain_positions:10} {'all':>8} {peak / 1e6:9.0f} {copies:7.2f} {seconds:7.1f}")
-    print(f"{arguments.positions:10} {'all':>8} {copies * 4 * arguments.positions * size[0] / 1e6:9.0f} {copies:7.2f}  (computed)")
+    print(
+        f"{arguments.plain_positions:10} {'all':>8} {peak / 1e6:9.0f} {copies:7.2f} {seconds:7.1f}"
+    )
+    print(
+        f"{arguments.positions:10} {'all':>8}"
+        f" {copies * 4 * arguments.positions * size[0] / 1e6:9.0f} {copies:7.2f}  (computed)"
+    )
 
 
 if __name__ == "__main__":

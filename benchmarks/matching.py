@@ -1,8 +1,10 @@
-"""Matching of 60 predictions with 60 ground truths at the defaults, beside a slow obvious version, on one core.
+"""Matching of 60 predictions with 60 ground truths at the defaults, beside a slow obvious version,
+on one core.
 
-`python -m benchmarks.matching`. Three kinds of scene: boxes, polygons of 12 points, and both mixed. Sizes are log-uniform, small shapes (fewer
-than 16 canvas pixels) among them; predictions are ground truths with moved coordinates. Both versions must give the same pairs and IoUs. Printed
-are the medians in milliseconds, their ratio and the bound of the project.
+`python -m benchmarks.matching`. Three kinds of scene: boxes, polygons of 12 points, and both mixed.
+Sizes are log-uniform, small shapes (fewer than 16 canvas pixels) among them; predictions are ground
+truths with moved coordinates. Both versions must give the same pairs and IoUs. Printed are the
+medians in milliseconds, their ratio and the bound of the project.
 """
 
 from __future__ import annotations
@@ -41,11 +43,32 @@ def scene(kinds: tuple[GeometryKind, ...], seed: int) -> Scene:
         kind = kinds[index % len(kinds)]
         radius = math.exp(draw.uniform(*map(math.log, RADII)))
         cx, cy = draw.uniform(radius, 999 - radius), draw.uniform(radius, 999 - radius)
-        outline = box_outline(draw, cx, cy, radius) if kind is GeometryKind.BBOX else star_outline(draw, cx, cy, radius)
-        bins = [(to_bins(outline)), to_bins([value + draw.gauss(0, JITTER * radius) for value in outline])]
-        truth, guess = [(*map(min, box[:2], box[2:]), *map(max, box[:2], box[2:])) for box in bins] if kind is GeometryKind.BBOX else bins
+        outline = (
+            box_outline(draw, cx, cy, radius)
+            if kind is GeometryKind.BBOX
+            else star_outline(draw, cx, cy, radius)
+        )
+        bins = [
+            (to_bins(outline)),
+            to_bins([value + draw.gauss(0, JITTER * radius) for value in outline]),
+        ]
+        truth, guess = (
+            [(*map(min, box[:2], box[2:]), *map(max, box[:2], box[2:])) for box in bins]
+            if kind is GeometryKind.BBOX
+            else bins
+        )
         ground_truth.append(GroundTruthObject(kind, truth, "thing"))
-        predictions.append(ParsedObject(f"object_{index}", index, kind, "thing", guess, tuple(range(len(guess))), (0, len(guess))))
+        predictions.append(
+            ParsedObject(
+                f"object_{index}",
+                index,
+                kind,
+                "thing",
+                guess,
+                tuple(range(len(guess))),
+                (0, len(guess)),
+            )
+        )
     draw.shuffle(predictions)
     return predictions, ground_truth
 
@@ -56,17 +79,30 @@ def box_outline(draw: random.Random, cx: float, cy: float, radius: float) -> lis
 
 
 def star_outline(draw: random.Random, cx: float, cy: float, radius: float) -> list[float]:
-    spokes = [(radius * draw.uniform(0.5, 1), 2 * math.pi * i / NUM_POINTS) for i in range(NUM_POINTS)]
-    return [value for spoke, angle in spokes for value in (cx + spoke * math.cos(angle), cy + spoke * math.sin(angle))]
+    spokes = [
+        (radius * draw.uniform(0.5, 1), 2 * math.pi * i / NUM_POINTS) for i in range(NUM_POINTS)
+    ]
+    return [
+        value
+        for spoke, angle in spokes
+        for value in (cx + spoke * math.cos(angle), cy + spoke * math.sin(angle))
+    ]
 
 
 def to_bins(values: list[float]) -> tuple[int, ...]:
     return tuple(min(max(round(value), 0), 999) for value in values)
 
 
-def slow_match(predictions: list[ParsedObject], ground_truth: list[GroundTruthObject]) -> tuple[list[tuple[int, int, float]], int]:
-    """The pairs and the number of rejections by the text of DESIGN 7.4: a full canvas per shape, every pixel tested, pair after pair."""
-    masks_a, masks_b = [slow_mask(shape) for shape in predictions], [slow_mask(shape) for shape in ground_truth]
+def slow_match(
+    predictions: list[ParsedObject], ground_truth: list[GroundTruthObject]
+) -> tuple[list[tuple[int, int, float]], int]:
+    """The pairs and the number of rejections by the text of DESIGN 7.4: a full canvas per shape,
+    every pixel tested, pair after pair.
+    """
+    masks_a, masks_b = (
+        [slow_mask(shape) for shape in predictions],
+        [slow_mask(shape) for shape in ground_truth],
+    )
     iou_PG = np.full((len(predictions), len(ground_truth)), -1.0)
     rejections = 0
     for i, prediction in enumerate(predictions):
@@ -78,9 +114,15 @@ def slow_match(predictions: list[ParsedObject], ground_truth: list[GroundTruthOb
             rejections += iou_PG[i, j] < GATE
     cost = np.zeros((iou_PG.shape[0] + iou_PG.shape[1],) * 2)
     cost[: len(predictions), : len(ground_truth)] = np.where(iou_PG >= GATE, 1 - iou_PG, np.inf)
-    cost[: len(predictions), len(ground_truth) :] = cost[len(predictions) :, : len(ground_truth)] = 1.0
+    cost[: len(predictions), len(ground_truth) :] = cost[
+        len(predictions) :, : len(ground_truth)
+    ] = 1.0
     chosen = zip(*linear_sum_assignment(cost), strict=True)
-    return [(int(i), int(j), float(iou_PG[i, j])) for i, j in chosen if i < len(predictions) and j < len(ground_truth)], rejections
+    return [
+        (int(i), int(j), float(iou_PG[i, j]))
+        for i, j in chosen
+        if i < len(predictions) and j < len(ground_truth)
+    ], rejections
 
 
 def slow_mask(shape: Shape) -> np.ndarray:
@@ -101,24 +143,44 @@ def slow_candidates(prediction: Shape, ground_truth: list[GroundTruthObject]) ->
         x1, y1, x2, y2 = aabb(ground_truth[j])
         common = max(0, min(px2, x2) - max(px1, x1)) * max(0, min(py2, y2) - max(py1, y1))
         union = (px2 - px1) * (py2 - py1) + (x2 - x1) * (y2 - y1) - common
-        return (-common / union, 0, j) if common else (0.0, (px1 + px2 - x1 - x2) ** 2 + (py1 + py2 - y1 - y2) ** 2, j)
+        return (
+            (-common / union, 0, j)
+            if common
+            else (0.0, (px1 + px2 - x1 - x2) ** 2 + (py1 + py2 - y1 - y2) ** 2, j)
+        )
 
     return sorted(range(len(ground_truth)), key=key)[:TOP_K]
 
 
 def slow_area_iou(a: list[Point], b: list[Point]) -> float:
     """In fractions: slab after slab between the ordinates of all ends and crossings."""
-    rings = [[(p, q) if p[1] < q[1] else (q, p) for p, q in zip(ring, [*ring[1:], ring[0]], strict=True) if p[1] != q[1]] for ring in (a, b)]
+    rings = [
+        [
+            (p, q) if p[1] < q[1] else (q, p)
+            for p, q in zip(ring, [*ring[1:], ring[0]], strict=True)
+            if p[1] != q[1]
+        ]
+        for ring in (a, b)
+    ]
     levels = {Fraction(point[1]) for edge in rings[0] + rings[1] for point in edge}
     for ((ax, ay), (bx, by)), ((cx, cy), (dx, dy)) in combinations(rings[0] + rings[1], 2):
         if determinant := (bx - ax) * (dy - cy) - (by - ay) * (dx - cx):
-            y = ay + Fraction((by - ay) * ((cx - ax) * (dy - cy) - (cy - ay) * (dx - cx)), determinant)
+            y = ay + Fraction(
+                (by - ay) * ((cx - ax) * (dy - cy) - (cy - ay) * (dx - cx)), determinant
+            )
             if max(ay, cy) < y < min(by, dy):
                 levels.add(y)
     common = union = Fraction(0)
     for low, high in pairwise(sorted(levels)):
         y = (low + high) / 2
-        crossings = [[ax + (y - ay) * Fraction(bx - ax, by - ay) for (ax, ay), (bx, by) in ring if ay < y < by] for ring in rings]
+        crossings = [
+            [
+                ax + (y - ay) * Fraction(bx - ax, by - ay)
+                for (ax, ay), (bx, by) in ring
+                if ay < y < by
+            ]
+            for ring in rings
+        ]
         for left, right in pairwise(sorted(crossings[0] + crossings[1])):
             inside = [sum(x <= left for x in ring) % 2 for ring in crossings]
             common += all(inside) * (right - left) * (high - low)
@@ -128,9 +190,15 @@ def slow_area_iou(a: list[Point], b: list[Point]) -> float:
 
 def check_same(fast: MatchResult, slow: tuple[list[tuple[int, int, float]], int]) -> None:
     pairs, rejections = slow
-    assert [pair[:2] for pair in fast.pairs] == [pair[:2] for pair in pairs], "the two versions chose different pairs"
-    assert all(abs(pair.iou - other[2]) < 1e-12 for pair, other in zip(fast.pairs, pairs, strict=True)), "the two versions differ in an IoU"
-    assert fast.gating_rejections == rejections, "the two versions rejected different numbers of pairs"
+    assert [pair[:2] for pair in fast.pairs] == [pair[:2] for pair in pairs], (
+        "the two versions chose different pairs"
+    )
+    assert all(
+        abs(pair.iou - other[2]) < 1e-12 for pair, other in zip(fast.pairs, pairs, strict=True)
+    ), "the two versions differ in an IoU"
+    assert fast.gating_rejections == rejections, (
+        "the two versions rejected different numbers of pairs"
+    )
 
 
 def median_ms(call: Callable[[Scene], object], scenes: list[Scene]) -> float:
@@ -143,17 +211,39 @@ def median_ms(call: Callable[[Scene], object], scenes: list[Scene]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenes", type=int, default=5, help="different scenes per kind, each answered by both versions")
-    parser.add_argument("--repeats", type=int, default=20, help="times that the fast version answers each scene")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--scenes",
+        type=int,
+        default=5,
+        help="different scenes per kind, each answered by both versions",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="times that the fast version answers each scene"
+    )
     arguments = parser.parse_args()
-    print(f"{'60 x 60':10} {'ms':>8} {'slow ms':>9} {'ratio':>7} {'bound ms':>9}  pairs of the first scene")
-    for name, kinds in {"boxes": (GeometryKind.BBOX,), "polygons": (GeometryKind.POLY,), "mixed": tuple(GeometryKind)}.items():
+    print(
+        f"{'60 x 60':10} {'ms':>8} {'slow ms':>9} {'ratio':>7} {'bound ms':>9}  pairs of the first"
+        " scene"
+    )
+    for name, kinds in {
+        "boxes": (GeometryKind.BBOX,),
+        "polygons": (GeometryKind.POLY,),
+        "mixed": tuple(GeometryKind),
+    }.items():
         scenes = [scene(kinds, seed) for seed in range(arguments.scenes)]
         for each in scenes:
             check_same(match_objects(*each), slow_match(*each))
-        fast, slow = median_ms(lambda each: match_objects(*each), scenes * arguments.repeats), median_ms(lambda each: slow_match(*each), scenes)
-        print(f"{name:10} {fast:8.2f} {slow:9.1f} {slow / fast:6.0f}x {BOUNDS_MS[name]:9.1f}  {len(match_objects(*scenes[0]).pairs)}")
+        fast, slow = (
+            median_ms(lambda each: match_objects(*each), scenes * arguments.repeats),
+            median_ms(lambda each: slow_match(*each), scenes),
+        )
+        print(
+            f"{name:10} {fast:8.2f} {slow:9.1f} {slow / fast:6.0f}x {BOUNDS_MS[name]:9.1f} "
+            f" {len(match_objects(*scenes[0]).pairs)}"
+        )
     print("Both versions gave the same pairs, IoUs and rejections.")
 
 

@@ -76,7 +76,15 @@ class Stage:
     def arguments(self, mutants: Sequence[Mutant]) -> list[str]:
         """Give pytest's arguments for these mutants together."""
         if self.on_all_files:
-            return ["-m", self.marks, "-n", "auto", "--dist", "loadfile", f"--ignore={ABOUT_MUTANTS}"]
+            return [
+                "-m",
+                self.marks,
+                "-n",
+                "auto",
+                "--dist",
+                "loadfile",
+                f"--ignore={ABOUT_MUTANTS}",
+            ]
         paths = dict.fromkeys(path for mutant in mutants for path in mutant.tests)
         return ["-m", self.marks, *paths]
 
@@ -105,7 +113,10 @@ class Found:
     """The mutant it was: another fault, or other tests, are to be tried anew."""
 
 
-INTAKE = ("tests/rollout_actors/weight_sync/test_weight_intake.py", "tests/rollout_actors/test_engine_sync.py")
+INTAKE = (
+    "tests/rollout_actors/weight_sync/test_weight_intake.py",
+    "tests/rollout_actors/test_engine_sync.py",
+)
 CACHES = (*INTAKE, "tests/rollout_actors/backends/test_stock_client.py")
 RECEIPTS = ("tests/rollout_actors/weight_sync/test_receipt.py", *INTAKE)
 
@@ -377,10 +388,7 @@ def run_tests(folder: Path, arguments: Sequence[str], limit_s: float) -> tuple[s
 
 
 def tested(
-    mutant: Mutant | None,
-    arguments: Sequence[str],
-    limit_s: float,
-    revision: str | None,
+    mutant: Mutant | None, arguments: Sequence[str], limit_s: float, revision: str | None
 ) -> tuple[str, str]:
     """Run tests in a copy of the tree in which the mutant, if there is one, is applied.
 

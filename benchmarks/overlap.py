@@ -1,7 +1,9 @@
-"""What the queue between generation and learning gains: some steps of scripted rounds in three schedules, in the same run.
+"""What the queue between generation and learning gains: some steps of scripted rounds in three
+schedules, in the same run.
 
-`python -m benchmarks.overlap [--generate 0.2] [--learn 0.2] [--sync 0.1] [--rounds 4] [--steps 5]`. Generation is a `ScriptedBackend` of fixed latency,
-learning and syncing are sleeps: what is measured is the queue alone. All schedules must give the same rollouts in the same order.
+`python -m benchmarks.overlap [--generate 0.2] [--learn 0.2] [--sync 0.1] [--rounds 4] [--steps 5]`.
+Generation is a `ScriptedBackend` of fixed latency, learning and syncing are sleeps: what is
+measured is the queue alone. All schedules must give the same rollouts in the same order.
 """
 
 from __future__ import annotations
@@ -32,13 +34,24 @@ class Seconds:
 
 
 def requests_of(step: int, num_rounds: int) -> list[list[RolloutRequest]]:
-    requests = [RolloutRequest(step, i, f"{step}-{i}", (1,), (), GREEDY, request_seed(17, step, i)) for i in range(num_rounds * PER_ROUND)]
+    requests = [
+        RolloutRequest(step, i, f"{step}-{i}", (1,), (), GREEDY, request_seed(17, step, i))
+        for i in range(num_rounds * PER_ROUND)
+    ]
     return [requests[i : i + PER_ROUND] for i in range(0, len(requests), PER_ROUND)]
 
 
-def run_steps(queue: Queue, windows: Sequence[Sequence[int]], num_rounds: int, takes: Seconds) -> tuple[float, list[tuple[int, ...]]]:
-    """(seconds of all steps, the responses in the order they were learned). The queue of rounds runs on over the steps of a stretch."""
-    backend = ScriptedBackend("scripted", lambda request: [request.step, request.position, request.seed % 1000], latency_s=takes.generate)
+def run_steps(
+    queue: Queue, windows: Sequence[Sequence[int]], num_rounds: int, takes: Seconds
+) -> tuple[float, list[tuple[int, ...]]]:
+    """(seconds of all steps, the responses in the order they were learned). The queue of rounds
+    runs on over the steps of a stretch.
+    """
+    backend = ScriptedBackend(
+        "scripted",
+        lambda request: [request.step, request.position, request.seed % 1000],
+        latency_s=takes.generate,
+    )
     learned: list[tuple[int, ...]] = []
     with ThreadPoolExecutor(max_workers=1) as threads:
         running: list[Future[list[Rollout]]] = []
@@ -61,9 +74,13 @@ def run_steps(queue: Queue, windows: Sequence[Sequence[int]], num_rounds: int, t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--generate", type=float, default=0.2, help="seconds of generation per round")
+    parser.add_argument(
+        "--generate", type=float, default=0.2, help="seconds of generation per round"
+    )
     parser.add_argument("--learn", type=float, default=0.2, help="seconds of learning per round")
-    parser.add_argument("--sync", type=float, default=0.1, help="seconds of the sync after each step")
+    parser.add_argument(
+        "--sync", type=float, default=0.1, help="seconds of the sync after each step"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="rounds of a step")
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
@@ -75,14 +92,27 @@ def main() -> None:
         "queue within a step": (one_ahead, one_by_one),
         "queue across steps (max_staleness: 1)": (one_ahead, [list(steps)]),
     }
-    results = {name: run_steps(queue, windows, options.rounds, takes) for name, (queue, windows) in schedules.items()}
+    results = {
+        name: run_steps(queue, windows, options.rounds, takes)
+        for name, (queue, windows) in schedules.items()
+    }
     alternating_s, expected = results["alternating"]
     for name, (seconds, learned) in results.items():
         assert learned == expected, f"{name}: other rollouts"
-        print(f"{name:<38} {seconds / options.steps:.3f} s a step, {alternating_s / seconds:.2f} times as fast as alternating")
-    bound_s = options.rounds * max(options.generate, options.learn) + min(options.generate, options.learn) + options.sync
+        print(
+            f"{name:<38} {seconds / options.steps:.3f} s a step, {alternating_s / seconds:.2f}"
+            " times as fast as alternating"
+        )
+    bound_s = (
+        options.rounds * max(options.generate, options.learn)
+        + min(options.generate, options.learn)
+        + options.sync
+    )
     within_s = results["queue within a step"][0] / options.steps
-    print(f"queue within a step against rounds x max(generate, learn) + the shorter of the two + sync ({bound_s:.3f} s): {within_s / bound_s:.3f}")
+    print(
+        "queue within a step against rounds x max(generate, learn) + the shorter of the two + sync"
+        f" ({bound_s:.3f} s): {within_s / bound_s:.3f}"
+    )
 
 
 if __name__ == "__main__":

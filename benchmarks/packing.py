@@ -1,7 +1,10 @@
-"""Rows over the lower bound `ceil(sum / capacity)`, for whole steps and for the streaming windows of DESIGN 5, decision 7.
+"""Rows over the lower bound `ceil(sum / capacity)`, for whole steps and for the streaming windows
+of DESIGN 5, decision 7.
 
-`python -m benchmarks.packing`. Lengths are log-normal (sigma 0.6), clipped to 1..capacity. Each way packs the same draws; every segment must be packed exactly
-once and no row may exceed the capacity. Printed are the averages of rows over the bound, and what streaming costs: its rows over those of the whole step.
+`python -m benchmarks.packing`. Lengths are log-normal (sigma 0.6), clipped to 1..capacity. Each way
+packs the same draws; every segment must be packed exactly once and no row may exceed the capacity.
+Printed are the averages of rows over the bound, and what streaming costs: its rows over those of
+the whole step.
 """
 
 from __future__ import annotations
@@ -89,15 +92,23 @@ WAYS: dict[str, Callable[[Sequence[Piece]], Rows]] = {
 
 
 def check(rows: Rows, pieces: Sequence[Piece]) -> None:
-    assert sorted(piece.index for row in rows for piece in row) == list(range(len(pieces))), "a segment is packed twice or not at all"
+    assert sorted(piece.index for row in rows for piece in row) == list(range(len(pieces))), (
+        "a segment is packed twice or not at all"
+    )
     assert all(sum(map(len, row)) <= CAPACITY for row in rows), "a row exceeds the capacity"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--draws", type=int, default=200)
     arguments = parser.parse_args()
-    print(f"{'mean':>5} {'segments':>8} " + " ".join(f"{name:>17}" for name in WAYS) + "  streaming / whole step   ms per whole step")
+    print(
+        f"{'mean':>5} {'segments':>8} "
+        + " ".join(f"{name:>17}" for name in WAYS)
+        + "  streaming / whole step   ms per whole step"
+    )
     kept = True
     for mean in MEANS:
         for count in COUNTS:
@@ -105,7 +116,11 @@ def main() -> None:
             num_rows: dict[str, list[int]] = {name: [] for name in WAYS}
             bounds, seconds = [], 0.0
             for _ in range(arguments.draws):
-                lengths = generator.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, count).astype(int).clip(1, CAPACITY)
+                lengths = (
+                    generator.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, count)
+                    .astype(int)
+                    .clip(1, CAPACITY)
+                )
                 pieces = [Piece(index, int(length)) for index, length in enumerate(lengths)]
                 bounds.append(-(-int(lengths.sum()) // CAPACITY))
                 for name, way in WAYS.items():
@@ -114,11 +129,16 @@ def main() -> None:
                     seconds += time.perf_counter() - start if way is whole_step else 0.0
                     check(rows, pieces)
                     num_rows[name].append(len(rows))
-            ratios = {name: float(np.mean(np.array(counts) / bounds)) for name, counts in num_rows.items()}
+            ratios = {
+                name: float(np.mean(np.array(counts) / bounds)) for name, counts in num_rows.items()
+            }
             price = float(np.mean(np.array(num_rows["streaming"]) / num_rows["whole step"]))
             kept &= ratios["whole step"] <= LIMIT
             cells = " ".join(f"{ratio:17.4f}" for ratio in ratios.values())
-            print(f"{mean:5} {count:8} {cells}  {price:22.4f} {1000 * seconds / arguments.draws:19.1f}")
+            print(
+                f"{mean:5} {count:8} {cells}  {price:22.4f}"
+                f" {1000 * seconds / arguments.draws:19.1f}"
+            )
     print("Every segment was packed exactly once, and no row exceeded the capacity.")
     assert kept, f"a whole step takes more than {LIMIT} of the bound on average"
 

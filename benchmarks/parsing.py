@@ -1,8 +1,10 @@
-"""Tokens per second of `parse_rollout` on one core, beside a parser that goes character by character (`slow_parser`), in the same run.
+"""Tokens per second of `parse_rollout` on one core, beside a parser that goes character by
+character (`slow_parser`), in the same run.
 
-`python -m benchmarks.parsing [--repetitions 40] [--responses 2000] [--tokenizer outputs/demo/model]`. Before anything is timed, both must give the
-same answer, field by field, on well-formed responses and on randomly mutated ones, for every tokenizer: the given one where it is there, and two
-that are trained here, split as Qwen's are and not split at all.
+`python -m benchmarks.parsing [--repetitions 40] [--responses 2000] [--tokenizer
+outputs/demo/model]`. Before anything is timed, both must give the same answer, field by field, on
+well-formed responses and on randomly mutated ones, for every tokenizer: the given one where it is
+there, and two that are trained here, split as Qwen's are and not split at all.
 """
 
 from __future__ import annotations
@@ -26,10 +28,25 @@ from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
 from shared.tokens.vocabulary import TokenCodec
 
-QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # of Qwen2 and Qwen3
+# of Qwen2 and Qwen3
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 NUM_OBJECTS = 60
 NUM_VERTICES = 12
-NAMES = ["black cat", "dog", "traffic light", "person in a red coat", "größe", "猫", "bicycle 🙂", "stop sign", "potted plant", "dining table"]
+NAMES = [
+    "black cat",
+    "dog",
+    "traffic light",
+    "person in a red coat",
+    "größe",
+    "猫",
+    "bicycle 🙂",
+    "stop sign",
+    "potted plant",
+    "dining table",
+]
 DESCS = [*NAMES, 'a "b"', "{}", "}]", "\\", '"object_9": {', "x.", "<|coord_5|>"]
 SCRAPS = [
     "{",
@@ -56,31 +73,50 @@ SCRAPS = [
 
 
 def trained(num_merges: int, splitter: Any) -> Any:
-    """A byte-level BPE tokenizer with `num_merges` merges, learned from responses and from the text of this repository's pages."""
+    """A byte-level BPE tokenizer with `num_merges` merges, learned from responses and from the text
+    of this repository's pages.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     generator = random.Random(3)
     responses = [
-        serialize_objects(objects(generator, generator.randint(1, 12), kind, NAMES), field_order=order) for kind in GeometryKind for order in FIELD_ORDERS * 20
+        serialize_objects(
+            objects(generator, generator.randint(1, 12), kind, NAMES), field_order=order
+        )
+        for kind in GeometryKind
+        for order in FIELD_ORDERS * 20
     ]
     pages = [path.read_text() for path in sorted(Path(__file__).parents[1].glob("*.md"))]
-    trainer = trainers.BpeTrainer(vocab_size=len(alphabet) + num_merges, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + num_merges, initial_alphabet=alphabet, show_progress=False
+    )
     # Coord tokens are cut out before a tokenizer splits anything.
-    tokenizer.train_from_iterator([part for text in responses for part in text.split("<|coord_0|>")] + pages, trainer)
+    tokenizer.train_from_iterator(
+        [part for text in responses for part in text.split("<|coord_0|>")] + pages, trainer
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     add_coord_tokens(fast)
     return fast
 
 
-def objects(generator: random.Random, count: int, kind: GeometryKind, descs: list[str], *, zero: bool = True) -> list[GroundTruthObject]:
+def objects(
+    generator: random.Random, count: int, kind: GeometryKind, descs: list[str], *, zero: bool = True
+) -> list[GroundTruthObject]:
     """`zero`: every bin is 0, so that all coord tokens are the same text."""
     found = []
     for _ in range(count):
-        bins = generator.choices([0] if zero else range(1000), k=4 if kind is GeometryKind.BBOX else 2 * NUM_VERTICES)
+        bins = generator.choices(
+            [0] if zero else range(1000), k=4 if kind is GeometryKind.BBOX else 2 * NUM_VERTICES
+        )
         if kind is GeometryKind.BBOX:
-            bins = [min(bins[0], bins[2]), min(bins[1], bins[3]), max(bins[0], bins[2]), max(bins[1], bins[3])]
+            bins = [
+                min(bins[0], bins[2]),
+                min(bins[1], bins[3]),
+                max(bins[0], bins[2]),
+                max(bins[1], bins[3]),
+            ]
         found.append(GroundTruthObject(kind, tuple(bins), generator.choice(descs)))
     return found
 
@@ -88,8 +124,13 @@ def objects(generator: random.Random, count: int, kind: GeometryKind, descs: lis
 def mutated(generator: random.Random, codec: TokenCodec) -> list[int]:
     def response() -> list[int]:
         kind = generator.choice(list(GeometryKind))
-        text = serialize_objects(objects(generator, generator.randint(0, 4), kind, DESCS, zero=False), field_order=generator.choice(FIELD_ORDERS))
-        return codec.encode(text if generator.random() < 0.7 else text.replace('"<', "<").replace('>"', ">"))
+        text = serialize_objects(
+            objects(generator, generator.randint(0, 4), kind, DESCS, zero=False),
+            field_order=generator.choice(FIELD_ORDERS),
+        )
+        return codec.encode(
+            text if generator.random() < 0.7 else text.replace('"<', "<").replace('>"', ">")
+        )
 
     ids = response()
     for _ in range(generator.randint(0, 3)):
@@ -130,8 +171,15 @@ def check(codec: TokenCodec, well_formed: list[list[int]], num_responses: int) -
     return seen
 
 
-def tokens_per_s(parse: Callable[[list[int], TokenCodec], ParsedRollout], ids: list[int], codec: TokenCodec, repetitions: int) -> float:
-    """The median of several repetitions, in processor time of this thread: what others do on the machine counts as little as can be."""
+def tokens_per_s(
+    parse: Callable[[list[int], TokenCodec], ParsedRollout],
+    ids: list[int],
+    codec: TokenCodec,
+    repetitions: int,
+) -> float:
+    """The median of several repetitions, in processor time of this thread: what others do on the
+    machine counts as little as can be.
+    """
     seconds = []
     for _ in range(repetitions):
         started = time.thread_time()
@@ -143,12 +191,16 @@ def tokens_per_s(parse: Callable[[list[int], TokenCodec], ParsedRollout], ids: l
 def shapes(codec: TokenCodec) -> dict[str, list[int]]:
     generator = random.Random(0)
     boxes = serialize_objects(objects(generator, NUM_OBJECTS, GeometryKind.BBOX, NAMES, zero=False))
-    polygons = serialize_objects(objects(generator, NUM_OBJECTS, GeometryKind.POLY, NAMES, zero=False))
+    polygons = serialize_objects(
+        objects(generator, NUM_OBJECTS, GeometryKind.POLY, NAMES, zero=False)
+    )
     texts = {
         f"{NUM_OBJECTS} boxes": boxes,
         f"{NUM_OBJECTS} polygons of {NUM_VERTICES} points": polygons,
         f"{NUM_OBJECTS} boxes, coord tokens unquoted": boxes.replace('"<', "<").replace('>"', ">"),
-        f"{NUM_OBJECTS} boxes, each with a key too many (all dropped)": boxes.replace('{"desc"', '{"x": 1, "desc"'),
+        f"{NUM_OBJECTS} boxes, each with a key too many (all dropped)": boxes.replace(
+            '{"desc"', '{"x": 1, "desc"'
+        ),
     }
     return {name: codec.encode(text) for name, text in texts.items()}
 
@@ -156,25 +208,46 @@ def shapes(codec: TokenCodec) -> dict[str, list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=40)
-    parser.add_argument("--responses", type=int, default=2000, help="mutated responses per tokenizer on which both parsers must agree")
+    parser.add_argument(
+        "--responses",
+        type=int,
+        default=2000,
+        help="mutated responses per tokenizer on which both parsers must agree",
+    )
     parser.add_argument("--tokenizer", type=Path, default=Path("outputs/demo/model"))
     options = parser.parse_args()
-    splitter = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splitter = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizers = {
         "4,000 merges, Qwen's splitting": trained(4000, splitter),
-        "4,000 merges, no splitting": trained(4000, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+        "4,000 merges, no splitting": trained(
+            4000, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        ),
     }
     if options.tokenizer.is_dir():
-        tokenizers = {str(options.tokenizer): AutoTokenizer.from_pretrained(options.tokenizer)} | tokenizers
+        tokenizers = {
+            str(options.tokenizer): AutoTokenizer.from_pretrained(options.tokenizer)
+        } | tokenizers
     for name, tokenizer in tokenizers.items():
         codec = HFTokenCodec(tokenizer)
         responses = shapes(codec)
-        print(f"{name}: both agree on {len(responses)} well-formed responses and {options.responses} mutated ones", end=" ")
+        print(
+            f"{name}: both agree on {len(responses)} well-formed responses and {options.responses}"
+            " mutated ones",
+            end=" ",
+        )
         print(check(codec, list(responses.values()), options.responses))
         for shape, ids in responses.items():
             fast = tokens_per_s(parse_rollout, ids, codec, options.repetitions)
             slow = tokens_per_s(slow_parse, ids, codec, max(options.repetitions // 8, 1))
-            print(f"  {shape:>55}: {len(ids):5d} tokens, {fast / 1e6:.2f} M tokens/s, slow {slow / 1e6:.3f} M tokens/s, ratio {fast / slow:.1f}")
+            print(
+                f"  {shape:>55}: {len(ids):5d} tokens, {fast / 1e6:.2f} M tokens/s, slow"
+                f" {slow / 1e6:.3f} M tokens/s, ratio {fast / slow:.1f}"
+            )
 
 
 if __name__ == "__main__":

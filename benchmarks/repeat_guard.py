@@ -1,8 +1,11 @@
-"""What the repeat guard costs: its share of the time in which one vLLM engine (V1 model runner) generates, with the demo's model.
+"""What the repeat guard costs: its share of the time in which one vLLM engine (V1 model runner)
+generates, with the demo's model.
 
-`python -m benchmarks.repeat_guard [--sequences 256] [--tokens 128] [--rounds 3]`. One engine on CPU, in this process. Every round generates the same sequences
-twice: guarded, and not (requests without a stop token are not guarded), which must give the same tokens: the thresholds are out of reach, which saves the guard
-nothing. The share is measured inside the guarded rounds, by the guard's own clock: two rounds differ by more than it costs.
+`python -m benchmarks.repeat_guard [--sequences 256] [--tokens 128] [--rounds 3]`. One engine on
+CPU, in this process. Every round generates the same sequences twice: guarded, and not (requests
+without a stop token are not guarded), which must give the same tokens: the thresholds are out of
+reach, which saves the guard nothing. The share is measured inside the guarded rounds, by the
+guard's own clock: two rounds differ by more than it costs.
 """
 
 from __future__ import annotations
@@ -30,7 +33,17 @@ def settings(*, keys: bool) -> RepeatGuardSettings:
 
 def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tuple[Any, Any]:
     """vLLM's `LLM`, and the class of its guard, whose `spent_s` and `num_steps` grow."""
-    engine = EngineSettings(str(folder), "float32", 512, sequences, 0, TransportKind.GLOO, Device.CPU, 0.5, kv_cache_memory_bytes=1 << 30)
+    engine = EngineSettings(
+        str(folder),
+        "float32",
+        512,
+        sequences,
+        0,
+        TransportKind.GLOO,
+        Device.CPU,
+        0.5,
+        kv_cache_memory_bytes=1 << 30,
+    )
     os.environ.update(engine_environment(engine))
     import torch
     from vllm import LLM
@@ -61,14 +74,22 @@ def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tu
     return llm, TimedGuard
 
 
-def generate(llm: Any, sequences: int, tokens: int, stop: int, *, guarded: bool) -> tuple[float, list[list[int]]]:
+def generate(
+    llm: Any, sequences: int, tokens: int, stop: int, *, guarded: bool
+) -> tuple[float, list[list[int]]]:
     """(seconds, the tokens of each sequence)."""
     from vllm import SamplingParams, TokensPrompt
 
     params = [
         # The stop token is out of reach too, so that all sequences have one length.
         SamplingParams(
-            temperature=1.0, seed=i, max_tokens=tokens, ignore_eos=True, stop_token_ids=[stop] if guarded else [], logit_bias={stop: -100.0}, detokenize=False
+            temperature=1.0,
+            seed=i,
+            max_tokens=tokens,
+            ignore_eos=True,
+            stop_token_ids=[stop] if guarded else [],
+            logit_bias={stop: -100.0},
+            detokenize=False,
         )
         for i in range(sequences)
     ]
@@ -94,19 +115,25 @@ def main() -> None:
         for round_ in range(options.rounds):
             free_s, free = generate(llm, options.sequences, options.tokens, stop, guarded=False)
             guard.spent_s, guard.num_steps = 0.0, 0
-            guarded_s, guarded = generate(llm, options.sequences, options.tokens, stop, guarded=True)
+            guarded_s, guarded = generate(
+                llm, options.sequences, options.tokens, stop, guarded=True
+            )
             assert guarded == free
             print(
-                f"round {round_}: {options.sequences} sequences of {options.tokens} tokens in {guarded_s:.2f} s (unguarded {free_s:.2f} s); "
-                f"guard {guard.spent_s:.3f} s, {guard.spent_s / guard.num_steps * 1e6:.0f} us of a step of {guarded_s / guard.num_steps * 1e3:.1f} ms: "
-                f"{guard.spent_s / guarded_s:.2%}"
+                f"round {round_}: {options.sequences} sequences of {options.tokens} tokens in"
+                f" {guarded_s:.2f} s (unguarded {free_s:.2f} s); guard {guard.spent_s:.3f} s,"
+                f" {guard.spent_s / guard.num_steps * 1e6:.0f} us of a step of"
+                f" {guarded_s / guard.num_steps * 1e3:.1f} ms: {guard.spent_s / guarded_s:.2%}"
             )
         rule = RepeatRule(settings(keys=False))
         started = time.perf_counter()
         for token_ids in free:
             rule.first_repetition(token_ids)
         read_s = time.perf_counter() - started
-        print(f"reading the answers again, outside the engine, for what was forced: {read_s:.3f} s, {read_s / guarded_s:.2%}")
+        print(
+            f"reading the answers again, outside the engine, for what was forced: {read_s:.3f} s,"
+            f" {read_s / guarded_s:.2%}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""How long engines wait for the requests of a step: pictures in every request, and each picture sent once.
+"""How long engines wait for the requests of a step: pictures in every request, and each picture
+sent once.
 
-`python -m benchmarks.scale [--actors 3 16 64] [--rollouts 512 4096] [--processes 12]`. A learner rank's shell, the driver's end of it, the pool and the
-engines' shells as a run has them, without a model: engines answer at once with what they got, a checksum for each picture. More actors than processes
-share those. Each rollout shows a picture of 150 kB from disk; with `--per-picture 8` so many show the same one. Both ways take two steps over the same
-pictures, in turn; the answers must be the same.
+`python -m benchmarks.scale [--actors 3 16 64] [--rollouts 512 4096] [--processes 12]`. A learner
+rank's shell, the driver's end of it, the pool and the engines' shells as a run has them, without a
+model: engines answer at once with what they got, a checksum for each picture. More actors than
+processes share those. Each rollout shows a picture of 150 kB from disk; with `--per-picture 8` so
+many show the same one. Both ways take two steps over the same pictures, in turn; the answers must
+be the same.
 
-- each in its request: as it was. The rank reads all pictures and puts every request by itself before the driver hears of any.
-- once: `shared.sent_requests`. The first step finds no picture sent, the second all that the shelf holds.
+- each in its request: as it was. The rank reads all pictures and puts every request by itself
+  before the driver hears of any.
+- once: `shared.sent_requests`. The first step finds no picture sent, the second all that the shelf
+  holds.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ def write_pictures(folder: Path, number: int) -> list[ImageRef]:
 
 
 class Rank(LearnerActor):
-    """A rank over a learner that makes the requests of a step, each with the picture of its place."""
+    """A rank over a learner that makes the requests of a step, each with the picture of its
+    place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +66,10 @@ class Rank(LearnerActor):
 
     def _made(self, images: Sequence[ImageRef]) -> list[RolloutRequest]:
         ids = tuple(range(PROMPT_TOKENS))
-        return [RolloutRequest(0, place, str(place), ids, (image,), GREEDY, place) for place, image in enumerate(images)]
+        return [
+            RolloutRequest(0, place, str(place), ids, (image,), GREEDY, place)
+            for place, image in enumerate(images)
+        ]
 
     def clock(self) -> float:
         return time.time()
@@ -83,35 +92,61 @@ class Echo:
         return 1
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Any]:
-        return [(replace(request, images=()), *(zlib.crc32(image.data or b"") for image in request.images)) for request in requests]
+        return [
+            (
+                replace(request, images=()),
+                *(zlib.crc32(image.data or b"") for image in request.images),
+            )
+            for request in requests
+        ]
 
 
 class Engine(EngineActor):
     def __init__(self) -> None:
         super().__init__(Echo)  # type: ignore[arg-type]
 
-    async def generate_each(self, *objects: SentRequests, places: range, attempt: int) -> tuple[list[Any], int]:
+    async def generate_each(
+        self, *objects: SentRequests, places: range, attempt: int
+    ) -> tuple[list[Any], int]:
         """As it was: the requests bring their pictures."""
         answers = await Echo().generate([request for one in objects for request in one.requests])
         return answers, len(answers)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--actors", type=int, nargs="+", default=[3, 16, 64])
     parser.add_argument("--rollouts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--processes", type=int, default=12, help="engine processes at most")
     parser.add_argument("--decode-batch-size", type=int, default=4)
-    parser.add_argument("--per-picture", type=int, default=1, help="rollouts in a row that show the same picture")
+    parser.add_argument(
+        "--per-picture", type=int, default=1, help="rollouts in a row that show the same picture"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=3_000_000_000)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=3_000_000_000,
+    )
     rank = ray.remote(num_cpus=0, concurrency_groups={STOPPING: 1})(Rank).remote()
-    processes = [ray.remote(num_cpus=0)(Engine).remote() for _ in range(min(arguments.processes, max(arguments.actors)))]
-    ray.get([rank.__ray_ready__.remote(), *(process.__ray_ready__.remote() for process in processes)])
+    processes = [
+        ray.remote(num_cpus=0)(Engine).remote()
+        for _ in range(min(arguments.processes, max(arguments.actors)))
+    ]
+    ray.get(
+        [rank.__ray_ready__.remote(), *(process.__ray_ready__.remote() for process in processes)]
+    )
     with tempfile.TemporaryDirectory() as folder:
         images = write_pictures(Path(folder), -(-max(arguments.rollouts) // arguments.per_picture))
-        print("actors rollouts rounds  way                 step   first round answered s all made all rounds")
+        print(
+            "actors rollouts rounds  way                 step   first round answered s all made all"
+            " rounds"
+        )
         for num_actors, num_rollouts in itertools.product(arguments.actors, arguments.rollouts):
             actors = [processes[index % len(processes)] for index in range(num_actors)]
             shown = [images[place // arguments.per_picture] for place in range(num_rollouts)]
@@ -119,17 +154,27 @@ def main() -> None:
     ray.shutdown()
 
 
-def compare(rank: Any, actors: list[Any], shown: list[ImageRef], decode_batch_size: int, repeats: int) -> None:
+def compare(
+    rank: Any, actors: list[Any], shown: list[ImageRef], decode_batch_size: int, repeats: int
+) -> None:
     timeouts = TimeoutsSection()
     learner = RayLearner([rank], timeouts)
     names = [f"actor-{index}" for index in range(len(actors))]
 
     def pool_of(engines: list[Any]) -> ActorPool:
-        return ActorPool(engines, names, PoolTimeouts.of_actors(timeouts), decode_batch_size=decode_batch_size, devices=(1,) * len(engines))
+        return ActorPool(
+            engines,
+            names,
+            PoolTimeouts.of_actors(timeouts),
+            decode_batch_size=decode_batch_size,
+            devices=(1,) * len(engines),
+        )
 
     once = pool_of(actors)
     each = pool_of([SimpleNamespace(generate=actor.generate_each) for actor in actors])
-    seconds: dict[tuple[str, int], list[tuple[float, float, float]]] = {(way, step): [] for way in (EACH, ONCE) for step in (1, 2)}
+    seconds: dict[tuple[str, int], list[tuple[float, float, float]]] = {
+        (way, step): [] for way in (EACH, ONCE) for step in (1, 2)
+    }
     answers: list[list[Any]] = []
     num_rounds = 0
     # The first repeat warms processes and files.
@@ -158,7 +203,11 @@ def compare(rank: Any, actors: list[Any], shown: list[ImageRef], decode_batch_si
         first, made, whole = zip(*of_way, strict=True)
         spread = f"{statistics.median(first):.3f} ({min(first):.3f}, {max(first):.3f})"
         rest = f"{statistics.median(made):8.2f} {statistics.median(whole):10.2f}"
-        print(f"{len(actors):6} {len(shown):8} {num_rounds:6}  {way:19} {step:4}  {spread:>24} {rest}", flush=True)
+        print(
+            f"{len(actors):6} {len(shown):8} {num_rounds:6}  {way:19} {step:4}  {spread:>24}"
+            f" {rest}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

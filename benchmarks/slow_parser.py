@@ -1,6 +1,8 @@
-"""`parse_rollout` written out character by character, as DESIGN 7.2 tells it: what the fast one is measured against and compared with.
+"""`parse_rollout` written out character by character, as DESIGN 7.2 tells it: what the fast one is
+measured against and compared with.
 
-Nothing here is shared with the parser but the types of its answer. The text is a string with one character per byte.
+Nothing here is shared with the parser but the types of its answer. The text is a string with one
+character per byte.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ SPACE = " \t\n\r"
 
 @dataclass
 class Symbol:
-    """One thing at the container's top level: a string, a nested object, a punctuation mark or a word."""
+    """One thing at the container's top level: a string, a nested object, a punctuation mark or a
+    word.
+    """
 
     kind: str
     start: int
@@ -58,7 +62,9 @@ class Tokens:
         return cls(ids, text, owner, coords)
 
 
-def slow_parse(token_ids: list[int], codec: TokenCodec, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> ParsedRollout:
+def slow_parse(
+    token_ids: list[int], codec: TokenCodec, geometry: frozenset[GeometryKind] = ALL_GEOMETRY
+) -> ParsedRollout:
     ids: list[int] = []
     for token_id in token_ids:
         if token_id == codec.eos_token_id:
@@ -72,12 +78,18 @@ def slow_parse(token_ids: list[int], codec: TokenCodec, geometry: frozenset[Geom
         if entry.value is not None:
             kept = cut_tokens(tokens, text, entry.value.end, codec)
             if kept is not None:
-                return answer(entries, kept, text[: entry.value.end], not closed, tokens, codec, geometry)
-    return ParsedRollout(tuple(codec.encode("{")), "{", (), (), None, truncated=not closed, fallback=True)
+                return answer(
+                    entries, kept, text[: entry.value.end], not closed, tokens, codec, geometry
+                )
+    return ParsedRollout(
+        tuple(codec.encode("{")), "{", (), (), None, truncated=not closed, fallback=True
+    )
 
 
 def read_symbols(text: str) -> tuple[list[Symbol], bool]:
-    """The container's symbols, its own two braces among them, and whether it closed. Nothing, and False, where other text came first."""
+    """The container's symbols, its own two braces among them, and whether it closed. Nothing, and
+    False, where other text came first.
+    """
     symbols: list[Symbol] = []
     depth, start, in_string, escaped = 0, 0, False, False
     for position, character in enumerate(text):
@@ -105,7 +117,11 @@ def read_symbols(text: str) -> tuple[list[Symbol], bool]:
         elif character == "}":
             depth -= 1
             if depth < 2:
-                symbols.append(Symbol("{}", start, position + 1) if depth else Symbol("}", position, position + 1))
+                symbols.append(
+                    Symbol("{}", start, position + 1)
+                    if depth
+                    else Symbol("}", position, position + 1)
+                )
             if depth == 0:
                 return symbols, True
         elif depth == 1 and character in "[],:":
@@ -137,12 +153,21 @@ def read_entries(text: str, symbols: list[Symbol]) -> list[Entry]:
                 entries.append(Entry(index, symbols[at], False, None))
                 break
             if kind == "{}" and brackets == 0:
-                entries.append(Entry(index, symbols[at], sound and i == at + 2 and symbols[at + 1].kind == ":", symbols[i]))
+                entries.append(
+                    Entry(
+                        index,
+                        symbols[at],
+                        sound and i == at + 2 and symbols[at + 1].kind == ":",
+                        symbols[i],
+                    )
+                )
                 break
             if kind == "}" or (kind == "," and brackets == 0):
                 entries.append(Entry(index, symbols[at], False, None))
                 break
-            brackets = brackets + 1 if kind == "[" else max(brackets - 1, 0) if kind == "]" else brackets
+            brackets = (
+                brackets + 1 if kind == "[" else max(brackets - 1, 0) if kind == "]" else brackets
+            )
     return entries
 
 
@@ -157,7 +182,9 @@ def find_keys(text: str, symbols: list[Symbol]) -> list[tuple[int, int]]:
             continue
         index = key_index(text[symbol.start : symbol.end])
         behind = next((character for character in text[symbol.end :] if character not in SPACE), "")
-        if index is not None and (behind == ":" or (symbols[i - 1].kind in ("{", ",", "{}") and brackets == 0)):
+        if index is not None and (
+            behind == ":" or (symbols[i - 1].kind in ("{", ",", "{}") and brackets == 0)
+        ):
             keys.append((i, index))
             brackets = 0
     return keys
@@ -169,20 +196,29 @@ def key_index(quoted: str) -> int | None:
     except ValueError:
         return None
     digits = key.removeprefix("object_")
-    if digits == key or not 1 <= len(digits) <= 9 or any(digit not in "0123456789" for digit in digits) or (digits[0] == "0" and digits != "0"):
+    if (
+        digits == key
+        or not 1 <= len(digits) <= 9
+        or any(digit not in "0123456789" for digit in digits)
+        or (digits[0] == "0" and digits != "0")
+    ):
         return None
     return int(digits)
 
 
 def is_lead(before: list[Symbol]) -> bool:
-    """Whether the last symbol is the container's opening, or a comma that is behind neither the opening nor another comma."""
+    """Whether the last symbol is the container's opening, or a comma that is behind neither the
+    opening nor another comma.
+    """
     if before[-1].kind == "{":
         return True
     return before[-1].kind == "," and before[-2].kind not in ("{", ",")
 
 
 class Reader:
-    """Strict JSON by recursive descent, in which coord tokens may stand without quotes. Every method leaves `at` behind what it read, or raises."""
+    """Strict JSON by recursive descent, in which coord tokens may stand without quotes. Every
+    method leaves `at` behind what it read, or raises.
+    """
 
     def __init__(self, text: str, offset: int, tokens: Tokens) -> None:
         self.text, self.offset, self.tokens = text, offset, tokens
@@ -215,7 +251,9 @@ class Reader:
         while self.skip() != "}" or members:
             key = self.string()
             self.expect(":")
-            members.append((unescape(self.text[key.start - self.offset : key.end - self.offset]), self.value()))
+            members.append(
+                (unescape(self.text[key.start - self.offset : key.end - self.offset]), self.value())
+            )
             if self.skip() == "}":
                 break
             self.expect(",")
@@ -258,7 +296,11 @@ class Reader:
                 self.at += 1
                 escape = self.text[self.at : self.at + 1]
                 digits = self.text[self.at + 1 : self.at + 5]
-                if escape == "u" and len(digits) == 4 and all(digit in "0123456789abcdefABCDEF" for digit in digits):
+                if (
+                    escape == "u"
+                    and len(digits) == 4
+                    and all(digit in "0123456789abcdefABCDEF" for digit in digits)
+                ):
                     self.at += 4
                 elif escape == "" or escape not in '"\\/bfnrt':
                     raise ValueError
@@ -287,7 +329,11 @@ def refuse(constant: str) -> object:
 
 def unescape(raw: str) -> str:
     text = raw.encode("latin-1").decode()
-    return json.loads(f'"{text}"', strict=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return (
+        json.loads(f'"{text}"', strict=False)
+        .encode("utf-16", "surrogatepass")
+        .decode("utf-16", "replace")
+    )
 
 
 def is_utf8(text: str) -> bool:
@@ -298,8 +344,12 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def cut_tokens(tokens: Tokens, text: str, cut: int, codec: TokenCodec) -> tuple[list[int], int] | None:
-    """The prefix and how much of it is unchanged; None where the token that the cut falls into cannot be shortened."""
+def cut_tokens(
+    tokens: Tokens, text: str, cut: int, codec: TokenCodec
+) -> tuple[list[int], int] | None:
+    """The prefix and how much of it is unchanged; None where the token that the cut falls into
+    cannot be shortened.
+    """
     last = tokens.owner[cut - 1]
     if cut == len(tokens.owner) or tokens.owner[cut] != last:
         return tokens.ids[: last + 1], last + 1
@@ -308,7 +358,11 @@ def cut_tokens(tokens: Tokens, text: str, cut: int, codec: TokenCodec) -> tuple[
         start -= 1
     needed = text[start:cut].encode("latin-1")
     shorter = codec.encode(needed.decode(errors="replace"))
-    return (tokens.ids[:last] + shorter, last) if b"".join(map(codec.piece_bytes, shorter)) == needed else None
+    return (
+        (tokens.ids[:last] + shorter, last)
+        if b"".join(map(codec.piece_bytes, shorter)) == needed
+        else None
+    )
 
 
 def answer(
@@ -338,13 +392,25 @@ def answer(
         kind, desc, leaf, coords, bins = judged
         span = prefix.owner[entry.value.start], prefix.owner[entry.value.end - 1] + 1
         value, desc_value = (entry.value.start, entry.value.end), (leaf.start, leaf.end)
-        objects.append(ParsedObject(key, entry.index, kind, desc, bins, coords, span, value, desc_value))
+        objects.append(
+            ParsedObject(key, entry.index, kind, desc, bins, coords, span, value, desc_value)
+        )
     shown = text.encode("latin-1").decode(errors="replace")
-    return ParsedRollout(tuple(ids), shown, tuple(objects), tuple(dropped), max(indices), truncated, False, num_unchanged)
+    return ParsedRollout(
+        tuple(ids),
+        shown,
+        tuple(objects),
+        tuple(dropped),
+        max(indices),
+        truncated,
+        False,
+        num_unchanged,
+    )
 
 
 def nested_indices(text: str) -> list[int]:
-    """The n of every string `object_{n}`, unescaped as it is, with a colon behind it; at any depth."""
+    """The n of every string `object_{n}`, unescaped as it is, with a colon behind it; at any
+    depth."""
     indices: list[int] = []
     start: int | None = None
     escaped = False
@@ -367,7 +433,9 @@ def nested_indices(text: str) -> list[int]:
 Judged = tuple[GeometryKind, str, Leaf, tuple[int, ...], tuple[int, ...]]
 
 
-def judge(entry: Entry, text: str, tokens: Tokens, codec: TokenCodec, geometry: frozenset[GeometryKind]) -> Judged | DropReason:
+def judge(
+    entry: Entry, text: str, tokens: Tokens, codec: TokenCodec, geometry: frozenset[GeometryKind]
+) -> Judged | DropReason:
     if entry.value is None or not entry.sound:
         return DropReason.MALFORMED
     value = text[entry.value.start : entry.value.end]
@@ -380,25 +448,46 @@ def judge(entry: Entry, text: str, tokens: Tokens, codec: TokenCodec, geometry: 
     if reader.num_objects > 1 or keys.count("desc") > 1 or {"bbox_2d", "poly"} <= set(keys):
         return DropReason.KEY_INVALID
     if unknown:
-        return DropReason.UNKNOWN_GEOM if len(unknown) == 1 and isinstance(unknown[0], list) else DropReason.KEY_INVALID
+        return (
+            DropReason.UNKNOWN_GEOM
+            if len(unknown) == 1 and isinstance(unknown[0], list)
+            else DropReason.KEY_INVALID
+        )
     desc = next((item for key, item in members if key == "desc"), None)
-    if not isinstance(desc, Leaf) or not desc.quoted or not unescape(text[desc.start : desc.end]).strip():
+    if (
+        not isinstance(desc, Leaf)
+        or not desc.quoted
+        or not unescape(text[desc.start : desc.end]).strip()
+    ):
         return DropReason.MISSING_DESC
     shapes = [(key, item) for key, item in members if key != "desc"]
     arrays = [item for _, item in shapes if isinstance(item, list)]
     if not arrays:
         return DropReason.MISSING_GEOM
     kind = GeometryKind(shapes[0][0])
-    flat = [[leaf for item in array for leaf in (item if kind is GeometryKind.POLY and isinstance(item, list) else [item])] for array in arrays]
+    flat = [
+        [
+            leaf
+            for item in array
+            for leaf in (item if kind is GeometryKind.POLY and isinstance(item, list) else [item])
+        ]
+        for array in arrays
+    ]
     if any(not isinstance(leaf, Leaf) or leaf.coord is None for array in flat for leaf in array):
         return DropReason.NON_COORD_TOKEN
     grouped = [item for item in arrays[0] if isinstance(item, list)]
-    if len(shapes) > 1 or (grouped and (len(grouped) < len(arrays[0]) or any(len(item) != 2 for item in grouped))):
+    if len(shapes) > 1 or (
+        grouped and (len(grouped) < len(arrays[0]) or any(len(item) != 2 for item in grouped))
+    ):
         return DropReason.WRONG_ARITY
-    coords = tuple(leaf.coord for leaf in flat[0] if isinstance(leaf, Leaf) and leaf.coord is not None)
+    coords = tuple(
+        leaf.coord for leaf in flat[0] if isinstance(leaf, Leaf) and leaf.coord is not None
+    )
     if len(coords) != 4 if kind is GeometryKind.BBOX else len(coords) < 6 or len(coords) % 2:
         return DropReason.WRONG_ARITY
-    bins = tuple(bin for position in coords if (bin := codec.coord_bin(tokens.ids[position])) is not None)
+    bins = tuple(
+        bin for position in coords if (bin := codec.coord_bin(tokens.ids[position])) is not None
+    )
     if kind is GeometryKind.BBOX and (bins[0] > bins[2] or bins[1] > bins[3]):
         return DropReason.BBOX_INVALID
     if kind not in geometry:

@@ -1,4 +1,6 @@
-"""The two sides of `benchmarks.weight_sync`: a learner and engines, either of which can leave out its part of the verification."""
+"""The two sides of `benchmarks.weight_sync`: a learner and engines, either of which can leave out
+its part of the verification.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class EngineSpec(VllmEngineSpec):
 
 
 class Engine(EngineActor):
-    """An ordinary actor that can also reload a checkpoint, receive one tensor wrongly, and take weights unverified."""
+    """An ordinary actor that can also reload a checkpoint, receive one tensor wrongly, and take
+    weights unverified.
+    """
 
     _engine: Any
 
@@ -106,7 +110,9 @@ class Sender(WeightSender):
 
     parts: Collection[Part] = ALL_PARTS
 
-    def outgoing(self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]) -> ChecksummedWeights:
+    def outgoing(
+        self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]
+    ) -> ChecksummedWeights:
         kind = ChecksummedWeights if Part.LEARNER_CHECKSUMS in self.parts else UnverifiedWeights
         return kind(self._source.tensors(), terms, torch, logprobs)
 
@@ -116,13 +122,23 @@ class Learner:
 
     offers_adapter = False
 
-    def __init__(self, model: Any, num_engines: int, *, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, model: Any, num_engines: int, *, bucket_bytes: int, timeout_s: float
+    ) -> None:
         self._model = model
         self._version = 0
         self._threads = ThreadPoolExecutor(1)
-        self.tokens = tuple(torch.randint(300, (NUM_CANARY_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist())
+        self.tokens = tuple(
+            torch.randint(
+                300, (NUM_CANARY_TOKENS,), generator=torch.Generator().manual_seed(5)
+            ).tolist()
+        )
         self.sender = Sender(
-            CheckpointWeights(model), transport=TransportKind.GLOO, receivers=(ReceiverGroup(num_engines),), timeout_s=timeout_s, bucket_bytes=bucket_bytes
+            CheckpointWeights(model),
+            transport=TransportKind.GLOO,
+            receivers=(ReceiverGroup(num_engines),),
+            timeout_s=timeout_s,
+            bucket_bytes=bucket_bytes,
         )
 
     def learn(self) -> None:
@@ -146,7 +162,12 @@ class Learner:
     def logprobs(self) -> tuple[float, ...]:
         if Part.LEARNER_CANARY not in self.sender.parts:
             return (0.0,) * (len(self.tokens) - 1)
-        return tuple(self._logits(self.tokens)[:-1].log_softmax(-1).gather(1, torch.tensor(self.tokens[1:])[:, None])[:, 0].tolist())
+        return tuple(
+            self._logits(self.tokens)[:-1]
+            .log_softmax(-1)
+            .gather(1, torch.tensor(self.tokens[1:])[:, None])[:, 0]
+            .tolist()
+        )
 
     def probe(self) -> CanaryProbe:
         return self.question().with_logprobs(self.logprobs())

@@ -1,10 +1,12 @@
 """Processor time of a turn, beside the published package `verifiers`.
 
-`python -m benchmarks.turns --beside /path/of/its/own/venv/bin/python [--rollouts 1000] [--turns 3] [--rounds 7]`. That interpreter has
-`verifiers==0.1.8` and nothing of this repository. The same script runs under both, in processes that take turns (here, there, here, there): an
-environment of several turns, a client in the same process that answers at once with tokens, and one reward function, asynchronous or plain. What
-counts is the process's own processor time of `generate`, of one call after two that warm it up, and the ratio of two neighbours. Rewards, completions
-and tokens have to be the same in both.
+`python -m benchmarks.turns --beside /path/of/its/own/venv/bin/python [--rollouts 1000] [--turns 3]
+[--rounds 7]`. That interpreter has `verifiers==0.1.8` and nothing of this repository. The same
+script runs under both, in processes that take turns (here, there, here, there): an environment of
+several turns, a client in the same process that answers at once with tokens, and one reward
+function, asynchronous or plain. What counts is the process's own processor time of `generate`, of
+one call after two that warm it up, and the ratio of two neighbours. Rewards, completions and tokens
+have to be the same in both.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ IDS = list(range(100, 116))
 SAID = "the answer is 4"
 WARM_UP = 2
 RARELY = (50_000, 20, 100)
-"""The setting of the garbage collector in an environment actor (`rollout_actors.environments.training.actor`)."""
+"""The setting of the garbage collector in an environment actor
+(`rollout_actors.environments.training.actor`).
+"""
 
 
 def response() -> Any:
@@ -39,10 +43,21 @@ def response() -> Any:
         "index": 0,
         "finish_reason": "stop",
         "message": {"role": "assistant", "content": SAID},
-        "logprobs": {"content": [{"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in IDS]},
+        "logprobs": {
+            "content": [
+                {"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in IDS
+            ]
+        },
         "token_ids": IDS,
     }
-    return ChatCompletion.construct(id="1", object="chat.completion", created=0, model="model", choices=[choice], prompt_token_ids=PROMPT_IDS)
+    return ChatCompletion.construct(
+        id="1",
+        object="chat.completion",
+        created=0,
+        model="model",
+        choices=[choice],
+        prompt_token_ids=PROMPT_IDS,
+    )
 
 
 class Client:
@@ -77,15 +92,25 @@ def environment(library: str, num_turns: int, reward: Any) -> Any:
 
     from datasets import Dataset
 
-    dataset = Dataset.from_list([{"question": "2 + 2", "answer": "4"}])  # one of them refuses to be without
+    # one of them refuses to be without
+    dataset = Dataset.from_list([{"question": "2 + 2", "answer": "4"}])
     return Talk(dataset=dataset, max_turns=num_turns, rubric=vf.Rubric(funcs=[reward]))
 
 
-def measure(library: str, num_rollouts: int, num_turns: int, is_plain: bool, collects_rarely: bool) -> dict[str, Any]:
+def measure(
+    library: str, num_rollouts: int, num_turns: int, is_plain: bool, collects_rarely: bool
+) -> dict[str, Any]:
     """Milliseconds of processor time per turn, and a digest of the results."""
     made = environment(library, num_turns, ends_well_plainly if is_plain else ends_well)
     rows = [
-        {"prompt": [{"role": "user", "content": f"2 + {i}"}], "answer": "4", "info": {"i": i}, "example_id": i, "task": "default"} for i in range(num_rollouts)
+        {
+            "prompt": [{"role": "user", "content": f"2 + {i}"}],
+            "answer": "4",
+            "info": {"i": i},
+            "example_id": i,
+            "task": "default",
+        }
+        for i in range(num_rollouts)
     ]
 
     async def timed() -> tuple[float, Any]:
@@ -100,24 +125,51 @@ def measure(library: str, num_rollouts: int, num_turns: int, is_plain: bool, col
         gc.freeze()
         gc.set_threshold(*RARELY)
     spent_s, results = asyncio.run(timed())
-    states = sorted(results["state"], key=lambda state: state["example_id"])  # one of them returns them as they end
+    # one of them returns them as they end
+    states = sorted(results["state"], key=lambda state: state["example_id"])
     found = [
-        [state["info"], state["reward"], state["completion"], [[step["prompt"], step["tokens"]["completion_ids"]] for step in state["trajectory"]]]
+        [
+            state["info"],
+            state["reward"],
+            state["completion"],
+            [[step["prompt"], step["tokens"]["completion_ids"]] for step in state["trajectory"]],
+        ]
         for state in states
     ]
     for state in states:
         for step in state["trajectory"]:
             assert step["tokens"]["prompt_ids"] == PROMPT_IDS
             assert step["tokens"]["completion_logprobs"] == [-0.5] * len(IDS)
-    return {"ms": 1000 * spent_s / (num_rollouts * num_turns), "digest": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()}
+    return {
+        "ms": 1000 * spent_s / (num_rollouts * num_turns),
+        "digest": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest(),
+    }
 
 
-def in_process(python: str, library: str, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+def in_process(
+    python: str, library: str, options: argparse.Namespace, flags: list[str]
+) -> dict[str, Any]:
     """`measure` in a process of this interpreter."""
     root = Path(__file__).resolve().parents[1]
-    command = [python, str(Path(__file__).resolve()), "--library", library, "--rollouts", str(options.rollouts), "--turns", str(options.turns)]
+    command = [
+        python,
+        str(Path(__file__).resolve()),
+        "--library",
+        library,
+        "--rollouts",
+        str(options.rollouts),
+        "--turns",
+        str(options.turns),
+    ]
     paths = {"PYTHONPATH": str(root)} if library == "rollmatch" else {"PYTHONPATH": ""}
-    done = subprocess.run([*command, *flags], env={**os.environ, **paths}, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [*command, *flags],
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"{library} under {python} failed: {done.stderr.strip()[-2000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -125,23 +177,46 @@ def in_process(python: str, library: str, options: argparse.Namespace, flags: li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--beside", help="an interpreter with verifiers")
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--library", choices=("rollmatch", "verifiers"), help="measure once, here")
-    parser.add_argument("--plain", action="store_true", help="with --library: a plain reward function")
-    parser.add_argument("--collects-rarely", action="store_true", help="with --library: the garbage collector as environment actors have it")
+    parser.add_argument(
+        "--plain", action="store_true", help="with --library: a plain reward function"
+    )
+    parser.add_argument(
+        "--collects-rarely",
+        action="store_true",
+        help="with --library: the garbage collector as environment actors have it",
+    )
     options = parser.parse_args()
     if options.library is not None:
-        print(json.dumps(measure(options.library, options.rollouts, options.turns, options.plain, options.collects_rarely)))
+        print(
+            json.dumps(
+                measure(
+                    options.library,
+                    options.rollouts,
+                    options.turns,
+                    options.plain,
+                    options.collects_rarely,
+                )
+            )
+        )
         return
     if options.beside is None:
-        parser.error("--beside: give an interpreter with verifiers==0.1.8 in a virtual environment of its own")
+        parser.error(
+            "--beside: give an interpreter with verifiers==0.1.8 in a virtual environment of"
+            " its own"
+        )
     kinds = {"asynchronous": ([], 0.9), "plain": (["--plain"], 1.0)}
     settings = {"as Python sets it": [], "as in environment actors": ["--collects-rarely"]}
-    for (name, (kind, bound)), (collector, setting) in itertools.product(kinds.items(), settings.items()):
+    for (name, (kind, bound)), (collector, setting) in itertools.product(
+        kinds.items(), settings.items()
+    ):
         here, there = [], []
         for _ in range(options.rounds):
             here.append(in_process(sys.executable, "rollmatch", options, kind + setting))
@@ -149,9 +224,11 @@ def main() -> None:
         assert len({one["digest"] for one in (*here, *there)}) == 1, "the results differ"
         ratios = [one["ms"] / other["ms"] for one, other in zip(here, there, strict=True)]
         print(
-            f"{name} reward function, collector {collector}: {statistics.median(one['ms'] for one in here):.4f} ms of processor time a turn here, "
-            f"{statistics.median(one['ms'] for one in there):.4f} in verifiers: {statistics.median(ratios):.2f} of it "
-            f"({min(ratios):.2f} to {max(ratios):.2f}; asked for: {bound} at most)",
+            f"{name} reward function, collector {collector}:"
+            f" {statistics.median(one['ms'] for one in here):.4f} ms of processor time a turn here,"
+            f" {statistics.median(one['ms'] for one in there):.4f} in verifiers:"
+            f" {statistics.median(ratios):.2f} of it ({min(ratios):.2f} to {max(ratios):.2f}; asked"
+            f" for: {bound} at most)",
             flush=True,
         )
 

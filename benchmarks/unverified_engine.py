@@ -1,4 +1,6 @@
-"""The engines' side of `benchmarks.weight_sync` where a sync goes unverified, or verified in part. Imported inside the engines' processes."""
+"""The engines' side of `benchmarks.weight_sync` where a sync goes unverified, or verified in part.
+Imported inside the engines' processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from shared.weight_sync.offer import CANARY, CHECKSUMS
 class UnverifiedWatch(SpoilingWatch):
     """Computes no checksums, and says that the sender's are right."""
 
-    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _checked(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             if name == CHECKSUMS:
                 self.checksums = self.sent = tensor.tolist()
@@ -54,7 +58,11 @@ class UnverifiedEngine(VllmEngine):
     parts: Collection[Part] = ALL_PARTS
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
-        scores = await super()._score(probe, adapted=adapted) if Part.ENGINE_CANARY in self.parts else None
+        scores = (
+            await super()._score(probe, adapted=adapted)
+            if Part.ENGINE_CANARY in self.parts
+            else None
+        )
         if scores is not None and Part.LEARNER_CANARY in self.parts:
             return scores
         assert probe.expected_logprobs is not None

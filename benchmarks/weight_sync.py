@@ -1,17 +1,23 @@
-"""A verified weight sync of a 219-million-parameter model to running engines, beside the raw broadcast and beside save + reload, all in one run.
+"""A verified weight sync of a 219-million-parameter model to running engines, beside the raw
+broadcast and beside save + reload, all in one run.
 
-`python -m benchmarks.weight_sync [--engines 2] [--syncs 9] [--warm-up 5] [--bucket-mib 16] [--layers 24] [--by-part]`.
-The model is a random Qwen3-VL, fp32, with tied embeddings; learner and engines share this machine's cores, all at the
-same priority.
+`python -m benchmarks.weight_sync [--engines 2] [--syncs 9] [--warm-up 5] [--bucket-mib 16]
+[--layers 24] [--by-part]`. The model is a random Qwen3-VL, fp32, with tied embeddings; learner and
+engines share this machine's cores, all at the same priority.
 
-- raw: one gloo broadcast of the same number of bytes, from touched memory into touched memory, to as many processes over loopback (the sync's own bytes
-  pass through shared memory, as they do wherever learner and engines are on one machine);
-- sync: from the offer until every engine serves the new version; the phases are the slowest engine's, or the learner's;
-- unverified: the same, alternating with it, without checksums and canary on either side: what verification costs is the difference;
-- reload: `save_pretrained`, then vLLM's own `reload_weights` on every engine at once, through a folder on disk and through one in memory.
+- raw: one gloo broadcast of the same number of bytes, from touched memory into touched memory, to
+  as many processes over loopback (the sync's own bytes pass through shared memory, as they do
+  wherever learner and engines are on one machine);
+- sync: from the offer until every engine serves the new version; the phases are the slowest
+  engine's, or the learner's;
+- unverified: the same, alternating with it, without checksums and canary on either side: what
+  verification costs is the difference;
+- reload: `save_pretrained`, then vLLM's own `reload_weights` on every engine at once, through a
+  folder on disk and through one in memory.
 
-The engines' greedy tokens are compared with the learner's, after verified syncs and after unverified ones. A sync of which two elements arrive exchanged has
-to fail, and an unverified one must not notice.
+The engines' greedy tokens are compared with the learner's, after verified syncs and after
+unverified ones. A sync of which two elements arrive exchanged has to fail, and an unverified one
+must not notice.
 """
 
 from __future__ import annotations
@@ -33,7 +39,16 @@ import ray
 import torch
 from transformers.utils import logging
 
-from benchmarks.sync_sides import ALL_PARTS, NUM_GREEDY_TOKENS, Engine, EngineSpec, Learner, Part, make_model, set_parts
+from benchmarks.sync_sides import (
+    ALL_PARTS,
+    NUM_GREEDY_TOKENS,
+    Engine,
+    EngineSpec,
+    Learner,
+    Part,
+    make_model,
+    set_parts,
+)
 from launch.runtime.rollout_client import ActorPool, PoolTimeouts
 from rollout_actors.engine.settings import EngineSettings, engine_environment
 from shared.config.job import TimeoutsSection
@@ -43,18 +58,31 @@ from shared.weight_sync.phases import sync_weights
 from shared.weight_sync.transports import Device, TransportKind
 
 ROOT = Path(__file__).parent.parent
-TIMEOUTS = PoolTimeouts.of_actors(TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=60.0))
+TIMEOUTS = PoolTimeouts.of_actors(
+    TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=60.0)
+)
 CORRUPTED = "model.language_model.layers.1.mlp.gate_proj.weight"
 # Ray gives its workers the lowest priority but one, unless it is told not to.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+}
 
 
 def raw_broadcast_s(num_bytes: int, num_receivers: int, repeats: int = 5) -> float:
-    """Seconds of the median broadcast. Its processes are those of the engines' machine, without anything else to do."""
+    """Seconds of the median broadcast. Its processes are those of the engines' machine, without
+    anything else to do.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
-    receivers = [context.Process(target=_raw_rank, args=(rank, 1 + num_receivers, port, num_bytes, repeats, None)) for rank in range(1, 1 + num_receivers)]
+    receivers = [
+        context.Process(
+            target=_raw_rank, args=(rank, 1 + num_receivers, port, num_bytes, repeats, None)
+        )
+        for rank in range(1, 1 + num_receivers)
+    ]
     for receiver in receivers:
         receiver.start()
     seconds: list[float] = []
@@ -64,9 +92,13 @@ def raw_broadcast_s(num_bytes: int, num_receivers: int, repeats: int = 5) -> flo
     return statistics.median(seconds)
 
 
-def _raw_rank(rank: int, world_size: int, port: int, num_bytes: int, repeats: int, seconds: list[float] | None) -> None:
+def _raw_rank(
+    rank: int, world_size: int, port: int, num_bytes: int, repeats: int, seconds: list[float] | None
+) -> None:
     torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=120))
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", port, world_size, rank == 0, timedelta(seconds=120)
+    )
     group: Any = torch.distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=120))
     data = torch.ones(num_bytes, dtype=torch.uint8)
     options = torch.distributed.BroadcastOptions()
@@ -89,38 +121,58 @@ class TimedSync:
 
     @property
     def verify_s(self) -> float:
-        """Of the slowest engine: checksums, names and canary. The learner's run beside the engines' loading."""
+        """Of the slowest engine: checksums, names and canary. The learner's run beside the engines'
+        loading.
+        """
         return self.report.phase_s["verify"] + self.report.phase_s["canary"]
 
     @property
     def verify_of_all_s(self) -> float:
         """The learner's added, although they overlap."""
-        return self.verify_s + self.report.phase_s["send_verify"] + self.report.phase_s["send_canary"]
+        return (
+            self.verify_s + self.report.phase_s["send_verify"] + self.report.phase_s["send_canary"]
+        )
 
     def print(self) -> None:
         phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.report.phase_s.items())
-        print(f"sync {self.total_s:.3f} s ({self.report.bytes / self.total_s / 1e9:.2f} GB/s): {phases}")
+        print(
+            f"sync {self.total_s:.3f} s ({self.report.bytes / self.total_s / 1e9:.2f} GB/s):"
+            f" {phases}"
+        )
 
 
 def print_target(what: str, value: float, target: float, *, at_most: bool = False) -> None:
     met = value <= target if at_most else value >= target
-    print(f"{what}: {value:.2f}, asked for {'at most' if at_most else 'at least'} {target:g}: {'met' if met else 'missed'}")
+    print(
+        f"{what}: {value:.2f}, asked for {'at most' if at_most else 'at least'} {target:g}:"
+        f" {'met' if met else 'missed'}"
+    )
 
 
 def check_served(learner: Learner, pool: ActorPool, num_engines: int) -> None:
     """Every engine's greedy tokens are the learner's."""
-    decode = DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, NUM_GREEDY_TOKENS, 1, (), (), return_logprobs=False)
-    requests = [RolloutRequest(0, i, f"check-{i}", learner.tokens, (), decode, i) for i in range(num_engines)]
+    decode = DecodeSettings(
+        DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, NUM_GREEDY_TOKENS, 1, (), (), return_logprobs=False
+    )
+    requests = [
+        RolloutRequest(0, i, f"check-{i}", learner.tokens, (), decode, i)
+        for i in range(num_engines)
+    ]
     (shares,) = pool.generate([[ray.put(request) for request in requests]]).result()
     rollouts = [rollout for share in ray.get(shares) for rollout in share]
     assert len({rollout.actor for rollout in rollouts}) == num_engines, "every engine answers"
     expected = learner.greedy()
-    assert all(rollout.response_token_ids == expected for rollout in rollouts), (expected, [rollout.response_token_ids for rollout in rollouts])
+    assert all(rollout.response_token_ids == expected for rollout in rollouts), (
+        expected,
+        [rollout.response_token_ids for rollout in rollouts],
+    )
     print(f"greedy tokens of every engine equal the learner's: {list(expected)}")
 
 
 def check_corruption(learner: Learner, pool: ActorPool, actors: Sequence[Any]) -> None:
-    """Two neighbouring elements that arrive exchanged are noticed by verification and by nothing else, and the next sync is sound."""
+    """Two neighbouring elements that arrive exchanged are noticed by verification and by nothing
+    else, and the next sync is sound.
+    """
     set_parts((), learner, actors)
     ray.get(actors[-1].exchange_elements.remote(CORRUPTED))
     sync_weights(learner, pool)
@@ -163,7 +215,9 @@ def start_engines(model: Path, num_engines: int) -> tuple[ActorPool, list[Any]]:
         kv_cache_memory_bytes=64 << 20,
         worker_extension="benchmarks.unverified_engine.UnverifiedWorker",
     )
-    environment = engine_environment(settings) | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'fakes'}:{ROOT / 'tests' / 'fixtures'}"}
+    environment = engine_environment(settings) | {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'fakes'}:{ROOT / 'tests' / 'fixtures'}"
+    }
     make_actor = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": environment})
     names = [f"engine-{i}" for i in range(num_engines)]
     actors = [make_actor.remote(EngineSpec(name, settings, i)) for i, name in enumerate(names)]
@@ -188,11 +242,22 @@ def _cpu_s(pool: ActorPool) -> float:
 
 def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
     model = make_model(folder / "model", options.layers)
-    learner = Learner(model, options.engines, bucket_bytes=options.bucket_mib << 20, timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner = Learner(
+        model,
+        options.engines,
+        bucket_bytes=options.bucket_mib << 20,
+        timeout_s=TIMEOUTS.sync_phase.seconds,
+    )
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    print(f"{num_bytes / 4e6:.0f} million parameters, {num_bytes / 1e9:.2f} GB, {options.engines} engines, {os.cpu_count()} cores, {folder}")
+    print(
+        f"{num_bytes / 4e6:.0f} million parameters, {num_bytes / 1e9:.2f} GB, {options.engines}"
+        f" engines, {os.cpu_count()} cores, {folder}"
+    )
     raw_s = raw_broadcast_s(num_bytes, options.engines)
-    print(f"raw gloo broadcast {raw_s:.3f} s, {num_bytes / raw_s / 1e9:.2f} GB/s to each of {options.engines}")
+    print(
+        f"raw gloo broadcast {raw_s:.3f} s, {num_bytes / raw_s / 1e9:.2f} GB/s to each of"
+        f" {options.engines}"
+    )
     pool, actors = start_engines(folder / "model", options.engines)
     for _ in range(1 + options.warm_up):  # the first opens the group
         sync_weights(learner, pool)
@@ -207,7 +272,10 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
         timed["all"][-1].print()
         print(f"  unverified {timed['none'][-1].total_s:.3f} s")
     for kind, several in timed.items():
-        seconds, cpu_s = statistics.median(sync.total_s for sync in several), statistics.median(sync.cpu_s for sync in several)
+        seconds, cpu_s = (
+            statistics.median(sync.total_s for sync in several),
+            statistics.median(sync.cpu_s for sync in several),
+        )
         print(f"of verification {kind}: {seconds:.3f} s, {cpu_s:.3f} s of processor time")
     syncs, unverified = timed["all"], timed["none"]
     set_parts(ALL_PARTS, learner, actors)
@@ -218,20 +286,36 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
     check_corruption(learner, pool, actors)
     total_s = statistics.median(sync.total_s for sync in syncs)
     print(f"of {len(syncs)} syncs, medians: {total_s:.3f} s")
-    print_target("rate of the wire, to the raw rate", statistics.median(raw_s / sync.report.phase_s["wire"] for sync in syncs), 0.7)
+    print_target(
+        "rate of the wire, to the raw rate",
+        statistics.median(raw_s / sync.report.phase_s["wire"] for sync in syncs),
+        0.7,
+    )
     without_s = statistics.median(sync.total_s for sync in unverified)
     print(f"of as many unverified ones: {without_s:.3f} s")
-    print_target("what verification adds, of the whole", (total_s - without_s) / total_s, 0.25, at_most=True)
-    cpu_s, cpu_without_s = (statistics.median(sync.cpu_s for sync in several) for several in (syncs, unverified))
+    print_target(
+        "what verification adds, of the whole", (total_s - without_s) / total_s, 0.25, at_most=True
+    )
+    cpu_s, cpu_without_s = (
+        statistics.median(sync.cpu_s for sync in several) for several in (syncs, unverified)
+    )
     print(f"  of the processor time: {(cpu_s - cpu_without_s) / cpu_s:.2f} of {cpu_s:.3f} s")
     of_slowest = statistics.median(sync.verify_s / sync.total_s for sync in syncs)
     of_all = statistics.median(sync.verify_of_all_s / sync.total_s for sync in syncs)
-    print(f"  by the phases: {of_slowest:.2f} of the slowest engine, {of_all:.2f} with the learner's, which run beside the engines' loading")
+    print(
+        f"  by the phases: {of_slowest:.2f} of the slowest engine, {of_all:.2f} with the learner's,"
+        " which run beside the engines' loading"
+    )
     for medium, place in (("disk", disk), ("memory", folder)):
         save_s, load_s = reload_s(learner, actors, place / "saved")
-        print(f"through {medium}: save {save_s:.3f} s + reload {load_s:.3f} s = {save_s + load_s:.3f} s")
+        print(
+            f"through {medium}: save {save_s:.3f} s + reload {load_s:.3f} s ="
+            f" {save_s + load_s:.3f} s"
+        )
         if medium == "disk":
-            print_target("save + reload through the disk, to a sync", (save_s + load_s) / total_s, 2.0)
+            print_target(
+                "save + reload through the disk, to a sync", (save_s + load_s) / total_s, 2.0
+            )
         else:
             print(f"save + reload through memory, to a sync: {(save_s + load_s) / total_s:.2f}")
     pool.close()
@@ -239,20 +323,34 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--syncs", type=int, default=9, help="of each kind")
-    parser.add_argument("--warm-up", type=int, default=5, help="syncs before those: until every process has the memory it needs")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=5,
+        help="syncs before those: until every process has the memory it needs",
+    )
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--by-part", action="store_true", help="also syncs that leave out one part of verification")
+    parser.add_argument(
+        "--by-part", action="store_true", help="also syncs that leave out one part of verification"
+    )
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    ray.init(address="local", num_cpus=2 * options.engines, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=2 * options.engines, include_dashboard=False, log_to_driver=False
+    )
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="rollmatch-", dir=memory) as folder, tempfile.TemporaryDirectory(prefix="rollmatch-", dir=ROOT) as disk:
+    with (
+        tempfile.TemporaryDirectory(prefix="rollmatch-", dir=memory) as folder,
+        tempfile.TemporaryDirectory(prefix="rollmatch-", dir=ROOT) as disk,
+    ):
         try:
             run(Path(folder), Path(disk), options)
         finally:

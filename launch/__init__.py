@@ -1,11 +1,19 @@
-"""The commands. `python -m launch.NAME` outside of `.venv` says so, where it would fail of a package that is not there."""
+"""The commands. `python -m launch.NAME` outside of `.venv` says so, where it would fail of a
+package that is not there.
+"""
 
 import importlib.util
 import sys
 from pathlib import Path
 
-# Python has put "-m" there while it looks for the command's module, for which it imports this package.
+# Python has put "-m" there while it looks for the command's module, for which it imports this
+# package.
 if sys.argv[:1] == ["-m"] and importlib.util.find_spec("pydantic") is None:
     _python = Path(__file__).resolve().parent.parent / ".venv/bin/python"
-    _command = next((word.removeprefix("-m") for word in sys.orig_argv if "launch." in word), "launch.NAME")
-    sys.exit(f"{sys.executable} does not have the project's packages; run `{_python} -m {_command} ...` (`make setup` makes it)")
+    _command = next(
+        (word.removeprefix("-m") for word in sys.orig_argv if "launch." in word), "launch.NAME"
+    )
+    sys.exit(
+        f"{sys.executable} does not have the project's packages; run `{_python} -m {_command} ...`"
+        " (`make setup` makes it)"
+    )

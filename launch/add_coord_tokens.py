@@ -1,7 +1,9 @@
 """Turns a stock Qwen2.5-VL or Qwen3-VL checkpoint into one with the 1,000 coord tokens.
 
-`python -m launch.add_coord_tokens model=/models/Qwen3-VL-4B-Instruct out=/models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576` writes an ordinary
-checkpoint: weights, configuration, tokenizer and processor, which transformers, vLLM and this project load. The same arguments give the same bytes.
+`python -m launch.add_coord_tokens model=/models/Qwen3-VL-4B-Instruct
+out=/models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576` writes an ordinary checkpoint: weights,
+configuration, tokenizer and processor, which transformers, vLLM and this project load. The same
+arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -41,16 +43,22 @@ class AddOptions(Section):
     """Folder to make. It must not exist."""
 
     init: CoordInit = "spread"
-    """First embeddings: spread (the digits' mean, neighbouring bins near each other) or mean (that of all tokens, for every bin)."""
+    """First embeddings: spread (the digits' mean, neighbouring bins near each other) or mean (that
+    of all tokens, for every bin).
+    """
 
     seed: NonNegativeInt = 17
     """Of init=spread."""
 
     min_pixels: PositiveInt | None = None
-    """Smaller images are enlarged to it; null: as the checkpoint has it. Written into the processor, so that learner and engines agree."""
+    """Smaller images are enlarged to it; null: as the checkpoint has it. Written into the
+    processor, so that learner and engines agree.
+    """
 
     max_pixels: PositiveInt | None = None
-    """Larger images are reduced to it; null: as the checkpoint has it, which for Qwen's own is far more than a packed row holds."""
+    """Larger images are reduced to it; null: as the checkpoint has it, which for Qwen's own is far
+    more than a packed row holds.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,9 @@ class _Stock:
 
 
 def make_coord_model(options: AddOptions) -> list[str]:
-    """Write the checkpoint and say what was done. ConfigError with every problem that shows before the weights are read; StorageError for a full disk."""
+    """Write the checkpoint and say what was done. ConfigError with every problem that shows before
+    the weights are read; StorageError for a full disk.
+    """
     stock = _read_stock(options)
     lines: list[str] = []
 
@@ -74,7 +84,9 @@ def make_coord_model(options: AddOptions) -> list[str]:
         lines.extend(_make(stock, options, folder))
 
     try:
-        make_once(options.out, options.model_dump(mode="json", exclude={"out"}, exclude_none=True), make)
+        make_once(
+            options.out, options.model_dump(mode="json", exclude={"out"}, exclude_none=True), make
+        )
     except (OSError, SafetensorError) as error:
         remedy = "free space or permit writing there, or choose another folder with out=FOLDER"
         raise StorageError(str(options.out), str(error), remedy=remedy) from error
@@ -82,7 +94,13 @@ def make_coord_model(options: AddOptions) -> list[str]:
 
 
 def _read_stock(options: AddOptions) -> _Stock:
-    problems = list(checkpoint_problems(options.model, key="model", remedy="give the folder of a downloaded Qwen2.5-VL or Qwen3-VL checkpoint"))
+    problems = list(
+        checkpoint_problems(
+            options.model,
+            key="model",
+            remedy="give the folder of a downloaded Qwen2.5-VL or Qwen3-VL checkpoint",
+        )
+    )
     stock = None if problems else _load_stock(options.model, problems)
     if options.out.exists():
         problems.append(f"out: {options.out} exists; remove it, or choose another folder")
@@ -103,7 +121,9 @@ def _load_stock(folder: Path, problems: list[str]) -> _Stock | None:
             return None
         return _Stock(config, AutoProcessor.from_pretrained(folder))
     except (ValueError, OSError) as error:
-        problems.append(f"model: {folder} cannot be loaded ({error}); give the folder of a complete checkpoint")
+        problems.append(
+            f"model: {folder} cannot be loaded ({error}); give the folder of a complete checkpoint"
+        )
         return None
 
 
@@ -113,9 +133,15 @@ def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
     if num_there == NUM_BINS:
         yield f"model: {folder} has the coord tokens already; use it as model.path"
     elif num_there:
-        yield f"model: {folder} has {num_there} of the {NUM_BINS} coord tokens; give the stock checkpoint"
+        yield (
+            f"model: {folder} has {num_there} of the {NUM_BINS} coord tokens; give the stock"
+            " checkpoint"
+        )
     if END_OF_TURN not in vocabulary:
-        yield f"model: {folder} has no {END_OF_TURN}, which ends a response; give a chat (Instruct) checkpoint"
+        yield (
+            f"model: {folder} has no {END_OF_TURN}, which ends a response; give a chat (Instruct)"
+            " checkpoint"
+        )
 
 
 def _pixel_problems(image_processor: Any, options: AddOptions) -> Iterator[str]:
@@ -137,19 +163,32 @@ def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
     try:
         model = AutoModelForImageTextToText.from_pretrained(options.model, dtype="auto")
     except (ValueError, OSError, SafetensorError) as error:
-        raise ConfigError(f"model: the weights in {options.model} cannot be read ({error}); give the folder of a complete checkpoint") from error
+        raise ConfigError(
+            f"model: the weights in {options.model} cannot be read ({error}); give the folder of a"
+            " complete checkpoint"
+        ) from error
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    yield f"model     {stock.config.model_type}, {numbers:,} parameters in {str(model.dtype).removeprefix('torch.')}, from {options.model}"
+    yield (
+        f"model     {stock.config.model_type}, {numbers:,} parameters in"
+        f" {str(model.dtype).removeprefix('torch.')}, from {options.model}"
+    )
     tokenizer, num_stock_tokens = stock.tokenizer, len(stock.tokenizer)
     digit_ids = sorted(set(tokenizer.encode("0123456789", add_special_tokens=False)))
     add_coord_tokens(tokenizer)
     coord_ids = _checked_ids(tokenizer)
-    yield f"tokens    {NUM_BINS:,} coord tokens, ids {coord_ids[0]} to {coord_ids[-1]}; each is one token, inside JSON quotes too"
+    yield (
+        f"tokens    {NUM_BINS:,} coord tokens, ids {coord_ids[0]} to {coord_ids[-1]}; each is one"
+        " token, inside JSON quotes too"
+    )
     yield _make_room(model, num_stock_tokens, len(tokenizer))
     yield _initialise(model, num_stock_tokens, coord_ids, digit_ids, options)
     low, high = _limits(stock.processor.image_processor, options)
     stock.processor.image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
-    tokens = high // (stock.processor.image_processor.patch_size * stock.processor.image_processor.merge_size) ** 2
+    tokens = (
+        high
+        // (stock.processor.image_processor.patch_size * stock.processor.image_processor.merge_size)
+        ** 2
+    )
     yield f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
     model.save_pretrained(folder)
     stock.processor.save_pretrained(folder)
@@ -159,21 +198,29 @@ def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
 
 
 def _checked_ids(tokenizer: Any) -> list[int]:
-    """The ids of the coord tokens in the order of their bins. ConfigError where they are not as the rest of the project needs them."""
+    """The ids of the coord tokens in the order of their bins. ConfigError where they are not as the
+    rest of the project needs them.
+    """
     codec = HFTokenCodec(tokenizer)
     ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
     if ids != list(range(ids[0], ids[0] + NUM_BINS)):
         raise ConfigError(
-            f"model: its tokenizer gives coord tokens the ids {ids[0]} to {ids[-1]}, which are not {NUM_BINS} in a row; give the stock checkpoint"
+            f"model: its tokenizer gives coord tokens the ids {ids[0]} to {ids[-1]}, which are not"
+            f" {NUM_BINS} in a row; give the stock checkpoint"
         )
     quoted = codec.encode("[" + ", ".join(f'"{token}"' for token in COORD_TOKENS) + "]")
     if [token_id for token_id in quoted if codec.coord_bin(token_id) is not None] != ids:
-        raise ConfigError("model: its tokenizer splits coord tokens inside JSON quotes; give a byte-level BPE tokenizer as Qwen's is")
+        raise ConfigError(
+            "model: its tokenizer splits coord tokens inside JSON quotes; give a byte-level BPE"
+            " tokenizer as Qwen's is"
+        )
     return ids
 
 
 def _make_room(model: Any, num_stock_tokens: int, num_tokens: int) -> str:
-    """As many rows as tokens. Qwen's embeddings have more rows than its tokenizer has tokens: they are taken first."""
+    """As many rows as tokens. Qwen's embeddings have more rows than its tokenizer has tokens: they
+    are taken first.
+    """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     num_rows, tied = embeddings.weight.shape[0], head.weight is embeddings.weight
     free = f"{num_rows - num_stock_tokens} of {num_rows} embedding rows had no token"
@@ -185,22 +232,34 @@ def _make_room(model: Any, num_stock_tokens: int, num_tokens: int) -> str:
     assert model.config.get_text_config().vocab_size == wanted
     with torch.no_grad():
         for weight in _embeddings(model):
-            # Rows without a token can be asked for and sampled: they are like no token in particular.
+            # Rows without a token can be asked for and sampled: they are like no token in
+            # particular.
             weight[num_rows:] = weight[:num_stock_tokens].float().mean(dim=0).to(weight.dtype)
     return f"rows      {free}, {NUM_BINS} are needed: now {wanted}, a multiple of {ROW_MULTIPLE}"
 
 
-def _initialise(model: Any, num_stock_tokens: int, coord_ids: list[int], digit_ids: list[int], options: AddOptions) -> str:
+def _initialise(
+    model: Any,
+    num_stock_tokens: int,
+    coord_ids: list[int],
+    digit_ids: list[int],
+    options: AddOptions,
+) -> str:
     generator = torch.Generator().manual_seed(options.seed)
     weights = _embeddings(model)
     with torch.no_grad():
         for weight in weights:
             rows = coord_rows(weight[:num_stock_tokens], digit_ids, options.init, generator)
             weight[coord_ids[0] : coord_ids[-1] + 1] = rows.to(weight.dtype)
-    how = f"the digits' mean and waves around it, seed {options.seed}" if options.init == "spread" else "the mean of all tokens"
-    return (
-        f"init      {options.init} ({how}), of the embedding and {'the head tied to it' if len(weights) == 1 else 'of the head, which has weights of its own'}"
+    how = (
+        f"the digits' mean and waves around it, seed {options.seed}"
+        if options.init == "spread"
+        else "the mean of all tokens"
     )
+    head = "the head tied to it"
+    if len(weights) > 1:
+        head = "of the head, which has weights of its own"
+    return f"init      {options.init} ({how}), of the embedding and {head}"
 
 
 def _embeddings(model: Any) -> list[torch.Tensor]:
@@ -222,9 +281,9 @@ if __name__ == "__main__":
 
 # First embeddings of the coord tokens: near bins get near rows.
 #
-# With 1,000 independent rows a model first has to learn that 499 lies beside 500, bin by bin. Here, with the commands that make checkpoints: no run needs it,
-# so it is no part of a learner.
-# Shape legend: C the 1,000 bins, D hidden size, W waves, V rows of an embedding.
+# With 1,000 independent rows a model first has to learn that 499 lies beside 500, bin by bin. Here,
+# with the commands that make checkpoints: no run needs it, so it is no part of a learner. Shape
+# legend: C the 1,000 bins, D hidden size, W waves, V rows of an embedding.
 
 
 NUM_FREQUENCIES = 32
@@ -238,19 +297,28 @@ def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
     position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
     frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
     angle_FC = torch.pi * frequency_F[:, None] * position_C
-    waves_WC = torch.cat([torch.cos(angle_FC), torch.sin(angle_FC)]) / frequency_F.sqrt().repeat(2)[:, None]
+    waves_WC = (
+        torch.cat([torch.cos(angle_FC), torch.sin(angle_FC)])
+        / frequency_F.sqrt().repeat(2)[:, None]
+    )
     return (mixture_DW @ waves_WC).T
 
 
-def coord_rows(rows_VD: torch.Tensor, digit_ids: list[int], init: CoordInit, generator: torch.Generator) -> torch.Tensor:
+def coord_rows(
+    rows_VD: torch.Tensor, digit_ids: list[int], init: CoordInit, generator: torch.Generator
+) -> torch.Tensor:
     """float32 [C, D], for an embedding or a head whose rows of real tokens are `rows_VD`.
 
-    spread: the digits' mean plus waves, as far from it as the digits are: a coord token is at first a number like any other, beside its neighbours.
-    mean: the mean of all tokens, the same for every bin.
+    spread: the digits' mean plus waves, as far from it as the digits are: a coord token is at first
+    a number like any other, beside its neighbours. mean: the mean of all tokens, the same for every
+    bin.
     """
     if init == "mean":
         return rows_VD.float().mean(dim=0).expand(NUM_BINS, -1)
     digits = rows_VD[digit_ids].float()
     centre_D = digits.mean(dim=0)
     waves_CD = mixed_waves(torch.randn(rows_VD.shape[1], NUM_WAVES, generator=generator))
-    return centre_D + waves_CD * ((digits - centre_D).square().mean() / waves_CD.square().mean()).sqrt()
+    return (
+        centre_D
+        + waves_CD * ((digits - centre_D).square().mean() / waves_CD.square().mean()).sqrt()
+    )

@@ -1,4 +1,6 @@
-"""Where a run lives: Ray, the placement of engines and learner ranks, and the end of all its processes."""
+"""Where a run lives: Ray, the placement of engines and learner ranks, and the end of all its
+processes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
@@ -34,7 +39,15 @@ from rollout_actors.environments.training.runner import RunnerSettings
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
-from shared.config.derive import EngineLocation, actor_name, engines_in, environment_name, rank_name, rollout_servers, server_name
+from shared.config.derive import (
+    EngineLocation,
+    actor_name,
+    engines_in,
+    environment_name,
+    rank_name,
+    rollout_servers,
+    server_name,
+)
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
 from shared.errors import ConfigError, Timeout
@@ -44,7 +57,10 @@ from shared.trajectory import ExampleCounts
 
 Rollouts = ActorPool | RankRollouts | EnvironmentPool
 
-IN_ENVIRONMENTS = "what the environment waits for (`py-spy dump`), and whether its rollouts, with their tools and rewards, fit the time"
+IN_ENVIRONMENTS = (
+    "what the environment waits for (`py-spy dump`), and whether its rollouts, with their tools and"
+    " rewards, fit the time"
+)
 """Where a round of environments is late, and no engine is."""
 
 GRACE_S = 60.0
@@ -52,10 +68,20 @@ GRACE_S = 60.0
 
 
 class Cluster:
-    """One run's processes. On exit, good or bad, all of them end; a cluster that was running before the run is left running."""
+    """One run's processes. On exit, good or bad, all of them end; a cluster that was running before
+    the run is left running.
+    """
 
-    def __init__(self, config: RunConfig, images: ImageNeeds, start_up: StartUp, examples: ExampleCounts | None = None) -> None:
-        """`start_up` hears of every stage; `examples` are those of the run's environment, where it has one."""
+    def __init__(
+        self,
+        config: RunConfig,
+        images: ImageNeeds,
+        start_up: StartUp,
+        examples: ExampleCounts | None = None,
+    ) -> None:
+        """`start_up` hears of every stage; `examples` are those of the run's environment, where it
+        has one.
+        """
         self._config = config
         self._start_up = start_up
         self._images, self._examples = images, examples
@@ -64,7 +90,14 @@ class Cluster:
     def __enter__(self) -> Cluster:
         """Raises ConfigError when there is no such cluster, or none can be started."""
         cluster = self._config.cluster
-        own = {} if cluster.address != "local" else {"include_dashboard": cluster.dashboard, "_temp_dir": cluster.temp_dir and str(cluster.temp_dir)}
+        own = (
+            {}
+            if cluster.address != "local"
+            else {
+                "include_dashboard": cluster.dashboard,
+                "_temp_dir": cluster.temp_dir and str(cluster.temp_dir),
+            }
+        )
         # Pool and learner report every failed call themselves.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self._ends.callback(ray.shutdown)
@@ -76,7 +109,12 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         # A stack, so that an end that fails does not keep the others from theirs.
         self._ends.close()
 
@@ -100,35 +138,59 @@ class Cluster:
                 return learner, self._start_with_servers(placement, learner)
 
     def _start_in_ranks(self, placement: Placement, learner: RayLearner) -> RankRollouts:
-        """One wait for both: a rank loads its engine when it has loaded its model, whose device the two share."""
+        """One wait for both: a rank loads its engine when it has loaded its model, whose device the
+        two share.
+        """
         config = self._config
         with self._start_up.stage(f"{_who(placement)} with an engine"):
-            learner.start(config, _places(placement, ()), _make_backend(config, placement, self._images))
+            learner.start(
+                config, _places(placement, ()), _make_backend(config, placement, self._images)
+            )
         size, devices = config.rollout_matching.decode_batch_size, placement.devices_per_engine
-        return RankRollouts(learner, num_ranks=config.learner.world_size, devices_per_rank=devices, decode_batch_size=size)
+        return RankRollouts(
+            learner,
+            num_ranks=config.learner.world_size,
+            devices_per_rank=devices,
+            decode_batch_size=size,
+        )
 
-    def _start_with_actors(self, placement: Placement, group: PlacementGroup, learner: RayLearner) -> ActorPool | EnvironmentPool:
-        """The learner knows most about bad input and needs seconds, so it is waited for first; the engines, created before that, start meanwhile."""
+    def _start_with_actors(
+        self, placement: Placement, group: PlacementGroup, learner: RayLearner
+    ) -> ActorPool | EnvironmentPool:
+        """The learner knows most about bad input and needs seconds, so it is waited for first; the
+        engines, created before that, start meanwhile.
+        """
         pool = self._place_actors(placement, group)
         workers = len(placement.engines) * placement.devices_per_engine
         with self._start_up.stage(_who(placement)):
-            learner.start(self._config, _places(placement, (ReceiverGroup(workers),)), examples=self._examples)
+            learner.start(
+                self._config, _places(placement, (ReceiverGroup(workers),)), examples=self._examples
+            )
         self._start(pool)
         return self._with_environments(pool, placement)
 
-    def _start_with_servers(self, placement: Placement, learner: RayLearner) -> ActorPool | EnvironmentPool:
-        """The servers are waited for first: only they know how many devices are going to receive what the learner sends."""
+    def _start_with_servers(
+        self, placement: Placement, learner: RayLearner
+    ) -> ActorPool | EnvironmentPool:
+        """The servers are waited for first: only they know how many devices are going to receive
+        what the learner sends.
+        """
         section = rollout_servers(self._config)
         assert section is not None
         pool = self._reach_servers(placement, section)
         self._start(pool)
-        receivers = tuple(ReceiverGroup(devices, server.group_port) for devices, server in zip(pool.devices, section.servers, strict=True))
+        receivers = tuple(
+            ReceiverGroup(devices, server.group_port)
+            for devices, server in zip(pool.devices, section.servers, strict=True)
+        )
         with self._start_up.stage(_who(placement)):
             learner.start(self._config, _places(placement, receivers), examples=self._examples)
         return self._with_environments(pool, placement)
 
     def start_actors(self) -> ActorPool:
-        """Place and start the rollout actors alone: they serve `model.path` as it is. Raises ConfigError and RolloutError as `start` does."""
+        """Place and start the rollout actors alone: they serve `model.path` as it is. Raises
+        ConfigError and RolloutError as `start` does.
+        """
         placement = plan_placement(self._config, nodes_there(), learns=False)
         require_vllm(self._config, placement.transport)
         pool = self._place_actors(placement, self._reserve(placement))
@@ -144,8 +206,11 @@ class Cluster:
                 resources=resources,
                 # Engines come first in the group.
                 where=_bundle(group, len(placement.engines) + rank),
-                # Beside engines on the same cores, threads that spin while they wait for each other make a step tens of times slower.
-                runtime_env=neighbour_env(self._config, placement, self._images, OMP_WAIT_POLICY="PASSIVE"),
+                # Beside engines on the same cores, threads that spin while they wait for each other
+                # make a step tens of times slower.
+                runtime_env=neighbour_env(
+                    self._config, placement, self._images, OMP_WAIT_POLICY="PASSIVE"
+                ),
             )
             for rank, resources in enumerate(placement.ranks)
         ]
@@ -168,10 +233,16 @@ class Cluster:
             )
             for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
-        return self._pool(actors, names, PoolTimeouts.of_actors(config.timeouts), asks_next_on_failure=False)
+        return self._pool(
+            actors, names, PoolTimeouts.of_actors(config.timeouts), asks_next_on_failure=False
+        )
 
-    def _with_environments(self, engines: ActorPool, placement: Placement) -> ActorPool | EnvironmentPool:
-        """The engines themselves where rollouts are of samples; else behind actors that environments run in."""
+    def _with_environments(
+        self, engines: ActorPool, placement: Placement
+    ) -> ActorPool | EnvironmentPool:
+        """The engines themselves where rollouts are of samples; else behind actors that
+        environments run in.
+        """
         config, section = self._config, self._config.environment
         if section is None:
             return engines
@@ -179,13 +250,24 @@ class Cluster:
         names = [environment_name(index) for index in range(section.num_actors)]
         if section.cpus_per_actor == 0:
             where: Any = here()
-            runtime_env = neighbour_env(config, placement, self._images, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
+            runtime_env = neighbour_env(
+                config,
+                placement,
+                self._images,
+                OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+            )
         else:  # perhaps on nodes without engines, where there is no server to fork from
             where, runtime_env = "SPREAD", {"env_vars": {"HF_HUB_OFFLINE": "1"}}
         actors = [
             self._create(
                 ray.remote(EnvironmentActor),
-                (name, runner_settings(config, section, engines.devices, self._examples, index), engines.actors, engines.names, engines.call_limit),
+                (
+                    name,
+                    runner_settings(config, section, engines.devices, self._examples, index),
+                    engines.actors,
+                    engines.names,
+                    engines.call_limit,
+                ),
                 name=name,
                 resources=Resources(cpus=section.cpus_per_actor, gpus=0.0),
                 where=where,
@@ -194,29 +276,74 @@ class Cluster:
             for index, name in enumerate(names)
         ]
         # What bounds a round is what the engines take.
-        environments = ActorPool(actors, names, environment_timeouts(config.timeouts), decode_batch_size=sys.maxsize)
+        environments = ActorPool(
+            actors, names, environment_timeouts(config.timeouts), decode_batch_size=sys.maxsize
+        )
         self._ends.callback(environments.close)
         self._start(environments)
         size, ranks = config.rollout_matching.decode_batch_size, config.learner.world_size
-        return EnvironmentPool(engines, environments, decode_batch_size=size, learner_ranks=ranks, group_size=section.rollouts_per_example)
+        return EnvironmentPool(
+            engines,
+            environments,
+            decode_batch_size=size,
+            learner_ranks=ranks,
+            group_size=section.rollouts_per_example,
+        )
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> ActorPool:
-        """An actor for each server that was launched elsewhere: it needs a process to wait in, and no resources.
+        """An actor for each server that was launched elsewhere: it needs a process to wait in, and
+        no resources.
 
-        They stay on this node, from which preflight asks: a server's address may mean another machine elsewhere, and 127.0.0.1 always does.
-        Raises ConfigError where the token is not there.
+        They stay on this node, from which preflight asks: a server's address may mean another
+        machine elsewhere, and 127.0.0.1 always does. Raises ConfigError where the token is not
+        there.
         """
         names = [server_name(index) for index in range(len(section.servers))]
         settings = settings_of_run(self._config, placement, self._images)
         addresses = server_addresses(section, instead_of_servers(self._config))
-        specs = [ServerEngineSpec(name, address, index, settings) for index, (name, address) in enumerate(zip(names, addresses, strict=True))]
+        specs = [
+            ServerEngineSpec(name, address, index, settings)
+            for index, (name, address) in enumerate(zip(names, addresses, strict=True))
+        ]
         nothing = Resources(cpus=0.0, gpus=0.0)
-        actors = [self._create(ray.remote(EngineActor), (spec,), name=spec.name, resources=nothing, where=here(), runtime_env={}) for spec in specs]
-        return self._pool(actors, names, server_timeouts(section, self._config.timeouts), asks_next_on_failure=True)
+        actors = [
+            self._create(
+                ray.remote(EngineActor),
+                (spec,),
+                name=spec.name,
+                resources=nothing,
+                where=here(),
+                runtime_env={},
+            )
+            for spec in specs
+        ]
+        return self._pool(
+            actors,
+            names,
+            server_timeouts(section, self._config.timeouts),
+            asks_next_on_failure=True,
+        )
 
-    def _pool(self, actors: list[Any], names: list[str], timeouts: PoolTimeouts, *, asks_next_on_failure: bool) -> ActorPool:
-        size, ranks = self._config.rollout_matching.decode_batch_size, self._config.learner.world_size
-        pool = ActorPool(actors, names, timeouts, decode_batch_size=size, learner_ranks=ranks, asks_next_on_failure=asks_next_on_failure)
+    def _pool(
+        self,
+        actors: list[Any],
+        names: list[str],
+        timeouts: PoolTimeouts,
+        *,
+        asks_next_on_failure: bool,
+    ) -> ActorPool:
+        size, ranks = (
+            self._config.rollout_matching.decode_batch_size,
+            self._config.learner.world_size,
+        )
+        pool = ActorPool(
+            actors,
+            names,
+            timeouts,
+            decode_batch_size=size,
+            learner_ranks=ranks,
+            asks_next_on_failure=asks_next_on_failure,
+        )
         self._ends.callback(pool.close)
         return pool
 
@@ -224,8 +351,19 @@ class Cluster:
         with self._start_up.stage(", ".join(pool.names)):
             pool.start()
 
-    def _create(self, shell: Any, arguments: tuple[Any, ...], *, name: str, resources: Resources, where: Any, runtime_env: dict[str, Any]) -> Any:
-        """`shell` is what `ray.remote` made of a class; `where` is the strategy by which Ray chooses its node."""
+    def _create(
+        self,
+        shell: Any,
+        arguments: tuple[Any, ...],
+        *,
+        name: str,
+        resources: Resources,
+        where: Any,
+        runtime_env: dict[str, Any],
+    ) -> Any:
+        """`shell` is what `ray.remote` made of a class; `where` is the strategy by which Ray
+        chooses its node.
+        """
         actor = shell.options(
             name=name,
             num_cpus=resources.cpus,
@@ -242,16 +380,28 @@ class Cluster:
         with self._start_up.stage("room in the cluster"):
             is_there = group.wait(self._config.timeouts.start_s)
         if not is_there:
-            asked = ", ".join(f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles)
+            asked = ", ".join(
+                f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles
+            )
             raise ConfigError(
-                f"{placement.key}: the cluster has the resources, but in {self._config.timeouts.start_s:g} s (timeouts.start_s) no nodes had room for "
-                f"{asked}, each on one node; check `ray status` for what other jobs hold, or lower what is asked for"
+                f"{placement.key}: the cluster has the resources, but in"
+                f" {self._config.timeouts.start_s:g} s (timeouts.start_s) no nodes had room for"
+                f" {asked}, each on one node; check `ray status` for what other jobs hold, or lower"
+                " what is asked for"
             )
         return group
 
 
-def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Sequence[int], examples: ExampleCounts, index: int) -> RunnerSettings:
-    """Of the environment actor of this index, with engines of so many devices each. Together they fill an engine, the first ones with a request more."""
+def runner_settings(
+    config: RunConfig,
+    section: EnvironmentSection,
+    devices: Sequence[int],
+    examples: ExampleCounts,
+    index: int,
+) -> RunnerSettings:
+    """Of the environment actor of this index, with engines of so many devices each. Together they
+    fill an engine, the first ones with a request more.
+    """
     room = config.rollout_matching.decode_batch_size * min(devices)
     return RunnerSettings(
         env_id=section.id,
@@ -273,18 +423,26 @@ def runner_settings(config: RunConfig, section: EnvironmentSection, devices: Seq
 
 
 def environment_timeouts(timeouts: TimeoutsSection) -> PoolTimeouts:
-    """Of the pool over the environments. A part of a round has several calls behind each other, and an engine that is late is to be told of first, by name."""
+    """Of the pool over the environments. A part of a round has several calls behind each other, and
+    an engine that is late is to be told of first, by name.
+    """
     generate = Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s")
-    return PoolTimeouts(timeouts.limit("start_s"), generate, timeouts.limit("sync_phase_s"), check=IN_ENVIRONMENTS)
+    return PoolTimeouts(
+        timeouts.limit("start_s"), generate, timeouts.limit("sync_phase_s"), check=IN_ENVIRONMENTS
+    )
 
 
 def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTimeouts:
-    """Of the pool over the servers, whose clients keep the limit of each call themselves, and ask a server twice. What another one takes over has a limit
-    of its own."""
+    """Of the pool over the servers, whose clients keep the limit of each call themselves, and ask a
+    server twice. What another one takes over has a limit of its own."""
     key, limit_s = "rollout_matching.vllm.server", section.infer_timeout_s
     return PoolTimeouts(
         start=Timeout(section.timeout_s + timeouts.start_s, f"{key}.timeout_s + timeouts.start_s"),
-        generate=Timeout(TRIES * limit_s + GRACE_S, f"{TRIES} x {key}.infer_timeout_s + {GRACE_S:g}") if limit_s is not None and limit_s > 0 else None,
+        generate=(
+            Timeout(TRIES * limit_s + GRACE_S, f"{TRIES} x {key}.infer_timeout_s + {GRACE_S:g}")
+            if limit_s is not None and limit_s > 0
+            else None
+        ),
         sync_phase=timeouts.limit("sync_phase_s"),
         join=section.join_limit,
     )
@@ -301,12 +459,20 @@ def _who(placement: Placement) -> str:
 
 
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    return PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=index
+    )
 
 
 def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[RankTopology]:
     return [
-        RankTopology(placement.transport, receivers if rank == 0 else (), device=placement.learner_device, rank=rank, world_size=len(placement.ranks))
+        RankTopology(
+            placement.transport,
+            receivers if rank == 0 else (),
+            device=placement.learner_device,
+            rank=rank,
+            world_size=len(placement.ranks),
+        )
         for rank in range(len(placement.ranks))
     ]
 
@@ -316,7 +482,12 @@ def _make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -
     if config.rollout_matching.rollout_backend == "hf":
         from rollout_actors.backends.hf import HFBackendSpec
 
-        return HFBackendSpec(config.rollout_matching.decode_batch_size, config.rollout_matching.repeat_terminate.settings())
+        return HFBackendSpec(
+            config.rollout_matching.decode_batch_size,
+            config.rollout_matching.repeat_terminate.settings(),
+        )
     from rollout_actors.backends.colocate import ColocatedSpec
 
-    return ColocatedSpec(settings_of_run(config, placement, images), sleep=config.rollout_matching.vllm.sleep)
+    return ColocatedSpec(
+        settings_of_run(config, placement, images), sleep=config.rollout_matching.vllm.sleep
+    )

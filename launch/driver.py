@@ -39,14 +39,25 @@ class DrivesRollouts(TakesWeights, Protocol):
     def generate(self, round_: PerRank) -> Any: ...
 
 
-def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedule, queue: Queue, telemetry: Telemetry, checkpoints: Checkpoints) -> None:
-    """Every step of the run. Engines take weights while nothing is generated: a round that `max_staleness` lets run beside an update is waited for first."""
+def train(
+    learner: DrivesLearner,
+    rollouts: DrivesRollouts,
+    schedule: RunSchedule,
+    queue: Queue,
+    telemetry: Telemetry,
+    checkpoints: Checkpoints,
+) -> None:
+    """Every step of the run. Engines take weights while nothing is generated: a round that
+    `max_staleness` lets run beside an update is waited for first.
+    """
 
     def rounds_of(plan: StepPlan) -> list[PerRank]:
         return rollouts.split(learner.next_requests(plan))
 
     def report_held_out(step: int) -> None:
-        checkpoints.after_report(step, telemetry.evaluation(evaluate(learner, rollouts, step, queue)))
+        checkpoints.after_report(
+            step, telemetry.evaluation(evaluate(learner, rollouts, step, queue))
+        )
 
     telemetry.sync(sync_weights(learner, rollouts))
     for stretch in schedule.windows():
@@ -68,10 +79,17 @@ def train(learner: DrivesLearner, rollouts: DrivesRollouts, schedule: RunSchedul
         report_held_out(schedule.max_steps)
 
 
-def evaluate(held_out: HasHeldOut, rollouts: DrivesRollouts, step: int, queue: Queue) -> Evaluation[Any]:
+def evaluate(
+    held_out: HasHeldOut, rollouts: DrivesRollouts, step: int, queue: Queue
+) -> Evaluation[Any]:
     """What becomes of the held-out samples with the weights that they serve now."""
     outcomes: list[Any] = []
     started_s = time.monotonic()
     for done in queue(rollouts.generate, rollouts.split(held_out.held_out_requests(step))):
         outcomes += held_out.score(done)
-    return Evaluation(step, rollouts.version, tuple(sorted(outcomes, key=lambda outcome: outcome.position)), wall_s=time.monotonic() - started_s)
+    return Evaluation(
+        step,
+        rollouts.version,
+        tuple(sorted(outcomes, key=lambda outcome: outcome.position)),
+        wall_s=time.monotonic() - started_s,
+    )

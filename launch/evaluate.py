@@ -1,8 +1,11 @@
-"""`python -m launch.evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [section.key=value ...]`: the held-out report of a run's final checkpoint.
+"""`python -m launch.evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [section.key=value
+...]`: the held-out report of a run's final checkpoint.
 
-The run's own configuration holds, with the given keys changed: `data.val=...` evaluates on other data. Rollouts are generated as in training, by the
-actors of `rollout_matching.vllm.actors`, at most `decode_batch_size` at a time on each device. Report and predictions go to
-`run/evaluations/NAME`, which must not exist. Nothing heavy is imported before configuration and data are known to be sound.
+The run's own configuration holds, with the given keys changed: `data.val=...` evaluates on other
+data. Rollouts are generated as in training, by the actors of `rollout_matching.vllm.actors`, at
+most `decode_batch_size` at a time on each device. Report and predictions go to
+`run/evaluations/NAME`, which must not exist. Nothing heavy is imported before configuration and
+data are known to be sound.
 """
 
 from __future__ import annotations
@@ -52,12 +55,15 @@ if TYPE_CHECKING:
 
 _DECIDED = {
     "model.path": "the checkpoint decides it; use checkpoint=FOLDER",
-    "telemetry.run_dir": "the run decides it; use run=FOLDER, and name=NAME for the report's place in it",
+    "telemetry.run_dir": (
+        "the run decides it; use run=FOLDER, and name=NAME for the report's place in it"
+    ),
 }
 """Keys of the configuration that this command sets itself."""
 
 _BY_ACTORS_ALONE: Mapping[str, Any] = {
-    # Whatever generated in the run: a checkpoint is evaluated by actors of this command's own, which serve it as it is.
+    # Whatever generated in the run: a checkpoint is evaluated by actors of this command's own,
+    # which serve it as it is.
     "rollout_matching.rollout_backend": "vllm",
     "rollout_matching.vllm.mode": "actors",
     "rollout_matching.vllm.server": None,
@@ -66,7 +72,8 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
     "rollout_matching.vllm.sync.mode": "full",
     "rollout_matching.vllm.sync.transport": "auto",
     "model.adapter": None,
-    # Nobody learns: sizes that were right for the run's ranks must not contradict the only share of requests there is.
+    # Nobody learns: sizes that were right for the run's ranks must not contradict the only share of
+    # requests there is.
     "learner.world_size": 1,
     "training.effective_batch_size": None,
     "training.packing": False,
@@ -82,7 +89,9 @@ _SERVED_AT = "http://127.0.0.1:8000"
 
 def _folder_name(name: str) -> str:
     if name != Path(name).name or name in ("", "..") or name.endswith(".partial"):
-        raise refusal(f"must be the name of one folder, got {name!r}", "write a name without slashes")
+        raise refusal(
+            f"must be the name of one folder, got {name!r}", "write a name without slashes"
+        )
     return name
 
 
@@ -117,7 +126,8 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     with start_up.stage("data"):
         dataset = load_checked(config, "data.val", config.data.val)
 
-    # Beside engines on the same cores, threads that spin while they wait for each other slow everyone down.
+    # Beside engines on the same cores, threads that spin while they wait for each other slow
+    # everyone down.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from launch.checks.data import ImageNeeds
@@ -131,30 +141,48 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     from learner.model.loading import load_tokens
 
     with start_up.stage("checks"):
-        cluster_nodes(config)  # a cluster that does not answer is told in time, which `ray.init` would not do
+        # a cluster that does not answer is told in time, which `ray.init` would not do
+        cluster_nodes(config)
         held_out = HeldOut.of(config, dataset, load_tokens(config))
     if held_out.samples.num_skipped:
-        console.print(f"data      skipped {held_out.samples.num_skipped} bad rows (data.on_bad_row: skip)", highlight=False)
+        console.print(
+            f"data      skipped {held_out.samples.num_skipped} bad rows (data.on_bad_row: skip)",
+            highlight=False,
+        )
     with Cluster(config, ImageNeeds.of(held_out.samples), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
-        console.print(f"ready     {', '.join(rollouts.names)} with {config.model.path}", highlight=False)
-        evaluation = evaluate(LocalHeldOut(held_out, config.timeouts), rollouts, config.training.max_steps, one_ahead)
+        console.print(
+            f"ready     {', '.join(rollouts.names)} with {config.model.path}", highlight=False
+        )
+        evaluation = evaluate(
+            LocalHeldOut(held_out, config.timeouts), rollouts, config.training.max_steps, one_ahead
+        )
     if options.checkpoint is not None:
         evaluation = replace(evaluation, step=None)
-    report = make_report(evaluation, config, subject=f"{config.telemetry.name}, {config.model.path} on {config.data.val}")
+    report = make_report(
+        evaluation,
+        config,
+        subject=f"{config.telemetry.name}, {config.model.path} on {config.data.val}",
+    )
     write_report(folder, report)
     for table in report_tables(report):
         console.print(_console_table(table))
     for scene in report.incomplete:
-        console.print(f"answer    {printable(answer_line(scene, MAX_CHARACTERS))}", markup=False, highlight=False)
+        console.print(
+            f"answer    {printable(answer_line(scene, MAX_CHARACTERS))}",
+            markup=False,
+            highlight=False,
+        )
     console.print(f"report    {folder / 'report.html'}", highlight=False)
 
 
 def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
-    """The run's configuration over the checkpoint to evaluate, with the overrides and absolute paths. `data.val` is not None.
+    """The run's configuration over the checkpoint to evaluate, with the overrides and absolute
+    paths. `data.val` is not None.
 
-    Raises ConfigError: no such run, no checkpoint, nothing to evaluate on, and every problem of the overrides.
+    Raises ConfigError: no such run, no checkpoint, nothing to evaluate on, and every problem of the
+    overrides.
     """
     checkpoint = options.checkpoint or options.run / "checkpoint"
     changes = _changes(overrides)
@@ -166,11 +194,18 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     if config.environment is not None:
         told = "run: it is of an environment, which vf-eval evaluates"
         try:
-            problems.append(told if problems else f"{told}; {_instead(config, config.environment, checkpoint)}")
+            problems.append(
+                told if problems else f"{told}; {_instead(config, config.environment, checkpoint)}"
+            )
         except ConfigError as error:  # it is of the run's own key
-            problems += [told, *(f"checkpoint: {problem.partition(': ')[2]}" for problem in error.problems)]
+            problems += [
+                told,
+                *(f"checkpoint: {problem.partition(': ')[2]}" for problem in error.problems),
+            ]
     elif config.data.val is None:
-        problems.append("data.val: the run had no held-out samples; name some with data.val=FILE.jsonl")
+        problems.append(
+            "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl"
+        )
     if problems:
         raise ConfigError(problems)
     decided = {"model.path": str(checkpoint), "telemetry.run_dir": str(options.run)}
@@ -178,30 +213,68 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
 
 
 def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
-    """The two commands that evaluate it. Raises ConfigError where the checkpoint's files have to be read and cannot be."""
-    serve = serve_command(_engine_here(config, section, checkpoint), _SERVED_AT, tool_call_parser=section.tool_call_parser)
-    return f"serve its checkpoint with `{serve}`, and beside that run `{vf_eval_command(config, section)}`"
+    """The two commands that evaluate it. Raises ConfigError where the checkpoint's files have to be
+    read and cannot be.
+    """
+    serve = serve_command(
+        _engine_here(config, section, checkpoint),
+        _SERVED_AT,
+        tool_call_parser=section.tool_call_parser,
+    )
+    return (
+        f"serve its checkpoint with `{serve}`, and beside that run"
+        f" `{vf_eval_command(config, section)}`"
+    )
 
 
-def _engine_here(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> EngineSettings:
+def _engine_here(
+    config: RunConfig, section: EnvironmentSection, checkpoint: Path
+) -> EngineSettings:
     """Of the checkpoint on this machine, as the run's engines were."""
     from launch.checks.data import ImageNeeds
     from launch.runtime.engine_settings import settings_of_run
     from launch.runtime.placement import Placement
 
     device, devices = device_here(), config.rollout_matching.vllm.actors.tensor_parallel_size
-    placement = Placement((), (), devices, device, device, choose_transport("auto", device, device, Sharing.NOTHING))
-    served = config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})
+    placement = Placement(
+        (), (), devices, device, device, choose_transport("auto", device, device, Sharing.NOTHING)
+    )
+    served = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(checkpoint)})}
+    )
     # It takes no weights: a checkpoint has its adapter merged.
-    return replace(settings_of_run(served, placement, ImageNeeds(section.max_images_per_prompt)), enable_lora=False)
+    return replace(
+        settings_of_run(served, placement, ImageNeeds(section.max_images_per_prompt)),
+        enable_lora=False,
+    )
 
 
 def vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
     """What a held-out report of the run asks, of the server beside it."""
-    command = ["python", "-m", "launch.vf_eval.__main__.__main__", section.id, "-b", f"{_SERVED_AT}/v1"]
+    command = [
+        "python",
+        "-m",
+        "launch.vf_eval.__main__.__main__",
+        section.id,
+        "-b",
+        f"{_SERVED_AT}/v1",
+    ]
     command += ["-a", json.dumps(section.args)] if section.args else []
-    command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens), "-n", str(section.num_eval_examples or -1), "-r", "1"]
-    command += ["-S", json.dumps({"extra_body": {"chat_template_kwargs": section.chat_template_args}})] if section.chat_template_args else []
+    command += [
+        "-T",
+        "0",
+        "-t",
+        str(config.rollout_matching.max_new_tokens),
+        "-n",
+        str(section.num_eval_examples or -1),
+        "-r",
+        "1",
+    ]
+    command += (
+        ["-S", json.dumps({"extra_body": {"chat_template_kwargs": section.chat_template_args}})]
+        if section.chat_template_args
+        else []
+    )
     return shlex.join(command)
 
 
@@ -211,7 +284,10 @@ def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
     name = options.name or f"{Path(config.model.path).name}_{config.data.val.stem}"
     folder = config.telemetry.run_dir / "evaluations" / name
     if folder.exists():
-        raise ConfigError(f"name: {folder} holds a report already; choose another with name=NAME, or move that one away")
+        raise ConfigError(
+            f"name: {folder} holds a report already; choose another with name=NAME, or move that"
+            " one away"
+        )
     return folder
 
 
@@ -227,18 +303,28 @@ def _console_table(table: Table) -> RichTable:
 def _is_config_key(argument: str) -> bool:
     key, equals, _ = argument.partition("=")
     # `checkpoint` is a section of the configuration too: whole, it is meant for this command.
-    return bool(equals) and ("." in key or key in RunConfig.model_fields) and key not in EvaluateOptions.model_fields
+    return (
+        bool(equals)
+        and ("." in key or key in RunConfig.model_fields)
+        and key not in EvaluateOptions.model_fields
+    )
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
-    """Dotted keys and what they are set to, as `launch.train` reads its command line. ConfigError with every value that cannot be read."""
+    """Dotted keys and what they are set to, as `launch.train` reads its command line. ConfigError
+    with every value that cannot be read.
+    """
     changes, problems = {}, []
     for override in overrides:
         key, _, text = override.partition("=")
         try:
-            changes[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=True)["value"]  # type: ignore[index, call-overload]
+            changes[key] = OmegaConf.to_container(
+                OmegaConf.from_dotlist([f"value={text}"]), resolve=True
+            )["value"]  # type: ignore[index, call-overload]
         except (yaml.YAMLError, OmegaConfBaseException) as error:
-            problems.append(f"{key}: cannot read {text!r} ({' '.join(str(error).split())}); quote it")
+            problems.append(
+                f"{key}: cannot read {text!r} ({' '.join(str(error).split())}); quote it"
+            )
     if problems:
         raise ConfigError(problems)
     return changes
@@ -247,20 +333,26 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
 def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
     """Whether the changes set this key, by itself or in a section given whole."""
     section, _, key = dotted.partition(".")
-    return dotted in changes or (section in changes and isinstance(changes[section], dict) and key in changes[section])
+    return dotted in changes or (
+        section in changes and isinstance(changes[section], dict) and key in changes[section]
+    )
 
 
 if __name__ == "__main__":
     main()
 
 
-# The held-out samples in this process, as the driver uses them: for a command in which nothing learns.
+# The held-out samples in this process, as the driver uses them: for a command in which nothing
+# learns.
 
 
 class LocalHeldOut:
-    """Part of what `launch.runtime.learner_client.RemoteLearner` is (`launch.driver.HasHeldOut`)."""
+    """Part of what `launch.runtime.learner_client.RemoteLearner` is
+    (`launch.driver.HasHeldOut`)."""
 
-    def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection, *, fetch: Callable[..., Any] = ray.get) -> None:
+    def __init__(
+        self, held_out: HeldOut, timeouts: TimeoutsSection, *, fetch: Callable[..., Any] = ray.get
+    ) -> None:
         """`fetch(references, timeout=seconds)` waits for rollouts."""
         self._held_out, self._limit, self._fetch = held_out, timeouts.limit("generate_s"), fetch
         self._shelf = PictureShelf(ray.put)
@@ -273,14 +365,24 @@ class LocalHeldOut:
         """As `HeldOut.score`. RolloutError also where the rollouts do not arrive."""
         (rollouts,) = done
         try:
-            # The pool hands out references when the shares are complete, so this waits for a copy at most.
+            # The pool hands out references when the shares are complete, so this waits for a copy
+            # at most.
             shares = self._fetch(list(rollouts), timeout=self._limit.seconds)
         except GetTimeoutError as error:
             told = late(f"the {ENGINES}", self._limit, _CHECK)
-            raise RolloutError(f"{told}, or raise {self._limit.key}", actor=ENGINES, phase="collect") from error
+            raise RolloutError(
+                f"{told}, or raise {self._limit.key}", actor=ENGINES, phase="collect"
+            ) from error
         except RayError as error:
-            raise RolloutError(f"finished rollouts were lost ({error}); check {_CHECK}", actor=ENGINES, phase="collect") from error
+            raise RolloutError(
+                f"finished rollouts were lost ({error}); check {_CHECK}",
+                actor=ENGINES,
+                phase="collect",
+            ) from error
         return self._held_out.score(list(itertools.chain(*shares)))
 
 
-_CHECK = "that every actor's process is alive (their logs), the network between the machines, and the memory of Ray's object store (`ray memory`)"
+_CHECK = (
+    "that every actor's process is alive (their logs), the network between the machines, and the"
+    " memory of Ray's object store (`ray memory`)"
+)

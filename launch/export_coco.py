@@ -1,8 +1,10 @@
-"""`python -m launch.export_coco predictions=RUN/.../predictions.jsonl categories=data/val.categories.json out=results.json`: COCO results.
+"""`python -m launch.export_coco predictions=RUN/.../predictions.jsonl
+categories=data/val.categories.json out=results.json`: COCO results.
 
-`predictions` is what an evaluation wrote, one row per sample:
-`{"sample_id", "width", "height", "metadata": {"image_id"}, "objects": [{"kind", "bins", "desc", "score"}], "finish_reason", "text"}`; `categories` what
-`launch.import_coco` wrote beside the data. An object whose name is no category's is left out and counted. Nothing is overwritten.
+`predictions` is what an evaluation wrote, one row per sample: `{"sample_id", "width", "height",
+"metadata": {"image_id"}, "objects": [{"kind", "bins", "desc", "score"}], "finish_reason", "text"}`;
+`categories` what `launch.import_coco` wrote beside the data. An object whose name is no category's
+is left out and counted. Nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from shared.tokens.vocabulary import NUM_BINS
 
 
 class ExportOptions(Section):
-    predictions: Annotated[ConfigPath, Field(examples=["outputs/demo/evaluation/predictions.jsonl"])]
+    predictions: Annotated[
+        ConfigPath, Field(examples=["outputs/demo/evaluation/predictions.jsonl"])
+    ]
     """JSONL file of predictions, written by an evaluation."""
 
     categories: Annotated[ConfigPath, Field(examples=["data/val.categories.json"])]
@@ -47,7 +51,11 @@ class _Object(_Part):
 
     @model_validator(mode="after")
     def _arity(self) -> _Object:
-        if (len(self.bins) != 4) if self.kind is GeometryKind.BBOX else (len(self.bins) < 6 or len(self.bins) % 2):
+        if (
+            (len(self.bins) != 4)
+            if self.kind is GeometryKind.BBOX
+            else (len(self.bins) < 6 or len(self.bins) % 2)
+        ):
             raise ValueError(f"a {self.kind} cannot have {len(self.bins)} bins")
         return self
 
@@ -64,15 +72,24 @@ class _ExportRow(_Part):
     objects: list[_Object]
 
     def predictions(self) -> ImagePredictions:
-        objects = tuple(ScoredObject(one.kind, tuple(one.bins), one.desc, one.score) for one in self.objects)
+        objects = tuple(
+            ScoredObject(one.kind, tuple(one.bins), one.desc, one.score) for one in self.objects
+        )
         return ImagePredictions(self.metadata.image_id, self.width, self.height, objects)
 
 
-_REMEDIES = {"metadata.image_id": "only an evaluation of data that launch.import_coco wrote can be exported: evaluate those (data.val=...)"}
+_REMEDIES = {
+    "metadata.image_id": (
+        "only an evaluation of data that launch.import_coco wrote can be exported: evaluate those"
+        " (data.val=...)"
+    )
+}
 
 
 def export_coco(options: ExportOptions) -> CocoResults:
-    """Writes the results, and returns them. RecordError names file, line and field of what is wrong; ConfigError where `out` exists."""
+    """Writes the results, and returns them. RecordError names file, line and field of what is
+    wrong; ConfigError where `out` exists.
+    """
     require_absent([options.out])
     category_ids = read_categories(options.categories)
     results = predictions_to_coco(read_predictions(options.predictions), category_ids)
@@ -82,18 +99,33 @@ def export_coco(options: ExportOptions) -> CocoResults:
 
 
 def read_predictions(path: Path) -> list[ImagePredictions]:
-    """One for each line of a report's `predictions.jsonl`, in order. Raises RecordError with file, line and remedy."""
+    """One for each line of a report's `predictions.jsonl`, in order. Raises RecordError with file,
+    line and remedy.
+    """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise RecordError(f"cannot be read: {error.strerror}", field="file", remedy="correct the path, or evaluate first", file=str(path)) from error
+        raise RecordError(
+            f"cannot be read: {error.strerror}",
+            field="file",
+            remedy="correct the path, or evaluate first",
+            file=str(path),
+        ) from error
     found: dict[int, ImagePredictions] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        row = parse_json(path, _ExportRow.model_validate_json, line, line=number, remedies=_REMEDIES).predictions()
+        row = parse_json(
+            path, _ExportRow.model_validate_json, line, line=number, remedies=_REMEDIES
+        ).predictions()
         if row.image_id in found:
-            raise RecordError(f"{row.image_id} is there twice", field="metadata.image_id", remedy="keep one row per image", file=str(path), line=number)
+            raise RecordError(
+                f"{row.image_id} is there twice",
+                field="metadata.image_id",
+                remedy="keep one row per image",
+                file=str(path),
+                line=number,
+            )
         found[row.image_id] = row
     return list(found.values())
 
@@ -103,7 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = read_arguments(ExportOptions, sys.argv[1:] if arguments is None else arguments)
         results = export_coco(options)
         print(f"results   {len(results.results)} objects in {options.out}")
-        print(f"skipped   {sum(results.unknown_names.values())} objects of no category: {counted(results.unknown_names)}")
+        print(
+            f"skipped   {sum(results.unknown_names.values())} objects of no category:"
+            f" {counted(results.unknown_names)}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""`python -m launch.import_coco annotations=instances.json images=FOLDER out=data/train.jsonl`: COCO annotations become records (DESIGN 7.1).
+"""`python -m launch.import_coco annotations=instances.json images=FOLDER out=data/train.jsonl`:
+COCO annotations become records (DESIGN 7.1).
 
-Beside `train.jsonl` it writes `train.categories.json`, for the way back (`launch.export_coco`), and `train.import.json`, which counts what
-was left out or altered, and why: every annotation is in exactly one of `boxes`, `polygons` and `skipped`. `out` may be a folder; then the
-records are called after the annotations. Nothing is overwritten, and the records appear when the ordinary loader has read them.
+Beside `train.jsonl` it writes `train.categories.json`, for the way back (`launch.export_coco`), and
+`train.import.json`, which counts what was left out or altered, and why: every annotation is in
+exactly one of `boxes`, `polygons` and `skipped`. `out` may be a folder; then the records are called
+after the annotations. Nothing is overwritten, and the records appear when the ordinary loader has
+read them.
 
-How COCO's coordinates become bins is said in `shared.grounding.coco`. Parts of a shape outside its image are clamped to the border.
+How COCO's coordinates become bins is said in `shared.grounding.coco`. Parts of a shape outside its
+image are clamped to the border.
 """
 
 from __future__ import annotations
@@ -23,7 +27,17 @@ from pydantic import Field, PositiveInt
 from rich.console import Console
 
 from launch.cli import explained, read_arguments
-from launch.coco.files import CocoAnnotation, CocoFile, CocoImage, counted, distinct_categories, read_annotations, require_absent, write_json, written_once
+from launch.coco.files import (
+    CocoAnnotation,
+    CocoFile,
+    CocoImage,
+    counted,
+    distinct_categories,
+    read_annotations,
+    require_absent,
+    write_json,
+    written_once,
+)
 from launch.coco.objects import Converted, ObjectCounts, ObjectSkip, Wanted, convert
 from learner.image_files import image_size
 from shared.config.base import ConfigPath, Section
@@ -43,10 +57,14 @@ class ImportOptions(Section):
     """JSONL file to write, or a folder for it; image paths in it are relative to it."""
 
     geometry: Annotated[Wanted, Field(strict=False)] = Wanted.BBOX
-    """Boxes (`bbox`), polygons (`poly`: an annotation without one usable ring is left out), or both (`auto`: it becomes its box)."""
+    """Boxes (`bbox`), polygons (`poly`: an annotation without one usable ring is left out), or both
+    (`auto`: it becomes its box).
+    """
 
     max_vertices: Annotated[int, Field(ge=3)] | None = None
-    """Polygons with more vertices are simplified to this many; null: never. Each vertex costs tokens."""
+    """Polygons with more vertices are simplified to this many; null: never. Each vertex costs
+    tokens.
+    """
 
     max_objects: PositiveInt | None = None
     """Images with more objects are left out; null: none is."""
@@ -55,11 +73,14 @@ class ImportOptions(Section):
     """Keep images without any object; their answer is `{}`."""
 
     check_images: bool = True
-    """Decode every image and compare its size; false: a bad image is found when its sample is used."""
+    """Decode every image and compare its size; false: a bad image is found when its sample is used.
+    """
 
     @property
     def records(self) -> Path:
-        return self.out if self.out.suffix == ".jsonl" else self.out / f"{self.annotations.stem}.jsonl"
+        return (
+            self.out if self.out.suffix == ".jsonl" else self.out / f"{self.annotations.stem}.jsonl"
+        )
 
 
 class ImageSkip(StrEnum):
@@ -84,7 +105,11 @@ class ImportReport:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "images": {"read": self.num_images, "written": self.num_written, "skipped": dict(self.images_skipped)},
+            "images": {
+                "read": self.num_images,
+                "written": self.num_written,
+                "skipped": dict(self.images_skipped),
+            },
             "objects": {"read": self.num_annotations, **self.objects.as_json()},
         }
 
@@ -92,9 +117,18 @@ class ImportReport:
         objects = self.objects
         num_boxes, num_polygons = objects.kept[GeometryKind.BBOX], objects.kept[GeometryKind.POLY]
         return [
-            f"images    {self.num_written} of {self.num_images} written; skipped: {counted(self.images_skipped)}",
-            f"objects   {num_boxes} boxes and {num_polygons} polygons of {self.num_annotations} annotations; skipped: {counted(objects.skipped)}",
-            f"altered   {objects.num_clamped} clamped to their image, {objects.num_simplified} polygons simplified",
+            (
+                f"images    {self.num_written} of {self.num_images} written; skipped:"
+                f" {counted(self.images_skipped)}"
+            ),
+            (
+                f"objects   {num_boxes} boxes and {num_polygons} polygons of {self.num_annotations}"
+                f" annotations; skipped: {counted(objects.skipped)}"
+            ),
+            (
+                f"altered   {objects.num_clamped} clamped to their image, {objects.num_simplified}"
+                " polygons simplified"
+            ),
             f"fallbacks boxes in place of polygons: {counted(objects.boxes_for_polygons)}",
         ]
 
@@ -102,14 +136,21 @@ class ImportReport:
 def import_coco(options: ImportOptions) -> ImportReport:
     """Writes the records and the two files beside them.
 
-    RecordError for annotations that are malformed (a shape that cannot be used is counted, not malformed) or give no record; ConfigError
-    for files that exist already and for a folder of images that does not.
+    RecordError for annotations that are malformed (a shape that cannot be used is counted, not
+    malformed) or give no record; ConfigError for files that exist already and for a folder of
+    images that does not.
     """
     records = options.records
-    categories, report = records.with_suffix(".categories.json"), records.with_suffix(".import.json")
+    categories, report = (
+        records.with_suffix(".categories.json"),
+        records.with_suffix(".import.json"),
+    )
     require_absent([records, categories, report])
     if not options.images.is_dir():
-        raise ConfigError(f"images: {options.images} is not a folder; give the folder that the annotations' file names are relative to")
+        raise ConfigError(
+            f"images: {options.images} is not a folder; give the folder that the annotations' file"
+            " names are relative to"
+        )
     source = read_annotations(options.annotations)
     work = _Import(options, source)
     records.parent.mkdir(parents=True, exist_ok=True)
@@ -118,11 +159,24 @@ def import_coco(options: ImportOptions) -> ImportReport:
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
         lines.flush()
         if not work.report.num_written:
-            skipped = ", ".join(f"{reason}: first {path}" for reason, path in work.first_skipped.items()) or "there is no image"
-            counts = f"images skipped: {counted(work.report.images_skipped)}; objects skipped: {counted(work.report.objects.skipped)}"
+            skipped = (
+                ", ".join(f"{reason}: first {path}" for reason, path in work.first_skipped.items())
+                or "there is no image"
+            )
+            counts = (
+                f"images skipped: {counted(work.report.images_skipped)}; objects skipped:"
+                f" {counted(work.report.objects.skipped)}"
+            )
             problem = f"gives no record; {counts} ({skipped})"
-            raise RecordError(problem, field="images", remedy="correct images=... or the file names, or set keep_empty=true", file=str(options.annotations))
-        load_dataset(lines.name, on_bad_row="error", sort_objects=False, check_images=options.check_images)
+            raise RecordError(
+                problem,
+                field="images",
+                remedy="correct images=... or the file names, or set keep_empty=true",
+                file=str(options.annotations),
+            )
+        load_dataset(
+            lines.name, on_bad_row="error", sort_objects=False, check_images=options.check_images
+        )
         write_json(categories, distinct_categories(source))
         write_json(report, work.report.as_json())
     return work.report
@@ -132,7 +186,9 @@ class _Import:
     """One pass over the images, which counts as it goes."""
 
     def __init__(self, options: ImportOptions, source: CocoFile) -> None:
-        self.report = ImportReport(num_images=len(source.images), num_annotations=len(source.annotations))
+        self.report = ImportReport(
+            num_images=len(source.images), num_annotations=len(source.annotations)
+        )
         self.first_skipped: dict[ImageSkip, Path] = {}
         """Of every reason."""
         self._options, self._source, self._names = options, source, source.names()
@@ -152,27 +208,43 @@ class _Import:
                 continue
             self.report.images_skipped[record] += 1
             self.first_skipped.setdefault(record, self._options.images / image.file_name)
-            if record is not ImageSkip.NO_OBJECTS:  # whose annotations were skipped for reasons of their own
+            # whose annotations were skipped for reasons of their own
+            if record is not ImageSkip.NO_OBJECTS:
                 self.report.objects.skipped[ObjectSkip.IMAGE_SKIPPED] += len(annotations)
         if self._annotations:
-            self.report.objects.skipped[ObjectSkip.UNKNOWN_IMAGE] += sum(map(len, self._annotations.values()))
+            self.report.objects.skipped[ObjectSkip.UNKNOWN_IMAGE] += sum(
+                map(len, self._annotations.values())
+            )
 
-    def _record(self, image: CocoImage, annotations: Sequence[CocoAnnotation]) -> dict[str, Any] | ImageSkip:
+    def _record(
+        self, image: CocoImage, annotations: Sequence[CocoAnnotation]
+    ) -> dict[str, Any] | ImageSkip:
         path, options = self._options.images / image.file_name, self._options
         if not path.is_file():
             return ImageSkip.MISSING_FILE
         if min(image.width, image.height) < 2:
             return ImageSkip.NO_SCALE
-        results = [convert(one, image, self._names, options.geometry, options.max_vertices) for one in annotations]
+        results = [
+            convert(one, image, self._names, options.geometry, options.max_vertices)
+            for one in annotations
+        ]
         converted = [result for result in results if isinstance(result, Converted)]
         why = _why_not(image, path, len(converted), options)
         if why is None or why is ImageSkip.NO_OBJECTS:
             self.report.objects.keep(converted)
-            self.report.objects.skipped.update(result for result in results if isinstance(result, ObjectSkip))
-        return _row(image, Path(self._folder, image.file_name), [one.object for one in converted]) if why is None else why
+            self.report.objects.skipped.update(
+                result for result in results if isinstance(result, ObjectSkip)
+            )
+        return (
+            _row(image, Path(self._folder, image.file_name), [one.object for one in converted])
+            if why is None
+            else why
+        )
 
 
-def _why_not(image: CocoImage, path: Path, num_objects: int, options: ImportOptions) -> ImageSkip | None:
+def _why_not(
+    image: CocoImage, path: Path, num_objects: int, options: ImportOptions
+) -> ImageSkip | None:
     """The decoding comes last, because it is the only part that costs anything."""
     if not num_objects and not options.keep_empty:
         return ImageSkip.NO_OBJECTS

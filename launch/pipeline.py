@@ -13,9 +13,11 @@ Queue = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 def one_ahead(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterator[Any]:
     """Yield each round's result while the next round is already being produced.
 
-    `submit(round)` starts a round and returns a handle whose `result()` waits (with a timeout of its own) and returns the value, or,
-    for Ray, references to it. Bound: one round is in production, one is with the consumer. A round is submitted only when the one
-    before it is complete, so no engine ever holds two; what unblocks the producer is the consumer asking for the next round.
+    `submit(round)` starts a round and returns a handle whose `result()` waits (with a timeout of
+    its own) and returns the value, or, for Ray, references to it. Bound: one round is in
+    production, one is with the consumer. A round is submitted only when the one before it is
+    complete, so no engine ever holds two; what unblocks the producer is the consumer asking for the
+    next round.
     """
     pending = None
     for round_ in rounds:
@@ -28,7 +30,9 @@ def one_ahead(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterator[A
 
 
 def one_at_a_time(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterator[Any]:
-    """Yield each round's result before the next round is submitted: generation and learning alternate."""
+    """Yield each round's result before the next round is submitted: generation and learning
+    alternate.
+    """
     for round_ in rounds:
         yield submit(round_).result()
 
@@ -36,15 +40,25 @@ def one_at_a_time(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterat
 class RoundStream:
     """The finished rounds of some steps in a row, which go through one queue.
 
-    With several steps and `one_ahead`, a step's last round is handed out while the first of the next is being produced. So the consumer must be able to
-    name the next step's rounds before it has ended a step, and a round may be older than the step that takes it.
+    With several steps and `one_ahead`, a step's last round is handed out while the first of the
+    next is being produced. So the consumer must be able to name the next step's rounds before it
+    has ended a step, and a round may be older than the step that takes it.
 
-    Of steps 7 and 8 with two rounds each the order is then: submit 7.1, 7.2; hand out 7.1; submit 8.1; hand out 7.2, which ends step 7; submit 8.2; hand out
-    8.1; and so on. While 7.2 is with the consumer, `_left` is [0, 2]: none left of step 7, two of step 8.
+    Of steps 7 and 8 with two rounds each the order is then: submit 7.1, 7.2; hand out 7.1; submit
+    8.1; hand out 7.2, which ends step 7; submit 8.2; hand out 8.1; and so on. While 7.2 is with the
+    consumer, `_left` is [0, 2]: none left of step 7, two of step 8.
     """
 
-    def __init__(self, queue: Queue, submit: Callable[[Any], Any], rounds_of: Callable[[Any], list[Any]], steps: Iterable[Any]) -> None:
-        """`rounds_of(step)` is called once for each step, in order, when its first round can be submitted."""
+    def __init__(
+        self,
+        queue: Queue,
+        submit: Callable[[Any], Any],
+        rounds_of: Callable[[Any], list[Any]],
+        steps: Iterable[Any],
+    ) -> None:
+        """`rounds_of(step)` is called once for each step, in order, when its first round can be
+        submitted.
+        """
         self._rounds_of, self._steps = rounds_of, iter(steps)
         self._left: list[int] = []
         """Rounds not yet handed out, of every step that has been begun and not ended."""
@@ -52,7 +66,9 @@ class RoundStream:
         self._waited_s = 0.0
 
     def of_next_step(self) -> Iterator[Any]:
-        """Every result of the next step, in order. To be used up before the step after it is asked for."""
+        """Every result of the next step, in order. To be used up before the step after it is asked
+        for.
+        """
         while not self._left or self._left[0]:
             started = time.perf_counter()
             try:

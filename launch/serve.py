@@ -1,8 +1,9 @@
-"""`python -m launch.serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP, for `rollout_matching.vllm.mode: server` (spec: server mode),
-and for whoever speaks the OpenAI API.
+"""`python -m launch.serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP, for
+`rollout_matching.vllm.mode: server` (spec: server mode), and for whoever speaks the OpenAI API.
 
-Prints a line with its URL when rollouts can be asked for. Ctrl-C and SIGTERM end it within seconds, and the engine's processes with it; it ends by
-itself, with a message, when its engine has died. Several on one machine need a port each, and on CPU `kv_cache_memory_bytes`.
+Prints a line with its URL when rollouts can be asked for. Ctrl-C and SIGTERM end it within seconds,
+and the engine's processes with it; it ends by itself, with a message, when its engine has died.
+Several on one machine need a port each, and on CPU `kv_cache_memory_bytes`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from rich.console import Console
 
 from launch.cli import explained, read_arguments
 from learner.model.loading import checkpoint_problems
-from rollout_actors.engine.settings import EngineSettings, engine_environment, image_token_id, model_type
+from rollout_actors.engine.settings import (
+    EngineSettings,
+    engine_environment,
+    image_token_id,
+    model_type,
+)
 from rollout_actors.engine.vllm_import import explained_import, require_installed
 from rollout_actors.server.messages import IMAGE_PIXELS
 from shared.config.base import ConfigPath, Section, plain
@@ -58,13 +64,18 @@ class ServeOptions(Section):
     """Address to listen on. Others than this machine's own need token_env."""
 
     token_env: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the environment variable that holds the bearer token callers must send; null: none."""
+    """Name of the environment variable that holds the bearer token callers must send; null: none.
+    """
 
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
-    """What callers of /v1/ name the model, several with commas between; null: the path, as it is given in model."""
+    """What callers of /v1/ name the model, several with commas between; null: the path, as it is
+    given in model.
+    """
 
     tool_call_parser: Annotated[str, Field(min_length=1)] | None = None
-    """vLLM's name of what reads tool calls from the model's text (hermes, ...); null: callers of /v1/chat/completions may bring no tools."""
+    """vLLM's name of what reads tool calls from the model's text (hermes, ...); null: callers of
+    /v1/chat/completions may bring no tools.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto: on GPUs where there are some."""
@@ -79,13 +90,16 @@ class ServeOptions(Section):
     """Longest prompt + response in tokens: at least the run's global_max_length."""
 
     max_num_seqs: PositiveInt = 32
-    """Sequences decoded at a time: at least the run's decode_batch_size times tensor_parallel_size."""
+    """Sequences decoded at a time: at least the run's decode_batch_size times tensor_parallel_size.
+    """
 
     kv_cache_memory_bytes: PositiveInt | None = None
     """Bytes of the key-value cache; null: what gpu_memory_utilization leaves."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = DEDICATED_MEMORY_UTILIZATION
-    """Fraction of the device's memory the engine may use; ignored where kv_cache_memory_bytes is given."""
+    """Fraction of the device's memory the engine may use; ignored where kv_cache_memory_bytes is
+    given.
+    """
 
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
@@ -125,7 +139,11 @@ class ServeOptions(Section):
 
 def model_names(options: ServeOptions) -> tuple[str, ...]:
     """By which callers of the OpenAI API may ask for the model; answers say the first."""
-    names = () if options.served_model_name is None else (name.strip() for name in options.served_model_name.split(","))
+    names = (
+        ()
+        if options.served_model_name is None
+        else (name.strip() for name in options.served_model_name.split(","))
+    )
     return tuple(filter(None, names)) or (str(options.model),)
 
 
@@ -137,24 +155,37 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         guard = _guard(options.repeat_terminate)
     except ConfigError as error:
         problems += error.problems
-    problems += checkpoint_problems(options.model, key="model", remedy="give the run's model.path, or a copy of it")
+    problems += checkpoint_problems(
+        options.model, key="model", remedy="give the run's model.path, or a copy of it"
+    )
     if options.image_root is not None and not options.image_root.is_dir():
-        problems.append(f"image_root: {options.image_root} is not a folder; give one, or leave it out")
+        problems.append(
+            f"image_root: {options.image_root} is not a folder; give one, or leave it out"
+        )
     if options.token_env is None and not is_loopback(options.host):
         problems.append(
-            f"host: {options.host} lets other machines ask for rollouts and send weights; keep 127.0.0.1, or set token_env=NAME, the environment variable with "
-            "the token they must send"
+            f"host: {options.host} lets other machines ask for rollouts and send weights; keep"
+            " 127.0.0.1, or set token_env=NAME, the environment variable with the token they must"
+            " send"
         )
     if options.token_env is not None and not os.environ.get(options.token_env):
-        problems.append(f"token_env: the environment variable {options.token_env} is not set; export a token in it")
+        problems.append(
+            f"token_env: the environment variable {options.token_env} is not set; export a token"
+            " in it"
+        )
     device = device_here() if options.device == "auto" else Device(options.device)
     transport = TransportKind.GLOO
     try:
-        transport = choose_transport(options.transport, device, device, Sharing.NOTHING, key="transport")
+        transport = choose_transport(
+            options.transport, device, device, Sharing.NOTHING, key="transport"
+        )
     except ConfigError as error:
         problems += error.problems
     if options.enable_lora and options.max_lora_rank > LORA_RANKS[-1]:
-        problems.append(f"max_lora_rank: is {options.max_lora_rank}, vLLM serves adapters of rank {LORA_RANKS[-1]} at most; lower it")
+        problems.append(
+            f"max_lora_rank: is {options.max_lora_rank}, vLLM serves adapters of rank"
+            f" {LORA_RANKS[-1]} at most; lower it"
+        )
     if problems:
         raise ConfigError(problems)
     return EngineSettings(
@@ -181,15 +212,19 @@ def _guard(text: str | None) -> RepeatGuardSettings | None:
     if text is None:
         return None
     try:
-        section = yaml.safe_load(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        section = yaml.safe_load(
+            text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        )
         if not isinstance(section, dict):
             raise ConfigError(
-                f'repeat_terminate: {text!r} holds no mapping; give the run\'s rollout_matching.repeat_terminate, for example {{"enabled": true}}'
+                f"repeat_terminate: {text!r} holds no mapping; give the run's"
+                ' rollout_matching.repeat_terminate, for example {"enabled": true}'
             )
         return RepeatTerminateSection.model_validate(plain(section)).settings()
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON in braces, or the path of a file of it"
+            f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON in"
+            " braces, or the path of a file of it"
         ) from error
     except ValidationError as error:
         problems = (explain(RepeatTerminateSection, one) for one in error.errors(include_url=False))
@@ -197,7 +232,9 @@ def _guard(text: str | None) -> RepeatGuardSettings | None:
 
 
 def device_here() -> Device:
-    """GPUs where there are some. Asks the driver's files and not torch, which has to be imported under the engine's environment."""
+    """GPUs where there are some. Asks the driver's files and not torch, which has to be imported
+    under the engine's environment.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
     return Device.CUDA if visible and any(Path("/dev").glob("nvidia[0-9]*")) else Device.CPU
 
@@ -218,22 +255,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(options: ServeOptions, settings: EngineSettings) -> None:
-    """An engine with these settings behind HTTP until a signal, which is raised as KeyboardInterrupt. Raises ConfigError, and RolloutError of the engine."""
-    # Bound before the engine loads: a port that is taken is known at once. Taken out of the environment, which the engine's processes inherit.
-    listening, token = _listen(options), None if options.token_env is None else os.environ.pop(options.token_env)
-    # Before anything imports torch or vllm. (The routes under /infer/ look at images before vLLM does, and those under /v1/ leave it to vLLM.)
-    os.environ.update(engine_environment(settings) | {"VLLM_MAX_IMAGE_PIXELS": str(options.max_image_pixels)})
+    """An engine with these settings behind HTTP until a signal, which is raised as
+    KeyboardInterrupt. Raises ConfigError, and RolloutError of the engine.
+    """
+    # Bound before the engine loads: a port that is taken is known at once. Taken out of the
+    # environment, which the engine's processes inherit.
+    listening, token = (
+        _listen(options),
+        (None if options.token_env is None else os.environ.pop(options.token_env)),
+    )
+    # Before anything imports torch or vllm. (The routes under /infer/ look at images before vLLM
+    # does, and those under /v1/ leave it to vLLM.)
+    os.environ.update(
+        engine_environment(settings) | {"VLLM_MAX_IMAGE_PIXELS": str(options.max_image_pixels)}
+    )
     _serve(options, settings, token, listening)
 
 
 def _listen(options: ServeOptions) -> socket.socket:
     try:
-        return socket.create_server((options.host, options.port), family=socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+        return socket.create_server(
+            (options.host, options.port),
+            family=socket.AF_INET6 if ":" in options.host else socket.AF_INET,
+        )
     except OSError as error:
-        raise ConfigError(f"port: cannot listen on {options.host}:{options.port} ({error.strerror}); choose another port, 0 for any free one") from error
+        raise ConfigError(
+            f"port: cannot listen on {options.host}:{options.port} ({error.strerror}); choose"
+            " another port, 0 for any free one"
+        ) from error
 
 
-def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, listening: socket.socket) -> None:
+def _serve(
+    options: ServeOptions, settings: EngineSettings, token: str | None, listening: socket.socket
+) -> None:
     from rollout_actors.server.app import make_app
     from rollout_actors.server.engine_thread import EngineThread, OpenAIThread
     from rollout_actors.server.messages import CallLimits
@@ -255,7 +309,9 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
         from rollout_actors.server.vllm_openai import VllmOpenAI
 
         assert isinstance(engine, VllmEngine)
-        return VllmOpenAI.over(engine, model_names(options), tool_call_parser=options.tool_call_parser)
+        return VllmOpenAI.over(
+            engine, model_names(options), tool_call_parser=options.tool_call_parser
+        )
 
     engine = EngineThread(make_engine)
     openai = OpenAIThread(engine, make_openai)
@@ -272,7 +328,9 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
     )
     # By another name only a page in a browser of this machine would call it.
     only_from = ("localhost", host) if token is None and is_loopback(host) else ("*",)
-    print(f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True)
+    print(
+        f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True
+    )
     try:
         app = make_app(service, openai=openai, token=token, only_from=only_from)
         interrupted = asyncio.run(_run(app, service, _start(service, openai, url), listening, url))
@@ -286,17 +344,34 @@ def _serve(options: ServeOptions, settings: EngineSettings, token: str | None, l
         raise KeyboardInterrupt
 
 
-async def _run(app: FastAPI, service: RolloutService, start: Coroutine[Any, Any, None], listening: socket.socket, url: str) -> bool:
-    """Serves until a signal: then True. Raises RolloutError when the engine does not start or has died."""
+async def _run(
+    app: FastAPI,
+    service: RolloutService,
+    start: Coroutine[Any, Any, None],
+    listening: socket.socket,
+    url: str,
+) -> bool:
+    """Serves until a signal: then True. Raises RolloutError when the engine does not start or has
+    died.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
-            """uvicorn would raise them again when it has ended, in the midst of the ending of everything else."""
+            """uvicorn would raise them again when it has ended, in the midst of the ending of
+            everything else.
+            """
             yield
 
-    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S, server_header=False)
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+        server_header=False,
+    )
     server = Server(config)
     interrupted = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -308,7 +383,9 @@ async def _run(app: FastAPI, service: RolloutService, start: Coroutine[Any, Any,
             if starting.done():
                 starting.result()
             if service.is_dead:
-                raise RolloutError(ended("the engine's", service.why_dead), actor=url, phase="serve")
+                raise RolloutError(
+                    ended("the engine's", service.why_dead), actor=url, phase="serve"
+                )
             with suppress(TimeoutError):
                 await asyncio.wait_for(interrupted.wait(), ALIVE_CHECK_S)
     finally:
@@ -323,14 +400,26 @@ async def _start(service: RolloutService, openai: OpenAIThread, url: str) -> Non
         await service.start(openai.start)
     except (RolloutError, ConfigError, OSError):
         raise
-    except Exception as error:  # vLLM reports whatever it does not like about a model or a machine as some exception or other
-        raise RolloutError(f"the engine did not start: {type(error).__name__}: {error}", actor=url, phase="start") from error
-    print(f"ready     {url}, {service.world_size} rollout device{'s' * (service.world_size > 1)}", flush=True)
+    # vLLM reports whatever it does not like about a model or a machine as some exception or other
+    except Exception as error:
+        raise RolloutError(
+            f"the engine did not start: {type(error).__name__}: {error}", actor=url, phase="start"
+        ) from error
+    print(
+        f"ready     {url}, {service.world_size} rollout device{'s' * (service.world_size > 1)}",
+        flush=True,
+    )
 
 
 def _end_family() -> None:
-    """What is left of the engine: it may have been told to end while it was starting, when vLLM has other processes too."""
-    family = [process for process in psutil.Process().children(recursive=True) if not _ends_by_itself(process)]
+    """What is left of the engine: it may have been told to end while it was starting, when vLLM has
+    other processes too.
+    """
+    family = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if not _ends_by_itself(process)
+    ]
     for process in family:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -352,8 +441,10 @@ if __name__ == "__main__":
     try:
         main()
     except SystemExit as end:
-        # Python's own end would wait for threads that vLLM has started, some of which hear of nothing for half a minute (while they import, or warm up what
-        # reads images), or crash in them. What an engine's thread starts until then ends with this process (`rollout_actors.engine.vllm_plugin`).
+        # Python's own end would wait for threads that vLLM has started, some of which hear of
+        # nothing for half a minute (while they import, or warm up what reads images), or crash in
+        # them. What an engine's thread starts until then ends with this process
+        # (`rollout_actors.engine.vllm_plugin`).
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 1)

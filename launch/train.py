@@ -1,6 +1,7 @@
 """`python -m launch.train +experiment=stage2_3v1`: the main job from one command.
 
-Nothing heavy is imported before the configuration is known to be sound, and nothing is started or written before `launch.preflight` finds nothing wrong.
+Nothing heavy is imported before the configuration is known to be sound, and nothing is started or
+written before `launch.preflight` finds nothing wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from launch.checks.host import require_vllm
-from launch.cli import CONF, as_mapping, as_schema_overrides, end_on_signals, explained, with_absolute_paths
+from launch.cli import (
+    CONF,
+    as_mapping,
+    as_schema_overrides,
+    end_on_signals,
+    explained,
+    with_absolute_paths,
+)
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.sweep import is_sweep, run_trial
 from launch.runtime.telemetry import StartUp
@@ -39,7 +47,8 @@ def run(config: RunConfig, console: Console) -> None:
 
     started_s = time.monotonic()
     require_vllm(config)
-    # Where servers or the cluster have to be asked for their devices, it is printed when they have answered.
+    # Where servers or the cluster have to be asked for their devices, it is printed when they have
+    # answered.
     if engine_devices(config) is not None:
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))
@@ -52,7 +61,9 @@ def run(config: RunConfig, console: Console) -> None:
     facts = findings.facts
     assert facts is not None, "data that are not sound are a problem"
     about_data = facts.describe()
-    warnings = [line for line in findings.lines if line.startswith("warning") and line not in about_data]
+    warnings = [
+        line for line in findings.lines if line.startswith("warning") and line not in about_data
+    ]
     _print(console, (*about_data, *warnings))
 
     from launch.cluster import Cluster
@@ -64,7 +75,10 @@ def run(config: RunConfig, console: Console) -> None:
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
-    with Telemetry(config, console) as telemetry, Cluster(config, facts.images, start_up, facts.examples) as cluster:
+    with (
+        Telemetry(config, console) as telemetry,
+        Cluster(config, facts.images, start_up, facts.examples) as cluster,
+    ):
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)
@@ -73,8 +87,16 @@ def run(config: RunConfig, console: Console) -> None:
         telemetry.placed(algebra, rollouts.names, learner_threads=learner.num_threads)
         who = ", ".join(rollouts.names)
         in_ranks = engines_in(config) is EngineLocation.RANKS
-        ready = f"{who}, which {'generates' if len(rollouts.names) == 1 else 'generate'} too," if in_ranks else f"{who} and the learner"
-        console.print(f"ready     {ready} after {time.monotonic() - started_s:.0f} s; run folder {config.telemetry.run_dir}", highlight=False)
+        ready = (
+            f"{who}, which {'generates' if len(rollouts.names) == 1 else 'generate'} too,"
+            if in_ranks
+            else f"{who} and the learner"
+        )
+        console.print(
+            f"ready     {ready} after {time.monotonic() - started_s:.0f} s; run folder"
+            f" {config.telemetry.run_dir}",
+            highlight=False,
+        )
         checkpoints = Checkpoints(config, learner, telemetry)
         with checkpoints.saved_at_an_early_end():
             train(learner, rollouts, schedule, queue, telemetry, checkpoints)

@@ -59,24 +59,32 @@ class EngineHost:
 
     def raise_if_stopping(self) -> None:
         if self._learner.is_told_to_stop:
-            raise RolloutError("told to stop, because the run is being ended", actor=self.name, phase="generate")
+            raise RolloutError(
+                "told to stop, because the run is being ended", actor=self.name, phase="generate"
+            )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._learner.parallel.weights.tensors()
 
     def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
         loaded = self._learner.loaded
-        return offloaded(self._config, loaded.model, self._learner.updater, loaded.device, with_model=model)
+        return offloaded(
+            self._config, loaded.model, self._learner.updater, loaded.device, with_model=model
+        )
 
 
 Share = list[Rollout]
 
 STOPPING = "stopping"
-"""Of Ray's concurrency groups: a thread beside the one in which the learner works, where it can be told to stop."""
+"""Of Ray's concurrency groups: a thread beside the one in which the learner works, where it can be
+told to stop.
+"""
 
 
 class LearnerActor:
-    """`Learner` with references instead of payloads, and where the rank generates its own rollouts, the backend beside it."""
+    """`Learner` with references instead of payloads, and where the rank generates its own rollouts,
+    the backend beside it.
+    """
 
     _learner: Learner
     _rendezvous: Rendezvous | None = None
@@ -94,14 +102,25 @@ class LearnerActor:
         self._rendezvous = Rendezvous(_node_address(config))
         return self._rendezvous.endpoint
 
-    def start(self, config: RunConfig, place: RankTopology, make_backend: MakeBackend | None, examples: ExampleCounts | None) -> int:
-        """Load model and data; the number of torch's threads. Not in the constructor, whose exceptions Ray turns into a dead actor."""
-        # Here and not above: the driver imports this module, and need not pay for torch, transformers and peft.
+    def start(
+        self,
+        config: RunConfig,
+        place: RankTopology,
+        make_backend: MakeBackend | None,
+        examples: ExampleCounts | None,
+    ) -> int:
+        """Load model and data; the number of torch's threads. Not in the constructor, whose
+        exceptions Ray turns into a dead actor.
+        """
+        # Here and not above: the driver imports this module, and need not pay for torch,
+        # transformers and peft.
         import torch
 
         from learner.learner import Learner
 
-        self._learner = Learner(config, replace(place, address=_node_address(config)), self._rendezvous, examples)
+        self._learner = Learner(
+            config, replace(place, address=_node_address(config)), self._rendezvous, examples
+        )
         if make_backend is not None:
             self._backend = make_backend(EngineHost(config, self._learner))
         return torch.get_num_threads()
@@ -112,7 +131,9 @@ class LearnerActor:
         return len(self._requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
-        """Return some of the requests, whose pictures are read here. Engines have them while the next ones are made."""
+        """Return some of the requests, whose pictures are read here. Engines have them while the
+        next ones are made.
+        """
         return self._shelf.send(self._requests[first:stop])
 
     def accumulate(self, *shares: list[Any]) -> None:
@@ -152,7 +173,9 @@ class LearnerActor:
 
     @ray.method(concurrency_group=STOPPING)
     def close(self) -> None:
-        """End the backend beside the learner, if there is one, whatever it is doing: this process is going to be killed."""
+        """End the backend beside the learner, if there is one, whatever it is doing: this process
+        is going to be killed.
+        """
         if self._backend is not None:
             self._backend.close()
 
@@ -171,8 +194,12 @@ class LearnerActor:
 
 
 def _node_address(config: RunConfig) -> str:
-    """An address of this node that engines and other ranks reach: the loopback where all of them are on this machine, and nothing then leaves it."""
+    """An address of this node that engines and other ranks reach: the loopback where all of them
+    are on this machine, and nothing then leaves it.
+    """
     section = rollout_servers(config)
-    if config.cluster.address == "local" and (section is None or all(server.is_loopback for server in section.servers)):
+    if config.cluster.address == "local" and (
+        section is None or all(server.is_loopback for server in section.servers)
+    ):
         return "127.0.0.1"
     return str(ray.util.get_node_ip_address())

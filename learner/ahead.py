@@ -1,7 +1,9 @@
-"""Preparation of the next rows while the device computes the present one, and while engines generate.
+"""Preparation of the next rows while the device computes the present one, and while engines
+generate.
 
-Pictures and prompts are encoded, responses parsed, matched and completed: none of it needs the weights, and what comes of it does not depend on when it is
-done. What is counted and written down stays with the learner's own thread, in the order of positions.
+Pictures and prompts are encoded, responses parsed, matched and completed: none of it needs the
+weights, and what comes of it does not depend on when it is done. What is counted and written down
+stays with the learner's own thread, in the order of positions.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 NUM_AHEAD = 16
-"""Items that are prepared before they are asked for: two windows of rows (`training.packing_window`). A prompt with a picture of one megapixel takes 25 MB."""
+"""Items that are prepared before they are asked for: two windows of rows
+(`training.packing_window`). A prompt with a picture of one megapixel takes 25 MB.
+"""
 
 
 class Ahead:
@@ -26,10 +30,12 @@ class Ahead:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare-rows")
 
     def map(self, prepare: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
-        """`map(prepare, items)`, of which the first are prepared from now on. What `prepare` raises comes in its item's place.
+        """`map(prepare, items)`, of which the first are prepared from now on. What `prepare` raises
+        comes in its item's place.
 
         Example:
-            `prompts = ahead.map(encoder.encode, samples)` encodes 16 prompts; `next(prompts)` gives the first and has the 17th encoded.
+            `prompts = ahead.map(encoder.encode, samples)` encodes 16 prompts; `next(prompts)` gives
+            the first and has the 17th encoded.
         """
         waiting = iter(items)
         begun = deque(self._thread.submit(prepare, item) for item in islice(waiting, NUM_AHEAD))
@@ -39,7 +45,9 @@ class Ahead:
         """Stop: nothing further is prepared."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _in_order(self, prepare: Callable[[S], T], begun: deque[Future[T]], waiting: Iterator[S]) -> Iterator[T]:
+    def _in_order(
+        self, prepare: Callable[[S], T], begun: deque[Future[T]], waiting: Iterator[S]
+    ) -> Iterator[T]:
         try:
             while begun:
                 result = begun.popleft().result()

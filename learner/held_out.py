@@ -1,6 +1,8 @@
-"""No run dies of a sample that is too long, or of a text that the tokenizer cannot write: both are known before the start.
+"""No run dies of a sample that is too long, or of a text that the tokenizer cannot write: both are
+known before the start.
 
-DESIGN 5, decision 24: longest prompt + response + append; the append is the ground truth, which has to survive the tokenizer to be a target.
+DESIGN 5, decision 24: longest prompt + response + append; the append is the ground truth, which has
+to survive the tokenizer to be a target.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class HeldOut:
 
     @classmethod
     def of(cls, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> HeldOut:
-        """The first `data.max_val_samples` of `dataset`, as this configuration prompts and decodes. Raises as `require_lengths` does."""
+        """The first `data.max_val_samples` of `dataset`, as this configuration prompts and decodes.
+        Raises as `require_lengths` does.
+        """
         encoder = PromptEncoder.of(config, tokens.processor)
         samples, _ = require_lengths(
             dataset,
@@ -63,13 +67,23 @@ class HeldOut:
             taught=False,
             most=config.data.max_val_samples,
         )
-        decode = config.rollout_matching.decode_settings(stop_token_ids=(tokens.codec.eos_token_id,), banned_token_ids=tokens.banned_token_ids)
+        decode = config.rollout_matching.decode_settings(
+            stop_token_ids=(tokens.codec.eos_token_id,), banned_token_ids=tokens.banned_token_ids
+        )
         score_by = config.evaluation.score
         return cls(
             samples,
             encoder,
             tokens.codec,
-            replace(decode, mode=DecodeMode.GREEDY, temperature=0.0, top_p=1.0, top_k=-1, num_beams=1, return_logprobs=score_by == "coord_probability"),
+            replace(
+                decode,
+                mode=DecodeMode.GREEDY,
+                temperature=0.0,
+                top_p=1.0,
+                top_k=-1,
+                num_beams=1,
+                return_logprobs=score_by == "coord_probability",
+            ),
             target_settings(config).geometry,
             config.training.seed,
             score_by,
@@ -78,12 +92,20 @@ class HeldOut:
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
         """One per sample, in order: of all, or of those at `positions`. Reads no image."""
         return [
-            self.encoder.request(self.samples[position], self.decode, step=step, position=position, run_seed=self.run_seed)
+            self.encoder.request(
+                self.samples[position],
+                self.decode,
+                step=step,
+                position=position,
+                run_seed=self.run_seed,
+            )
             for position in (range(len(self.samples)) if positions is None else positions)
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
-        """One scene per rollout, in order. RolloutError when an engine saw another prompt than this side encodes."""
+        """One scene per rollout, in order. RolloutError when an engine saw another prompt than this
+        side encodes.
+        """
         return [self._scene(rollout) for rollout in rollouts]
 
     def _scene(self, rollout: Rollout) -> Scene:
@@ -93,16 +115,22 @@ class HeldOut:
         return Scene(
             position=rollout.position,
             sample=sample,
-            objects=tuple(ScoredObject(found.kind, found.bins, found.desc, self._confidence(found, rollout)) for found in parsed.objects),
+            objects=tuple(
+                ScoredObject(found.kind, found.bins, found.desc, self._confidence(found, rollout))
+                for found in parsed.objects
+            ),
             dropped=tuple(dropped.reason for dropped in parsed.dropped),
             truncated=parsed.truncated,
-            text=b"".join(map(self.codec.piece_bytes, rollout.response_token_ids)).decode(errors="replace"),
+            text=b"".join(map(self.codec.piece_bytes, rollout.response_token_ids)).decode(
+                errors="replace"
+            ),
             finish_reason=rollout.finish_reason,
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
-        """0..1. What the engine gave is under the ban of vision placeholders and the repetition penalty, which the report names where there is one;
-        at temperature 1: greedy decoding divides by nothing.
+        """0..1. What the engine gave is under the ban of vision placeholders and the repetition
+        penalty, which the report names where there is one; at temperature 1: greedy decoding
+        divides by nothing.
         """
         if self.score_by == "constant":
             return 1.0
@@ -110,10 +138,12 @@ class HeldOut:
         return fmean(math.exp(rollout.logprobs[position]) for position in found.coord_positions)
 
 
-# The longest key that parses is object_999999999 (DESIGN 5, decision 26); what is appended behind it starts one higher.
+# The longest key that parses is object_999999999 (DESIGN 5, decision 26); what is appended behind
+# it starts one higher.
 _LONGEST_PREFIX = '{"object_999999999": {}'
 _LONGEST_KEY_INDEX = 10**9
-# Where our text meets the rollout's, both are encoded anew: a handful of tokens where there was one.
+# Where our text meets the rollout's, both are encoded anew: a handful of tokens where there was
+# one.
 _CUT_SLACK = 4
 
 
@@ -129,11 +159,20 @@ class _Length:
 
     @property
     def total(self) -> int:
-        return self.prompt + self.response + (0 if self.append is None else self.append + _CUT_SLACK)
+        return (
+            self.prompt + self.response + (0 if self.append is None else self.append + _CUT_SLACK)
+        )
 
     def describe(self) -> str:
-        appended = "" if self.append is None else f" + appended objects {self.append} + {_CUT_SLACK} for the cut"
-        return f"prompt {self.prompt} + response {self.response} (rollout_matching.max_new_tokens){appended} = {self.total} tokens"
+        appended = (
+            ""
+            if self.append is None
+            else f" + appended objects {self.append} + {_CUT_SLACK} for the cut"
+        )
+        return (
+            f"prompt {self.prompt} + response {self.response}"
+            f" (rollout_matching.max_new_tokens){appended} = {self.total} tokens"
+        )
 
 
 class Fitting(NamedTuple):
@@ -144,10 +183,19 @@ class Fitting(NamedTuple):
     """Tokens of each one's objects behind the longest prefix; empty where they are not taught."""
 
 
-def require_train_lengths(config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec) -> Fitting:
+def require_train_lengths(
+    config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec
+) -> Fitting:
     """`require_lengths` of the training samples of a run."""
     longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
-    return require_lengths(dataset, encoder, codec, max_new_tokens=longest, global_max_length=config.global_max_length, on_bad_row=config.data.on_bad_row)
+    return require_lengths(
+        dataset,
+        encoder,
+        codec,
+        max_new_tokens=longest,
+        global_max_length=config.global_max_length,
+        on_bad_row=config.data.on_bad_row,
+    )
 
 
 def require_lengths(
@@ -161,17 +209,21 @@ def require_lengths(
     taught: bool = True,
     most: int | None = None,
 ) -> Fitting:
-    """Every sample fits, whatever the model answers, and can be written. Return those that are not skipped.
+    """Every sample fits, whatever the model answers, and can be written. Return those that are not
+    skipped.
 
     Args:
         max_new_tokens: longest response; 0 where no step generates.
-        taught: the objects become targets: they are appended to responses, as text that the tokenizer must keep. False for held-out
+        taught: the objects become targets: they are appended to responses, as text that the
+        tokenizer must keep. False for held-out
             samples, whose sequences end with the response.
         most: the number of samples that are wanted, the first ones; None: all.
 
     Raises:
-        ConfigError: prompt + response + append of a sample could exceed `global_max_length`; shows the longest.
-        RecordError: of every sample whose objects the tokenizer changes, whose descriptions hold a control or coord token for it, or whose images the
+        ConfigError: prompt + response + append of a sample could exceed `global_max_length`; shows
+        the longest.
+        RecordError: of every sample whose objects the tokenizer changes, whose descriptions hold a
+        control or coord token for it, or whose images the
             processor does not take. With `on_bad_row: skip` only where no other is left.
     """
     bad, skipped = BadRows(), list(dataset.skipped)
@@ -185,7 +237,9 @@ def require_lengths(
             prompt = encoder.num_tokens(sample)
             append = _append_length(sample, codec) if taught else None
         except RecordError as error:
-            located = RecordError(error.problem, field=error.field, remedy=error.remedy, file=str(dataset.path))
+            located = RecordError(
+                error.problem, field=error.field, remedy=error.remedy, file=str(dataset.path)
+            )
             if on_bad_row == "error":
                 bad.add(located)
             else:
@@ -202,20 +256,29 @@ def require_lengths(
     assert longest is not None, "a dataset is never empty"
     if longest.total > global_max_length:
         raise ConfigError(
-            f"global_max_length: {global_max_length} is too short for sample {longest.sample.sample_id} of {dataset.path}: {longest.describe()}; "
-            f"raise global_max_length to {longest.total}, lower rollout_matching.max_new_tokens, or remove the sample"
+            f"global_max_length: {global_max_length} is too short for sample"
+            f" {longest.sample.sample_id} of {dataset.path}: {longest.describe()}; raise"
+            f" global_max_length to {longest.total}, lower rollout_matching.max_new_tokens, or"
+            " remove the sample"
         )
     return Fitting(samples, appends)
 
 
-def describe_cut_answers(fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, field_order: str) -> str | None:
-    """Tell how many samples have a ground truth longer than an answer may be; None where all of them fit.
+def describe_cut_answers(
+    fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, field_order: str
+) -> str | None:
+    """Tell how many samples have a ground truth longer than an answer may be; None where all of
+    them fit.
 
-    A run may mean it so: what was complete before the cut counts. It is told, because the default of an experiment is that of its own data.
+    A run may mean it so: what was complete before the cut counts. It is told, because the default
+    of an experiment is that of its own data.
     """
     samples, cut = fitting.samples, []
-    for sample, append in zip(samples, fitting.appends or repeat(max_new_tokens, len(samples)), strict=True):
-        # The append has the same objects under longer keys: where it is short enough, so is the answer, and is not encoded too.
+    for sample, append in zip(
+        samples, fitting.appends or repeat(max_new_tokens, len(samples)), strict=True
+    ):
+        # The append has the same objects under longer keys: where it is short enough, so is the
+        # answer, and is not encoded too.
         if append < max_new_tokens:
             continue
         # With the stop token, which an answer needs to end by itself.
@@ -225,47 +288,83 @@ def describe_cut_answers(fitting: Fitting, codec: HFTokenCodec, *, max_new_token
     if not cut:
         return None
     return (
-        f"rollout_matching.max_new_tokens: {max_new_tokens} is less than the ground truth of {len(cut)} of the {len(samples)} samples of {samples.path}, "
-        f"which takes up to {max(cut)} tokens; raise it to {max(cut)}, or expect such answers to be cut"
+        f"rollout_matching.max_new_tokens: {max_new_tokens} is less than the ground truth of"
+        f" {len(cut)} of the {len(samples)} samples of {samples.path}, which takes up to {max(cut)}"
+        f" tokens; raise it to {max(cut)}, or expect such answers to be cut"
     )
 
 
 def _append_length(sample: Sample, codec: HFTokenCodec) -> int:
-    """Tokens of all objects behind the longest prefix, EOS included. RecordError where their text does not survive the tokenizer."""
+    """Tokens of all objects behind the longest prefix, EOS included. RecordError where their text
+    does not survive the tokenizer.
+    """
     text = layout_append(_LONGEST_PREFIX, sample.objects, start_index=_LONGEST_KEY_INDEX)
     token_ids = codec.encode(text.text)
     changed = _changed_at(text, token_ids, codec)
     if changed is not None:
-        index = next((i for i, layout in enumerate(text.objects) if layout.value[0] <= changed < layout.value[1]), None)
+        index = next(
+            (
+                i
+                for i, layout in enumerate(text.objects)
+                if layout.value[0] <= changed < layout.value[1]
+            ),
+            None,
+        )
         if index is None:
-            raise ConfigError(f"model.path: the tokenizer changes the text {text.text!r} when it encodes it; use one that adds and removes nothing")
-        problem, remedy = "which the tokenizer changes when it encodes it", "write it in the form that the tokenizer keeps (Unicode NFC for most)"
+            raise ConfigError(
+                f"model.path: the tokenizer changes the text {text.text!r} when it encodes it; use"
+                " one that adds and removes nothing"
+            )
+        problem, remedy = (
+            "which the tokenizer changes when it encodes it",
+            "write it in the form that the tokenizer keeps (Unicode NFC for most)",
+        )
         raise _bad_desc(sample, index, problem, remedy)
     found = _token_in_desc(text, token_ids, codec)
     if found is not None:
         index, token = found
-        raise _bad_desc(sample, index, f"in which the tokenizer reads {token} as a control or coord token", "write it in words")
+        raise _bad_desc(
+            sample,
+            index,
+            f"in which the tokenizer reads {token} as a control or coord token",
+            "write it in words",
+        )
     return len(token_ids) + 1
 
 
 def _changed_at(text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec) -> int | None:
     """The first byte of `text` that its tokens do not give back."""
-    wanted, encoded = text.text.encode(), b"".join(codec.piece_bytes(token_id) for token_id in token_ids)
+    wanted, encoded = (
+        text.text.encode(),
+        b"".join(codec.piece_bytes(token_id) for token_id in token_ids),
+    )
     if encoded == wanted:
         return None
-    return next((i for i, (a, b) in enumerate(zip(wanted, encoded, strict=False)) if a != b), min(len(wanted), len(encoded)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(wanted, encoded, strict=False)) if a != b),
+        min(len(wanted), len(encoded)),
+    )
 
 
-def _token_in_desc(text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec) -> tuple[int, str] | None:
-    """The first object (its index) whose description holds a token that stands for no text, and that token."""
+def _token_in_desc(
+    text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec
+) -> tuple[int, str] | None:
+    """The first object (its index) whose description holds a token that stands for no text, and
+    that token.
+    """
     starts = [start for start, _ in piece_spans(token_ids, codec)]
     for index, layout in enumerate(text.objects):
-        for token_id in token_ids[bisect_left(starts, layout.desc[0]) : bisect_left(starts, layout.desc[1])]:
+        for token_id in token_ids[
+            bisect_left(starts, layout.desc[0]) : bisect_left(starts, layout.desc[1])
+        ]:
             if token_id in codec.special_ids or codec.coord_bin(token_id) is not None:
                 return index, codec.piece_bytes(token_id).decode()
     return None
 
 
 def _bad_desc(sample: Sample, index: int, problem: str, remedy: str) -> RecordError:
-    problem = f"sample {sample.sample_id} (objects in reading order) has {sample.objects[index].desc!r}, {problem}"
+    problem = (
+        f"sample {sample.sample_id} (objects in reading order) has {sample.objects[index].desc!r},"
+        f" {problem}"
+    )
     return RecordError(problem, field=f"objects[{index}].desc", remedy=remedy)

@@ -1,6 +1,8 @@
-"""The image files that a data file names: each is read and decoded once, and what was found is kept for the next start.
+"""The image files that a data file names: each is read and decoded once, and what was found is kept
+for the next start.
 
-An image is known again by its path, size and times of change. Only sound images are kept: what is wrong with one is found, and told, by whoever loads its row.
+An image is known again by its path, size and times of change. Only sound images are kept: what is
+wrong with one is found, and told, by whoever loads its row.
 """
 
 from __future__ import annotations
@@ -26,33 +28,50 @@ _LOGGER = logging.getLogger(__name__)
 QUICK_S = 1.0
 """A check that takes less is not told of and not kept: a file would cost as much."""
 _FORMAT = ["2", PIL.__version__]
-"""Version of the kept facts. Change it together with what `image_size` refuses, which Pillow has a part in."""
+"""Version of the kept facts. Change it together with what `image_size` refuses, which Pillow has a
+part in.
+"""
 
 ReportProgress = Callable[[int, int], None]
 """A function of the number of images checked so far, and of all."""
 Fingerprint = tuple[int, int, int]
-"""Size in bytes, and when contents and inode last changed, in nanoseconds: whoever copies a file can set the first time, and not the second."""
+"""Size in bytes, and when contents and inode last changed, in nanoseconds: whoever copies a file
+can set the first time, and not the second.
+"""
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels of an encoded image, decoded to its end: a header tells nothing about a truncated file. ValueError with the reason."""
+    """(width, height) in pixels of an encoded image, decoded to its end: a header tells nothing
+    about a truncated file. ValueError with the reason.
+    """
     try:
         with Image.open(io.BytesIO(data)) as image:
             return on_white(image).size
     except Exception as error:
-        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into (OSError, SyntaxError, struct.error, EOFError, ...).
+        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into
+        # (OSError, SyntaxError, struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def known_images(data_file: Path, names: set[str], report: ReportProgress | None = None) -> dict[str, ImageFacts]:
-    """Facts of the sound images among `names`, which are paths relative to `data_file` as its rows write them.
+def known_images(
+    data_file: Path, names: set[str], report: ReportProgress | None = None
+) -> dict[str, ImageFacts]:
+    """Facts of the sound images among `names`, which are paths relative to `data_file` as its rows
+    write them.
 
-    Decoded are those that are new or have changed since they were last decoded. `report` is called for every image after `QUICK_S`.
+    Decoded are those that are new or have changed since they were last decoded. `report` is called
+    for every image after `QUICK_S`.
     """
     root, kept_in = data_file.parent, _kept_in(data_file)
-    prints = {name: found for name in sorted(names) if (found := _fingerprint(root / name)) is not None}
+    prints = {
+        name: found for name in sorted(names) if (found := _fingerprint(root / name)) is not None
+    }
     kept = _read(kept_in)
-    known = {name: kept[name][1] for name, found in prints.items() if name in kept and kept[name][0] == found}
+    known = {
+        name: kept[name][1]
+        for name, found in prints.items()
+        if name in kept and kept[name][0] == found
+    }
     left = [name for name in prints if name not in known]
     started_s = time.monotonic()
     for done, name in enumerate(left, len(known) + 1):
@@ -75,10 +94,16 @@ def _fingerprint(path: Path) -> Fingerprint | None:
 
 
 def _kept_in(data_file: Path) -> Path:
-    """Return the file that keeps the facts of a data file's images: one for each, so that none grows beyond its data."""
+    """Return the file that keeps the facts of a data file's images: one for each, so that none
+    grows beyond its data.
+    """
     home = Path("~").expanduser() if "HOME" in os.environ else Path(tempfile.gettempdir())
     folder = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return Path(folder) / "rollmatch/images" / f"{hashlib.sha256(str(data_file.absolute()).encode()).hexdigest()[:16]}.json"
+    return (
+        Path(folder)
+        / "rollmatch/images"
+        / f"{hashlib.sha256(str(data_file.absolute()).encode()).hexdigest()[:16]}.json"
+    )
 
 
 def _read(path: Path) -> dict[str, tuple[Fingerprint, ImageFacts]]:
@@ -87,17 +112,25 @@ def _read(path: Path) -> dict[str, tuple[Fingerprint, ImageFacts]]:
         content = json.loads(path.read_bytes())
         if content["format"] != _FORMAT:
             return {}
-        return {name: ((size, mtime_ns, ctime_ns), ImageFacts(*facts)) for name, (size, mtime_ns, ctime_ns, *facts) in content["images"].items()}
+        return {
+            name: ((size, mtime_ns, ctime_ns), ImageFacts(*facts))
+            for name, (size, mtime_ns, ctime_ns, *facts) in content["images"].items()
+        }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
 def _write(path: Path, images: Mapping[str, tuple[Fingerprint, ImageFacts]]) -> None:
     """Replace what is kept, at once: several processes may read and write it."""
-    rows = {name: (*found, facts.sha256, facts.width, facts.height) for name, (found, facts) in images.items()}
+    rows = {
+        name: (*found, facts.sha256, facts.width, facts.height)
+        for name, (found, facts) in images.items()
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".part", delete=False
+        ) as file:
             try:
                 json.dump({"format": _FORMAT, "images": rows}, file)
                 file.close()
@@ -106,4 +139,6 @@ def _write(path: Path, images: Mapping[str, tuple[Fingerprint, ImageFacts]]) -> 
                 Path(file.name).unlink(missing_ok=True)
                 raise
     except OSError as error:
-        _LOGGER.warning("the next start decodes all images again: cannot write %s: %s", path, error.strerror)
+        _LOGGER.warning(
+            "the next start decodes all images again: cannot write %s: %s", path, error.strerror
+        )

@@ -1,12 +1,15 @@
-"""The learner: owns the data iterator, the model and the optimizer; turns rollouts into one update per step.
+"""The learner: owns the data iterator, the model and the optimizer; turns rollouts into one update
+per step.
 
     next_requests -> accumulate (per round) -> finish_step
 
-What is drawn, asked for and made of the answers is the business of a `Algorithm`: samples with ground truth, or an environment's examples. A channel-A step is a
-step without requests: its targets need no rollouts, so `finish_step` makes and learns them.
+What is drawn, asked for and made of the answers is the business of a `Algorithm`: samples with
+ground truth, or an environment's examples. A channel-A step is a step without requests: its targets
+need no rollouts, so `finish_step` makes and learns them.
 
-With several ranks every rank is such a learner, and every method of it is called on all of them, in the same order: each draws the same samples and keeps its
-`rank_share`, whose positions in the step are contiguous. What a rank has nothing of (requests, answers of a round) is an empty list.
+With several ranks every rank is such a learner, and every method of it is called on all of them, in
+the same order: each draws the same samples and keeps its `rank_share`, whose positions in the step
+are contiguous. What a rank has nothing of (requests, answers of a round) is an empty list.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ class StepInProgress:
         if answers:
             spans = self.work.generation_spans(answers)
             self.spans += spans
-            self.generate_s += max(span.end_s for span in spans) - min(span.start_s for span in spans)
+            self.generate_s += max(span.end_s for span in spans) - min(
+                span.start_s for span in spans
+            )
 
     def mark(self, name: str, started_s: float, **args: int) -> None:
         """This rank's own work, from then until now."""
@@ -74,7 +79,15 @@ class StepInProgress:
         self.learn_s += span.duration_s
         self.spans.append(span)
 
-    def report(self, version: int, step_metrics: Mapping[str, float], waits: Sequence[Span], *, denominator: int, num_carried: int) -> RankReport:
+    def report(
+        self,
+        version: int,
+        step_metrics: Mapping[str, float],
+        waits: Sequence[Span],
+        *,
+        denominator: int,
+        num_carried: int,
+    ) -> RankReport:
         """At the step's end, once. `waits` lie within what was marked."""
         totals = self.tally.totals
         self.tally.finish(denominator)
@@ -85,25 +98,37 @@ class StepInProgress:
         self.spans += [replace(wait, args={"step": self.plan.number}) for wait in waits]
         if self.plan.channel is Channel.B:
             totals.add_max("time/generate_s", self.generate_s)
-        return RankReport(self.plan.step, self.plan.channel, version, totals, step_metrics, tuple(self.spans))
+        return RankReport(
+            self.plan.step, self.plan.channel, version, totals, step_metrics, tuple(self.spans)
+        )
 
 
-# Of the canary's response: enough to pass every layer and the head, little enough to cost one short prefill per sync.
+# Of the canary's response: enough to pass every layer and the head, little enough to cost one short
+# prefill per sync.
 _CANARY_TOKENS = 32
 
 
 class Learner:
-    """One rank. Its methods are called in the order of the module's first lines, `stop` alone from any thread at any time.
+    """One rank. Its methods are called in the order of the module's first lines, `stop` alone from
+    any thread at any time.
 
-    With `rollout_matching.max_staleness` the next step may begin before the one in progress has ended: `next_requests` begins the youngest step, `accumulate`
-    and `finish_step` belong to the oldest.
+    With `rollout_matching.max_staleness` the next step may begin before the one in progress has
+    ended: `next_requests` begins the youngest step, `accumulate` and `finish_step` belong to the
+    oldest.
     """
 
-    def __init__(self, config: RunConfig, place: RankTopology, rendezvous: Rendezvous | None = None, examples: ExampleCounts | None = None) -> None:
-        """With several ranks it returns when all have come this far; rank 0 brings the rendezvous that `place` names. `examples` are those of the run's
-        environment, where it has one.
+    def __init__(
+        self,
+        config: RunConfig,
+        place: RankTopology,
+        rendezvous: Rendezvous | None = None,
+        examples: ExampleCounts | None = None,
+    ) -> None:
+        """With several ranks it returns when all have come this far; rank 0 brings the rendezvous
+        that `place` names. `examples` are those of the run's environment, where it has one.
 
-        Raises ConfigError and RecordError for what is wrong with model and data, also where the ranks do not have the same.
+        Raises ConfigError and RecordError for what is wrong with model and data, also where the
+        ranks do not have the same.
         """
         self._config = config
         device = LearnerDevice(torch.device(place.device))
@@ -118,7 +143,10 @@ class Learner:
         self._track = rank_name(place.rank, place.world_size)
         with self._ranks.of_phase("start"):
             self.loaded, self.parallel = load_parallel(config, device.device, self._ranks)
-        decode = config.rollout_matching.decode_settings(stop_token_ids=(self.loaded.codec.eos_token_id,), banned_token_ids=self.loaded.banned_token_ids)
+        decode = config.rollout_matching.decode_settings(
+            stop_token_ids=(self.loaded.codec.eos_token_id,),
+            banned_token_ids=self.loaded.banned_token_ids,
+        )
         self.work = _work(config, self.loaded, decode, self._ranks, examples)
         self._row_learner = RowLearner(config, self.loaded, self.parallel, decode)
         self._rows = row_policy(config)
@@ -136,12 +164,7 @@ class Learner:
             run_dir=config.telemetry.run_dir,
         )
         self.publisher = WeightPublisher(
-            self._ranks,
-            device,
-            self.loaded,
-            self.parallel,
-            senders,
-            canary,
+            self._ranks, device, self.loaded, self.parallel, senders, canary
         )
         self.num_updates = 0
         """Finished updates: what the weights are of."""
@@ -154,12 +177,20 @@ class Learner:
     # One step
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
-        """Draw the step's samples and ask for the rollouts of this rank's share, in position order; channel A asks for nothing."""
-        assert len(self.steps) <= self._config.rollout_matching.max_staleness, "finish_step ends a step before the next begins"
+        """Draw the step's samples and ask for the rollouts of this rank's share, in position order;
+        channel A asks for nothing.
+        """
+        assert len(self.steps) <= self._config.rollout_matching.max_staleness, (
+            "finish_step ends a step before the next begins"
+        )
         started_s = time.time()
         # A row of one segment is not underfilled where nothing is packed.
-        min_fill_ratio = self._config.training.packing_min_fill_ratio if self._config.training.packing else 0.0
-        tally = StepMetrics(plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio)
+        min_fill_ratio = (
+            self._config.training.packing_min_fill_ratio if self._config.training.packing else 0.0
+        )
+        tally = StepMetrics(
+            plan.step, capacity=self._config.global_max_length, min_fill_ratio=min_fill_ratio
+        )
         step = StepInProgress(plan, self.work.begin_step(plan, tally), tally, self._track)
         self.steps.append(step)
         if len(self.steps) == 1:
@@ -169,11 +200,15 @@ class Learner:
         return requests
 
     def accumulate(self, answers: Sequence[Any]) -> None:
-        """Check and learn from this rank's answers of a round, in position order. Raises RolloutError when engine and learner disagree."""
+        """Check and learn from this rank's answers of a round, in position order. Raises
+        RolloutError when engine and learner disagree.
+        """
         with self._ranks.of_phase("accumulate"):
             step, started_s = self._current, time.time()
             step.add_generation(answers)
-            if not self._learn_rows(self._rows_of(step.work.segments(answers, version=self.publisher.version))):
+            if not self._learn_rows(
+                self._rows_of(step.work.segments(answers, version=self.publisher.version))
+            ):
                 raise self._left("accumulate")
             step.mark("learn round", started_s, answers=len(answers))
 
@@ -181,7 +216,8 @@ class Learner:
         """Learn what is left and take exactly one optimizer update."""
         with self._ranks.of_phase("finish_step"):
             step, started_s = self._current, time.time()
-            # All ranks take the update or none does: one that leaves its rows comes to the others before it ends.
+            # All ranks take the update or none does: one that leaves its rows comes to the others
+            # before it ends.
             try:
                 learned = self._learn_rows(self._last_rows())
             except RolloutError:
@@ -189,8 +225,13 @@ class Learner:
                 raise
             if self._ranks.meet(not learned):
                 raise self._left("finish_step")
-            # Step mode learns every sample it drew; carrying, what was learned is known only now (DESIGN 5, decisions 6 and 7).
-            denominator = self._ranks.sum(step.tally.num_segments) if self._rows.carries else step.plan.num_samples
+            # Step mode learns every sample it drew; carrying, what was learned is known only now
+            # (DESIGN 5, decisions 6 and 7).
+            denominator = (
+                self._ranks.sum(step.tally.num_segments)
+                if self._rows.carries
+                else step.plan.num_samples
+            )
             update = self.updater.update(step.plan.step, denominator)
             step.mark("finish step", started_s)
             self.num_updates = step.plan.step + 1
@@ -198,10 +239,18 @@ class Learner:
             if self.steps:
                 self._current.work.become_current()
             waits = self._ranks.pop_spans()
-            return step.report(self.publisher.version, update.metrics(), waits, denominator=denominator, num_carried=self._rows.num_carried)
+            return step.report(
+                self.publisher.version,
+                update.metrics(),
+                waits,
+                denominator=denominator,
+                num_carried=self._rows.num_carried,
+            )
 
     def stop(self) -> None:
-        """The run is being ended: leave a round or a step after the row that is being learned, with a LearnerError. The weights stay those of `num_updates`."""
+        """The run is being ended: leave a round or a step after the row that is being learned, with
+        a LearnerError. The weights stay those of `num_updates`.
+        """
         self._told_to_stop.set()
 
     @property
@@ -247,7 +296,9 @@ class Learner:
         yield from self._rows.finish_step()
 
     def _learn_rows(self, rows: Iterator[Row]) -> bool:
-        """False where a rank of a row left behind it: it was told to stop, or the row's rollouts contradict the learner."""
+        """False where a rank of a row left behind it: it was told to stop, or the row's rollouts
+        contradict the learner.
+        """
         channel, tally = self._current.plan.channel, self._current.tally
         for row in self.parallel.rows_of_all_ranks(rows):
             try:
@@ -267,10 +318,18 @@ class Learner:
         """Why a step was left before its update."""
         if self.is_told_to_stop:
             return LearnerError("told to stop, because the run is being ended", phase=phase)
-        return CollectiveError("another learner rank left the step; check the rank that failed first", phase=phase)
+        return CollectiveError(
+            "another learner rank left the step; check the rank that failed first", phase=phase
+        )
 
 
-def _work(config: RunConfig, loaded: LoadedModel, decode: DecodeSettings, ranks: Ranks, examples: ExampleCounts | None) -> Algorithm:
+def _work(
+    config: RunConfig,
+    loaded: LoadedModel,
+    decode: DecodeSettings,
+    ranks: Ranks,
+    examples: ExampleCounts | None,
+) -> Algorithm:
     if config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG:
         return RolloutMatching(config, loaded, decode, ranks)
     assert examples is not None, "whoever starts the learner has loaded the environment"

@@ -1,4 +1,5 @@
-"""Where the coord slots of a matched pair with a polygon should point: entropic optimal transport, barycentric projection only (DESIGN 7.6).
+"""Where the coord slots of a matched pair with a polygon should point: entropic optimal transport,
+barycentric projection only (DESIGN 7.6).
 
 Shape legend: N points of the prediction, M points of the ground truth.
 """
@@ -15,7 +16,8 @@ from shared.records import GeometryKind
 # Order of the norm of a difference of two points.
 _NORMS = {"l1": 1, "l2": 2}
 
-# Distances over epsilon up to which products of scalings and kernel stay far from where floats end (e^-708).
+# Distances over epsilon up to which products of scalings and kernel stay far from where floats end
+# (e^-708).
 _MAX_EXPONENT = 200.0
 
 
@@ -26,22 +28,32 @@ class OTSettings:
     cost: str
     """`l1` or `l2`: the distance of two points in bins, not squared."""
     epsilon: float
-    """Weight of the entropy, in bins, above 0: the larger, the more each target is the ground truth's mean."""
+    """Weight of the entropy, in bins, above 0: the larger, the more each target is the ground
+    truth's mean.
+    """
     iters: int
     """Sinkhorn iterations, at least 1."""
 
 
-def slot_targets(prediction: Shape, ground_truth: Shape, settings: OTSettings) -> tuple[float, ...] | None:
-    """Where each coord slot of a matched prediction should point: one float in 0..999 per bin of `prediction`, in its order.
+def slot_targets(
+    prediction: Shape, ground_truth: Shape, settings: OTSettings
+) -> tuple[float, ...] | None:
+    """Where each coord slot of a matched prediction should point: one float in 0..999 per bin of
+    `prediction`, in its order.
 
-    Two boxes: the ground truth's bins. A polygon: its projected vertices. A box matched with a polygon: the enclosing box of its four
-    projected corners. None where a projection is not finite (an epsilon so small that the distances overflow): the caller excludes the pair
-    and counts it. Nothing is raised on account of the shapes; ValueError for settings as in `barycentric_targets`.
+    Two boxes: the ground truth's bins. A polygon: its projected vertices. A box matched with a
+    polygon: the enclosing box of its four projected corners. None where a projection is not finite
+    (an epsilon so small that the distances overflow): the caller excludes the pair and counts it.
+    Nothing is raised on account of the shapes; ValueError for settings as in `barycentric_targets`.
     """
     if prediction.kind is GeometryKind.BBOX and ground_truth.kind is GeometryKind.BBOX:
         return tuple(float(bin) for bin in ground_truth.bins)
-    points_N2, gt_points_M2 = (np.array(vertices(shape), dtype=np.float64) for shape in (prediction, ground_truth))
-    targets_N2 = barycentric_targets(points_N2, gt_points_M2, epsilon=settings.epsilon, iters=settings.iters, cost=settings.cost)
+    points_N2, gt_points_M2 = (
+        np.array(vertices(shape), dtype=np.float64) for shape in (prediction, ground_truth)
+    )
+    targets_N2 = barycentric_targets(
+        points_N2, gt_points_M2, epsilon=settings.epsilon, iters=settings.iters, cost=settings.cost
+    )
     if not np.isfinite(targets_N2).all():
         return None
     if prediction.kind is GeometryKind.BBOX:
@@ -49,26 +61,41 @@ def slot_targets(prediction: Shape, ground_truth: Shape, settings: OTSettings) -
     return tuple(targets_N2.clip(0, MAX_BIN).ravel().tolist())
 
 
-def barycentric_targets(pred_points: np.ndarray, gt_points: np.ndarray, *, epsilon: float = 10.0, iters: int = 30, cost: str = "l2") -> np.ndarray:
-    """Each predicted point moved to the mean of the ground-truth points, weighted by its row of the Sinkhorn plan.
+def barycentric_targets(
+    pred_points: np.ndarray,
+    gt_points: np.ndarray,
+    *,
+    epsilon: float = 10.0,
+    iters: int = 30,
+    cost: str = "l2",
+) -> np.ndarray:
+    """Each predicted point moved to the mean of the ground-truth points, weighted by its row of the
+    Sinkhorn plan.
 
     Args:
         pred_points: [N, 2], in bins.
         gt_points: [M, 2], in bins.
         epsilon: weight of the entropy, in bins, above 0.
-        iters: Sinkhorn iterations, all of which are done; the last one makes the predicted points' marginal exact.
+        iters: Sinkhorn iterations, all of which are done; the last one makes the predicted points'
+        marginal exact.
         cost: `l1` or `l2`, the distance of two points, not squared.
 
     Returns:
-        float64 [N, 2], in the convex hull of `gt_points` but for rounding. Not finite only where `distance / epsilon` overflows.
+        float64 [N, 2], in the convex hull of `gt_points` but for rounding. Not finite only where
+        `distance / epsilon` overflows.
 
     Raises:
-        ValueError: no points, points that are not finite or not [., 2], an unknown cost, an epsilon or a number of iterations out of range.
+        ValueError: no points, points that are not finite or not [., 2], an unknown cost, an epsilon
+        or a number of iterations out of range.
     """
     if cost not in _NORMS:
-        raise ValueError(f"cost is {cost!r}; use one of {', '.join(_NORMS)} (rollout_matching.ot_cost)")
+        raise ValueError(
+            f"cost is {cost!r}; use one of {', '.join(_NORMS)} (rollout_matching.ot_cost)"
+        )
     if not 0 < epsilon < np.inf:
-        raise ValueError(f"epsilon is {epsilon}; use a finite number above 0 (rollout_matching.ot_epsilon)")
+        raise ValueError(
+            f"epsilon is {epsilon}; use a finite number above 0 (rollout_matching.ot_epsilon)"
+        )
     if iters < 1:
         raise ValueError(f"iters is {iters}; use at least 1 (rollout_matching.ot_iters)")
     pred_N2, gt_M2 = _points(pred_points, "pred_points"), _points(gt_points, "gt_points")
@@ -77,11 +104,24 @@ def barycentric_targets(pred_points: np.ndarray, gt_points: np.ndarray, *, epsil
     from ot import sinkhorn
 
     distance_NM = np.linalg.norm(pred_N2[:, None] - gt_M2[None], ord=_NORMS[cost], axis=-1)
-    uniform_N, uniform_M = np.full(len(pred_N2), 1 / len(pred_N2)), np.full(len(gt_M2), 1 / len(gt_M2))
-    # Both compute the same iterations. The first takes half a millisecond for 12 x 12 points, the second 4, and never underflows.
+    uniform_N, uniform_M = (
+        np.full(len(pred_N2), 1 / len(pred_N2)),
+        np.full(len(gt_M2), 1 / len(gt_M2)),
+    )
+    # Both compute the same iterations. The first takes half a millisecond for 12 x 12 points, the
+    # second 4, and never underflows.
     method = "sinkhorn" if distance_NM.max() < _MAX_EXPONENT * epsilon else "sinkhorn_log"
     with np.errstate(over="ignore", invalid="ignore"):
-        plan_NM = sinkhorn(uniform_N, uniform_M, distance_NM, epsilon, method=method, numItermax=iters, stopThr=0.0, warn=False)
+        plan_NM = sinkhorn(
+            uniform_N,
+            uniform_M,
+            distance_NM,
+            epsilon,
+            method=method,
+            numItermax=iters,
+            stopThr=0.0,
+            warn=False,
+        )
         return (plan_NM @ gt_M2) / plan_NM.sum(axis=1, keepdims=True)
 
 

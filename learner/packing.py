@@ -12,17 +12,21 @@ from shared.config import RunConfig
 from shared.config.derive import RowRule, row_rule
 from shared.errors import ConfigError
 
-# Segments times tokens of the exact search's table, about 40 MB of int16; past that the candidates of the heuristics compete.
+# Segments times tokens of the exact search's table, about 40 MB of int16; past that the candidates
+# of the heuristics compete.
 _EXACT_CELLS = 20_000_000
 
 
 def require_binpacking() -> Any:
-    """The package `binpacking`; ConfigError where it is not installed: there is no silent second heuristic."""
+    """The package `binpacking`; ConfigError where it is not installed: there is no silent second
+    heuristic.
+    """
     try:
         import binpacking
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "training.packing: the package `binpacking` is not installed; run `pip install binpacking`, or set training.packing: false"
+            "training.packing: the package `binpacking` is not installed; run `pip install"
+            " binpacking`, or set training.packing: false"
         ) from error
     return binpacking
 
@@ -30,8 +34,9 @@ def require_binpacking() -> Any:
 def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
     """Indices of the segments of the next row, in insertion order.
 
-    Always holds index 0 (the oldest), never exceeds `capacity`, never totals less than taking segments in order while they fit;
-    prefers the larger total, then fewer segments, then the lexicographically smallest index set.
+    Always holds index 0 (the oldest), never exceeds `capacity`, never totals less than taking
+    segments in order while they fit; prefers the larger total, then fewer segments, then the
+    lexicographically smallest index set.
 
     Args:
         lengths: tokens per buffered segment, oldest first.
@@ -49,19 +54,24 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
     if len(lengths) * (capacity + 1) <= _EXACT_CELLS:
         return _select_exact(lengths, capacity)
     candidates = [_select_fifo(lengths, capacity), _select_binpacking(lengths, capacity)]
-    return min(candidates, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen))
+    return min(
+        candidates, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen)
+    )
 
 
 def _require_fits(length: int, capacity: int, what: str) -> None:
     if length > capacity:
         raise ConfigError(
-            f"global_max_length: {what} has {length} tokens, a row holds {capacity}; raise global_max_length, "
-            "lower rollout_matching.max_new_tokens, or set training.packing: false"
+            f"global_max_length: {what} has {length} tokens, a row holds {capacity}; raise"
+            " global_max_length, lower rollout_matching.max_new_tokens, or set training.packing:"
+            " false"
         )
 
 
 def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Subset sum by dynamic programming: `fewest[i][c]` segments among `i..` total exactly `c` tokens."""
+    """Subset sum by dynamic programming: `fewest[i][c]` segments among `i..` total exactly `c`
+    tokens.
+    """
     n, room = len(lengths), capacity - lengths[0]
     unreachable = np.int16(np.iinfo(np.int16).max)
     fewest = np.full((n + 1, room + 1), unreachable, dtype=np.int16)
@@ -71,12 +81,21 @@ def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
         length = lengths[i]
         if length <= room:
             with_i = fewest[i + 1, : room + 1 - length]
-            np.minimum(fewest[i, length:], np.where(with_i == unreachable, unreachable, with_i + 1), out=fewest[i, length:])
+            np.minimum(
+                fewest[i, length:],
+                np.where(with_i == unreachable, unreachable, with_i + 1),
+                out=fewest[i, length:],
+            )
     total = int(np.flatnonzero(fewest[1] != unreachable)[-1])
     chosen = [0]
     for i in range(1, n):
-        # Taking i whenever an optimum takes it gives the lexicographically smallest set of the fewest segments.
-        if lengths[i] <= total and fewest[i + 1, total - lengths[i]] != unreachable and fewest[i, total] == fewest[i + 1, total - lengths[i]] + 1:
+        # Taking i whenever an optimum takes it gives the lexicographically smallest set of the
+        # fewest segments.
+        if (
+            lengths[i] <= total
+            and fewest[i + 1, total - lengths[i]] != unreachable
+            and fewest[i, total] == fewest[i + 1, total - lengths[i]] + 1
+        ):
             chosen.append(i)
             total -= lengths[i]
     return chosen
@@ -92,18 +111,23 @@ def _select_fifo(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Index 0 and the fullest bin that `to_constant_volume` makes of the others in the room left."""
+    """Index 0 and the fullest bin that `to_constant_volume` makes of the others in the room
+    left."""
     room = capacity - lengths[0]
     others = {index: length for index, length in enumerate(lengths) if index and length <= room}
     if not others:
         return [0]
     bins: list[dict[int, int]] = require_binpacking().to_constant_volume(others, room)
-    fullest = max(bins, key=lambda bin_: (sum(bin_.values()), -len(bin_), [-index for index in sorted(bin_)]))
+    fullest = max(
+        bins, key=lambda bin_: (sum(bin_.values()), -len(bin_), [-index for index in sorted(bin_)])
+    )
     return [0, *sorted(fullest)]
 
 
 class CarryBuffer:
-    """Segments waiting for a row, oldest first, at most `max_segments`. A segment is anything with a `len()`: its tokens."""
+    """Segments waiting for a row, oldest first, at most `max_segments`. A segment is anything with
+    a `len()`: its tokens.
+    """
 
     def __init__(self, capacity: int, max_segments: int) -> None:
         require_binpacking()
@@ -119,13 +143,17 @@ class CarryBuffer:
         return sum(len(segment) for segment in self._segments)
 
     def insert(self, segment: Any) -> None:
-        """ConfigError when the segment fits no row or the buffer is full; the buffer is then as it was."""
+        """ConfigError when the segment fits no row or the buffer is full; the buffer is then as it
+        was.
+        """
         _require_fits(len(segment), self.capacity, "the segment")
         if len(self._segments) >= self.max_segments:
             raise ConfigError(
-                f"training.packing_buffer: the buffer holds {len(self._segments)} segments and is full; raise training.packing_buffer "
-                f"(now {self.max_segments}), lower the raw batch (training.per_device_train_batch_size, stage2_ab.channel_b.rollouts_per_step), "
-                "or raise global_max_length, so that a row takes more of them"
+                f"training.packing_buffer: the buffer holds {len(self._segments)} segments and is"
+                f" full; raise training.packing_buffer (now {self.max_segments}), lower the raw"
+                " batch (training.per_device_train_batch_size,"
+                " stage2_ab.channel_b.rollouts_per_step), or raise global_max_length, so that a"
+                " row takes more of them"
             )
         self._segments.append(segment)
 
@@ -138,7 +166,9 @@ class CarryBuffer:
         return row
 
     def flush(self) -> list[list[Any]]:
-        """Every segment left, as rows, each the fullest that `select_segments` makes of what is left; the buffer is empty afterwards."""
+        """Every segment left, as rows, each the fullest that `select_segments` makes of what is
+        left; the buffer is empty afterwards.
+        """
         rows = []
         while self._segments:
             rows.append(self.pop_row())
@@ -187,7 +217,9 @@ class NoPacking:
 
 
 class PackWithinStep:
-    """Step mode: full rows after every window of segments, and where the buffer is full; the rest at the step's end. Nothing is carried."""
+    """Step mode: full rows after every window of segments, and where the buffer is full; the rest
+    at the step's end. Nothing is carried.
+    """
 
     carries = False
     num_carried = 0
@@ -214,7 +246,9 @@ class PackWithinStep:
 
 
 class CarryOver:
-    """`stage2_rollout_aligned`: one row after every micro-step's segments; what does not fit waits for a later row, of a later step if need be."""
+    """`stage2_rollout_aligned`: one row after every micro-step's segments; what does not fit waits
+    for a later row, of a later step if need be.
+    """
 
     carries = True
 
@@ -228,7 +262,8 @@ class CarryOver:
         return len(self._buffer)
 
     def add(self, segment: Segment) -> list[Row]:
-        """Raises ConfigError where `training.packing_buffer` is full; the buffer stays as it was."""
+        """Raises ConfigError where `training.packing_buffer` is full; the buffer stays as it
+        was."""
         self._buffer.insert(segment)
         self._num_added += 1
         return [self._buffer.pop_row()] if self._num_added % self._micro_step == 0 else []
@@ -245,6 +280,12 @@ def row_policy(config: RunConfig) -> PackingPolicy:
         case RowRule.SEGMENT:
             return NoPacking()
         case RowRule.STEP:
-            return PackWithinStep(CarryBuffer(config.global_max_length, training.packing_buffer), training.packing_window)
+            return PackWithinStep(
+                CarryBuffer(config.global_max_length, training.packing_buffer),
+                training.packing_window,
+            )
         case RowRule.CARRY:
-            return CarryOver(CarryBuffer(config.global_max_length, training.packing_buffer), training.per_device_train_batch_size)
+            return CarryOver(
+                CarryBuffer(config.global_max_length, training.packing_buffer),
+                training.per_device_train_batch_size,
+            )

@@ -1,6 +1,7 @@
 """A target together with its prompt: the atomic unit of packing.
 
-Shape legend: P prompt tokens (image placeholders expanded), I images, R image patches, D patch values.
+Shape legend: P prompt tokens (image placeholders expanded), I images, R image patches, D patch
+values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# Images of prompts that come as tokens: what the vision tower is given, and whether the learner's processor makes as many tokens of each as the engine did.
+# Images of prompts that come as tokens: what the vision tower is given, and whether the learner's
+# processor makes as many tokens of each as the engine did.
 #
 # Shape legend: P tokens, I images, R image patches, D patch values.
 
@@ -58,19 +60,28 @@ class ImageEncoder:
     def encode(self, images: Sequence[ImageRef], token_ids: Sequence[int]) -> EncodedImages:
         """Of `token_ids`, whose placeholders are expanded.
 
-        Raises ValueError where there is another number of placeholders than the images come to here, and RecordError for an image that cannot be decoded.
+        Raises ValueError where there is another number of placeholders than the images come to
+        here, and RecordError for an image that cannot be decoded.
         """
         # The rollouts of a group show the same ones, and come one after the other.
         key = tuple(image.sha256 for image in images)
         if self._last is None or self._last[0] != key:
-            made = self._images(images=[decode_image(image) for image in images], return_tensors="pt")
+            made = self._images(
+                images=[decode_image(image) for image in images], return_tensors="pt"
+            )
             self._last = key, EncodedImages(made["pixel_values"], made["image_grid_thw"])
         encoded = self._last[1]
-        expected = [patches // self._patches_per_token for patches in encoded.image_grid_I3.prod(dim=1).tolist()]
+        expected = [
+            patches // self._patches_per_token
+            for patches in encoded.image_grid_I3.prod(dim=1).tolist()
+        ]
         found = self._runs(token_ids)
         if found != expected:
             told = f"the engine has {found} tokens of its images, the learner {expected}"
-            raise ValueError(f"{told}; engines and learner must load the same checkpoint, with the image size limits in its processor files")
+            raise ValueError(
+                f"{told}; engines and learner must load the same checkpoint, with the image size"
+                " limits in its processor files"
+            )
         return encoded
 
     def num_images(self, token_ids: Sequence[int]) -> int:
@@ -79,7 +90,11 @@ class ImageEncoder:
 
     def _runs(self, token_ids: Sequence[int]) -> list[int]:
         """Tokens of each image: other tokens mark its beginning and its end."""
-        return [sum(1 for _ in run) for is_image, run in groupby(token_ids, key=lambda token_id: token_id == self._token_id) if is_image]
+        return [
+            sum(1 for _ in run)
+            for is_image, run in groupby(token_ids, key=lambda token_id: token_id == self._token_id)
+            if is_image
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +104,8 @@ class EncodedPrompt:
     request_token_ids: tuple[int, ...]
     """One placeholder per image: what a request carries."""
     token_ids: tuple[int, ...]
-    """[P], placeholders expanded: what the learner's forward sees and the engine must report back."""
+    """[P], placeholders expanded: what the learner's forward sees and the engine must report back.
+    """
     modality_P: torch.Tensor
     """int [P]: 0 text, 1 image (transformers' `mm_token_type_ids`)."""
     pixel_values_RD: torch.Tensor
@@ -100,7 +116,13 @@ class EncodedPrompt:
     def of_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
         """A prompt without images: both of its forms are the same."""
         ids = tuple(token_ids)
-        return cls(ids, ids, torch.zeros(len(ids), dtype=torch.int64), torch.empty(0, 0), torch.empty(0, 3, dtype=torch.int64))
+        return cls(
+            ids,
+            ids,
+            torch.zeros(len(ids), dtype=torch.int64),
+            torch.empty(0, 0),
+            torch.empty(0, 3, dtype=torch.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +140,9 @@ class Segment:
     weight_version: int | None = None
     """Of the weights that generated it; None in channel A."""
     target_modality_L: torch.Tensor | None = None
-    """int [L], as the prompt's `modality_P`, of a target in which more images are shown, whose patches are the prompt's too. None: it is text."""
+    """int [L], as the prompt's `modality_P`, of a target in which more images are shown, whose
+    patches are the prompt's too. None: it is text.
+    """
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) + len(self.target.token_ids)
@@ -127,7 +151,16 @@ class Segment:
     def modality(self) -> torch.Tensor:
         """int [P + L]"""
         behind = self.target_modality_L
-        return torch.cat([self.prompt.modality_P, self.prompt.modality_P.new_zeros(len(self.target.token_ids)) if behind is None else behind])
+        return torch.cat(
+            [
+                self.prompt.modality_P,
+                (
+                    self.prompt.modality_P.new_zeros(len(self.target.token_ids))
+                    if behind is None
+                    else behind
+                ),
+            ]
+        )
 
 
 class PromptEncoder:
@@ -139,13 +172,19 @@ class PromptEncoder:
         self._user_prompt = user_prompt
         self._texts: dict[int, str] = {}
         self._ids: dict[int, tuple[int, ...]] = {}
-        """By the number of images, which alone makes prompts differ: a step's requests are not to wait for a template each."""
+        """By the number of images, which alone makes prompts differ: a step's requests are not to
+        wait for a template each.
+        """
 
     @classmethod
     def of(cls, config: RunConfig, processor: Any) -> PromptEncoder:
-        return cls(processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt)
+        return cls(
+            processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt
+        )
 
-    def request(self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int) -> RolloutRequest:
+    def request(
+        self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int
+    ) -> RolloutRequest:
         """What an engine is asked for a sample. Reads no image."""
         return RolloutRequest(
             step=step,
@@ -161,25 +200,32 @@ class PromptEncoder:
         """The unexpanded prompt; reads no image."""
         number = len(sample.images)
         if number not in self._ids:
-            self._ids[number] = tuple(self._processor.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"])
+            self._ids[number] = tuple(
+                self._processor.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"]
+            )
         return self._ids[number]
 
     def num_tokens(self, sample: Sample) -> int:
-        """Length of the prompt with placeholders expanded, which follows from the size of the images: reads none.
+        """Length of the prompt with placeholders expanded, which follows from the size of the
+        images: reads none.
 
         RecordError for a size or shape that the checkpoint's processor does not take.
         """
         processor = self._processor.image_processor
         try:
-            patches = processor.get_number_of_image_patches(sample.height, sample.width) if sample.images else 0
+            patches = (
+                processor.get_number_of_image_patches(sample.height, sample.width)
+                if sample.images
+                else 0
+            )
         except ValueError as error:
             raise _not_taken(sample, [(sample.width, sample.height)], error) from error
         of_an_image = patches // processor.merge_size**2
         return len(self.request_ids(sample)) + len(sample.images) * (of_an_image - 1)
 
     def encode(self, sample: Sample) -> EncodedPrompt:
-        """Both forms of the prompt, and the image features' inputs. RecordError when an image file is gone or changed, or of a size or shape that the
-        checkpoint's processor does not take."""
+        """Both forms of the prompt, and the image features' inputs. RecordError when an image file
+        is gone or changed, or of a size or shape that the checkpoint's processor does not take."""
         images = [decode_image(image) for image in sample.images]
         try:
             encoded = self._processor(text=[self.text(sample)], images=images, return_tensors="pt")
@@ -197,20 +243,30 @@ class PromptEncoder:
         """The prompt as the chat template writes it, one placeholder per image."""
         number = len(sample.images)
         if number not in self._texts:
-            messages = detection_messages(number, system_prompt=self._system_prompt, user_prompt=self._user_prompt)
-            self._texts[number] = str(self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            messages = detection_messages(
+                number, system_prompt=self._system_prompt, user_prompt=self._user_prompt
+            )
+            self._texts[number] = str(
+                self._processor.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False
+                )
+            )
         return self._texts[number]
 
 
 def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueError) -> RecordError:
     pixels = " and ".join(f"{width} x {height}" for width, height in sizes)
-    problem = f"sample {sample.sample_id} has a picture of {pixels} pixels, which the checkpoint's image processor does not take ({error})"
+    problem = (
+        f"sample {sample.sample_id} has a picture of {pixels} pixels, which the checkpoint's image"
+        f" processor does not take ({error})"
+    )
     return RecordError(problem, field="images", remedy="crop or pad the picture, or remove the row")
 
 
 def decode_image(image: ImageRef) -> Image:
-    """RGB pixels, on white where they are transparent: those that engines get. RecordError when the file is gone, changed, or no image (which is only found
-    here where `data.check_images` is off)."""
+    """RGB pixels, on white where they are transparent: those that engines get. RecordError when the
+    file is gone, changed, or no image (which is only found here where `data.check_images` is off).
+    """
     import PIL.Image  # runs of text models need no Pillow
 
     data = image.with_data().data
@@ -220,8 +276,21 @@ def decode_image(image: ImageRef) -> Image:
     except MemoryError:
         raise
     except Exception as error:
-        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into. Of an unknown format its words are of an object in memory.
-        reason = "of no format that is known" if isinstance(error, PIL.UnidentifiedImageError) else str(error) or type(error).__name__
+        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into. Of
+        # an unknown format its words are of an object in memory.
+        reason = (
+            "of no format that is known"
+            if isinstance(error, PIL.UnidentifiedImageError)
+            else str(error) or type(error).__name__
+        )
         if image.path is None:  # it came in an environment's message
-            raise RecordError(f"one of a message is no readable image ({reason})", field="images", remedy="send whole files") from error
-        raise RecordError(f"{image.path} is no readable image ({reason})", field="images", remedy="replace the file, or set data.check_images: true") from error
+            raise RecordError(
+                f"one of a message is no readable image ({reason})",
+                field="images",
+                remedy="send whole files",
+            ) from error
+        raise RecordError(
+            f"{image.path} is no readable image ({reason})",
+            field="images",
+            remedy="replace the file, or set data.check_images: true",
+        ) from error

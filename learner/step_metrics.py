@@ -1,4 +1,5 @@
-"""What a step counts: rollouts on their way to targets, rows, losses (spec: training-time counters; names and meanings in shared/metrics.py).
+"""What a step counts: rollouts on their way to targets, rows, losses (spec: training-time counters;
+names and meanings in shared/metrics.py).
 
 Counts and rates only. IoU is no training-time number: it belongs to evaluation reports.
 """
@@ -18,7 +19,9 @@ class StepMetrics:
     """The numbers of one step of one rank."""
 
     def __init__(self, step: int, *, capacity: int, min_fill_ratio: float) -> None:
-        """`capacity`: tokens of a row; one filled less than `min_fill_ratio` of it is counted as underfilled."""
+        """`capacity`: tokens of a row; one filled less than `min_fill_ratio` of it is counted as
+        underfilled.
+        """
         self.totals = MetricAccumulator()
         self.num_segments = 0
         """Learned so far."""
@@ -29,14 +32,20 @@ class StepMetrics:
         self._min_fill_ratio = min_fill_ratio
         self._losses: dict[str, float] = {"loss/total": 0.0}
 
-    def add_rollout(self, rollout: Rollout, reading: ParsedAndMatched, num_ground_truth: int, *, staleness: int) -> None:
-        """A rollout and how it was read; `num_ground_truth` objects were to be found. `staleness`: updates since the weights that generated it."""
+    def add_rollout(
+        self, rollout: Rollout, reading: ParsedAndMatched, num_ground_truth: int, *, staleness: int
+    ) -> None:
+        """A rollout and how it was read; `num_ground_truth` objects were to be found. `staleness`:
+        updates since the weights that generated it.
+        """
         parsed, add = reading.parsed, self.totals.add
         add("rollout/num", 1)
         self.add_staleness(staleness)
         add("rollout/num_tokens", len(rollout.response_token_ids))
         add("rollout/num_length_limited", float(rollout.finish_reason is FinishReason.LENGTH))
-        add("rollout/num_repeat_terminated", float(rollout.finish_reason is FinishReason.REPETITION))
+        add(
+            "rollout/num_repeat_terminated", float(rollout.finish_reason is FinishReason.REPETITION)
+        )
         add("rollout/num_truncated", float(parsed.truncated))
         add("rollout/num_fallback", float(parsed.fallback))
         add("rollout/num_valid_objects", len(parsed.objects))
@@ -71,7 +80,9 @@ class StepMetrics:
                 self.totals.add_mean(f"{REWARD_FAMILY}{name}", value, 1)
 
     def add_group(self, *, has_signal: bool, num_left_out: int) -> None:
-        """The rollouts of an example. Where their rewards are all equal, there is no signal, and perhaps all of them are left out."""
+        """The rollouts of an example. Where their rewards are all equal, there is no signal, and
+        perhaps all of them are left out.
+        """
         self.totals.add("rollout/num_groups", 1)
         self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
         self.totals.add("rollout/num_left_out", num_left_out)
@@ -82,7 +93,9 @@ class StepMetrics:
         self.totals.add_max("rollout/staleness_max", staleness)
 
     def add_row(self, row: PackedRow, result: RowResult) -> None:
-        """A row that was learned. Its losses are sums over segments, to be divided at the step's end."""
+        """A row that was learned. Its losses are sums over segments, to be divided at the step's
+        end.
+        """
         for name, value in {"loss/total": result.loss, **result.terms}.items():
             self._losses[name] = self._losses[name] + value if name in self._losses else value
         for name, mean in result.diagnostics.items():
@@ -93,12 +106,17 @@ class StepMetrics:
         self.totals.add("packing/num_segments", len(row.segments))
         self.totals.add("packing/num_tokens", row.num_tokens)
         self.totals.add("packing/capacity", self._capacity)
-        self.totals.add("packing/num_underfilled_rows", float(row.num_tokens < self._min_fill_ratio * self._capacity))
+        self.totals.add(
+            "packing/num_underfilled_rows",
+            float(row.num_tokens < self._min_fill_ratio * self._capacity),
+        )
         self.totals.add_mean("packing/learned_age", sum(ages), len(ages))
         self.totals.add_max("packing/learned_age_max", max(ages))
 
     def finish(self, denominator: int) -> None:
-        """Once, at the step's end: losses are divided by the segments that its gradient is divided by."""
+        """Once, at the step's end: losses are divided by the segments that its gradient is divided
+        by.
+        """
         for name, value in self._losses.items():
             self.totals.add(name, value / denominator)
         # Also where there was nothing to learn.

@@ -1,10 +1,13 @@
-"""What a sample trains on: `Y_train` and, token by token, what supervises it. Decided here, once; objectives only consume it.
+"""What a sample trains on: `Y_train` and, token by token, what supervises it. Decided here, once;
+objectives only consume it.
 
-Channel A: the ground truth serialised, closed, EOS. Channel B: the kept prefix of the model's own rollout, the unmatched ground truth
-appended, closed, EOS (spec rollout-matching-sft: one canonical teacher-forced target sequence; DESIGN 8).
+Channel A: the ground truth serialised, closed, EOS. Channel B: the kept prefix of the model's own
+rollout, the unmatched ground truth appended, closed, EOS (spec rollout-matching-sft: one canonical
+teacher-forced target sequence; DESIGN 8).
 
-Where our text meets the rollout's inside a token, both are encoded together (DESIGN 7.3). A vocabulary such as Qwen's has `}}` and
-`},` as tokens; encoded apart, every target would teach the model to split them at the very place where it decides to stop or go on.
+Where our text meets the rollout's inside a token, both are encoded together (DESIGN 7.3). A
+vocabulary such as Qwen's has `}}` and `},` as tokens; encoded apart, every target would teach the
+model to split them at the very place where it decides to stop or go on.
 
 Shape legend: L target tokens, S coord slots.
 """
@@ -32,7 +35,8 @@ from shared.rollouts import Rollout
 from shared.tokens.pieces import piece_spans
 from shared.tokens.vocabulary import TokenCodec
 
-# What the configuration says about targets and about one channel, as the values the learner computes with.
+# What the configuration says about targets and about one channel, as the values the learner
+# computes with.
 
 
 def target_settings(config: RunConfig) -> TargetSettings:
@@ -48,33 +52,45 @@ def target_settings(config: RunConfig) -> TargetSettings:
             fp_cost=matching.fp_cost,
             fn_cost=matching.fn_cost,
         ),
-        transport=OTSettings(cost=matching.ot_cost, epsilon=matching.ot_epsilon, iters=matching.ot_iters),
+        transport=OTSettings(
+            cost=matching.ot_cost, epsilon=matching.ot_epsilon, iters=matching.ot_iters
+        ),
     )
 
 
 def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
     """Of `token_ce`'s active entry; without one no text token is supervised."""
-    entry = next((entry for entry in pipeline.active(channel) if isinstance(entry, TokenCEEntry)), None)
+    entry = next(
+        (entry for entry in pipeline.active(channel) if isinstance(entry, TokenCEEntry)), None
+    )
     if entry is None:
         return TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
     if channel is Channel.A:
         return TextWeights(desc=entry.config.desc_ce_weight, matched_structure=0.0)
-    return TextWeights(desc=entry.config.rollout_fn_desc_weight, matched_structure=entry.config.rollout_matched_prefix_struct_weight)
+    return TextWeights(
+        desc=entry.config.rollout_fn_desc_weight,
+        matched_structure=entry.config.rollout_matched_prefix_struct_weight,
+    )
 
 
 class TokenRole(IntEnum):
     """What a target token is; its weight in `token_ce` follows from the role and the channel."""
 
     NEUTRAL = 0
-    """Prefix text that is not of matched objects alone: false positives, dropped objects, keys and separators. Never supervised."""
+    """Prefix text that is not of matched objects alone: false positives, dropped objects, keys and
+    separators. Never supervised.
+    """
     STRUCTURE = 1
-    """Text of serialised ground truth, keys and separators included; the opening brace too, where it is ours."""
+    """Text of serialised ground truth, keys and separators included; the opening brace too, where
+    it is ours.
+    """
     DESC = 2
     """Overlaps the value of a serialised `desc`."""
     MATCHED_STRUCTURE = 3
     """A matched object's value `{...}` in the prefix, without its desc and coord tokens.
 
-    A token that reaches past the value is not: it goes on to something, which within the prefix is never supervised.
+    A token that reaches past the value is not: it goes on to something, which within the prefix is
+    never supervised.
     """
     COORD = 4
     """A coord slot: `coord_reg`'s, whatever the role weights are."""
@@ -84,7 +100,9 @@ class TokenRole(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextWeights:
-    """The token weights of one channel, from `token_ce`'s configuration. Roles not named here weigh 0."""
+    """The token weights of one channel, from `token_ce`'s configuration. Roles not named here weigh
+    0.
+    """
 
     desc: float
     matched_structure: float
@@ -122,7 +140,9 @@ class TargetSettings:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAndMatched:
-    """What was made of one rollout on the way to its target. Predictions are indices into `parsed.objects`."""
+    """What was made of one rollout on the way to its target. Predictions are indices into
+    `parsed.objects`.
+    """
 
     parsed: ParsedRollout
     match: MatchResult
@@ -136,7 +156,8 @@ class ParsedAndMatched:
     num_kept: int = 0
     """Leading target tokens that are the rollout's own."""
     num_prefix: int = 0
-    """Leading target tokens that hold no appended text. Those from `num_kept` on were encoded anew."""
+    """Leading target tokens that hold no appended text. Those from `num_kept` on were encoded anew.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +174,9 @@ class Target:
     coord_targets: tuple[float, ...]
     """[S], 0..999: where each slot should point; a fraction where optimal transport says so."""
     box_slots: tuple[int, ...]
-    """The first of the four slots of each supervised box whose ground truth is a box, into [S], ascending."""
+    """The first of the four slots of each supervised box whose ground truth is a box, into [S],
+    ascending.
+    """
     sampled_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `sampled_positions`; empty in channel A."""
     reading: ParsedAndMatched | None = None
@@ -163,17 +186,29 @@ class Target:
 
     @property
     def sampled_positions(self) -> tuple[int, ...]:
-        """Of tokens that are the rollout's own, none of them forced: the leading ones, or in trajectories, those of every turn."""
-        return self.credit.positions[: len(self.sampled_logprobs)] if self.credit.positions else tuple(range(len(self.sampled_logprobs)))
+        """Of tokens that are the rollout's own, none of them forced: the leading ones, or in
+        trajectories, those of every turn.
+        """
+        return (
+            self.credit.positions[: len(self.sampled_logprobs)]
+            if self.credit.positions
+            else tuple(range(len(self.sampled_logprobs)))
+        )
 
     def __post_init__(self) -> None:
         length, positions = len(self.token_ids), self.coord_positions
         assert self.roles.shape == (length,)
         assert len(self.coord_targets) == len(positions)
-        assert all(0 <= position < length for position in positions), "a supervised coord slot lies outside the assistant span"
+        assert all(0 <= position < length for position in positions), (
+            "a supervised coord slot lies outside the assistant span"
+        )
         assert all(a < b for a, b in pairwise(positions))
-        assert all(self.roles[list(positions)] == TokenRole.COORD), "a supervised slot is no coord token"
-        assert all(0 <= position < length for position in self.credit.positions), "a sampled token lies outside the target"
+        assert all(self.roles[list(positions)] == TokenRole.COORD), (
+            "a supervised slot is no coord token"
+        )
+        assert all(0 <= position < length for position in self.credit.positions), (
+            "a sampled token lies outside the target"
+        )
 
 
 def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetSettings) -> Target:
@@ -185,22 +220,30 @@ def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetSettings
     return draft.target(sample.sample_id)
 
 
-def rollout_target(rollout: Rollout, sample: Sample, codec: TokenCodec, rules: TargetSettings) -> Target:
-    """Makes the target of channel B: matched slots are moved to the ground truth, what was missed is appended."""
+def rollout_target(
+    rollout: Rollout, sample: Sample, codec: TokenCodec, rules: TargetSettings
+) -> Target:
+    """Makes the target of channel B: matched slots are moved to the ground truth, what was missed
+    is appended.
+    """
     parsed = parse_rollout(rollout.response_token_ids, codec, geometry=rules.geometry)
     target = parsed_target(parsed, sample, codec, rules)
     if rollout.logprobs is None:
         return target
     assert target.reading is not None
-    # EOS at the end of the target is the target's own and teacher-forced, whether or not the rollout's was forced.
+    # EOS at the end of the target is the target's own and teacher-forced, whether or not the
+    # rollout's was forced.
     num_sampled = min((target.reading.num_kept, *rollout.forced_positions))
     return replace(target, sampled_logprobs=rollout.logprobs[:num_sampled])
 
 
-def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rules: TargetSettings) -> Target:
+def parsed_target(
+    parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rules: TargetSettings
+) -> Target:
     """Makes the target of a rollout that was parsed already.
 
-    A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and its ground truth is appended.
+    A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and
+    its ground truth is appended.
     """
     match = match_objects(
         parsed.objects,
@@ -211,13 +254,20 @@ def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rule
         fp_cost=rules.matching.fp_cost,
         fn_cost=rules.matching.fn_cost,
     )
-    aims_by_pair = {pair: _aims(parsed.objects[pair.prediction], sample.objects[pair.ground_truth], parsed, codec, rules) for pair in match.pairs}
+    aims_by_pair = {
+        pair: _aims(
+            parsed.objects[pair.prediction], sample.objects[pair.ground_truth], parsed, codec, rules
+        )
+        for pair in match.pairs
+    }
     supervised = {pair: aims for pair, aims in aims_by_pair.items() if aims is not None}
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
     objects = tuple(sample.objects[index] for index in appended)
     start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
-    text = layout_append(parsed.prefix_text, objects, start_index=start_index, field_order=rules.field_order)
+    text = layout_append(
+        parsed.prefix_text, objects, start_index=start_index, field_order=rules.field_order
+    )
 
     token_ids, num_kept = _written(parsed, text.text, codec)
     draft = _Draft(token_ids, codec)
@@ -232,22 +282,26 @@ def parsed_target(parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rule
     draft.add_serialized(text, objects, offset=num_prefix_bytes)
 
     excluded = tuple(pair for pair in match.pairs if pair not in supervised)
-    reading = ParsedAndMatched(parsed, match, tuple(supervised), excluded, appended, text.text, num_kept, num_prefix)
+    reading = ParsedAndMatched(
+        parsed, match, tuple(supervised), excluded, appended, text.text, num_kept, num_prefix
+    )
     return replace(draft.target(sample.sample_id), reading=reading)
 
 
 def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[list[int], int]:
     """Writes prefix and append as tokens, and says how many of those are the rollout's own.
 
-    All text behind the last coord token, which is a token under any circumstances, is encoded as one,
-    as long as the rollout's tokens there are those of the tokenizer. Then they mostly stay; but a
-    tokenizer that writes `"]` `]},` and `"]]` `}}` makes the choice to stop or go on one token earlier
-    than the cut. Where the rollout wrote its text in other pieces, these stay, and only the kept text
-    of the cut token is encoded with the append. So is the last token of a prefix that ends with a
-    whole one, where the tokenizer would join the two texts.
+    All text behind the last coord token, which is a token under any circumstances, is encoded as
+    one, as long as the rollout's tokens there are those of the tokenizer. Then they mostly stay;
+    but a tokenizer that writes `"]` `]},` and `"]]` `}}` makes the choice to stop or go on one
+    token earlier than the cut. Where the rollout wrote its text in other pieces, these stay, and
+    only the kept text of the cut token is encoded with the append. So is the last token of a prefix
+    that ends with a whole one, where the tokenizer would join the two texts.
     """
     prefix, num_kept = list(parsed.prefix_token_ids), parsed.num_unchanged
-    slots = (place for place in range(num_kept, 0, -1) if codec.coord_bin(prefix[place - 1]) is not None)
+    slots = (
+        place for place in range(num_kept, 0, -1) if codec.coord_bin(prefix[place - 1]) is not None
+    )
     begin = next(slots, 0)
     sampled = prefix[begin:num_kept]
     if codec.encode(_text_of(sampled, codec)) == sampled:
@@ -256,7 +310,10 @@ def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[lis
         num_same = next((n for n, (own, new) in enumerate(pairs) if own != new), len(sampled))
         return [*prefix[:begin], *joint], begin + num_same
     if num_kept < len(prefix):
-        return [*prefix[:num_kept], *codec.encode(_text_of(prefix[num_kept:], codec) + append)], num_kept
+        return [
+            *prefix[:num_kept],
+            *codec.encode(_text_of(prefix[num_kept:], codec) + append),
+        ], num_kept
     last = _text_of(prefix[-1:], codec)
     joint = codec.encode(last + append)
     ends = [end for _, end in piece_spans(joint, codec)]
@@ -271,7 +328,9 @@ def _text_of(token_ids: Sequence[int], codec: TokenCodec) -> str:
 
 
 class _Draft:
-    """A target in the making: its tokens without EOS, and what supervises them. Spans count the bytes of its text."""
+    """A target in the making: its tokens without EOS, and what supervises them. Spans count the
+    bytes of its text.
+    """
 
     def __init__(self, token_ids: list[int], codec: TokenCodec) -> None:
         self._codec = codec
@@ -286,8 +345,8 @@ class _Draft:
         """Supervises the text of a prefix's matched objects, which are indices into its objects.
 
         A token that holds a description, or any of an object that is not matched, is neutral. So is
-        one that reaches past a matched object, as `},` does: separators of the prefix are not taught.
-        Teaching only those that turned out right would teach too many.
+        one that reaches past a matched object, as `},` does: separators of the prefix are not
+        taught. Teaching only those that turned out right would teach too many.
         """
         for number in matched:
             value = self._overlapping(parsed.objects[number].value)
@@ -304,8 +363,12 @@ class _Draft:
         # An id beyond the vocabulary has no text to be supervised for.
         self._roles[[start == end for start, end in self._spans]] = TokenRole.NEUTRAL
 
-    def add_slots(self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool) -> None:
-        """Supervises coord slots. `is_box`: their targets are a box, and not the aims of optimal transport."""
+    def add_slots(
+        self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool
+    ) -> None:
+        """Supervises coord slots. `is_box`: their targets are a box, and not the aims of optimal
+        transport.
+        """
         if is_box:
             self._box_slots.append(len(self._coord_positions))
         self._roles[list(positions)] = TokenRole.COORD
@@ -313,20 +376,27 @@ class _Draft:
         self._coord_targets.extend(targets)
 
     def add_ours(self, start: int) -> int:
-        """Supervises each token with text from `start` on, and returns the position of the first."""
+        """Supervises each token with text from `start` on, and returns the position of the
+        first."""
         first = bisect_right(self._spans, start, key=lambda span: span[1])
         self._roles[first:] = TokenRole.STRUCTURE
         return first
 
-    def add_serialized(self, text: SerializedText, objects: Sequence[GroundTruthObject], *, offset: int) -> None:
+    def add_serialized(
+        self, text: SerializedText, objects: Sequence[GroundTruthObject], *, offset: int
+    ) -> None:
         """Supervises the serialised `objects`, whose text begins at `offset`."""
-        assert self._spans[-1][1] == offset + len(text.text.encode()), "encoding the target changed its text"
+        assert self._spans[-1][1] == offset + len(text.text.encode()), (
+            "encoding the target changed its text"
+        )
         for layout, object_ in zip(text.objects, objects, strict=True):
             self._roles[self._overlapping(layout.desc, offset)] = TokenRole.DESC
             slots = [self._overlapping(coord, offset) for coord in layout.coords]
             assert all(slot.stop - slot.start == 1 for slot in slots)
             positions = [slot.start for slot in slots]
-            assert [self._codec.coord_bin(self._token_ids[position]) for position in positions] == list(object_.bins)
+            assert [
+                self._codec.coord_bin(self._token_ids[position]) for position in positions
+            ] == list(object_.bins)
             self.add_slots(positions, object_.bins, is_box=object_.kind is GeometryKind.BBOX)
         self._roles[self._overlapping(text.closing, offset)] = TokenRole.CLOSING
 
@@ -348,17 +418,34 @@ class _Draft:
         return slice(first, bisect_left(self._spans, stop, lo=first, key=lambda token: token[0]))
 
 
-def _aims(prediction: ParsedObject, truth: GroundTruthObject, parsed: ParsedRollout, codec: TokenCodec, rules: TargetSettings) -> tuple[float, ...] | None:
-    """Where each slot of a matched prediction should point, 0..999; None where its slots are not sure or no aim can be computed."""
-    return slot_targets(prediction, truth, rules.transport) if _are_slots(prediction, parsed, codec) else None
+def _aims(
+    prediction: ParsedObject,
+    truth: GroundTruthObject,
+    parsed: ParsedRollout,
+    codec: TokenCodec,
+    rules: TargetSettings,
+) -> tuple[float, ...] | None:
+    """Where each slot of a matched prediction should point, 0..999; None where its slots are not
+    sure or no aim can be computed.
+    """
+    return (
+        slot_targets(prediction, truth, rules.transport)
+        if _are_slots(prediction, parsed, codec)
+        else None
+    )
 
 
 def _are_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:
-    """Whether the positions are the object's coord tokens beyond doubt: one for each bin, in order, inside the object, holding that bin."""
+    """Whether the positions are the object's coord tokens beyond doubt: one for each bin, in order,
+    inside the object, holding that bin.
+    """
     positions, (start, stop) = prediction.coord_positions, prediction.span
     return (
         len(positions) == len(prediction.bins)
         and all(a < b for a, b in pairwise(positions))
         and all(start <= position < stop for position in positions)
-        and all(codec.coord_bin(parsed.prefix_token_ids[position]) == bin for position, bin in zip(positions, prediction.bins, strict=True))
+        and all(
+            codec.coord_bin(parsed.prefix_token_ids[position]) == bin
+            for position, bin in zip(positions, prediction.bins, strict=True)
+        )
     )

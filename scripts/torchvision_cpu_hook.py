@@ -1,11 +1,15 @@
-"""Lets `import torchvision` succeed beside a CPU build of torch when torchvision itself was built for CUDA.
+"""Lets `import torchvision` succeed beside a CPU build of torch when torchvision itself was built
+for CUDA.
 
-Such a torchvision cannot load its native library, so the operators `torchvision::nms` and `torchvision::qnms` have no schema, and
-its own module of meta registrations fails on them. With them fails every Qwen-VL model and `AutoProcessor`, which need
-torchvision for its pure-torch image transforms only. `scripts/setup.sh` copies this file into site-packages, beside a `.pth` file
-that calls `install()` at the start of every Python process of the environment: engine processes start too early for anything else.
+Such a torchvision cannot load its native library, so the operators `torchvision::nms` and
+`torchvision::qnms` have no schema, and its own module of meta registrations fails on them. With
+them fails every Qwen-VL model and `AutoProcessor`, which need torchvision for its pure-torch image
+transforms only. `scripts/setup.sh` copies this file into site-packages, beside a `.pth` file that
+calls `install()` at the start of every Python process of the environment: engine processes start
+too early for anything else.
 
-Nothing is imported at start-up but the standard library. Where torchvision finds its native operators, nothing is declared.
+Nothing is imported at start-up but the standard library. Where torchvision finds its native
+operators, nothing is declared.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 EXTENSION = "torchvision.extension"
-"""The submodule that looks for the native library; torchvision imports it before anything that needs an operator's schema."""
+"""The submodule that looks for the native library; torchvision imports it before anything that
+needs an operator's schema.
+"""
 
 SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -49,7 +55,9 @@ class _ExtensionLoader(Loader):
 
 
 class _ExtensionFinder(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != EXTENSION:
             return None
         spec = PathFinder.find_spec(fullname, path, target)

@@ -1,7 +1,8 @@
 """What can go wrong for a user, one class per remedy.
 
-`ConfigError` and `RecordError` are `ValueError`s: the user's input is at fault, and the message says where and what to do.
-The others are failures of a running system. All of them cross process boundaries, so they pickle with every field.
+`ConfigError` and `RecordError` are `ValueError`s: the user's input is at fault, and the message
+says where and what to do. The others are failures of a running system. All of them cross process
+boundaries, so they pickle with every field.
 """
 
 from __future__ import annotations
@@ -46,11 +47,28 @@ class ConfigError(ValueError):
 class RecordError(ValueError):
     """A dataset row is wrong: names the file, the line, the field and the remedy.
 
-    `line` is 1-based; `file` and `line` are None where the row did not come from a file. `more` are lines about further bad rows of the same file.
+    `line` is 1-based; `file` and `line` are None where the row did not come from a file. `more` are
+    lines about further bad rows of the same file.
     """
 
-    def __init__(self, problem: str, *, field: str, remedy: str, file: str | None = None, line: int | None = None, more: Sequence[str] = ()) -> None:
-        self.problem, self.field, self.remedy, self.file, self.line, self.more = problem, field, remedy, file, line, tuple(more)
+    def __init__(
+        self,
+        problem: str,
+        *,
+        field: str,
+        remedy: str,
+        file: str | None = None,
+        line: int | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
+        self.problem, self.field, self.remedy, self.file, self.line, self.more = (
+            problem,
+            field,
+            remedy,
+            file,
+            line,
+            tuple(more),
+        )
         where = "" if file is None else f"{file}:{line}: " if line is not None else f"{file}: "
         super().__init__("\n".join((f"{where}{field}: {problem}; {remedy}", *self.more)))
 
@@ -59,15 +77,25 @@ class RecordError(ValueError):
         return RecordError(self.problem, field=self.field, remedy=self.remedy, file=file, line=line)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _record_error, (self.problem, self.field, self.remedy, self.file, self.line, self.more)
+        return _record_error, (
+            self.problem,
+            self.field,
+            self.remedy,
+            self.file,
+            self.line,
+            self.more,
+        )
 
 
-def _record_error(problem: str, field: str, remedy: str, file: str | None, line: int | None, more: tuple[str, ...]) -> RecordError:
+def _record_error(
+    problem: str, field: str, remedy: str, file: str | None, line: int | None, more: tuple[str, ...]
+) -> RecordError:
     return RecordError(problem, field=field, remedy=remedy, file=file, line=line, more=more)
 
 
 class BadRows:
-    """The bad rows of one file, as they are found: the first of them are kept, and all are counted."""
+    """The bad rows of one file, as they are found: the first of them are kept, and all are
+    counted."""
 
     SHOWN = 20
 
@@ -81,21 +109,35 @@ class BadRows:
             self._shown.append(error)
 
     def raise_if_any(self) -> None:
-        """Raise one RecordError that tells of all: where there are several it ends with their number."""
+        """Raise one RecordError that tells of all: where there are several it ends with their
+        number.
+        """
         if not self.count:
             return
         first, *others = self._shown
         if self.count == 1:
             raise first
-        what = f"these {self.count}" if self.count <= self.SHOWN else f"{self.count}, of which the first {self.SHOWN} are above"
+        what = (
+            f"these {self.count}"
+            if self.count <= self.SHOWN
+            else f"{self.count}, of which the first {self.SHOWN} are above"
+        )
         more = [*map(str, others), f"{first.file}: bad rows: {what}"]
-        raise RecordError(first.problem, field=first.field, remedy=first.remedy, file=first.file, line=first.line, more=more)
+        raise RecordError(
+            first.problem,
+            field=first.field,
+            remedy=first.remedy,
+            file=first.file,
+            line=first.line,
+            more=more,
+        )
 
 
 class RolloutError(RuntimeError):
     """A rollout engine failed, timed out, or answered something that contradicts the learner.
 
-    `actor` is the engine's name, `phase` is what was being done (`start`, `generate`, `check`, ...).
+    `actor` is the engine's name, `phase` is what was being done (`start`, `generate`, `check`,
+    ...).
     """
 
     def __init__(self, message: str, *, actor: str, phase: str) -> None:
@@ -111,8 +153,9 @@ def _rollout_error(message: str, actor: str, phase: str) -> RolloutError:
 
 
 class UnreachableError(RolloutError):
-    """A rollout server that could not be reached, or failed at what it was asked, however often: another one may be asked the same. What a server
-    *answers* and contradicts the run is a plain RolloutError, and would be no better elsewhere."""
+    """A rollout server that could not be reached, or failed at what it was asked, however often:
+    another one may be asked the same. What a server *answers* and contradicts the run is a plain
+    RolloutError, and would be no better elsewhere."""
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return _unreachable_error, (self.message, self.actor, self.phase)
@@ -125,25 +168,44 @@ def _unreachable_error(message: str, actor: str, phase: str) -> UnreachableError
 class WeightSyncError(RuntimeError):
     """A weight transfer failed or could not be verified.
 
-    `phase` is one of `shared.weight_sync.phases.SyncPhase`, on either side, or its `OFFER`; `quantity` is what differed (a name
-    set, a checksum, log-probabilities) and `size` by how much (None where a size has no meaning, as for a timeout).
+    `phase` is one of `shared.weight_sync.phases.SyncPhase`, on either side, or its `OFFER`;
+    `quantity` is what differed (a name set, a checksum, log-probabilities) and `size` by how much
+    (None where a size has no meaning, as for a timeout).
     """
 
-    def __init__(self, message: str, *, actor: str, phase: str, quantity: str = "", size: float | None = None) -> None:
-        self.message, self.actor, self.phase, self.quantity, self.size = message, actor, phase, quantity, size
-        difference = f" ({quantity} differs by {size:.3g})" if quantity and size is not None else f" ({quantity})" if quantity else ""
+    def __init__(
+        self, message: str, *, actor: str, phase: str, quantity: str = "", size: float | None = None
+    ) -> None:
+        self.message, self.actor, self.phase, self.quantity, self.size = (
+            message,
+            actor,
+            phase,
+            quantity,
+            size,
+        )
+        difference = (
+            f" ({quantity} differs by {size:.3g})"
+            if quantity and size is not None
+            else f" ({quantity})"
+            if quantity
+            else ""
+        )
         super().__init__(f"weight sync, {phase} on {actor}: {message}{difference}")
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return _weight_sync_error, (self.message, self.actor, self.phase, self.quantity, self.size)
 
 
-def _weight_sync_error(message: str, actor: str, phase: str, quantity: str, size: float | None) -> WeightSyncError:
+def _weight_sync_error(
+    message: str, actor: str, phase: str, quantity: str, size: float | None
+) -> WeightSyncError:
     return WeightSyncError(message, actor=actor, phase=phase, quantity=quantity, size=size)
 
 
 class LearnerError(RuntimeError):
-    """The learner cannot go on, or its process ended or did not answer in time; `phase` is what it was doing."""
+    """The learner cannot go on, or its process ended or did not answer in time; `phase` is what it
+    was doing.
+    """
 
     def __init__(self, message: str, *, phase: str) -> None:
         self.message, self.phase = message, phase
@@ -158,7 +220,9 @@ def _learner_error(message: str, phase: str) -> LearnerError:
 
 
 class CollectiveError(LearnerError):
-    """A learner rank waited for the others in vain. What became of them is for their own errors to say."""
+    """A learner rank waited for the others in vain. What became of them is for their own errors to
+    say.
+    """
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return _collective_error, (self.message, self.phase)
@@ -169,11 +233,15 @@ def _collective_error(message: str, phase: str) -> CollectiveError:
 
 
 class StorageError(RuntimeError):
-    """Something could not be written, or deleted: `path` is where, `reason` why. No space left and no permission are the usual ones."""
+    """Something could not be written, or deleted: `path` is where, `reason` why. No space left and
+    no permission are the usual ones.
+    """
 
     REMEDY = "free space or permit writing there, or choose another folder with telemetry.run_dir"
 
-    def __init__(self, path: str, reason: str, *, action: str = "write", remedy: str = REMEDY) -> None:
+    def __init__(
+        self, path: str, reason: str, *, action: str = "write", remedy: str = REMEDY
+    ) -> None:
         self.path, self.reason, self.action, self.remedy = path, reason, action, remedy
         super().__init__(f"cannot {action} {path}: {reason}; {remedy}")
 

@@ -13,17 +13,26 @@ DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON ob
 """Neutral and short: its tokens are paid in every prompt."""
 
 
-def detection_messages(num_images: int, *, system_prompt: str | None, user_prompt: str) -> list[dict[str, Any]]:
-    """The chat of one sample, as Hugging Face processors read it: an optional system message, then the images followed by the text.
+def detection_messages(
+    num_images: int, *, system_prompt: str | None, user_prompt: str
+) -> list[dict[str, Any]]:
+    """The chat of one sample, as Hugging Face processors read it: an optional system message, then
+    the images followed by the text.
 
-    An image is a bare `{"type": "image"}` in its place; the pixels are given to the processor beside the messages, in the same order.
+    An image is a bare `{"type": "image"}` in its place; the pixels are given to the processor
+    beside the messages, in the same order.
     """
-    system = [] if system_prompt is None else [{"role": "system", "content": [{"type": "text", "text": system_prompt}]}]
+    system = (
+        []
+        if system_prompt is None
+        else [{"role": "system", "content": [{"type": "text", "text": system_prompt}]}]
+    )
     images = [{"type": "image"} for _ in range(num_images)]
     return [*system, {"role": "user", "content": [*images, {"type": "text", "text": user_prompt}]}]
 
 
-# Pictures as a model is shown them: one rule for engines and learner. No imaging library here; who calls this has opened the picture with his.
+# Pictures as a model is shown them: one rule for engines and learner. No imaging library here; who
+# calls this has opened the picture with his.
 
 
 WHITE = (255, 255, 255)
@@ -34,21 +43,25 @@ BITS_PER_SAMPLE = 258
 
 
 def on_white(picture: Image) -> Image:
-    """Return RGB pixels of 8 bits, with white behind what is transparent, as vLLM's own loader shows it. Of an opaque picture of 8 bits that is what
-    `convert("RGB")` gives; deeper pixels lose their lower bits, in grey as in colour.
+    """Return RGB pixels of 8 bits, with white behind what is transparent, as vLLM's own loader
+    shows it. Of an opaque picture of 8 bits that is what `convert("RGB")` gives; deeper pixels lose
+    their lower bits, in grey as in colour.
 
     Raises:
         ValueError: what is white in this picture is not known.
     """
-    if picture.mode.startswith("I;16") or (picture.mode, picture.format) == ("I", "PPM"):  # Pillow scales a PPM's to 16 bits
+    # Pillow scales a PPM's to 16 bits
+    if picture.mode.startswith("I;16") or (picture.mode, picture.format) == ("I", "PPM"):
         picture = _of_8_bits(picture)
     if picture.mode in WITHOUT_RANGE:
         raise ValueError(
-            f"its pixels are {WITHOUT_RANGE[picture.mode]} (Pillow's mode {picture.mode}), and no range says which of them is white; save it with 8 or 16 "
-            "bits a channel, such as PNG"
+            f"its pixels are {WITHOUT_RANGE[picture.mode]} (Pillow's mode {picture.mode}), and no"
+            " range says which of them is white; save it with 8 or 16 bits a channel, such as PNG"
         )
     # vLLM takes RGB as it is, also where the file calls one of its colours transparent.
-    if picture.mode == "RGB" or (picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info):
+    if picture.mode == "RGB" or (
+        picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info
+    ):
         return picture.convert("RGB")
     rgba = picture.convert("RGBA")
     rgb = rgba.convert("RGB")
@@ -58,12 +71,16 @@ def on_white(picture: Image) -> Image:
 
 
 def _of_8_bits(picture: Image) -> Image:
-    """Return the grey of a deeper picture. Pillow's own `convert` shows everything above 255 as white."""
+    """Return the grey of a deeper picture. Pillow's own `convert` shows everything above 255 as
+    white.
+    """
     tags: Mapping[int, tuple[int, ...]] = getattr(picture, "tag_v2", {})  # a TIFF's alone
     below = tags.get(BITS_PER_SAMPLE, (16,))[0] - 8
     pixels = picture.convert("I")
     grey = pixels.point([min(value >> below, 255) for value in range(1 << 16)], "L")
     if "transparency" in picture.info:
         unseen = picture.info["transparency"]
-        grey.putalpha(pixels.point([0 if value == unseen else 255 for value in range(1 << 16)], "L"))
+        grey.putalpha(
+            pixels.point([0 if value == unseen else 255 for value in range(1 << 16)], "L")
+        )
     return grey

@@ -57,7 +57,9 @@ class GeometryKind(StrEnum):
 ALL_GEOMETRY = frozenset(GeometryKind)
 
 ImageSize = Callable[[bytes], tuple[int, int]]
-"""Decodes an encoded image and returns (width, height) in pixels. ValueError, with the reason, where it cannot."""
+"""Decodes an encoded image and returns (width, height) in pixels. ValueError, with the reason,
+where it cannot.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +72,36 @@ class GroundTruthObject:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """One encoded image file. `sha256` (hex) is of the encoded bytes; empty where the file was not read (`require_images=False`)."""
+    """One encoded image file. `sha256` (hex) is of the encoded bytes; empty where the file was not
+    read (`require_images=False`).
+    """
 
     path: Path | None
     data: bytes | None
     sha256: str
 
     def with_data(self) -> ImageRef:
-        """The same image with its bytes, read from `path` where they are not held. RecordError when the file is gone or has changed."""
+        """The same image with its bytes, read from `path` where they are not held. RecordError when
+        the file is gone or has changed.
+        """
         if self.data is not None:
             return self
         assert self.path is not None, "an ImageRef has a path or data"
         try:
             data = read_image(self.path)
         except OSError as error:
-            raise RecordError(f"cannot read {self.path}: {error.strerror}", field="images", remedy="restore the file") from error
+            raise RecordError(
+                f"cannot read {self.path}: {error.strerror}",
+                field="images",
+                remedy="restore the file",
+            ) from error
         sha256 = hashlib.sha256(data).hexdigest()
         if self.sha256 and sha256 != self.sha256:
-            raise RecordError(f"{self.path} changed since it was checked", field="images", remedy="do not edit data under a running job; start again")
+            raise RecordError(
+                f"{self.path} changed since it was checked",
+                field="images",
+                remedy="do not edit data under a running job; start again",
+            )
         return replace(self, data=data, sha256=sha256)
 
 
@@ -111,7 +125,9 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def with_image_data(self) -> Sample:
-        """The same sample whose images hold their bytes. RecordError when a file is gone or has changed."""
+        """The same sample whose images hold their bytes. RecordError when a file is gone or has
+        changed.
+        """
         return replace(self, images=tuple(image.with_data() for image in self.images))
 
 
@@ -126,24 +142,34 @@ def load_record(
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Sample:
-    """One dataset row, checked (DESIGN 7.1). RecordError names the field, such as `objects[1].bbox_2d`, and the remedy.
+    """One dataset row, checked (DESIGN 7.1). RecordError names the field, such as
+    `objects[1].bbox_2d`, and the remedy.
 
-    Image paths are relative to `root`. With `require_images` every file is read once: it must be an image, and its digest is kept. With
-    `image_size` too, each must decode and have the row's width and height: the boxes are relative to that size on every image of the row.
-    What is in `known_images`, by its path as the row writes it, is neither read nor decoded again.
-    Objects must be of a kind in `geometry`. They are brought into reading order (least y, then least x), or have to be in it already where
-    `sort_objects` is false. The id is the row's `sample_id` or `id`, else `default_id`, else a digest of the row. Keys that mean nothing
-    here become `metadata`.
+    Image paths are relative to `root`. With `require_images` every file is read once: it must be an
+    image, and its digest is kept. With `image_size` too, each must decode and have the row's width
+    and height: the boxes are relative to that size on every image of the row. What is in
+    `known_images`, by its path as the row writes it, is neither read nor decoded again. Objects
+    must be of a kind in `geometry`. They are brought into reading order (least y, then least x), or
+    have to be in it already where `sort_objects` is false. The id is the row's `sample_id` or `id`,
+    else `default_id`, else a digest of the row. Keys that mean nothing here become `metadata`.
     """
     if not isinstance(mapping, Mapping):
-        _refuse("row", f"is {_kind(mapping)}", 'write one object per row: {"images": [...], "width": ..., "height": ..., "objects": [...]}')
+        _refuse(
+            "row",
+            f"is {_kind(mapping)}",
+            'write one object per row: {"images": [...], "width": ..., "height": ..., "objects":'
+            " [...]}",
+        )
     for key in ("images", "width", "height", "objects"):
         if key not in mapping:
             _refuse(key, "is missing", "every row needs images, width, height and objects")
     paths = _list("images", mapping["images"], "a list with at least one path", least=1)
     width, height = _size("width", mapping["width"]), _size("height", mapping["height"])
     values = _list("objects", mapping["objects"], "a list of objects; [] for none")
-    objects = _in_reading_order(tuple(_load_object(f"objects[{i}]", value, geometry) for i, value in enumerate(values)), sort_objects)
+    objects = _in_reading_order(
+        tuple(_load_object(f"objects[{i}]", value, geometry) for i, value in enumerate(values)),
+        sort_objects,
+    )
     sample_id = _sample_id(mapping, default_id)
     # Last, because it is the only part that costs anything.
     check = _ImageCheck(Path(root), require_images, image_size, known_images, width, height)
@@ -170,7 +196,11 @@ class _ImageCheck:
 
     def load(self, field: str, value: object) -> ImageRef:
         if not isinstance(value, str) or not value.strip():
-            _refuse(field, f"is {_kind(value) if not isinstance(value, str) else 'empty'}", "write the path of an image file, relative to the data file")
+            _refuse(
+                field,
+                f"is {_kind(value) if not isinstance(value, str) else 'empty'}",
+                "write the path of an image file, relative to the data file",
+            )
         path = self.root / value
         if not self.require:
             return ImageRef(path=path, data=None, sha256="")
@@ -182,18 +212,37 @@ class _ImageCheck:
             try:
                 width, height = self.size(data)
             except ValueError as error:
-                raise RecordError(f"{path} is not a readable image ({error})", field=field, remedy="replace the file or remove the row") from error
+                raise RecordError(
+                    f"{path} is not a readable image ({error})",
+                    field=field,
+                    remedy="replace the file or remove the row",
+                ) from error
             self._require_size(field, path, width, height)
         return ImageRef(path=path, data=None, sha256=hashlib.sha256(data).hexdigest())
 
     def _require_size(self, field: str, path: Path, width: int, height: int) -> None:
         if (width, height) != (self.width, self.height):
-            problem = f"{path} is {width} x {height} pixels, the row says {self.width} x {self.height}"
-            _refuse(field, problem, "correct width and height, or the file; boxes are relative to this size, on every image of the row")
+            problem = (
+                f"{path} is {width} x {height} pixels, the row says {self.width} x {self.height}"
+            )
+            _refuse(
+                field,
+                problem,
+                "correct width and height, or the file; boxes are relative to this size, on every"
+                " image of the row",
+            )
 
 
 _ROW_KEYS = frozenset({"images", "width", "height", "objects", "id", "sample_id"})
-_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\x00", b"MM\x00*")
+_SIGNATURES = (
+    b"\x89PNG\r\n\x1a\n",
+    b"\xff\xd8\xff",
+    b"GIF87a",
+    b"GIF89a",
+    b"BM",
+    b"II*\x00",
+    b"MM\x00*",
+)
 
 
 def _refuse(field: str, problem: str, remedy: str) -> NoReturn:
@@ -202,7 +251,15 @@ def _refuse(field: str, problem: str, remedy: str) -> NoReturn:
 
 def _kind(value: object) -> str:
     """What a JSON value is, for a message."""
-    names = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    names = {
+        type(None): "null",
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
     return names[type(value)] if type(value) in names else type(value).__name__
 
 
@@ -225,21 +282,38 @@ def _size(field: str, value: object) -> int:
 def _sample_id(mapping: Mapping[str, Any], default_id: str | None) -> str:
     given = [key for key in ("sample_id", "id") if key in mapping]
     if len(given) == 2 and mapping["sample_id"] != mapping["id"]:
-        _refuse("sample_id", f"is {mapping['sample_id']!r} but id is {mapping['id']!r}", "keep one of the two")
+        _refuse(
+            "sample_id",
+            f"is {mapping['sample_id']!r} but id is {mapping['id']!r}",
+            "keep one of the two",
+        )
     if given:
         value = mapping[given[0]]
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-            _refuse(given[0], f"is {_kind(value) if value != '' else 'empty'}", "write a string or an integer, or leave it out")
+            _refuse(
+                given[0],
+                f"is {_kind(value) if value != '' else 'empty'}",
+                "write a string or an integer, or leave it out",
+            )
         return str(value)
     if default_id is not None:
         return default_id
-    return hashlib.sha256(json.dumps(mapping, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(mapping, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
 
 
 def read_image(path: Path) -> bytes:
-    """Return the bytes of an image file. OSError where it cannot be read, and for a pipe, a socket or a device, which is not opened: it might never end."""
+    """Return the bytes of an image file. OSError where it cannot be read, and for a pipe, a socket
+    or a device, which is not opened: it might never end.
+    """
     mode = path.stat().st_mode
-    for is_kind, kind in ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device")):
+    for is_kind, kind in (
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    ):
         if is_kind(mode):
             raise OSError(errno.EINVAL, f"it is {kind}, not a file")
     return path.read_bytes()
@@ -251,11 +325,17 @@ def _read_image(field: str, path: Path) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RecordError(
-            f"cannot read {path}: {reason}", field=field, remedy="correct the path (it is relative to the data file) or restore the file"
+            f"cannot read {path}: {reason}",
+            field=field,
+            remedy="correct the path (it is relative to the data file) or restore the file",
         ) from error
     if not data.startswith(_SIGNATURES) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
         what = "is empty" if not data else f"begins with {data[:8]!r}"
-        _refuse(field, f"{path} is not an image: it {what}", "use a PNG, JPEG, WebP, BMP, GIF or TIFF file")
+        _refuse(
+            field,
+            f"{path} is not an image: it {what}",
+            "use a PNG, JPEG, WebP, BMP, GIF or TIFF file",
+        )
     return data
 
 
@@ -270,21 +350,40 @@ def image_facts(path: Path, image_size: ImageSize) -> ImageFacts | None:
 
 def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -> GroundTruthObject:
     if not isinstance(value, Mapping):
-        _refuse(field, f"is {_kind(value)}", 'write {"bbox_2d": [x1, y1, x2, y2], "desc": "..."} or {"poly": [x, y, ...], "desc": "..."}')
+        _refuse(
+            field,
+            f"is {_kind(value)}",
+            'write {"bbox_2d": [x1, y1, x2, y2], "desc": "..."} or {"poly": [x, y, ...], "desc":'
+            ' "..."}',
+        )
     for key in value:
         if key != "desc" and key not in ALL_GEOMETRY:
-            _refuse(f"{field}.{key}", "is not a key of an object", "remove it; an object has desc and one of bbox_2d, poly")
+            _refuse(
+                f"{field}.{key}",
+                "is not a key of an object",
+                "remove it; an object has desc and one of bbox_2d, poly",
+            )
     kinds = [kind for kind in GeometryKind if kind in value]
     if len(kinds) != 1:
-        _refuse(field, "has two geometries" if kinds else "has no geometry", "give it exactly one of bbox_2d, poly")
+        _refuse(
+            field,
+            "has two geometries" if kinds else "has no geometry",
+            "give it exactly one of bbox_2d, poly",
+        )
     kind = kinds[0]
     if kind not in geometry:
         remedy = (
-            f"write it as {', '.join(sorted(geometry))} (`launch.import_coco geometry=bbox` does so for a whole file), remove the object, "
-            "or choose a custom.trainer_variant that learns polygons: stage1_sft or stage2_rollout_aligned"
+            f"write it as {', '.join(sorted(geometry))} (`launch.import_coco geometry=bbox` does so"
+            " for a whole file), remove the object, or choose a custom.trainer_variant that learns"
+            " polygons: stage1_sft or stage2_rollout_aligned"
         )
         _refuse(f"{field}.{kind}", "is a kind of geometry that this run does not learn", remedy)
-    bins = tuple(_load_bin(f"{field}.{kind}", i, item) for i, item in enumerate(_list(f"{field}.{kind}", value[kind], "a flat list of coordinates")))
+    bins = tuple(
+        _load_bin(f"{field}.{kind}", i, item)
+        for i, item in enumerate(
+            _list(f"{field}.{kind}", value[kind], "a flat list of coordinates")
+        )
+    )
     _check_bins(f"{field}.{kind}", kind, bins)
     if "desc" not in value:
         _refuse(f"{field}.desc", "is missing", "write what the object is")
@@ -294,7 +393,12 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
 def _load_bin(field: str, i: int, value: object) -> int:
     bin = parse_coord_token(value) if isinstance(value, str) else value
     if isinstance(bin, bool) or not isinstance(bin, int) or not 0 <= bin < NUM_BINS:
-        _refuse(field, f"value {i} is {value!r}", f'write an integer 0..{NUM_BINS - 1} (norm1000) or its coord token, such as "<|coord_5|>"')
+        _refuse(
+            field,
+            f"value {i} is {value!r}",
+            f"write an integer 0..{NUM_BINS - 1} (norm1000) or its coord token, such as"
+            ' "<|coord_5|>"',
+        )
     return bin
 
 
@@ -305,29 +409,45 @@ def _check_bins(field: str, kind: GeometryKind, bins: tuple[int, ...]) -> None:
     elif len(bins) != 4:
         _refuse(field, f"has {len(bins)} values", "write x1, y1, x2, y2")
     elif bins[0] > bins[2] or bins[1] > bins[3]:
-        _refuse(field, f"is {list(bins)}: x1 > x2 or y1 > y2", "write the upper left corner first, then the lower right one")
+        _refuse(
+            field,
+            f"is {list(bins)}: x1 > x2 or y1 > y2",
+            "write the upper left corner first, then the lower right one",
+        )
 
 
 def _load_desc(field: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        _refuse(field, "is empty" if isinstance(value, str) else f"is {_kind(value)}", "write what the object is")
+        _refuse(
+            field,
+            "is empty" if isinstance(value, str) else f"is {_kind(value)}",
+            "write what the object is",
+        )
     if END_OF_TURN in value:
         _refuse(field, f"contains {END_OF_TURN}, which ends an answer", "remove it")
     try:
         value.encode()
     except UnicodeEncodeError:
-        _refuse(field, f"is {value!r}, which is not text: half of a surrogate pair", "write the character itself, or both halves")
+        _refuse(
+            field,
+            f"is {value!r}, which is not text: half of a surrogate pair",
+            "write the character itself, or both halves",
+        )
     return value
 
 
-def _in_reading_order(objects: tuple[GroundTruthObject, ...], sort: bool) -> tuple[GroundTruthObject, ...]:
+def _in_reading_order(
+    objects: tuple[GroundTruthObject, ...], sort: bool
+) -> tuple[GroundTruthObject, ...]:
     ordered = tuple(sorted(objects, key=_reading_key))
     if sort:
         return ordered
     for i in range(1, len(objects)):
         if _reading_key(objects[i]) < _reading_key(objects[i - 1]):
             _refuse(
-                f"objects[{i}]", "comes after an object that is below or right of it", "sort objects by least y, then least x, or set data.sort_objects: true"
+                f"objects[{i}]",
+                "comes after an object that is below or right of it",
+                "sort objects by least y, then least x, or set data.sort_objects: true",
             )
     return objects
 

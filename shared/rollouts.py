@@ -14,7 +14,9 @@ from shared.weight_sync.transports import TransportKind
 MAX_TEMPERATURE = 2.0
 """vLLM takes no higher one."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Beyond these a logit that is divided or multiplied by it may be no number any more, and nothing says so."""
+"""Beyond these a logit that is divided or multiplied by it may be no number any more, and nothing
+says so.
+"""
 
 
 class DecodeMode(StrEnum):
@@ -38,7 +40,9 @@ class DecodeSettings:
     num_beams: int
     stop_token_ids: tuple[int, ...]
     banned_token_ids: tuple[int, ...]
-    """Never sampled (vision placeholders); the learner masks the same ids when it compares log-probabilities."""
+    """Never sampled (vision placeholders); the learner masks the same ids when it compares
+    log-probabilities.
+    """
     return_logprobs: bool
 
 
@@ -52,7 +56,9 @@ class RolloutRequest:
     prompt_token_ids: tuple[int, ...]
     """Unexpanded: one image placeholder per image; the engine expands it."""
     images: tuple[ImageRef, ...]
-    """An engine gets each with `data`; on the way to it the bytes are objects of their own (`shared.sent_requests`)."""
+    """An engine gets each with `data`; on the way to it the bytes are objects of their own
+    (`shared.sent_requests`).
+    """
     decode: DecodeSettings
     seed: int
     """`request_seed(run_seed, step, position)`; used by sampling, recorded always."""
@@ -86,21 +92,27 @@ class Rollout:
     """None where it was forced: nothing was sampled."""
     finish_reason: FinishReason
     forced_positions: tuple[int, ...]
-    """Response positions set by the repeat guard, not sampled. It forces the stop token alone, whose position is `len(response_token_ids)`."""
+    """Response positions set by the repeat guard, not sampled. It forces the stop token alone,
+    whose position is `len(response_token_ids)`.
+    """
     weight_version: int
     actor: str
     attempt: int
     """0 for the first try; each server before this one counts for `TRIES`."""
     seed: int
     generate_s: float
-    """Seconds from the share's arrival at the engine to this response's own end; beams that are searched together end together."""
+    """Seconds from the share's arrival at the engine to this response's own end; beams that are
+    searched together end together.
+    """
     started_s: float = 0.0
     """Unix time at which the share arrived at the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOffer:
-    """The learner's invitation to one sync: what will come, over which transport, and how to check it."""
+    """The learner's invitation to one sync: what will come, over which transport, and how to check
+    it.
+    """
 
     version: int
     transport: str
@@ -116,20 +128,25 @@ class WeightOffer:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One verified sync. `phase_s` maps a phase (pause, wire, load, verify, canary, ...) to the slowest engine's seconds."""
+    """One verified sync. `phase_s` maps a phase (pause, wire, load, verify, canary, ...) to the
+    slowest engine's seconds.
+    """
 
     version: int
     bytes: int
     phase_s: Mapping[str, float]
     canary_max_abs: float
-    """Largest absolute difference of a canary log-probability between the learner and any engine."""
+    """Largest absolute difference of a canary log-probability between the learner and any engine.
+    """
     mode: Literal["full", "adapter"] = "full"
     """What was sent."""
     fell_back: str | None = None
-    """Why a sync of the adapter failed before this one, which, like all that follow it, sent full weights; None: none failed."""
+    """Why a sync of the adapter failed before this one, which, like all that follow it, sent full
+    weights; None: none failed.
+    """
     adapter_effect: float | None = None
-    """Of an adapter: the engine's effect of it over the learner's (`shared.weight_sync.canary`), of the engine that is farthest from 1. None: full weights, or too small
-    an effect to tell."""
+    """Of an adapter: the engine's effect of it over the learner's (`shared.weight_sync.canary`), of
+    the engine that is farthest from 1. None: full weights, or too small an effect to tell."""
     canary_mean_abs: float = 0.0
     """Mean absolute difference of a canary log-probability, of the engine that is farthest away."""
     canary_noise: Differences | None = None
@@ -137,8 +154,12 @@ class SyncReport:
 
     @classmethod
     def of_slowest(cls, reports: Sequence[SyncReport]) -> SyncReport:
-        """One sync as several engines report it: each phase is the slowest one's, the bytes are those that one of them took."""
-        phases = {phase: max(report.phase_s[phase] for report in reports) for phase in reports[0].phase_s}
+        """One sync as several engines report it: each phase is the slowest one's, the bytes are
+        those that one of them took.
+        """
+        phases = {
+            phase: max(report.phase_s[phase] for report in reports) for phase in reports[0].phase_s
+        }
         noises = [report.canary_noise for report in reports if report.canary_noise is not None]
         effects = [report.adapter_effect for report in reports if report.adapter_effect is not None]
         return cls(
@@ -147,7 +168,11 @@ class SyncReport:
             phases,
             max(report.canary_max_abs for report in reports),
             mode=reports[0].mode,
-            adapter_effect=max(effects, key=lambda effect: abs(effect - 1)) if len(effects) == len(reports) else None,
+            adapter_effect=(
+                max(effects, key=lambda effect: abs(effect - 1))
+                if len(effects) == len(reports)
+                else None
+            ),
             canary_mean_abs=max(report.canary_mean_abs for report in reports),
             canary_noise=Differences.of_worst(noises) if noises else None,
         )
@@ -155,11 +180,15 @@ class SyncReport:
     @property
     def total_s(self) -> float:
         """Of the engines' phases; the sender's (`send_...`) run beside them."""
-        return sum(seconds for phase, seconds in self.phase_s.items() if not phase.startswith("send_"))
+        return sum(
+            seconds for phase, seconds in self.phase_s.items() if not phase.startswith("send_")
+        )
 
     @property
     def wire_gb_per_s(self) -> float | None:
-        """What one engine received per second of the slowest one's wire phase, in 1e9 bytes; None where nothing went over a wire."""
+        """What one engine received per second of the slowest one's wire phase, in 1e9 bytes; None
+        where nothing went over a wire.
+        """
         return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None
 
     def metrics(self) -> dict[str, float | str]:

@@ -14,7 +14,9 @@ from shared.errors import StorageError
 
 
 ODD = "backslashreplace"
-"""For half a surrogate pair, as in the name of a file that is no UTF-8: it must not keep the rest from being written."""
+"""For half a surrogate pair, as in the name of a file that is no UTF-8: it must not keep the rest
+from being written.
+"""
 
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
@@ -23,10 +25,17 @@ def cannot_write(path: Path, error: OSError) -> StorageError:
 
 
 class RunFile:
-    """What was written is on its way to the disk when `write` returns: a command that dies keeps it. And nothing is left in a buffer for `close`, which would
-    fail once more where the disk is full, in place of the error that ended the command."""
+    """What was written is on its way to the disk when `write` returns: a command that dies keeps
+    it. And nothing is left in a buffer for `close`, which would fail once more where the disk is
+    full, in place of the error that ended the command."""
 
-    def __init__(self, path: Path, *, mode: str = "wb", error_of: Callable[[Path, OSError], StorageError] = cannot_write) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        mode: str = "wb",
+        error_of: Callable[[Path, OSError], StorageError] = cannot_write,
+    ) -> None:
         """Args:
             mode: "wb", or "ab" to go on with the file.
             error_of: what is raised for an OSError.
@@ -81,16 +90,29 @@ class Span:
 
 
 class TraceWriter:
-    """Writes spans as they come, in the JSON array form of the Trace Event Format: one thread per track, times in microseconds.
+    """Writes spans as they come, in the JSON array form of the Trace Event Format: one thread per
+    track, times in microseconds.
 
-    The format does not need the closing bracket, so the file of a run that was killed opens as well.
+    The format does not need the closing bracket, so the file of a run that was killed opens as
+    well.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises StorageError."""
         self._file = RunFile(path)
         self._tracks: dict[str, int] = {}
-        self._file.write("[\n" + json.dumps({"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "rollmatch"}}))
+        self._file.write(
+            "[\n"
+            + json.dumps(
+                {
+                    "ph": "M",
+                    "pid": 1,
+                    "tid": 0,
+                    "name": "process_name",
+                    "args": {"name": "rollmatch"},
+                }
+            )
+        )
 
     def write(self, spans: Iterable[Span]) -> None:
         """Raises StorageError."""
@@ -98,9 +120,26 @@ class TraceWriter:
         for span in spans:
             if span.track not in self._tracks:
                 self._tracks[span.track] = len(self._tracks) + 1
-                events.append({"ph": "M", "pid": 1, "tid": self._tracks[span.track], "name": "thread_name", "args": {"name": span.track}})
+                events.append(
+                    {
+                        "ph": "M",
+                        "pid": 1,
+                        "tid": self._tracks[span.track],
+                        "name": "thread_name",
+                        "args": {"name": span.track},
+                    }
+                )
             times = {"ts": round(span.start_s * 1e6), "dur": round(span.duration_s * 1e6)}
-            events.append({"ph": "X", "pid": 1, "tid": self._tracks[span.track], "name": span.name, **times, "args": dict(span.args)})
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": self._tracks[span.track],
+                    "name": span.name,
+                    **times,
+                    "args": dict(span.args),
+                }
+            )
         self._file.write("".join(",\n" + json.dumps(event) for event in events))
 
     def complete(self) -> None:

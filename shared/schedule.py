@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.config import RunConfig
-from shared.config.derive import effective_batch_size, has_held_out, num_b_steps, raw_rollouts_per_step, warmup_steps
+from shared.config.derive import (
+    effective_batch_size,
+    has_held_out,
+    num_b_steps,
+    raw_rollouts_per_step,
+    warmup_steps,
+)
 from shared.config.pipeline import Channel
 from shared.seeds import request_seed
 
@@ -19,17 +25,23 @@ class StepPlan:
     """From 0, as rules and seeds count."""
     channel: Channel
     num_samples: int
-    """Samples of the step over all learner ranks; the denominator of its loss (DESIGN 5, decision 6)."""
+    """Samples of the step over all learner ranks; the denominator of its loss (DESIGN 5, decision
+    6).
+    """
     rollout_seed_base: int
     """`request_seed(run_seed, step, 0)`, logged with the plan."""
     evaluate_before: bool
     """The held-out report is due with the weights this step starts from."""
     sync_after: bool
-    """The weights this step leaves behind are going to generate: the next step's rollouts, or a report."""
+    """The weights this step leaves behind are going to generate: the next step's rollouts, or a
+    report.
+    """
 
     @property
     def number(self) -> int:
-        """The step's number wherever a person reads it: from 1. Step 10 is the tenth update, and the checkpoint behind it is `step_000010`."""
+        """The step's number wherever a person reads it: from 1. Step 10 is the tenth update, and
+        the checkpoint behind it is `step_000010`.
+        """
         return self.step + 1
 
 
@@ -41,13 +53,18 @@ class RunSchedule:
         self.max_steps = config.training.max_steps
         self.num_b_steps = num_b_steps(config)
         self._warmup_steps = warmup_steps(config)
-        self._num_samples = {Channel.A: effective_batch_size(config), Channel.B: raw_rollouts_per_step(config)}
+        self._num_samples = {
+            Channel.A: effective_batch_size(config),
+            Channel.B: raw_rollouts_per_step(config),
+        }
 
     def plans(self) -> Iterator[StepPlan]:
         return (self.plan(step) for step in range(self.max_steps))
 
     def windows(self) -> Iterator[list[StepPlan]]:
-        """The steps in order, in stretches over which the queue of rounds runs on: single steps, or under `max_staleness` all channel-B steps in a row."""
+        """The steps in order, in stretches over which the queue of rounds runs on: single steps, or
+        under `max_staleness` all channel-B steps in a row.
+        """
         stretch: list[StepPlan] = []
         for plan in self.plans():
             runs_on = self._config.rollout_matching.max_staleness > 0 and plan.channel is Channel.B
@@ -69,9 +86,13 @@ class RunSchedule:
         )
 
     def evaluates_before(self, step: int) -> bool:
-        """Where there are held-out samples: when the warm-up ends, after every `training.eval_steps` updates, at the end of the run."""
+        """Where there are held-out samples: when the warm-up ends, after every
+        `training.eval_steps` updates, at the end of the run.
+        """
         every = self._config.training.eval_steps
-        due = step in (self._warmup_steps, self.max_steps) or (every is not None and step > 0 and step % every == 0)
+        due = step in (self._warmup_steps, self.max_steps) or (
+            every is not None and step > 0 and step % every == 0
+        )
         return has_held_out(self._config) and due
 
     def _generates(self, step: int) -> bool:

@@ -1,5 +1,5 @@
-"""What is asked of an environment in a step, what is learned of its rollouts, and what those of one example are worth beside each other (DESIGN 8,
-`policy_gradient`).
+"""What is asked of an environment in a step, what is learned of its rollouts, and what those of one
+example are worth beside each other (DESIGN 8, `policy_gradient`).
 
 Shape legend: L tokens.
 """
@@ -36,12 +36,16 @@ class ExampleGroup(NamedTuple):
     example: int
     """The row, in the environment's training data or its evaluation data."""
     positions: range
-    """Of the rollouts, in the step over all learner ranks; or of the one rollout of a held-out example."""
+    """Of the rollouts, in the step over all learner ranks; or of the one rollout of a held-out
+    example.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRequest:
-    """What an environment is asked at a time: in training one group of rollouts, in a held-out report about as many rollouts, of as many examples."""
+    """What an environment is asked at a time: in training one group of rollouts, in a held-out
+    report about as many rollouts, of as many examples.
+    """
 
     step: int
     groups: tuple[ExampleGroup, ...]
@@ -54,7 +58,9 @@ class EnvironmentRequest:
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
-    """Tokens as an engine read and sampled them: one call of the model, or several whose prompts extend each other."""
+    """Tokens as an engine read and sampled them: one call of the model, or several whose prompts
+    extend each other.
+    """
 
     token_ids: list[int]
     """[L]: the prompt's and then the sampled ones; in a merged example, turn after turn."""
@@ -63,17 +69,25 @@ class TrainingExample:
     mask: list[int]
     """[L]: 1 where the token is learned. Where prompts are masked, exactly the sampled tokens."""
     reward: float
-    """The step's where it has one, else the rollout's; of a merged example the rollout's. 0 where nothing was scored."""
+    """The step's where it has one, else the rollout's; of a merged example the rollout's. 0 where
+    nothing was scored.
+    """
     advantage: float | None = None
     """Likewise; None where nothing was scored."""
     example_id: Any = 0
     """Of the dataset's row. The rollouts of one row are a group."""
     weight_version: int | None = None
-    """Of the weights that sampled it, the oldest where there were several; None where the endpoint does not say."""
+    """Of the weights that sampled it, the oldest where there were several; None where the endpoint
+    does not say.
+    """
     token_advantages: list[float] | None = None
-    """[L], 0 outside the mask: of a merged example whose steps differ in their advantage; None: `advantage` at every token."""
+    """[L], 0 outside the mask: of a merged example whose steps differ in their advantage; None:
+    `advantage` at every token.
+    """
     token_is_relative: list[int] | None = None
-    """[L]: 1 where that is the group's, the reward less its mean; 0 where the step has one of its own. None: nobody has noted it."""
+    """[L]: 1 where that is the group's, the reward less its mean; 0 where the step has one of its
+    own. None: nobody has noted it.
+    """
     rollout: int = 0
     """The place of its rollout among those that it was made of."""
     steps: tuple[int, ...] = ()
@@ -92,8 +106,12 @@ class TrainingExample:
         length = len(self.token_ids)
         assert len(self.logprobs) == length, "a log-probability per token"
         assert len(self.mask) == length, "a mask per token"
-        assert self.token_advantages is None or len(self.token_advantages) == length, "an advantage per token"
-        assert self.token_is_relative is None or len(self.token_is_relative) == length, "a flag per token"
+        assert self.token_advantages is None or len(self.token_advantages) == length, (
+            "an advantage per token"
+        )
+        assert self.token_is_relative is None or len(self.token_is_relative) == length, (
+            "a flag per token"
+        )
         # Without ends several steps would be learned as one call of the model.
         assert self.step_ends or len(self.steps) <= 1, "several steps have their ends"
         assert not self.step_ends or len(self.step_ends) == len(self.steps), "an end per step"
@@ -111,7 +129,10 @@ class TrainingExample:
             Two steps with `step_ends=(3, 6)` and the mask `[0, 1, 1, 0, 0, 1]`: `[[1, 2], [5]]`.
         """
         ends = self.step_ends or (len(self.token_ids),)
-        return [[place for place in range(start, end) if self.mask[place]] for start, end in pairwise((0, *ends))]
+        return [
+            [place for place in range(start, end) if self.mask[place]]
+            for start, end in pairwise((0, *ends))
+        ]
 
     def advantages(self, *, std_epsilon: float | None) -> list[float]:
         """[L]: what each token is credited with, 0 outside the mask.
@@ -126,24 +147,38 @@ class TrainingExample:
         """
         if self.advantage is None:
             raise ValueError(
-                f'example {self.example_id!r}: has no advantage, because its rollouts were not scored; generate with score_rollouts, or set state["advantage"]'
+                f"example {self.example_id!r}: has no advantage, because its rollouts were not"
+                ' scored; generate with score_rollouts, or set state["advantage"]'
             )
-        given = [self.advantage] * len(self.token_ids) if self.token_advantages is None else self.token_advantages
+        given = (
+            [self.advantage] * len(self.token_ids)
+            if self.token_advantages is None
+            else self.token_advantages
+        )
         divides = std_epsilon is not None and has_signal(self.group_rewards)
         relative = self._relative() if divides else [False] * len(given)
         divisor = _deviation(self.group_rewards) + (std_epsilon or 0.0) if any(relative) else 1.0
         columns = zip(given, self.mask, relative, strict=True)
-        return [(value / divisor if is_relative else value) if is_learned else 0.0 for value, is_learned, is_relative in columns]
+        return [
+            (value / divisor if is_relative else value) if is_learned else 0.0
+            for value, is_learned, is_relative in columns
+        ]
 
     def _relative(self) -> Sequence[bool]:
-        """[L]: whether a token's advantage is the group's, rather than one that a rubric or a step gave itself, which is in no units of the rewards."""
+        """[L]: whether a token's advantage is the group's, rather than one that a rubric or a step
+        gave itself, which is in no units of the rewards.
+        """
         if self.token_is_relative is not None:
             return [bool(flag) for flag in self.token_is_relative]
         if self.token_advantages is not None:
             return [False] * len(self.token_ids)
         assert self.advantage is not None
         advantage, groups = self.advantage, group_advantages(self.group_rewards)
-        return [any(math.isclose(advantage, own, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for own in groups)] * len(self.token_ids)
+        return [
+            any(
+                math.isclose(advantage, own, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for own in groups
+            )
+        ] * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +232,11 @@ class EnvironmentRollout:
     generate_s: float
     """Until its end, scoring included."""
     reward_errors: Mapping[str, str] = field(default_factory=dict)
-    """What reward functions failed of, by name: `metrics` goes without their figures. Where one with a
-    weight failed, so has the rollout."""
+    """What reward functions failed of, by name: `metrics` goes without their figures. Where one
+    with a weight failed, so has the rollout."""
     given_up: tuple[str, ...] = ()
-    """The plain tools and reward functions, by name, whose thread was given up at a limit of time."""
+    """The plain tools and reward functions, by name, whose thread was given up at a limit of time.
+    """
     num_tool_calls: int | None = None
     """Calls of tools by the model; None where it is offered none."""
     calls: tuple[ModelCall, ...] = ()
@@ -208,7 +244,9 @@ class EnvironmentRollout:
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Of the rollouts of one example: the reward without the group's mean. Exactly 0 where the rewards differ by rounding alone."""
+    """Of the rollouts of one example: the reward without the group's mean. Exactly 0 where the
+    rewards differ by rounding alone.
+    """
     if not has_signal(rewards):
         return [0.0] * len(rewards)
     mean = fmean(rewards)
@@ -216,13 +254,17 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ, by more than rounding: what that leaves of them would be divided by what it leaves of their deviation."""
+    """Whether the rewards of a group differ, by more than rounding: what that leaves of them would
+    be divided by what it leaves of their deviation.
+    """
     rounding = _ROUNDING * max((abs(reward) for reward in rewards), default=0.0)
     # Written so that NaN differs: what it comes to is refused further on.
     return any(not abs(reward - rewards[0]) <= rounding for reward in rewards)
 
 
 def _deviation(rewards: Sequence[float]) -> float:
-    """Of these rewards: they are no sample of more. (`statistics.pstdev` computes in fractions, a hundred times as long.)"""
+    """Of these rewards: they are no sample of more. (`statistics.pstdev` computes in fractions, a
+    hundred times as long.)
+    """
     mean = fmean(rewards)
     return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))

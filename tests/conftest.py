@@ -1,4 +1,6 @@
-"""Fixtures that are dear: one Ray cluster, one demo checkpoint and three engines for the whole session."""
+"""Fixtures that are dear: one Ray cluster, one demo checkpoint and three engines for the whole
+session.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,22 @@ if TYPE_CHECKING:
 
 # Nothing is ever fetched, and Ray leaves the environment of its workers alone.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Threads that spin while they wait for each other cost more than they bring beside engines on the same two cores.
+# Threads that spin while they wait for each other cost more than they bring beside engines on the
+# same two cores.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-# One warm server for all engines of this process's tests, in a folder of its own; the path is short because a socket lives in it.
+# One warm server for all engines of this process's tests, in a folder of its own; the path is short
+# because a socket lives in it.
 os.environ[warm_python.FOLDER] = f"/tmp/rmwarm-{os.getpid()}"
 # The session's mark in the environment of all that it starts, with that of its workers.
 os.environ.setdefault(SESSION, str(os.getpid()))
-# Ray's own processes look at the machine every few seconds, which nobody asks for here: a tenth of a core for each cluster.
-os.environ |= {"REPORTER_UPDATE_INTERVAL_MS": "600000", "SCAN_EVENT_DIR_INTERVAL_SECONDS": "600", "AUTOSCALER_UPDATE_INTERVAL_S": "600"}
+# Ray's own processes look at the machine every few seconds, which nobody asks for here: a tenth of
+# a core for each cluster.
+os.environ |= {
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",
+    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "600",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "600",
+}
 # The pool reports every failed call itself.
 os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
 # A worker beside others has one core.
@@ -48,10 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_STARTED] = StartedProcesses()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Starts are what a session with engines costs, so it says how many there were."""
     if started := config.stash[_STARTED].stop():
-        terminalreporter.write_line("started: " + ", ".join(f"{number} {kind}" for kind, number in sorted(started.items())))
+        terminalreporter.write_line(
+            "started: " + ", ".join(f"{number} {kind}" for kind, number in sorted(started.items()))
+        )
 
 
 def pytest_collection_finish() -> None:
@@ -60,7 +73,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _modules_are_looked_for_where_they_were() -> Iterator[None]:
-    """An environment's file adds its folder, in which the next test's module of the same name is another."""
+    """An environment's file adds its folder, in which the next test's module of the same name is
+    another.
+    """
     before = list(sys.path)
     yield
     sys.path[:] = before
@@ -68,15 +83,21 @@ def _modules_are_looked_for_where_they_were() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _the_process_is_left_as_it_was() -> Iterator[None]:
-    """What one test sets for the whole process, another one finds, depending on which of them share a worker."""
+    """What one test sets for the whole process, another one finds, depending on which of them share
+    a worker.
+    """
     before = gc.get_threshold(), gc.isenabled(), Path.cwd()
     yield
-    assert (gc.get_threshold(), gc.isenabled(), Path.cwd()) == before, "this test, or a fixture of it, leaves the collector or the working folder changed"
+    assert (gc.get_threshold(), gc.isenabled(), Path.cwd()) == before, (
+        "this test, or a fixture of it, leaves the collector or the working folder changed"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The server that forks the engines of a session that has any. It stays between two tests because it has a connection."""
+    """The server that forks the engines of a session that has any. It stays between two tests
+    because it has a connection.
+    """
     if not any(item.get_closest_marker("engine") for item in request.session.items):
         yield
         return
@@ -84,7 +105,14 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
     from shared.weight_sync.transports import Device, TransportKind
 
     settings = EngineSettings(
-        "any", "float32", max_model_len=1, max_num_seqs=1, seed=0, transport=TransportKind.GLOO, device=Device.CPU, gpu_memory_utilization=0.5
+        "any",
+        "float32",
+        max_model_len=1,
+        max_num_seqs=1,
+        seed=0,
+        transport=TransportKind.GLOO,
+        device=Device.CPU,
+        gpu_memory_utilization=0.5,
     )
     folder = Path(os.environ[warm_python.FOLDER])
     with warm_python.connect(folder, os.environ | engine_environment(settings)):
@@ -93,15 +121,23 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A cluster of this session's own, of 8 CPUs by its own account. A short path, because sockets live in it.
+    """A cluster of this session's own, of 8 CPUs by its own account. A short path, because sockets
+    live in it.
 
-    Its processes find the modules of the tests: an actor with a `runtime_env` of its own, which would say so too, never gets a process that waits.
+    Its processes find the modules of the tests: an actor with a `runtime_env` of its own, which
+    would say so too, never gets a process that waits.
     """
     import ray
 
     folder = tempfile.mkdtemp(prefix="rm", dir="/tmp")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", os.pathsep.join(str(Path(__file__).parent / folder) for folder in ("fakes", "fixtures")), prepend=os.pathsep)
+        environment.setenv(
+            "PYTHONPATH",
+            os.pathsep.join(
+                str(Path(__file__).parent / folder) for folder in ("fakes", "fixtures")
+            ),
+            prepend=os.pathsep,
+        )
         ray.init(
             address="local",
             num_cpus=8,
@@ -147,22 +183,40 @@ def polygon_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model after some steps of channel A on those few scenes: it writes objects, not yet in the right places. One worker makes it for all."""
+def warm_checkpoint(
+    demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The demo's model after some steps of channel A on those few scenes: it writes objects, not
+    yet in the right places. One worker makes it for all.
+    """
     from config_support import configuration
     from learner_support import make_learner
 
     from shared.schedule import RunSchedule
 
     of_this_process = tmp_path_factory.getbasetemp()
-    folder = (of_this_process.parent if "PYTEST_XDIST_WORKER" in os.environ else of_this_process) / "warm"
+    folder = (
+        of_this_process.parent if "PYTEST_XDIST_WORKER" in os.environ else of_this_process
+    ) / "warm"
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            changes = {"max_steps": 25, "effective_batch_size": 16, "learning_rate": 2e-3, "lr_warmup_steps": 3}
+            changes = {
+                "max_steps": 25,
+                "effective_batch_size": 16,
+                "learning_rate": 2e-3,
+                "lr_warmup_steps": 3,
+            }
             training = {f"training__{name}": value for name, value in changes.items()}
             run_dir = tmp_path_factory.mktemp("warming")
-            config = configuration(demo_checkpoint, demo_data, run_dir, stage2_ab__schedule__warmup_steps=25, global_max_length=512, **training)
+            config = configuration(
+                demo_checkpoint,
+                demo_data,
+                run_dir,
+                stage2_ab__schedule__warmup_steps=25,
+                global_max_length=512,
+                **training,
+            )
             learner = make_learner(config)
             for plan in RunSchedule(config).plans():
                 learner.next_requests(plan)
@@ -174,13 +228,17 @@ def warm_checkpoint(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: py
 
 @pytest.fixture(scope="session")
 def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
-    """Three actors with real engines, started at once. Version and weights are whatever the test before left: sync first."""
+    """Three actors with real engines, started at once. Version and weights are whatever the test
+    before left: sync first.
+    """
     from engine_support import TIMEOUTS, EnginePool, create_actor, small_settings
 
     from launch.runtime.rollout_client import ActorPool
 
     names = [f"actor-{i}" for i in range(3)]
-    actors = {name: create_actor(name, small_settings(demo_checkpoint), i) for i, name in enumerate(names)}
+    actors = {
+        name: create_actor(name, small_settings(demo_checkpoint), i) for i, name in enumerate(names)
+    }
     pool = ActorPool(list(actors.values()), names, TIMEOUTS, decode_batch_size=8)
     pool.start()
     yield EnginePool(actors, pool)

@@ -14,7 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-PROBES = ("update_order", "float32", "patch_embedding", "segments", "ipc", "sharded", "learner_step")
+PROBES = (
+    "update_order",
+    "float32",
+    "patch_embedding",
+    "segments",
+    "ipc",
+    "sharded",
+    "learner_step",
+)
 """Modules of this folder, in the order of what a first hour on a card should show."""
 
 

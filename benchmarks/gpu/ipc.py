@@ -1,4 +1,5 @@
-"""20 syncs to another process on the same device by `packed_buckets`, as an engine beside the learner takes them.
+"""20 syncs to another process on the same device by `packed_buckets`, as an engine beside the
+learner takes them.
 
 Each sync shares one buffer, into which bucket after bucket is copied. The other process maps it
 once in a sync, as vLLM's consumer does, and copies every bucket out before it asks for the next.

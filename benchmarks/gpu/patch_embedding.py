@@ -35,7 +35,9 @@ def main() -> None:
         output.float().square().mean().backward()
         return output, model[0].weight.grad
 
-    exact.load_state_dict({name: tensor.double().cpu() for name, tensor in plain.state_dict().items()})
+    exact.load_state_dict(
+        {name: tensor.double().cpu() for name, tensor in plain.state_dict().items()}
+    )
     few = min(num_patches, 256)
     expected = exact(patches[:few].double())
     error = largest_difference(step(ours)[0][:few].cpu(), expected)

@@ -27,7 +27,10 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     num_tokens, longest = (160, 30) if arguments.toy else (12_000, 1_700)
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn((1, heads, num_tokens, 128), generator=draw).to(device, dtype).requires_grad_() for heads in (32, 8, 8))
+    query, key, value = (
+        torch.randn((1, heads, num_tokens, 128), generator=draw).to(device, dtype).requires_grad_()
+        for heads in (32, 8, 8)
+    )
     starts = torch.tensor([*range(0, num_tokens, longest), num_tokens], dtype=torch.int32)
     segments = RowBorders(starts.to(device), int(starts.diff().max()))
     number = torch.arange(num_tokens, device=device)

@@ -16,7 +16,13 @@ from benchmarks.learner_step import make_model, make_segment
 from benchmarks.logit_memory import FIRST_COORD, PIPELINE
 from learner.collate import collate
 from learner.model.checkpoint import CheckpointWeights
-from learner.model.ranks import DistributedRanks, LearnerDevice, RankTopology, Rendezvous, open_group
+from learner.model.ranks import (
+    DistributedRanks,
+    LearnerDevice,
+    RankTopology,
+    Rendezvous,
+    open_group,
+)
 from learner.model.sharding import ShardedModel
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
@@ -46,9 +52,13 @@ def main() -> None:
     here = {"device": Device(device.type), "rendezvous": meeting.endpoint}
     place = RankTopology(TransportKind.GLOO, (), **here)  # nothing is sent
     group = open_group(place, meeting.store, timedelta(seconds=60))
-    ranks = DistributedRanks(0, 1, group, LearnerDevice(device), timeout_s=60.0, sums_in_backward=True)
+    ranks = DistributedRanks(
+        0, 1, group, LearnerDevice(device), timeout_s=60.0, sums_in_backward=True
+    )
     source = CheckpointWeights(parts)
-    sharded = ShardedModel(parts, source, ranks, device=device, dtype=torch.float32, every_rank_sends=False)
+    sharded = ShardedModel(
+        parts, source, ranks, device=device, dtype=torch.float32, every_rank_sends=False
+    )
     whole.to(device)
 
     expected = backward_row(whole, row, objectives, Normalizer())

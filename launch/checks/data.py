@@ -38,7 +38,10 @@ class ImageNeeds:
     @classmethod
     def of(cls, *datasets: Dataset) -> ImageNeeds:
         samples = [sample for dataset in datasets for sample in dataset]
-        return cls(max(len(sample.images) for sample in samples), max(sample.width * sample.height for sample in samples))
+        return cls(
+            max(len(sample.images) for sample in samples),
+            max(sample.width * sample.height for sample in samples),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +67,64 @@ class DataFacts:
         )
 
     def describe(self) -> list[str]:
-        """One line about the environment's examples and one about a warning, or about the rows that were left out; none where none was."""
+        """One line about the environment's examples and one about a warning, or about the rows that
+        were left out; none where none was.
+        """
         if self.examples is not None:
             warnings = [] if self.warning is None else [f"warning   {self.warning}"]
-            return [f"data      the environment has {self.examples.train} examples to train on, {self.examples.held_out} are held out", *warnings]
+            return [
+                (
+                    f"data      the environment has {self.examples.train} examples to train on,"
+                    f" {self.examples.held_out} are held out"
+                ),
+                *warnings,
+            ]
         if not self.num_train_skipped + self.num_val_skipped:
             return []
-        return [f"data      skipped {self.num_train_skipped} bad rows of data.train and {self.num_val_skipped} of data.val (data.on_bad_row: skip)"]
+        return [
+            (
+                f"data      skipped {self.num_train_skipped} bad rows of data.train and"
+                f" {self.num_val_skipped} of data.val (data.on_bad_row: skip)"
+            )
+        ]
 
 
 def check_data(config: RunConfig) -> DataFacts:
-    """What `load_data` finds, or what the run's environment has, without keeping it. Raises as they do."""
-    return DataFacts.of(*load_data(config)) if config.environment is None else check_environment(config, config.environment)
+    """What `load_data` finds, or what the run's environment has, without keeping it. Raises as they
+    do.
+    """
+    return (
+        DataFacts.of(*load_data(config))
+        if config.environment is None
+        else check_environment(config, config.environment)
+    )
 
 
 def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
-    """Loads the environment in this process, as its actors will, and closes it. Raises ConfigError where there is none of this name, its arguments are wrong,
-    it lacks data, or a reader of its tool calls, and for whatever it raises itself. (Whether vLLM knows the reader its actors find out, which import that.)"""
+    """Loads the environment in this process, as its actors will, and closes it. Raises ConfigError
+    where there is none of this name, its arguments are wrong, it lacks data, or a reader of its
+    tool calls, and for whatever it raises itself. (Whether vLLM knows the reader its actors find
+    out, which import that.)"""
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
-    if section.max_images_per_prompt and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
-        told = f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees no images"
-        raise ConfigError(f"{told}; set it to 0, or choose a model with a vision tower ({', '.join(MODEL_TYPES)})")
+    if (
+        section.max_images_per_prompt
+        and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES
+    ):
+        told = (
+            f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees"
+            " no images"
+        )
+        raise ConfigError(
+            f"{told}; set it to 0, or choose a model with a vision tower ({', '.join(MODEL_TYPES)})"
+        )
     examples, warning = _looked_at(config, section)
     if has_held_out(config) and not examples.held_out:
         told = f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on"
-        raise ConfigError(f"{told}; give it an eval_dataset, or set the key to 0 for a run without held-out reports")
+        raise ConfigError(
+            f"{told}; give it an eval_dataset, or set the key to 0 for a run without held-out"
+            " reports"
+        )
     return DataFacts(ImageNeeds(section.max_images_per_prompt), 0, 0, examples, warning)
 
 
@@ -102,14 +137,25 @@ def _looked_at(config: RunConfig, section: EnvironmentSection) -> tuple[ExampleC
             examples = count_examples(environment, section.num_eval_examples)
         if not has_tools(environment) or shows_tools(Path(config.model.path)):
             return examples, None
-        warning = f"{environment.name} has tools, and the chat template of {config.model.path} shows none: the model is not told that it can call them"
-        return examples, f"{warning}; choose a checkpoint whose template writes `tools` (`make demo-lm` makes such a one, outputs/demo/lm_tools)"
+        warning = (
+            f"{environment.name} has tools, and the chat template of {config.model.path} shows"
+            " none: the model is not told that it can call them"
+        )
+        return (
+            examples,
+            (
+                f"{warning}; choose a checkpoint whose template writes `tools` (`make demo-lm`"
+                " makes such a one, outputs/demo/lm_tools)"
+            ),
+        )
     finally:
         # What it holds is for its actors to have.
         asyncio.run(environment.aclose())
 
 
-def _require_parser(config: RunConfig, section: EnvironmentSection, environment: Environment) -> None:
+def _require_parser(
+    config: RunConfig, section: EnvironmentSection, environment: Environment
+) -> None:
     try:
         if section.tool_call_parser is None and not has_own_parser(Path(config.model.path)):
             require_no_tools(environment)
@@ -118,11 +164,13 @@ def _require_parser(config: RunConfig, section: EnvironmentSection, environment:
 
 
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
-    """Training and validation data. Read every row of the run's data files and, where `data.check_images`, every image, as the learner will.
+    """Training and validation data. Read every row of the run's data files and, where
+    `data.check_images`, every image, as the learner will.
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
-        RecordError: bad rows or images of either file, with file and line (`data.on_bad_row: error`).
+        RecordError: bad rows or images of either file, with file and line (`data.on_bad_row:
+        error`).
     """
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
@@ -138,7 +186,14 @@ def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
     if errors:
         first, *others = errors
         more = [*first.more, *map(str, others)]
-        raise RecordError(first.problem, field=first.field, remedy=first.remedy, file=first.file, line=first.line, more=more)
+        raise RecordError(
+            first.problem,
+            field=first.field,
+            remedy=first.remedy,
+            file=first.file,
+            line=first.line,
+            more=more,
+        )
     return datasets["data.train"], datasets.get("data.val")
 
 
@@ -146,7 +201,8 @@ def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
     """The file that `key` names, read as `load_data` does, with its errors."""
     if not path.is_file():
         raise ConfigError(
-            f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for data=demo_polygons), or set {key} to a JSONL file"
+            f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for"
+            f" data=demo_polygons), or set {key} to a JSONL file"
         )
     shown_s = time.monotonic()
     # On a terminal the bar of the start is in the line, and is drawn anew in the next one.
@@ -156,6 +212,9 @@ def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
         nonlocal shown_s
         if time.monotonic() - shown_s > SHOW_EVERY_S or done == total:
             shown_s = time.monotonic()
-            print(f"{in_place_of_bar}data      {done} of {total} images of {path.name} are checked", flush=True)
+            print(
+                f"{in_place_of_bar}data      {done} of {total} images of {path.name} are checked",
+                flush=True,
+            )
 
     return load_samples(config, path, show)

@@ -1,4 +1,6 @@
-"""An environment that cannot be loaded, as the commands say it: which of their keys is meant, and the line of the environment that failed."""
+"""An environment that cannot be loaded, as the commands say it: which of their keys is meant, and
+the line of the environment that failed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class EnvironmentKeys:
 
 
 def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys) -> Environment:
-    """`load_environment(name, **args)`. Whatever that raises is a ConfigError (or the RecordError that it is), whose cause it is; also `exit()`."""
+    """`load_environment(name, **args)`. Whatever that raises is a ConfigError (or the RecordError
+    that it is), whose cause it is; also `exit()`.
+    """
     with environment_errors(name, keys, keys.name):
         load = find_environment(name)
     with environment_errors(name, keys, keys.args):
@@ -36,7 +40,8 @@ def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys
 
 @contextmanager
 def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[None]:
-    """What the body raises of this environment as a ConfigError: a ValueError explains itself and is of `key`; with the rest goes the line that raised it.
+    """What the body raises of this environment as a ConfigError: a ValueError explains itself and
+    is of `key`; with the rest goes the line that raised it.
 
     So is `exit()`, which would end the command without a word; not that of a signal's handler.
     """
@@ -55,11 +60,16 @@ def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[N
 
 def _not_loaded(error: Exception, name: str, keys: EnvironmentKeys) -> ConfigError:
     _LOGGER.debug("%s was not loaded", name, exc_info=error)
-    return ConfigError(f"{keys.name}: {name} was not loaded: {_told(error)}; check {keys.args} and the environment{keys.more}")
+    return ConfigError(
+        f"{keys.name}: {name} was not loaded: {_told(error)}; check {keys.args} and the"
+        f" environment{keys.more}"
+    )
 
 
 def _told(error: Exception) -> str:
-    """With the last line that is the environment's own, where there is one: of no installed file where it can be, and neither Python's nor ours."""
+    """With the last line that is the environment's own, where there is one: of no installed file
+    where it can be, and neither Python's nor ours.
+    """
     if isinstance(error, SyntaxError) and error.filename is not None and ownership(error.filename):
         # No frame has come to the line, which is in a file of the environment's.
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"

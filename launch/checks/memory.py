@@ -1,4 +1,5 @@
-"""How much memory a run's processes are going to need, from the checkpoint's files alone: nothing is loaded.
+"""How much memory a run's processes are going to need, from the checkpoint's files alone: nothing
+is loaded.
 
 Estimates, not promises: weights, gradients and optimizer state are exact, activations and caches
 follow the shapes of the layers, and what CUDA itself takes is a round number. What the allocators
@@ -20,12 +21,7 @@ from launch.runtime.placement import Placement
 from learner.parts import Part, find_part, part_of, section_of
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
-from shared.config.derive import (
-    is_sharded,
-    may_send_full,
-    rollout_servers,
-    tokens_beside_adapter,
-)
+from shared.config.derive import is_sharded, may_send_full, rollout_servers, tokens_beside_adapter
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
@@ -41,7 +37,12 @@ cuBLAS, cuDNN and NCCL. Not measured here."""
 BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
 """Tokens of a forward of an engine, at the most, by `rollout_matching.vllm.mode`: what vLLM 0.32
 gives an `LLM` on its large GPUs, and an `AsyncLLM`, where nothing else is asked for."""
-COPIES = {TransportKind.NCCL: 2, TransportKind.IPC: 1, TransportKind.GLOO: 0, TransportKind.INPROC: 0}
+COPIES = {
+    TransportKind.NCCL: 2,
+    TransportKind.IPC: 1,
+    TransportKind.GLOO: 0,
+    TransportKind.INPROC: 0,
+}
 """Of a bucket of weights on the GPU of either end, by transport: one under way and one that is
 packed or loaded; or the shared one, and the engine's."""
 CONTEXT, BUCKETS = "CUDA context", "buckets of a sync"
@@ -60,7 +61,12 @@ class VisionShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> VisionShape:
         """Read the section `vision_config` of a checkpoint's config.json. Raises KeyError."""
-        return cls(config["hidden_size"], config["depth"], config["intermediate_size"], config["spatial_merge_size"] ** 2)
+        return cls(
+            config["hidden_size"],
+            config["depth"],
+            config["intermediate_size"],
+            config["spatial_merge_size"] ** 2,
+        )
 
     @property
     def layer_numbers_per_patch(self) -> int:
@@ -87,7 +93,9 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """ConfigError where the folder's files are not those of a checkpoint, or its model is of a family that is not trained."""
+        """ConfigError where the folder's files are not those of a checkpoint, or its model is of a
+        family that is not trained.
+        """
         try:
             config = json.loads((folder / "config.json").read_text())
             text = config.get("text_config", config)
@@ -101,12 +109,20 @@ class ModelShape:
                 kv_heads=text["num_key_value_heads"],
                 head_dim=text.get("head_dim") or text["hidden_size"] // heads,
                 vocabulary=text["vocab_size"],
-                vision=VisionShape.of(config["vision_config"]) if "vision_config" in config else None,
+                vision=(
+                    VisionShape.of(config["vision_config"]) if "vision_config" in config else None
+                ),
             )
         except (OSError, ValueError, KeyError, struct.error) as error:
-            raise ConfigError(f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a folder that save_pretrained wrote") from error
+            raise ConfigError(
+                f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a"
+                " folder that save_pretrained wrote"
+            ) from error
         if strange := [name for name in shape.parameters if find_part(name) is None]:
-            raise ConfigError(f"model.path: {folder} holds {strange[0]}, which no Qwen2.5-VL or Qwen3-VL has; choose a checkpoint of one of them")
+            raise ConfigError(
+                f"model.path: {folder} holds {strange[0]}, which no Qwen2.5-VL or Qwen3-VL has;"
+                " choose a checkpoint of one of them"
+            )
         return shape
 
     @property
@@ -120,8 +136,9 @@ class ModelShape:
 
     @property
     def layer_numbers_per_token(self) -> int:
-        """Numbers that a layer of the language model keeps for its backward, for each token: inputs of norms and projections, queries, keys, values,
-        attention's output, the gate, its product."""
+        """Numbers that a layer of the language model keeps for its backward, for each token: inputs
+        of norms and projections, queries, keys, values, attention's output, the gate, its product.
+        """
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         return 6 * self.hidden + attention + 4 * self.intermediate
 
@@ -141,17 +158,32 @@ class Estimate:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        return f"{self.what}: {in_gib(self.total)} = " + " + ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items() if size)
+        return f"{self.what}: {in_gib(self.total)} = " + " + ".join(
+            f"{name} {in_gib(size)}" for name, size in self.parts.items() if size
+        )
 
 
 def num_trainable(config: RunConfig, shape: ModelShape) -> int:
-    """Values that have gradients and optimizer state: of the adapter where there is one, else of the parts that are not frozen."""
+    """Values that have gradients and optimizer state: of the adapter where there is one, else of
+    the parts that are not frozen.
+    """
     adapter = config.model.adapter
     if adapter is not None:
         tokens = tokens_beside_adapter(config)
-        rows = 0 if tokens is None else tokens.count * sum(sizes[1] for sizes in _embeddings_with_rows(config, shape))
-        return rows + sum(adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0) for sizes in _adapted(adapter, shape))
-    trained = (sizes for name, sizes in shape.parameters.items() if not section_of(part_of(name), config.training.parts).frozen)
+        rows = (
+            0
+            if tokens is None
+            else tokens.count * sum(sizes[1] for sizes in _embeddings_with_rows(config, shape))
+        )
+        return rows + sum(
+            adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0)
+            for sizes in _adapted(adapter, shape)
+        )
+    trained = (
+        sizes
+        for name, sizes in shape.parameters.items()
+        if not section_of(part_of(name), config.training.parts).frozen
+    )
     return sum(map(math.prod, trained))
 
 
@@ -161,7 +193,9 @@ def _adapted(adapter: AdapterSection, shape: ModelShape) -> list[tuple[int, ...]
         sizes
         for name, sizes in shape.parameters.items()
         # The vision tower has modules of the same names, which are not adapted.
-        if len(sizes) == 2 and name.split(".")[-2] in adapter.target_modules and part_of(name) is Part.LANGUAGE_MODEL
+        if len(sizes) == 2
+        and name.split(".")[-2] in adapter.target_modules
+        and part_of(name) is Part.LANGUAGE_MODEL
     ]
 
 
@@ -169,10 +203,19 @@ def _embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[in
     """Return the shapes of the embedding and the head of which rows are trained with an adapter."""
     if tokens_beside_adapter(config) is None:
         return []
-    return [sizes for name, sizes in shape.parameters.items() if name.split(".")[-2] in ("embed_tokens", "lm_head")]
+    return [
+        sizes
+        for name, sizes in shape.parameters.items()
+        if name.split(".")[-2] in ("embed_tokens", "lm_head")
+    ]
 
 
-def learner_estimate(config: RunConfig, shape: ModelShape, device: Device = Device.CPU, transport: TransportKind = TransportKind.GLOO) -> Estimate:
+def learner_estimate(
+    config: RunConfig,
+    shape: ModelShape,
+    device: Device = Device.CPU,
+    transport: TransportKind = TransportKind.GLOO,
+) -> Estimate:
     """One learner rank on such a device, whose weights go to engines by this transport."""
     trainable = num_trainable(config, shape)
     size, tokens = BYTES[config.model.dtype], config.global_max_length
@@ -192,7 +235,9 @@ def learner_estimate(config: RunConfig, shape: ModelShape, device: Device = Devi
             "gradients": trainable * 4 // ranks,
             "optimizer": trainable * 8 // ranks,
             # peft computes with a copy that has the rows in it, and the copy has a gradient.
-            "copies of an embedding with trained rows": 2 * size * max(map(math.prod, _embeddings_with_rows(config, shape)), default=0),
+            "copies of an embedding with trained rows": (
+                2 * size * max(map(math.prod, _embeddings_with_rows(config, shape)), default=0)
+            ),
             **of_a_row,
             BUCKETS: copies,
             CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
@@ -205,7 +250,11 @@ def _activation_bytes(config: RunConfig, shape: ModelShape) -> int:
     size, tokens = BYTES[config.model.dtype], config.global_max_length
     layer = shape.layer_numbers_per_token * tokens * size
     # Recomputed: the input of every layer, and one layer at a time.
-    activations = shape.layers * shape.hidden * tokens * size + layer if config.model.gradient_checkpointing else shape.layers * layer
+    activations = (
+        shape.layers * shape.hidden * tokens * size + layer
+        if config.model.gradient_checkpointing
+        else shape.layers * layer
+    )
     return activations + min(LOGIT_CHUNK, tokens) * shape.vocabulary * LOGIT_BYTES
 
 
@@ -217,10 +266,17 @@ def _image_activation_bytes(config: RunConfig, shape: ModelShape) -> int:
     vision, size = shape.vision, BYTES[config.model.dtype]
     patches = config.global_max_length * vision.patches_per_token
     layer = vision.layer_numbers_per_patch * patches * size
-    is_trained = config.model.adapter is None and not section_of(Part.VISION_TOWER, config.training.parts).frozen
+    is_trained = (
+        config.model.adapter is None
+        and not section_of(Part.VISION_TOWER, config.training.parts).frozen
+    )
     if not is_trained:
         return layer  # nothing is kept for a backward
-    return vision.layers * vision.hidden * patches * size + layer if config.model.gradient_checkpointing else vision.layers * layer
+    return (
+        vision.layers * vision.hidden * patches * size + layer
+        if config.model.gradient_checkpointing
+        else vision.layers * layer
+    )
 
 
 def _mask_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -236,7 +292,9 @@ def _mask_bytes(config: RunConfig, shape: ModelShape) -> int:
     is_eager = attention == "eager"
     if attention == "auto" or not (is_eager or config.training.packing):
         return 0  # attention by segments, and of one causal segment, makes none of these
-    repeated = 2 * shape.heads * shape.head_dim * tokens * size if shape.kv_heads < shape.heads else 0
+    repeated = (
+        2 * shape.heads * shape.head_dim * tokens * size if shape.kv_heads < shape.heads else 0
+    )
     softmax = shape.heads * tokens * tokens * (size + 4) if is_eager else 0
     layers = 1 if config.model.gradient_checkpointing else shape.layers
     return tokens * tokens * (1 + size) + layers * (softmax + repeated)
@@ -246,12 +304,21 @@ def _copied_bytes(config: RunConfig, shape: ModelShape, transport: TransportKind
     """Of the buckets that one end of a sync holds beside the weights. A bucket is closed by the
     tensor that takes it past its size."""
     size = BYTES[config.model.dtype]
-    full = (config.rollout_matching.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]) + max(map(math.prod, shape.parameters.values())) * size
-    return COPIES[transport] * min(full, shape.num_parameters * size) if may_send_full(config) else 0
+    full = (config.rollout_matching.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]) + max(
+        map(math.prod, shape.parameters.values())
+    ) * size
+    return (
+        COPIES[transport] * min(full, shape.num_parameters * size) if may_send_full(config) else 0
+    )
 
 
 def engine_estimate(
-    config: RunConfig, shape: ModelShape, devices: int, device: Device, device_bytes: int, transport: TransportKind = TransportKind.GLOO
+    config: RunConfig,
+    shape: ModelShape,
+    devices: int,
+    device: Device,
+    device_bytes: int,
+    transport: TransportKind = TransportKind.GLOO,
 ) -> Estimate:
     """One device of a vLLM engine of so many devices with so much memory each, to which weights
     come by this transport.
@@ -291,16 +358,31 @@ def _forward_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
 
 
 def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
-    """What a null `kv_cache_memory_bytes` is on CPU, where a fraction of the memory would be one of the whole machine's: of each of an engine's devices, room
-    for as many of the longest sequences as are decoded at a time."""
-    blocks = -(-_longest(config) // CACHE_BLOCK) * config.rollout_matching.decode_batch_size * devices
+    """What a null `kv_cache_memory_bytes` is on CPU, where a fraction of the memory would be one of
+    the whole machine's: of each of an engine's devices, room for as many of the longest sequences
+    as are decoded at a time."""
+    blocks = (
+        -(-_longest(config) // CACHE_BLOCK) * config.rollout_matching.decode_batch_size * devices
+    )
     heads = max(1, -(-shape.kv_heads // devices))
     # vLLM keeps a block for itself.
-    return (blocks + 1) * CACHE_BLOCK * 2 * shape.layers * heads * shape.head_dim * BYTES[config.model.dtype]
+    return (
+        (blocks + 1)
+        * CACHE_BLOCK
+        * 2
+        * shape.layers
+        * heads
+        * shape.head_dim
+        * BYTES[config.model.dtype]
+    )
 
 
 def shared_device_estimate(
-    config: RunConfig, shape: ModelShape, learner: Estimate, engine: Estimate, transport: TransportKind = TransportKind.INPROC
+    config: RunConfig,
+    shape: ModelShape,
+    learner: Estimate,
+    engine: Estimate,
+    transport: TransportKind = TransportKind.INPROC,
 ) -> Estimate:
     """A learner rank and an engine on the same GPU, at the time when the two need most.
 
@@ -325,8 +407,13 @@ def shared_device_estimate(
     of_engine = {f"engine's {name}": size for name, size in engine.parts.items()}
     asleep = {name: size for name, size in of_engine.items() if name == f"engine's {CONTEXT}"}
     learning = {**learner.parts, **(asleep if matching.vllm.sleep else of_engine)}
-    made = {"weights made for the sync": _made_bytes(config, shape) if sends_full else 0, BUCKETS: _copied_bytes(config, shape, transport)}
-    at_work = {name: size for name, size in learner.parts.items() if name in stays} | made | of_engine
+    made = {
+        "weights made for the sync": _made_bytes(config, shape) if sends_full else 0,
+        BUCKETS: _copied_bytes(config, shape, transport),
+    }
+    at_work = (
+        {name: size for name, size in learner.parts.items() if name in stays} | made | of_engine
+    )
     return max(
         Estimate("learner rank and engine on one GPU, while the learner learns", learning),
         Estimate("learner rank and engine on one GPU, while the engine works", at_work),
@@ -335,26 +422,40 @@ def shared_device_estimate(
 
 
 def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the weights that are there for a full sync alone, all of them until the engine has the last: whole ones of shards, merged ones of adapters."""
+    """Bytes of the weights that are there for a full sync alone, all of them until the engine has
+    the last: whole ones of shards, merged ones of adapters.
+    """
     size, adapter = BYTES[config.model.dtype], config.model.adapter
     if is_sharded(config):
         return shape.num_parameters * size
     if adapter is None:
         return 0
-    return size * sum(map(math.prod, (*_adapted(adapter, shape), *_embeddings_with_rows(config, shape))))
+    return size * sum(
+        map(math.prod, (*_adapted(adapter, shape), *_embeddings_with_rows(config, shape)))
+    )
 
 
 def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> int:
-    """Bytes of memory that the learner keeps for its syncs beside its weights: all of them, merged, where engines of its own machine read them there."""
+    """Bytes of memory that the learner keeps for its syncs beside its weights: all of them, merged,
+    where engines of its own machine read them there.
+    """
     section = rollout_servers(config)
-    reads_here = bool(placement.engines) if section is None else any(server.is_loopback for server in section.servers)
+    reads_here = (
+        bool(placement.engines)
+        if section is None
+        else any(server.is_loopback for server in section.servers)
+    )
     shares = reads_here and placement.transport == TransportKind.GLOO and may_send_full(config)
     return shape.num_parameters * BYTES[config.model.dtype] if shares else 0
 
 
 def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:
     """Longest sequences that an engine's cache holds at the same time."""
-    return engine.parts["key-value cache"] * devices // (shape.kv_numbers_per_token * BYTES[config.model.dtype] * _longest(config))
+    return (
+        engine.parts["key-value cache"]
+        * devices
+        // (shape.kv_numbers_per_token * BYTES[config.model.dtype] * _longest(config))
+    )
 
 
 def _longest(config: RunConfig) -> int:
@@ -376,7 +477,9 @@ def _parameters(folder: Path) -> dict[str, tuple[int, ...]]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(length))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        shapes |= {
+            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        }
     return shapes
 
 
@@ -384,9 +487,13 @@ def _parameters(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 _SMALLER_LEARNER = (
-    "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or use learner.model.sharding: fsdp over more ranks"
+    "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or"
+    " use learner.model.sharding: fsdp over more ranks"
 )
-_SMALLER_ENGINE = "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the engine more devices"
+_SMALLER_ENGINE = (
+    "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the"
+    " engine more devices"
+)
 
 RESERVED = 0.08
 """Part of a GPU's memory that nothing is planned into: what allocators leave unused between
@@ -395,7 +502,9 @@ GPU needs none beside it: vLLM measures these, and gives its cache what they lea
 """
 
 SURE = 1.25
-"""Multiple of the memory that is there from which on a need is a problem, and else a warning: estimates count the longest row with the most images."""
+"""Multiple of the memory that is there from which on a need is a problem, and else a warning:
+estimates count the longest row with the most images.
+"""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -430,21 +539,33 @@ class DeviceMemory:
 
     device: Device
     total: int
-    """Bytes of one GPU; on CPU of the whole machine or of its container, which all processes share."""
+    """Bytes of one GPU; on CPU of the whole machine or of its container, which all processes share.
+    """
 
     def problems(self, needs: Needs) -> list[str]:
-        """What certainly has no room. On a GPU a rank and an engine are counted together where they share it, else each alone."""
+        """What certainly has no room. On a GPU a rank and an engine are counted together where they
+        share it, else each alone.
+        """
         return [excess.told for excess in self._excesses(needs) if excess.is_sure]
 
     def warnings(self, needs: Needs) -> list[str]:
         """What has no room if the estimates are right."""
-        return [f"{excess.told}. It is an estimate, and tried" for excess in self._excesses(needs) if not excess.is_sure]
+        return [
+            f"{excess.told}. It is an estimate, and tried"
+            for excess in self._excesses(needs)
+            if not excess.is_sure
+        ]
 
     def _excesses(self, needs: Needs) -> list[_Excess]:
         if self.device is Device.CPU:
             return self._of_the_machine(needs)
         if needs.shared is not None:
-            return self._too_large("learner.gpus", needs.shared, f"{_SMALLER_LEARNER}, {_SMALLER_ENGINE}, or turn on vllm.sleep and rollout_matching.offload")
+            return self._too_large(
+                "learner.gpus",
+                needs.shared,
+                f"{_SMALLER_LEARNER}, {_SMALLER_ENGINE}, or turn on vllm.sleep and"
+                " rollout_matching.offload",
+            )
         learner = self._too_large("learner.gpus", needs.learner, _SMALLER_LEARNER)
         if needs.engine is None:
             return learner
@@ -475,28 +596,45 @@ class DeviceMemory:
             return []
         listed = ", ".join(f"{name} {in_gib(size)}" for name, size in parts.items())
         has = f"this machine, or its container, has {in_gib(self.total)}"
-        told = f"cluster.address: the processes need about {in_gib(needed)} ({listed}), {has}; {_SMALLER_LEARNER}"
+        told = (
+            f"cluster.address: the processes need about {in_gib(needed)} ({listed}), {has};"
+            f" {_SMALLER_LEARNER}"
+        )
         return [_Excess(told, is_sure=needed > SURE * self.total)]
 
 
 def device_memory(device: Device) -> DeviceMemory | None:
-    """Of the smallest GPU of this machine; None where it has none. On CPU no more than the container may have."""
+    """Of the smallest GPU of this machine; None where it has none. On CPU no more than the
+    container may have.
+    """
     if device is Device.CUDA:
         import torch
 
-        sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+        sizes = [
+            torch.cuda.get_device_properties(index).total_memory
+            for index in range(torch.cuda.device_count())
+        ]
         return DeviceMemory(device, min(sizes)) if sizes else None
-    return DeviceMemory(device, min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *container_limits()]))
+    return DeviceMemory(
+        device, min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *container_limits()])
+    )
 
 
 def container_limits() -> Iterator[int]:
-    """Bytes that this process and its like may have together, by each of the control groups around it (of version 1 or 2) that says so."""
+    """Bytes that this process and its like may have together, by each of the control groups around
+    it (of version 1 or 2) that says so.
+    """
     for line in _lines(OWN_CGROUPS):
         _, controllers, own = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        mounted, file = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
-        # Within a container its own group may be mounted as the outermost, under a path that is not told here.
+        mounted, file = (
+            (CGROUPS / "memory", "memory.limit_in_bytes")
+            if controllers
+            else (CGROUPS, "memory.max")
+        )
+        # Within a container its own group may be mounted as the outermost, under a path that is not
+        # told here.
         inner = mounted / own.strip("/")
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(mounted):

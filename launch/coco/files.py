@@ -44,7 +44,9 @@ class CocoAnnotation(_Entry):
 
     @field_validator("segmentation")
     @classmethod
-    def _pairs(cls, value: list[list[float]] | dict[str, Any] | None) -> list[list[float]] | dict[str, Any] | None:
+    def _pairs(
+        cls, value: list[list[float]] | dict[str, Any] | None
+    ) -> list[list[float]] | dict[str, Any] | None:
         if isinstance(value, list) and any(len(ring) % 2 for ring in value):
             raise ValueError("a ring must have x, y for each vertex, so an even number of values")
         return value
@@ -70,7 +72,9 @@ _CATEGORIES = TypeAdapter(list[CocoCategory], config=ConfigDict(strict=True))
 
 
 def read_annotations(path: Path) -> CocoFile:
-    """A file of COCO annotations ("instances"). RecordError names the file and the entry: what cannot be read, repeated ids, unusable names."""
+    """A file of COCO annotations ("instances"). RecordError names the file and the entry: what
+    cannot be read, repeated ids, unusable names.
+    """
     file: CocoFile = parse_json(path, CocoFile.model_validate_json, _read(path))
     _require_distinct(path, "images", [image.id for image in file.images])
     _require_distinct(path, "categories", [category.id for category in file.categories])
@@ -80,21 +84,41 @@ def read_annotations(path: Path) -> CocoFile:
 
 
 def read_categories(path: Path) -> dict[str, int]:
-    """Name to id, of a file that `launch.import_coco` wrote beside its records: `[{"id": ..., "name": ...}, ...]`. RecordError as above."""
+    """Name to id, of a file that `launch.import_coco` wrote beside its records: `[{"id": ...,
+    "name": ...}, ...]`. RecordError as above.
+    """
     categories = parse_json(path, _CATEGORIES.validate_json, _read(path))
     _check_names(path, categories, {category.id for category in categories})
     return {category.name: category.id for category in categories}
 
 
 def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
-    """The categories for the way back. A name that several have belongs to the one in use (`read_annotations` refuses two in use)."""
+    """The categories for the way back. A name that several have belongs to the one in use
+    (`read_annotations` refuses two in use).
+    """
     used = {annotation.category_id for annotation in file.annotations}
-    by_name = {category.name: category for category in sorted(file.categories, key=lambda category: category.id in used)}
-    return [{"id": category.id, "name": category.name} for category in file.categories if by_name[category.name].id == category.id]
+    by_name = {
+        category.name: category
+        for category in sorted(file.categories, key=lambda category: category.id in used)
+    }
+    return [
+        {"id": category.id, "name": category.name}
+        for category in file.categories
+        if by_name[category.name].id == category.id
+    ]
 
 
-def parse_json(path: Path, parse: Any, data: bytes, *, line: int | None = None, remedies: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """`parse(data)`, a pydantic reader of JSON. RecordError with the place of the first thing that is wrong; `remedies` are those of single fields."""
+def parse_json(
+    path: Path,
+    parse: Any,
+    data: bytes,
+    *,
+    line: int | None = None,
+    remedies: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """`parse(data)`, a pydantic reader of JSON. RecordError with the place of the first thing that
+    is wrong; `remedies` are those of single fields.
+    """
     try:
         return parse(data)
     except ValidationError as error:
@@ -102,12 +126,16 @@ def parse_json(path: Path, parse: Any, data: bytes, *, line: int | None = None, 
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         field = _field(first)
         remedy = remedies[field] if field in remedies else _remedy(first)
-        raise RecordError(f"{_problem(first)}{more}", field=field, remedy=remedy, file=str(path), line=line) from None
+        raise RecordError(
+            f"{_problem(first)}{more}", field=field, remedy=remedy, file=str(path), line=line
+        ) from None
 
 
 @contextmanager
 def written_once(path: Path) -> Iterator[IO[str]]:
-    """A text file beside `path`, which gets that name when the block ends well and is removed when it does not."""
+    """A text file beside `path`, which gets that name when the block ends well and is removed when
+    it does not.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
@@ -131,21 +159,37 @@ def require_absent(paths: Sequence[Path]) -> None:
 
 def counted(counts: Mapping[Name, int]) -> str:
     """`crowd 2, rle 1`, most first; `none`."""
-    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))) or "none"
+    return (
+        ", ".join(
+            f"{name} {count}"
+            for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        )
+        or "none"
+    )
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise RecordError(f"cannot be read: {error.strerror}", field="file", remedy="correct the path", file=str(path)) from error
+        raise RecordError(
+            f"cannot be read: {error.strerror}",
+            field="file",
+            remedy="correct the path",
+            file=str(path),
+        ) from error
 
 
 def _require_distinct(path: Path, where: str, ids: Sequence[int]) -> None:
     place_of: dict[int, int] = {}
     for place, id in enumerate(ids):
         if id in place_of:
-            raise RecordError(f"is {id}, as {where}[{place_of[id]}].id is", field=f"{where}[{place}].id", remedy="give every entry its own id", file=str(path))
+            raise RecordError(
+                f"is {id}, as {where}[{place_of[id]}].id is",
+                field=f"{where}[{place}].id",
+                remedy="give every entry its own id",
+                file=str(path),
+            )
         place_of[id] = place
 
 
@@ -156,13 +200,26 @@ def _check_names(path: Path, categories: Sequence[CocoCategory], used: set[int])
         if category.id not in used:
             continue
         field = f"categories[{place}].name"
-        if not category.name.strip() or any(token in category.name for token in (END_OF_TURN, *COORD_TOKENS)):
+        if not category.name.strip() or any(
+            token in category.name for token in (END_OF_TURN, *COORD_TOKENS)
+        ):
             raise RecordError(
-                f"is {category.name!r}, which cannot be an object's desc", field=field, remedy="give the category a name in words", file=str(path)
+                f"is {category.name!r}, which cannot be an object's desc",
+                field=field,
+                remedy="give the category a name in words",
+                file=str(path),
             )
         if category.name in place_of:
-            problem = f"is {category.name!r}, as that of categories[{place_of[category.name]}] is, and both are in use"
-            raise RecordError(problem, field=field, remedy="rename one: predictions find their category by its name", file=str(path))
+            problem = (
+                f"is {category.name!r}, as that of categories[{place_of[category.name]}] is, and"
+                " both are in use"
+            )
+            raise RecordError(
+                problem,
+                field=field,
+                remedy="rename one: predictions find their category by its name",
+                file=str(path),
+            )
         place_of[category.name] = place
 
 
@@ -176,7 +233,11 @@ def _problem(error: ErrorDetails) -> str:
 
 def _field(error: ErrorDetails) -> str:
     # A union puts the type it tried into `loc`: `list[list[float]]`, `dict[str,any]`, `int`.
-    keys = tuple(part for part in error["loc"] if isinstance(part, int) or (part.isidentifier() and part not in ("int", "bool")))
+    keys = tuple(
+        part
+        for part in error["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part not in ("int", "bool"))
+    )
     return dotted(keys) or "file"
 
 

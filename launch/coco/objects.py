@@ -26,7 +26,9 @@ class Wanted(StrEnum):
 
 
 class ObjectSkip(StrEnum):
-    """Why an annotation was left out. The last four concern polygons; under `auto` they are why there is a box instead."""
+    """Why an annotation was left out. The last four concern polygons; under `auto` they are why
+    there is a box instead.
+    """
 
     UNKNOWN_IMAGE = "unknown_image"
     IMAGE_SKIPPED = "image_skipped"
@@ -68,7 +70,9 @@ class ObjectCounts:
 
     def keep(self, converted: Sequence[Converted]) -> None:
         self.kept.update(one.object.kind for one in converted)
-        self.boxes_for_polygons.update(one.no_polygon for one in converted if one.no_polygon is not None)
+        self.boxes_for_polygons.update(
+            one.no_polygon for one in converted if one.no_polygon is not None
+        )
         self.num_clamped += sum(one.clamped for one in converted)
         self.num_simplified += sum(one.simplified for one in converted)
 
@@ -83,8 +87,16 @@ class ObjectCounts:
         }
 
 
-def convert(annotation: CocoAnnotation, image: CocoImage, names: Mapping[int, str], wanted: Wanted, max_vertices: int | None) -> Converted | ObjectSkip:
-    """The annotation as an object. `names` maps category ids to names; each axis of `image` must have 2 pixels or more."""
+def convert(
+    annotation: CocoAnnotation,
+    image: CocoImage,
+    names: Mapping[int, str],
+    wanted: Wanted,
+    max_vertices: int | None,
+) -> Converted | ObjectSkip:
+    """The annotation as an object. `names` maps category ids to names; each axis of `image` must
+    have 2 pixels or more.
+    """
     if annotation.iscrowd:
         return ObjectSkip.CROWD
     if annotation.category_id not in names:
@@ -108,10 +120,15 @@ def _box(annotation: CocoAnnotation, image: CocoImage, desc: str) -> Converted |
     bins = bins_of_coco_box(annotation.bbox, image.width, image.height)
     if bins[0] == bins[2] or bins[1] == bins[3]:  # inside the last pixel, which is one bin
         return ObjectSkip.DEGENERATE_BOX
-    return Converted(GroundTruthObject(GeometryKind.BBOX, bins, desc), _reaches_beyond((x, y, x + w, y + h), image))
+    return Converted(
+        GroundTruthObject(GeometryKind.BBOX, bins, desc),
+        _reaches_beyond((x, y, x + w, y + h), image),
+    )
 
 
-def _polygon(annotation: CocoAnnotation, image: CocoImage, desc: str, max_vertices: int | None) -> Converted | ObjectSkip:
+def _polygon(
+    annotation: CocoAnnotation, image: CocoImage, desc: str, max_vertices: int | None
+) -> Converted | ObjectSkip:
     rings = annotation.segmentation
     if isinstance(rings, dict):
         return ObjectSkip.RUN_LENGTH_CODE
@@ -123,10 +140,18 @@ def _polygon(annotation: CocoAnnotation, image: CocoImage, desc: str, max_vertic
     simplified = max_vertices is not None and len(bins) > 2 * max_vertices
     if simplified:
         assert max_vertices is not None
-        bins = tuple(bin for point in simplify_ring(list(zip(bins[::2], bins[1::2], strict=True)), max_vertices) for bin in point)
+        bins = tuple(
+            bin
+            for point in simplify_ring(list(zip(bins[::2], bins[1::2], strict=True)), max_vertices)
+            for bin in point
+        )
     if not has_area(bins):
         return ObjectSkip.DEGENERATE_POLYGON
-    return Converted(GroundTruthObject(GeometryKind.POLY, bins, desc), _reaches_beyond(rings[0], image), simplified)
+    return Converted(
+        GroundTruthObject(GeometryKind.POLY, bins, desc),
+        _reaches_beyond(rings[0], image),
+        simplified,
+    )
 
 
 def _reaches_beyond(pixels: Sequence[float], image: CocoImage) -> bool:

@@ -1,11 +1,12 @@
 """Makes the demo's data: scenes of real handwritten digits with a box and a name each.
 
-`python -m launch.demo.data --out outputs/demo/data` writes `train.jsonl`, `val.jsonl` and their PNG files, in the record format
-that the ordinary loader reads (DESIGN 7.1). The digits come with scikit-learn: 1,500 appear in training scenes, the other 297 in
-validation scenes only. They are the last ones of the set, so other people wrote them. The same arguments give the same bytes.
+`python -m launch.demo.data --out outputs/demo/data` writes `train.jsonl`, `val.jsonl` and their PNG
+files, in the record format that the ordinary loader reads (DESIGN 7.1). The digits come with
+scikit-learn: 1,500 appear in training scenes, the other 297 in validation scenes only. They are the
+last ones of the set, so other people wrote them. The same arguments give the same bytes.
 
-With `--geometry polygons` every digit has an outline of its ink in place of a box, with `--geometry mixed` the odd ones have; the
-scenes and their pictures are the same.
+With `--geometry polygons` every digit has an outline of its ink in place of a box, with `--geometry
+mixed` the odd ones have; the scenes and their pictures are the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from shared.grounding.geometry import bin_box, bin_points, simplify_ring
 CANVAS = 96
 """Width and height of a scene, in pixels."""
 GRID = 8
-"""Positions and sizes are multiples of this many pixels (one patch of the demo's model), so that a box can be learned exactly."""
+"""Positions and sizes are multiples of this many pixels (one patch of the demo's model), so that a
+box can be learned exactly.
+"""
 SIZES = (32, 40, 48)
 MAX_DIGITS = 4
 NUM_TRAIN_DIGITS = 1500
@@ -38,14 +41,18 @@ PLACEMENT_ATTEMPTS = 64
 INK = 96
 """Pixels of at least this brightness (of 255) lie inside a digit's outline."""
 MAX_VERTICES = 6
-"""Of an outline: a vertex is four tokens of the demo's tokenizer, so an object with an outline has 35 and one with a box 19."""
+"""Of an outline: a vertex is four tokens of the demo's tokenizer, so an object with an outline has
+35 and one with a box 19.
+"""
 
 
 class DemoGeometry(StrEnum):
     BOXES = "boxes"
     POLYGONS = "polygons"
     MIXED = "mixed"
-    """Polygons for the odd digits, boxes for the even ones: both kinds in one scene, and a picture tells which."""
+    """Polygons for the odd digits, boxes for the even ones: both kinds in one scene, and a picture
+    tells which.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,9 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class DigitPlacement:
-    """A digit on the canvas. Pixels; its box is that of its scan, half-open, `[left, left + size) x [top, top + size)`."""
+    """A digit on the canvas. Pixels; its box is that of its scan, half-open, `[left, left + size) x
+    [top, top + size)`.
+    """
 
     digit: Digit
     left: int
@@ -71,7 +80,11 @@ class DigitPlacement:
 
     def bins(self) -> tuple[int, int, int, int]:
         """(x1, y1, x2, y2) in norm1000 of the first and the last pixel."""
-        return bin_box((self.left, self.top, self.left + self.size - 1, self.top + self.size - 1), width=CANVAS, height=CANVAS)
+        return bin_box(
+            (self.left, self.top, self.left + self.size - 1, self.top + self.size - 1),
+            width=CANVAS,
+            height=CANVAS,
+        )
 
     def picture(self) -> Image.Image:
         """The digit as drawn: `size` x `size`, grey, 0 to 255."""
@@ -79,19 +92,31 @@ class DigitPlacement:
         return scan.resize((self.size, self.size), Image.Resampling.BILINEAR)
 
     def outline(self) -> tuple[int, ...]:
-        """x, y in norm1000 of the convex hull of the ink, simplified to `MAX_VERTICES`: clockwise from the topmost, then leftmost vertex."""
+        """x, y in norm1000 of the convex hull of the ink, simplified to `MAX_VERTICES`: clockwise
+        from the topmost, then leftmost vertex.
+        """
         ys, xs = np.nonzero(np.asarray(self.picture()) >= INK)
         ink = np.stack([xs, ys], axis=1)
         # Qhull goes counterclockwise where y points up, so clockwise in an image.
         hull = [(int(x), int(y)) for x, y in ink[ConvexHull(ink).vertices]]
         # Turned before as well, so that what is left out does not depend on where Qhull begins.
         ring = _from_the_top(simplify_ring(_from_the_top(hull), MAX_VERTICES))
-        return bin_points([value for x, y in ring for value in (self.left + x, self.top + y)], width=CANVAS, height=CANVAS)
+        return bin_points(
+            [value for x, y in ring for value in (self.left + x, self.top + y)],
+            width=CANVAS,
+            height=CANVAS,
+        )
 
     def described(self, geometry: DemoGeometry) -> dict[str, Any]:
         """The object of a record."""
-        outlined = geometry is DemoGeometry.POLYGONS or (geometry is DemoGeometry.MIXED and NAMES.index(self.digit.name) % 2 == 1)
-        return {"poly": self.outline(), "desc": self.digit.name} if outlined else {"bbox_2d": self.bins(), "desc": self.digit.name}
+        outlined = geometry is DemoGeometry.POLYGONS or (
+            geometry is DemoGeometry.MIXED and NAMES.index(self.digit.name) % 2 == 1
+        )
+        return (
+            {"poly": self.outline(), "desc": self.digit.name}
+            if outlined
+            else {"bbox_2d": self.bins(), "desc": self.digit.name}
+        )
 
 
 def _from_the_top(ring: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -103,7 +128,10 @@ def _from_the_top(ring: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def load_handwriting() -> tuple[list[Digit], list[Digit]]:
     """(digits for training scenes, digits for validation scenes), in the order of the data set."""
     scans = load_digits()
-    digits = [Digit(scan=scan.astype(np.uint8), name=NAMES[label]) for scan, label in zip(scans.images, scans.target, strict=True)]
+    digits = [
+        Digit(scan=scan.astype(np.uint8), name=NAMES[label])
+        for scan, label in zip(scans.images, scans.target, strict=True)
+    ]
     return digits[:NUM_TRAIN_DIGITS], digits[NUM_TRAIN_DIGITS:]
 
 
@@ -134,7 +162,8 @@ def draw_scene(scene: Sequence[DigitPlacement]) -> Image.Image:
 
 
 def in_reading_order(objects: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By least y, then least x: an outline begins further down and right than the box of its digit."""
+    """By least y, then least x: an outline begins further down and right than the box of its
+    digit."""
 
     def place(found: dict[str, Any]) -> tuple[int, int]:
         bins = found["poly"] if "poly" in found else found["bbox_2d"]
@@ -143,7 +172,14 @@ def in_reading_order(objects: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(objects, key=place)
 
 
-def write_split(folder: Path, split: str, digits: Sequence[Digit], count: int, geometry: DemoGeometry, rng: np.random.Generator) -> None:
+def write_split(
+    folder: Path,
+    split: str,
+    digits: Sequence[Digit],
+    count: int,
+    geometry: DemoGeometry,
+    rng: np.random.Generator,
+) -> None:
     """`count` scenes: `folder/{split}.jsonl` and `folder/{split}/00000.png` and so on."""
     (folder / split).mkdir()
     with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as lines:
@@ -152,33 +188,77 @@ def write_split(folder: Path, split: str, digits: Sequence[Digit], count: int, g
             image = f"{split}/{number:05d}.png"
             draw_scene(scene).save(folder / image)
             objects = in_reading_order([placed.described(geometry) for placed in scene])
-            lines.write(json.dumps({"images": [image], "width": CANVAS, "height": CANVAS, "objects": objects}) + "\n")
+            lines.write(
+                json.dumps(
+                    {"images": [image], "width": CANVAS, "height": CANVAS, "objects": objects}
+                )
+                + "\n"
+            )
 
 
-def make_demo_data(out: Path, *, seed: int, num_train: int, num_val: int, geometry: DemoGeometry = DemoGeometry.BOXES) -> bool:
-    """Writes both splits into the folder `out`, unless they are there. True where they were made now; ConfigError: see `make_once`."""
+def make_demo_data(
+    out: Path,
+    *,
+    seed: int,
+    num_train: int,
+    num_val: int,
+    geometry: DemoGeometry = DemoGeometry.BOXES,
+) -> bool:
+    """Writes both splits into the folder `out`, unless they are there. True where they were made
+    now; ConfigError: see `make_once`.
+    """
 
     def make(folder: Path) -> None:
         train_digits, val_digits = load_handwriting()
-        write_split(folder, "train", train_digits, num_train, geometry, np.random.default_rng([seed, 0]))
+        write_split(
+            folder, "train", train_digits, num_train, geometry, np.random.default_rng([seed, 0])
+        )
         write_split(folder, "val", val_digits, num_val, geometry, np.random.default_rng([seed, 1]))
 
     settings: dict[str, str | int] = {"seed": seed, "train": num_train, "val": num_val}
-    if geometry is not DemoGeometry.BOXES:  # so that folders from before there was a choice stay valid
+    # so that folders from before there was a choice stay valid
+    if geometry is not DemoGeometry.BOXES:
         settings["geometry"] = str(geometry)
     return make_once(out, settings, make)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m launch.demo.data", description="Make the demo's data: scenes of handwritten digits.")
-    parser.add_argument("--out", type=Path, default=Path("outputs/demo/data"), help="folder to make (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.demo.data",
+        description="Make the demo's data: scenes of handwritten digits.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/demo/data"),
+        help="folder to make (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--train", type=int, default=2000, help="number of training scenes (default: %(default)s)")
-    parser.add_argument("--val", type=int, default=256, help="number of validation scenes (default: %(default)s)")
-    parser.add_argument("--geometry", type=DemoGeometry, choices=list(DemoGeometry), default=DemoGeometry.BOXES, help="default: %(default)s")
+    parser.add_argument(
+        "--train", type=int, default=2000, help="number of training scenes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--val", type=int, default=256, help="number of validation scenes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--geometry",
+        type=DemoGeometry,
+        choices=list(DemoGeometry),
+        default=DemoGeometry.BOXES,
+        help="default: %(default)s",
+    )
     options = parser.parse_args(arguments)
-    made = make_demo_data(options.out, seed=options.seed, num_train=options.train, num_val=options.val, geometry=options.geometry)
-    print(f"demo data: {options.train} training and {options.val} validation scenes in {options.out}" + ("" if made else " (there already)"))
+    made = make_demo_data(
+        options.out,
+        seed=options.seed,
+        num_train=options.train,
+        num_val=options.val,
+        geometry=options.geometry,
+    )
+    print(
+        f"demo data: {options.train} training and {options.val} validation scenes in {options.out}"
+        + ("" if made else " (there already)")
+    )
 
 
 if __name__ == "__main__":

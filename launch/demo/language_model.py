@@ -1,8 +1,11 @@
-"""Makes the language model of the demo of environments: the Qwen3 architecture of transformers with 248,896 random parameters.
+"""Makes the language model of the demo of environments: the Qwen3 architecture of transformers with
+248,896 random parameters.
 
-`python -m launch.demo.language_model --out outputs/demo/lm` writes an ordinary checkpoint (configuration, weights, tokenizer, chat template) that
-`AutoModelForCausalLM`, `AutoTokenizer` and vLLM load without this project. The same arguments give the same bytes. With `--tools` the model knows the words of
-the environment `hidden_digit`, its template shows tools, and a whole tool call is one token, which even random weights write now and then.
+`python -m launch.demo.language_model --out outputs/demo/lm` writes an ordinary checkpoint
+(configuration, weights, tokenizer, chat template) that `AutoModelForCausalLM`, `AutoTokenizer` and
+vLLM load without this project. The same arguments give the same bytes. With `--tools` the model
+knows the words of the environment `hidden_digit`, its template shows tools, and a whole tool call
+is one token, which even random weights write now and then.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ MAX_LENGTH = 512
 PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 SPECIAL_TOKENS = (PAD, START, END, UNKNOWN)
 
-# A word with the space before it and the line's end behind it, or any one character. A digit is the same token in a question and as an
-# answer, so a model that copies has one embedding to find; and texts of tokens put behind each other are the text.
+# A word with the space before it and the line's end behind it, or any one character. A digit is the
+# same token in a question and as an answer, so a model that copies has one embedding to find; and
+# texts of tokens put behind each other are the text.
 PIECES = r" ?[A-Za-z]+\n?|[^A-Za-z]"
 
 CHAT_TEMPLATE = """\
@@ -80,14 +84,20 @@ def tokenizer_texts(*, tools: bool) -> Iterator[str]:
 
 
 def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
-    """Words of `tokenizer_texts`, a token each, in their order behind the special ones. Whatever else is one unknown token a piece."""
+    """Words of `tokenizer_texts`, a token each, in their order behind the special ones. Whatever
+    else is one unknown token a piece.
+    """
     words = [piece for text in tokenizer_texts(tools=tools) for piece in re.findall(PIECES, text)]
-    vocabulary = {word: number for number, word in enumerate(dict.fromkeys((*SPECIAL_TOKENS, *words)))}
+    vocabulary = {
+        word: number for number, word in enumerate(dict.fromkeys((*SPECIAL_TOKENS, *words)))
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     # Without one, tokens would be joined by spaces.
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     if tools:
         tokenizer.add_tokens([AddedToken(TOOL_CALL, special=False, normalized=False)])
     return PreTrainedTokenizerFast(
@@ -123,14 +133,18 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
-    """Writes the checkpoint into the folder `out`, unless it is there. True where it was made now; ConfigError: see `make_once`."""
+    """Writes the checkpoint into the folder `out`, unless it is there. True where it was made now;
+    ConfigError: see `make_once`.
+    """
 
     def make(folder: Path) -> None:
         tokenizer = make_tokenizer(tools=tools)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = Qwen3ForCausalLM(make_config(tokenizer))
-        model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        model.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
@@ -138,14 +152,29 @@ def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m launch.demo.language_model", description="Make the demo's language model: a small random Qwen3.")
-    parser.add_argument("--out", type=Path, default=Path("outputs/demo/lm"), help="folder to make (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.demo.language_model",
+        description="Make the demo's language model: a small random Qwen3.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/demo/lm"),
+        help="folder to make (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--tools", action="store_true", help="one that can call the tool of the environment hidden_digit")
+    parser.add_argument(
+        "--tools",
+        action="store_true",
+        help="one that can call the tool of the environment hidden_digit",
+    )
     options = parser.parse_args(arguments)
     logging.disable_progress_bar()
     made = make_demo_lm(options.out, seed=options.seed, tools=options.tools)
-    print(f"demo language model: Qwen3 architecture, random weights, in {options.out}" + ("" if made else " (there already)"))
+    print(
+        f"demo language model: Qwen3 architecture, random weights, in {options.out}"
+        + ("" if made else " (there already)")
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Makes the demo's model: the Qwen3-VL architecture of transformers with about three million random parameters.
+"""Makes the demo's model: the Qwen3-VL architecture of transformers with about three million random
+parameters.
 
-`python -m launch.demo.model --out outputs/demo/model` writes an ordinary checkpoint (configuration, weights, tokenizer, image and
-video processor, chat template) that `AutoModelForImageTextToText`, `AutoProcessor` and vLLM load without this project. The same
-arguments give the same bytes.
+`python -m launch.demo.model --out outputs/demo/model` writes an ordinary checkpoint (configuration,
+weights, tokenizer, image and video processor, chat template) that `AutoModelForImageTextToText`,
+`AutoProcessor` and vLLM load without this project. The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -39,15 +40,23 @@ MERGE = 2
 TEMPORAL_PATCH = 2
 HIDDEN = 128
 INITIALIZER_RANGE = 0.06
-"""Near 1 / sqrt(HIDDEN): with transformers' 0.02, made for wide models, the first hundred steps go into growing the weights."""
+"""Near 1 / sqrt(HIDDEN): with transformers' 0.02, made for wide models, the first hundred steps go
+into growing the weights.
+"""
 MAX_LENGTH = 4096
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 SPECIAL_TOKENS = (PAD, START, END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 
-# A word with the space before it, `{}`, a closing brace with the brace or comma behind it, or a run of anything else. As in Qwen's
-# vocabulary, the brace that ends an object is one token with what the model goes on to: `}}` or `},`.
+# A word with the space before it, `{}`, a closing brace with the brace or comma behind it, or a run
+# of anything else. As in Qwen's vocabulary, the brace that ends an object is one token with what
+# the model goes on to: `}}` or `},`.
 PIECES = r" ?[\p{L}\p{N}_]+|\{\}|\}[},]?|[^\p{L}\p{N}_}]+"
 
 CHAT_TEMPLATE = """\
@@ -75,7 +84,9 @@ CHAT_TEMPLATE = """\
 
 
 def tokenizer_texts(prompt: str) -> Iterator[str]:
-    """Everything the model reads and writes: every object index, name, geometry and order of fields once."""
+    """Everything the model reads and writes: every object index, name, geometry and order of fields
+    once.
+    """
     yield from ("system\n", "user\n", "assistant\n", "{}", prompt)
     box = GroundTruthObject(kind=GeometryKind.BBOX, bins=(0, 0, 1, 1), desc="")
     triangle = GroundTruthObject(kind=GeometryKind.POLY, bins=(0, 0, 1, 1, 0, 1), desc="")
@@ -85,18 +96,34 @@ def tokenizer_texts(prompt: str) -> Iterator[str]:
 
 
 def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every word of `tokenizer_texts` is one token, then the special tokens, then the coord tokens in order."""
+    """Byte-level BPE in which every word of `tokenizer_texts` is one token, then the special
+    tokens, then the coord tokens in order.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     # No limit on the vocabulary: training ends when every word is one token.
-    trainer = trainers.BpeTrainer(vocab_size=100_000, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
-    tokenizer.train_from_iterator((piece for text in tokenizer_texts(prompt) for piece in re.split(r"<\|\w+\|>", text)), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    trainer = trainers.BpeTrainer(
+        vocab_size=100_000,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        (piece for text in tokenizer_texts(prompt) for piece in re.split(r"<\|\w+\|>", text)),
+        trainer,
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     # Ordinary tokens, so that decoding without special tokens keeps them.
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in COORD_TOKENS])
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in COORD_TOKENS]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -109,12 +136,31 @@ def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
-    """Every image is brought to the pixels of one scene, here and not per request, so that the learner and the engines agree."""
+    """Every image is brought to the pixels of one scene, here and not per request, so that the
+    learner and the engines agree.
+    """
     scene = CANVAS * CANVAS
-    common = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": TEMPORAL_PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    common = {
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": TEMPORAL_PATCH,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
     images = Qwen2VLImageProcessor(size={"shortest_edge": scene, "longest_edge": scene}, **common)
-    videos = Qwen3VLVideoProcessor(size={"shortest_edge": scene, "longest_edge": 4 * scene}, min_frames=2, max_frames=4, cap_pixels_per_frame=False, **common)
-    return Qwen3VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=CHAT_TEMPLATE)
+    videos = Qwen3VLVideoProcessor(
+        size={"shortest_edge": scene, "longest_edge": 4 * scene},
+        min_frames=2,
+        max_frames=4,
+        cap_pixels_per_frame=False,
+        **common,
+    )
+    return Qwen3VLProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=videos,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
@@ -129,7 +175,12 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
         "head_dim": head,
         "max_position_embeddings": MAX_LENGTH,
         # Half a head is rotated pairs: shared by time, height and width.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
         "pad_token_id": tokenizer.convert_tokens_to_ids(PAD),
         "eos_token_id": tokenizer.convert_tokens_to_ids(END),
         "tie_word_embeddings": True,
@@ -160,8 +211,12 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
     )
 
 
-def _order_coord_embeddings(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give near bins near embeddings, at the scale of the others. With 1,000 independent rows the demo ends before the model knows their order."""
+def _order_coord_embeddings(
+    model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Give near bins near embeddings, at the scale of the others. With 1,000 independent rows the
+    demo ends before the model knows their order.
+    """
     embeddings = model.get_input_embeddings().weight
     first = tokenizer.convert_tokens_to_ids(coord_token(0))
     mixed_CD = mixed_waves(torch.randn(HIDDEN, NUM_WAVES))
@@ -170,7 +225,9 @@ def _order_coord_embeddings(model: Qwen3VLForConditionalGeneration, tokenizer: P
 
 
 def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
-    """Writes the checkpoint into the folder `out`, unless it is there. True where it was made now; ConfigError: see `make_once`."""
+    """Writes the checkpoint into the folder `out`, unless it is there. True where it was made now;
+    ConfigError: see `make_once`.
+    """
 
     def make(folder: Path) -> None:
         tokenizer = make_tokenizer(prompt)
@@ -178,7 +235,10 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
             torch.manual_seed(seed)
             model = Qwen3VLForConditionalGeneration(make_config(tokenizer))
             _order_coord_embeddings(model, tokenizer)
-        model.generation_config = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(END), pad_token_id=tokenizer.convert_tokens_to_ids(PAD))
+        model.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.convert_tokens_to_ids(END),
+            pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        )
         model.save_pretrained(folder)
         make_processor(tokenizer).save_pretrained(folder)
 
@@ -186,13 +246,24 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m launch.demo.model", description="Make the demo's model: a small random Qwen3-VL.")
-    parser.add_argument("--out", type=Path, default=Path("outputs/demo/model"), help="folder to make (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.demo.model",
+        description="Make the demo's model: a small random Qwen3-VL.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/demo/model"),
+        help="folder to make (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=17)
     options = parser.parse_args(arguments)
     logging.disable_progress_bar()
     made = make_demo_model(options.out, seed=options.seed, prompt=DEFAULT_USER_PROMPT)
-    print(f"demo model: Qwen3-VL architecture, random weights, in {options.out}" + ("" if made else " (there already)"))
+    print(
+        f"demo model: Qwen3-VL architecture, random weights, in {options.out}"
+        + ("" if made else " (there already)")
+    )
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ SETTINGS_FILE = "made_from.json"
 
 
 def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path], None]) -> bool:
-    """Fills the folder `out` by `make(folder)`, unless it is there already, made from the same settings. True where it was made now.
+    """Fills the folder `out` by `make(folder)`, unless it is there already, made from the same
+    settings. True where it was made now.
 
-    `make` works in a folder beside `out` which is renamed at the end, so `out` is complete whenever it exists. ConfigError where
-    `out` holds something else: other settings, or no settings at all.
+    `make` works in a folder beside `out` which is renamed at the end, so `out` is complete whenever
+    it exists. ConfigError where `out` holds something else: other settings, or no settings at all.
     """
     if out.exists():
         _require_made_from(out, settings)
@@ -39,7 +40,12 @@ def _require_made_from(out: Path, settings: Mapping[str, str | int]) -> None:
     try:
         found = json.loads((out / SETTINGS_FILE).read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{out}: exists, but was not made by this command; choose another folder or remove it") from None
+        raise ConfigError(
+            f"{out}: exists, but was not made by this command; choose another folder or remove it"
+        ) from None
     if found != settings:
         different = sorted({key for key, _ in found.items() ^ settings.items()})
-        raise ConfigError(f"{out}: was made from another {', '.join(different)}; remove it to make it again, or choose another folder")
+        raise ConfigError(
+            f"{out}: was made from another {', '.join(different)}; remove it to make it again, or"
+            " choose another folder"
+        )

@@ -1,7 +1,8 @@
 """COCO average precision of an evaluation, by pycocotools.
 
-As COCO's own figures, but for one thing: objects of every size count together. At most 100 predictions per image and class take part, the
-surest first; of equal scores the one that was written first.
+As COCO's own figures, but for one thing: objects of every size count together. At most 100
+predictions per image and class take part, the surest first; of equal scores the one that was
+written first.
 
 Shape legend: T IoU thresholds .50, .55, ..., .95; R recall levels; K classes.
 """
@@ -19,7 +20,12 @@ import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from shared.grounding.coco import ImagePredictions, number_categories, predictions_to_coco, samples_to_coco
+from shared.grounding.coco import (
+    ImagePredictions,
+    number_categories,
+    predictions_to_coco,
+    samples_to_coco,
+)
 from shared.grounding.evaluation import NamedShape, Scene
 from shared.records import GeometryKind
 
@@ -45,7 +51,9 @@ class CocoAP:
     ap50: float | None
     ap75: float | None
     ar: float | None
-    """Mean over thresholds and classes of the recall of at most 100 predictions per image and class."""
+    """Mean over thresholds and classes of the recall of at most 100 predictions per image and
+    class.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +71,23 @@ def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
     shapes: list[NamedShape] = []
     for scene in scenes:
         shapes += [*scene.sample.objects, *scene.objects]
-    types = [IouType.BBOX, *([IouType.SEGM] if any(shape.kind is GeometryKind.POLY for shape in shapes) else [])]
+    types = [
+        IouType.BBOX,
+        *([IouType.SEGM] if any(shape.kind is GeometryKind.POLY for shape in shapes) else []),
+    ]
     categories = number_categories(shape.desc for shape in shapes)
-    by_class, any_class = _data_sets(scenes, categories), _data_sets(scenes, dict.fromkeys(categories, 1))
+    by_class, any_class = (
+        _data_sets(scenes, categories),
+        _data_sets(scenes, dict.fromkeys(categories, 1)),
+    )
     runs = {type_: _run(*by_class, type_) for type_ in types}
     return CocoScores(
         by_class={type_: run.summary() for type_, run in runs.items()},
         any_class={type_: _run(*any_class, type_).summary() for type_ in types},
-        class_ap={name: _mean(runs[IouType.BBOX].precision_TRK[:, :, index]) for index, name in enumerate(categories)},
+        class_ap={
+            name: _mean(runs[IouType.BBOX].precision_TRK[:, :, index])
+            for index, name in enumerate(categories)
+        },
     )
 
 
@@ -78,10 +95,16 @@ def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[
     """Ground truth and predictions. `categories` maps every name to the id of its class."""
     samples, image_ids = [scene.sample for scene in scenes], range(1, len(scenes) + 1)
     truth = samples_to_coco(samples, image_ids, categories)
-    images = [ImagePredictions(image_id, scene.sample.width, scene.sample.height, scene.objects) for image_id, scene in zip(image_ids, scenes, strict=True)]
+    images = [
+        ImagePredictions(image_id, scene.sample.width, scene.sample.height, scene.objects)
+        for image_id, scene in zip(image_ids, scenes, strict=True)
+    ]
     results = predictions_to_coco(images, categories).results
     # What COCO.loadRes would add; it cannot read an empty list.
-    annotations = [{**result, "id": number, "area": result["bbox"][2] * result["bbox"][3], "iscrowd": 0} for number, result in enumerate(results, 1)]
+    annotations = [
+        {**result, "id": number, "area": result["bbox"][2] * result["bbox"][3], "iscrowd": 0}
+        for number, result in enumerate(results, 1)
+    ]
     return _indexed(truth), _indexed({**truth, "annotations": annotations})
 
 
@@ -100,7 +123,12 @@ class _Run:
     recall_TK: np.ndarray
 
     def summary(self) -> CocoAP:
-        return CocoAP(_mean(self.precision_TRK), _mean(self.precision_TRK[0]), _mean(self.precision_TRK[5]), _mean(self.recall_TK))
+        return CocoAP(
+            _mean(self.precision_TRK),
+            _mean(self.precision_TRK[0]),
+            _mean(self.precision_TRK[5]),
+            _mean(self.recall_TK),
+        )
 
 
 def _run(truth: COCO, found: COCO, iou_type: IouType) -> _Run:

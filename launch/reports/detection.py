@@ -8,10 +8,20 @@ from typing import Any, NamedTuple
 
 from launch.reports.coco_ap import MAX_PREDICTIONS, CocoAP, CocoScores, IouType, coco_scores
 from shared.config import RunConfig
-from shared.grounding.evaluation import DetectionCounts, DetectionSummary, Evaluation, Pair, Scene, pair_objects, summarise, worst_scenes
+from shared.grounding.evaluation import (
+    DetectionCounts,
+    DetectionSummary,
+    Evaluation,
+    Pair,
+    Scene,
+    pair_objects,
+    summarise,
+    worst_scenes,
+)
 from shared.rollouts import FinishReason
 
-# The one figure of a held-out report that a run is about: it closes the run, and checkpoints are kept by it.
+# The one figure of a held-out report that a run is about: it closes the run, and checkpoints are
+# kept by it.
 
 
 class PrimaryMetric(NamedTuple):
@@ -91,7 +101,11 @@ class DetectionReport:
         }
         for later in self.detection.thresholds[1:]:
             at = f"@{later.iou_threshold:g}"
-            values |= {f"val/f1{at}": later.any_class.f1, f"val/precision{at}": later.any_class.precision, f"val/recall{at}": later.any_class.recall}
+            values |= {
+                f"val/f1{at}": later.any_class.f1,
+                f"val/precision{at}": later.any_class.precision,
+                f"val/recall{at}": later.any_class.recall,
+            }
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -102,19 +116,28 @@ class DetectionReport:
         """The figures at the first threshold, and what was wrong with answers, in a line."""
         counts = self.counts
         figures = (
-            f"F1@{self.iou_threshold:g} {counts.f1:.3f}, precision {counts.precision:.3f}, recall {counts.recall:.3f}, "
-            f"valid objects {counts.valid_rate:.3f}, class accuracy on matched objects {counts.class_accuracy:.3f}"
+            f"F1@{self.iou_threshold:g} {counts.f1:.3f}, precision {counts.precision:.3f}, recall"
+            f" {counts.recall:.3f}, valid objects {counts.valid_rate:.3f}, class accuracy on"
+            f" matched objects {counts.class_accuracy:.3f}"
         )
         faults = [f"{number} {what}" for what, number in self.faults().items() if number]
-        return f"{figures}; of {len(self.evaluation.outcomes)} answers {', '.join(faults)}" if faults else figures
+        return (
+            f"{figures}; of {len(self.evaluation.outcomes)} answers {', '.join(faults)}"
+            if faults
+            else figures
+        )
 
     def faults(self) -> dict[str, int]:
-        """Return the number of answers by what is wrong with them; one that was cut may be counted under another name too."""
+        """Return the number of answers by what is wrong with them; one that was cut may be counted
+        under another name too.
+        """
         limit = self.config.rollout_matching.max_new_tokens
         return {
             "never opened with {": self.detection.num_never_opened,
             "not closed": self.num_not_closed,
-            f"cut by length (rollout_matching.max_new_tokens: {limit})": self.detection.num_length_limited,
+            f"cut by length (rollout_matching.max_new_tokens: {limit})": (
+                self.detection.num_length_limited
+            ),
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -149,7 +172,9 @@ class DetectionReport:
             ],
             "coco": {
                 "by_class": {type_: asdict(scores) for type_, scores in self.coco.by_class.items()},
-                "any_class": {type_: asdict(scores) for type_, scores in self.coco.any_class.items()},
+                "any_class": {
+                    type_: asdict(scores) for type_, scores in self.coco.any_class.items()
+                },
             },
             "classes": [
                 {
@@ -162,27 +187,47 @@ class DetectionReport:
                 for name, counts in self.detection.classes.items()
             ],
             "worst_scenes": [
-                {"sample_id": worst.scene.sample.sample_id, "position": worst.scene.position, "f1": worst.f1, "picture": worst.picture} for worst in self.worst
+                {
+                    "sample_id": worst.scene.sample.sample_id,
+                    "position": worst.scene.position,
+                    "f1": worst.f1,
+                    "picture": worst.picture,
+                }
+                for worst in self.worst
             ],
         }
 
 
-def make_report(evaluation: Evaluation[Scene], config: RunConfig, *, subject: str) -> DetectionReport:
+def make_report(
+    evaluation: Evaluation[Scene], config: RunConfig, *, subject: str
+) -> DetectionReport:
     """The report on all scenes, as `config.evaluation` wants it."""
     settings = config.evaluation
     detection = summarise(evaluation.outcomes, settings.iou_thresholds)
     worst = tuple(
-        _worst(evaluation.outcomes[index], detection.scene_f1[index], settings.iou_thresholds[0]) for index in worst_scenes(detection, settings.worst_scenes)
+        _worst(evaluation.outcomes[index], detection.scene_f1[index], settings.iou_thresholds[0])
+        for index in worst_scenes(detection, settings.worst_scenes)
     )
-    return DetectionReport(subject, evaluation, config, detection, coco_scores(evaluation.outcomes), worst)
+    return DetectionReport(
+        subject, evaluation, config, detection, coco_scores(evaluation.outcomes), worst
+    )
 
 
 def _worst(scene: Scene, f1: float, iou_threshold: float) -> WorstScene:
-    return WorstScene(scene, f1, tuple(pair_objects(scene.objects, scene.sample.objects, iou_threshold=iou_threshold)))
+    return WorstScene(
+        scene,
+        f1,
+        tuple(pair_objects(scene.objects, scene.sample.objects, iou_threshold=iou_threshold)),
+    )
 
 
 def _ratios(counts: DetectionCounts) -> Mapping[str, float | int]:
-    return {"num_matched": counts.num_matched, "precision": counts.precision, "recall": counts.recall, "f1": counts.f1}
+    return {
+        "num_matched": counts.num_matched,
+        "precision": counts.precision,
+        "recall": counts.recall,
+        "f1": counts.f1,
+    }
 
 
 # The report's numbers as tables of text: the page and the console show the same ones.
@@ -199,7 +244,13 @@ class Table:
 
 
 def report_tables(report: DetectionReport) -> list[Table]:
-    tables = [_detection(report), _coco(report), _classes(report), _dropped(report), _answers(report)]
+    tables = [
+        _detection(report),
+        _coco(report),
+        _classes(report),
+        _dropped(report),
+        _answers(report),
+    ]
     return [table for table in tables if table.rows]
 
 
@@ -207,18 +258,35 @@ def _detection(report: DetectionReport) -> Table:
     rows = []
     for at in report.detection.thresholds:
         # Where only equal names can be a pair, how many are equal says nothing.
-        for name, counts, equal_names in (("any class", at.any_class, at.any_class.class_accuracy), ("by class", at.same_class, None)):
+        for name, counts, equal_names in (
+            ("any class", at.any_class, at.any_class.class_accuracy),
+            ("by class", at.same_class, None),
+        ):
             values = (counts.precision, counts.recall, counts.f1, equal_names)
             rows.append((f"IoU {at.iou_threshold:g}, {name}", *map(_number, values)))
-    note = "Pairs are taken greedily by IoU: whatever the names of their objects, or only among objects of equal names."
-    return Table("Detection", note, ("", "precision", "recall", "F1", "equal names among pairs"), tuple(rows))
+    note = (
+        "Pairs are taken greedily by IoU: whatever the names of their objects, or only among"
+        " objects of equal names."
+    )
+    return Table(
+        "Detection", note, ("", "precision", "recall", "F1", "equal names among pairs"), tuple(rows)
+    )
 
 
 def _coco(report: DetectionReport) -> Table:
     names = {IouType.BBOX: "boxes", IouType.SEGM: "masks"}
-    by_class = [(f"{names[type_]}, by class", *_ap(scores)) for type_, scores in report.coco.by_class.items()]
-    any_class = [(f"{names[type_]}, any class", *_ap(scores)) for type_, scores in report.coco.any_class.items()]
-    note = f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and class; {_score(report.config)}."
+    by_class = [
+        (f"{names[type_]}, by class", *_ap(scores))
+        for type_, scores in report.coco.by_class.items()
+    ]
+    any_class = [
+        (f"{names[type_]}, any class", *_ap(scores))
+        for type_, scores in report.coco.any_class.items()
+    ]
+    note = (
+        f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and"
+        f" class; {_score(report.config)}."
+    )
     return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), (*by_class, *any_class))
 
 
@@ -226,8 +294,16 @@ def _score(config: RunConfig) -> str:
     if config.evaluation.score == "constant":
         return "every prediction has score 1"
     penalty = config.rollout_matching.repetition_penalty
-    # The engine gives probabilities as it samples by them: a coord token that the prompt or the answer has had already is less probable.
-    altered = "" if penalty == 1 else f", which are not the model's own but those under rollout_matching.repetition_penalty {penalty:g}"
+    # The engine gives probabilities as it samples by them: a coord token that the prompt or the
+    # answer has had already is less probable.
+    altered = (
+        ""
+        if penalty == 1
+        else (
+            ", which are not the model's own but those under rollout_matching.repetition_penalty"
+            f" {penalty:g}"
+        )
+    )
     return f"a prediction's score is the mean probability of its coord tokens{altered}"
 
 
@@ -245,23 +321,41 @@ def _classes(report: DetectionReport) -> Table:
         )
         for name, counts in report.detection.classes.items()
     ]
-    note = f"Pairs of equal names with an IoU of at least {report.iou_threshold:g}; AP as COCO's, of boxes."
-    return Table("Classes", note, ("name", "ground truths", "predictions", "precision", "recall", "F1", "AP"), tuple(rows))
+    note = (
+        f"Pairs of equal names with an IoU of at least {report.iou_threshold:g}; AP as COCO's, of"
+        " boxes."
+    )
+    return Table(
+        "Classes",
+        note,
+        ("name", "ground truths", "predictions", "precision", "recall", "F1", "AP"),
+        tuple(rows),
+    )
 
 
 def _dropped(report: DetectionReport) -> Table:
     rows = tuple((str(reason), str(count)) for reason, count in report.detection.dropped.items())
-    return Table("Dropped entries", "Complete entries that are no valid objects, by the first reason that holds.", ("reason", "entries"), rows)
+    return Table(
+        "Dropped entries",
+        "Complete entries that are no valid objects, by the first reason that holds.",
+        ("reason", "entries"),
+        rows,
+    )
 
 
 def _answers(report: DetectionReport) -> Table:
     rows = tuple((what, str(number)) for what, number in report.faults().items() if number)
-    note = f"Of {len(report.evaluation.outcomes)}. Objects are read from the JSON object that an answer begins with, up to its last complete entry."
+    note = (
+        f"Of {len(report.evaluation.outcomes)}. Objects are read from the JSON object that an"
+        " answer begins with, up to its last complete entry."
+    )
     return Table("Incomplete answers", note, ("", "answers"), rows)
 
 
 def answer_line(scene: Scene, max_characters: int) -> str:
-    """Describe an answer that is not complete: whose it is, what is wrong with it, and its text, or the beginning of that."""
+    """Describe an answer that is not complete: whose it is, what is wrong with it, and its text, or
+    the beginning of that.
+    """
     ends = {
         FinishReason.STOP: "ended by the model",
         FinishReason.LENGTH: "cut by length",
@@ -270,7 +364,10 @@ def answer_line(scene: Scene, max_characters: int) -> str:
     }
     fault = "never opened" if scene.never_opened else "not closed"
     shown = scene.text if len(scene.text) <= max_characters else f"{scene.text[:max_characters]}..."
-    return f"{scene.sample.sample_id} ({fault}, {ends[scene.finish_reason]}): {shown or 'no text at all'}"
+    return (
+        f"{scene.sample.sample_id} ({fault}, {ends[scene.finish_reason]}):"
+        f" {shown or 'no text at all'}"
+    )
 
 
 def _number(value: float | None) -> str:

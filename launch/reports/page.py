@@ -1,4 +1,6 @@
-"""The held-out report as one HTML page beside its pictures: nothing else is loaded, and every text is escaped."""
+"""The held-out report as one HTML page beside its pictures: nothing else is loaded, and every text
+is escaped.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,18 @@ def page(report: DetectionReport) -> str:
         f"{len(evaluation.outcomes)} scenes",
         f"weight version {evaluation.weight_version}",
         f"{counts.num_ground_truth} objects to find",
-        f"{counts.num_predictions} valid objects of {counts.num_predictions + counts.num_dropped} written ({counts.valid_rate:.3f})",
+        (
+            f"{counts.num_predictions} valid objects of"
+            f" {counts.num_predictions + counts.num_dropped} written ({counts.valid_rate:.3f})"
+        ),
         *(f"{number} answers {what}" for what, number in report.faults().items()),
         f"generated and read in {evaluation.wall_s:.1f} s",
     ]
     title = inline(f"Held-out report: {report.subject}")
     body = "".join(_table(table) for table in report_tables(report))
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
+        ' content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><main><h1>{title}</h1>\n"
         f'<p class="soft">{inline(" · ".join(facts))}</p>\n{body}{_answers(report)}{_scenes(report.worst, report.iou_threshold)}</main></body></html>\n'
     )
@@ -56,7 +62,9 @@ def page(report: DetectionReport) -> str:
 
 def _table(table: Table) -> str:
     head = "".join(f"<th>{inline(cell)}</th>" for cell in table.head)
-    rows = "\n".join(f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    rows = "\n".join(
+        f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in row)}</tr>" for row in table.rows
+    )
     return (
         f'<section><h2>{inline(table.title)}</h2><p class="soft">{inline(table.note)}</p>\n'
         f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></section>\n"
@@ -66,17 +74,31 @@ def _table(table: Table) -> str:
 def _answers(report: DetectionReport) -> str:
     if not report.incomplete:
         return ""
-    shown = "".join(f"<p>{inline(answer_line(scene, MAX_CHARACTERS))}</p>" for scene in report.incomplete)
-    note = f"The first {len(report.incomplete)} of {report.detection.num_truncated}; `predictions.jsonl` has every answer whole."
-    return f'<section><h2>What incomplete answers say</h2><p class="soft">{inline(note)}</p>\n{shown}</section>\n'
+    shown = "".join(
+        f"<p>{inline(answer_line(scene, MAX_CHARACTERS))}</p>" for scene in report.incomplete
+    )
+    note = (
+        f"The first {len(report.incomplete)} of {report.detection.num_truncated};"
+        " `predictions.jsonl` has every answer whole."
+    )
+    return (
+        "<section><h2>What incomplete answers say</h2><p"
+        f' class="soft">{inline(note)}</p>\n{shown}</section>\n'
+    )
 
 
 def _scenes(worst: Sequence[WorstScene], iou_threshold: float) -> str:
     if not worst:
         return ""
-    note = f"Lowest F1 at IoU {iou_threshold:g} first. Dashed: ground truth, named at its foot. Solid: predictions, named at their top with their scores."
+    note = (
+        f"Lowest F1 at IoU {iou_threshold:g} first. Dashed: ground truth, named at its foot. Solid:"
+        " predictions, named at their top with their scores."
+    )
     figures = "\n".join(_figure(one) for one in worst)
-    return f'<section><h2>Worst scenes</h2><p class="soft">{inline(note)}</p>\n<div class="scenes">{figures}</div></section>\n'
+    return (
+        f'<section><h2>Worst scenes</h2><p class="soft">{inline(note)}</p>\n<div'
+        f' class="scenes">{figures}</div></section>\n'
+    )
 
 
 def _figure(worst: WorstScene) -> str:
@@ -86,17 +108,26 @@ def _figure(worst: WorstScene) -> str:
     for index, one in enumerate(scene.objects):
         if index in partner:
             pair = partner[index]
-            found.append(f"{one.desc} for {scene.sample.objects[pair.ground_truth].desc} (IoU {pair.iou:.2f})")
+            found.append(
+                f"{one.desc} for {scene.sample.objects[pair.ground_truth].desc} (IoU"
+                f" {pair.iou:.2f})"
+            )
         else:
             found.append(f"{one.desc} for nothing")
     matched = {pair.ground_truth for pair in worst.pairs}
-    missed = [truth.desc for index, truth in enumerate(scene.sample.objects) if index not in matched]
+    missed = [
+        truth.desc for index, truth in enumerate(scene.sample.objects) if index not in matched
+    ]
     dropped = f"; dropped: {', '.join(scene.dropped)}" if scene.dropped else ""
     images = f" Image 1 of {len(scene.sample.images)}." if len(scene.sample.images) > 1 else ""
-    story = f"Found: {', '.join(found) or 'nothing'}; missed: {', '.join(missed) or 'nothing'}{dropped}.{images}"
+    story = (
+        f"Found: {', '.join(found) or 'nothing'}; missed:"
+        f" {', '.join(missed) or 'nothing'}{dropped}.{images}"
+    )
     return (
-        f'<figure><a href="{attribute(worst.picture)}"><img src="{attribute(worst.picture)}" alt="{attribute(scene.sample.sample_id)}"></a>'
-        f"<figcaption><b>{inline(scene.sample.sample_id)}</b> F1 {worst.f1:.2f}. {inline(story)}</figcaption></figure>"
+        f'<figure><a href="{attribute(worst.picture)}"><img src="{attribute(worst.picture)}"'
+        f' alt="{attribute(scene.sample.sample_id)}"></a><figcaption><b>{inline(scene.sample.sample_id)}</b>'
+        f" F1 {worst.f1:.2f}. {inline(story)}</figcaption></figure>"
     )
 
 
@@ -118,8 +149,12 @@ def write_report(folder: Path, report: DetectionReport) -> None:
     """
     with whole_folder(folder) as partial:
         (partial / "pictures").mkdir()
-        (partial / "report.json").write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        (partial / "config.json").write_text(report.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (partial / "report.json").write_text(
+            json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
+        (partial / "config.json").write_text(
+            report.config.model_dump_json(indent=2) + "\n", encoding="utf-8"
+        )
         (partial / "report.html").write_text(page(report), encoding="utf-8")
         with (partial / "predictions.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(_row(scene)) + "\n" for scene in report.evaluation.outcomes)
@@ -129,9 +164,11 @@ def write_report(folder: Path, report: DetectionReport) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `folder`, which must not exist, at the end of the block: complete, or not there at all.
+    """An empty folder to fill, which becomes `folder`, which must not exist, at the end of the
+    block: complete, or not there at all.
 
-    Raises StorageError where a file or the folder cannot be written. What the block leaves when it raises is beside `folder`, and gone with the next attempt.
+    Raises StorageError where a file or the folder cannot be written. What the block leaves when it
+    raises is beside `folder`, and gone with the next attempt.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     try:
@@ -150,7 +187,10 @@ def _row(scene: Scene) -> dict[str, Any]:
         "width": scene.sample.width,
         "height": scene.sample.height,
         "metadata": dict(scene.sample.metadata),
-        "objects": [{"kind": found.kind, "bins": found.bins, "desc": found.desc, "score": found.score} for found in scene.objects],
+        "objects": [
+            {"kind": found.kind, "bins": found.bins, "desc": found.desc, "score": found.score}
+            for found in scene.objects
+        ],
         "finish_reason": scene.finish_reason,
         "text": scene.text,
     }

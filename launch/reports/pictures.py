@@ -1,4 +1,6 @@
-"""A held-out scene as a picture: the image, what is there, what was found. Labels are the objects' names, which the built-in font writes in Latin script."""
+"""A held-out scene as a picture: the image, what is there, what was found. Labels are the objects'
+names, which the built-in font writes in Latin script.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from learner.segments import decode_image
 from shared.grounding.evaluation import Pair, Scene
 from shared.grounding.geometry import Shape, pixels_of, vertices
 
-# Longest side of a picture, in pixels: small images are enlarged by whole numbers, large ones reduced.
+# Longest side of a picture, in pixels: small images are enlarged by whole numbers, large ones
+# reduced.
 _SMALLEST, _LARGEST = 512, 1280
 _DASH, _GAP = 6, 4
 _LINE = 2
@@ -25,30 +28,51 @@ TRUTH: Colour = (0, 150, 50)
 FOUND: Colour = (20, 105, 245)
 OTHER_NAME: Colour = (215, 110, 0)
 UNMATCHED: Colour = (215, 0, 40)
-LEGEND = (("ground truth (dashed)", TRUTH), ("matched", FOUND), ("matched, other name", OTHER_NAME), ("no match", UNMATCHED))
+LEGEND = (
+    ("ground truth (dashed)", TRUTH),
+    ("matched", FOUND),
+    ("matched, other name", OTHER_NAME),
+    ("no match", UNMATCHED),
+)
 
 
 def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
-    """The sample's first image with its ground truth and predictions, and a legend below. RecordError when the image is gone or changed.
+    """The sample's first image with its ground truth and predictions, and a legend below.
+    RecordError when the image is gone or changed.
 
-    `pairs` are the scene's, as `shared.grounding.evaluation.pair_objects` makes them: they decide the colours.
+    `pairs` are the scene's, as `shared.grounding.evaluation.pair_objects` makes them: they decide
+    the colours.
     """
     original = decode_image(scene.sample.images[0])
     scale = _scale(max(original.size))
     width, height = (max(1, round(side * scale)) for side in original.size)
     picture = Image.new("RGB", (width, height + _BAND), "white")
-    picture.paste(original.resize((width, height), Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS))
+    picture.paste(
+        original.resize(
+            (width, height), Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
+        )
+    )
     pen = _Pen(picture, scale, scene.sample.width, scene.sample.height)
     matches = {pair.prediction: scene.sample.objects[pair.ground_truth] for pair in pairs}
     for truth in scene.sample.objects:
         pen.outline(truth, TRUTH, dashed=True)
     for index, found in enumerate(scene.objects):
-        pen.outline(found, _colour(found.desc, matches[index].desc if index in matches else None), dashed=False)
-    # Labels last, or lines would cross them: names of ground truth at the foot of its shape, those of predictions at the top.
+        pen.outline(
+            found,
+            _colour(found.desc, matches[index].desc if index in matches else None),
+            dashed=False,
+        )
+    # Labels last, or lines would cross them: names of ground truth at the foot of its shape, those
+    # of predictions at the top.
     for truth in scene.sample.objects:
         pen.label(truth, printable(truth.desc), TRUTH, at_foot=True)
     for index, found in enumerate(scene.objects):
-        pen.label(found, f"{printable(found.desc)} {found.score:.2f}", _colour(found.desc, matches[index].desc if index in matches else None), at_foot=False)
+        pen.label(
+            found,
+            f"{printable(found.desc)} {found.score:.2f}",
+            _colour(found.desc, matches[index].desc if index in matches else None),
+            at_foot=False,
+        )
     pen.legend(height)
     return picture
 
@@ -97,7 +121,9 @@ class _Pen:
             x += self._draw.textlength(text, font=self._font) + 14
 
     def _ring(self, shape: Shape) -> list[PixelPoint]:
-        points = [pixels_of(point, width=self._width, height=self._height) for point in vertices(shape)]
+        points = [
+            pixels_of(point, width=self._width, height=self._height) for point in vertices(shape)
+        ]
         return [(x * self._scale, y * self._scale) for x, y in points]
 
 
@@ -109,5 +135,10 @@ def _dashes(start: PixelPoint, end: PixelPoint) -> list[tuple[PixelPoint, PixelP
     pieces = []
     for offset in range(0, math.ceil(length), _DASH + _GAP):
         stop = min(offset + _DASH, length)
-        pieces.append(((start[0] + dx * offset, start[1] + dy * offset), (start[0] + dx * stop, start[1] + dy * stop)))
+        pieces.append(
+            (
+                (start[0] + dx * offset, start[1] + dy * offset),
+                (start[0] + dx * stop, start[1] + dy * stop),
+            )
+        )
     return pieces

@@ -22,7 +22,9 @@ class RewardReport:
 
     @property
     def reward(self) -> float:
-        """The mean over the rollouts that did not fail; 0 where all have: checkpoints are compared by it."""
+        """The mean over the rollouts that did not fail; 0 where all have: checkpoints are compared
+        by it.
+        """
         rewards = [rollout.reward for rollout in self.evaluation.outcomes if rollout.error is None]
         return mean(rewards) if rewards else 0.0
 
@@ -52,18 +54,34 @@ class RewardReport:
         }
 
     def _functions(self) -> dict[str, float]:
-        """What each reward function gave, of the rollouts that have it: those of another environment of a group do not."""
+        """What each reward function gave, of the rollouts that have it: those of another
+        environment of a group do not.
+        """
         outcomes = self.evaluation.outcomes
         names = sorted({name for rollout in outcomes for name in rollout.metrics})
-        return {name: mean([rollout.metrics[name] for rollout in outcomes if name in rollout.metrics]) for name in names}
+        return {
+            name: mean([rollout.metrics[name] for rollout in outcomes if name in rollout.metrics])
+            for name in names
+        }
 
 
 def write_reward_report(folder: Path, report: RewardReport) -> None:
-    """`report.json` with the figures, and `rollouts.jsonl` with a line for every rollout (learner.rollout_logs.trajectories), in `folder`, which must not exist:
-    complete, or not there at all. Raises StorageError."""
+    """`report.json` with the figures, and `rollouts.jsonl` with a line for every rollout
+    (learner.rollout_logs.trajectories), in `folder`, which must not exist: complete, or not there
+    at all. Raises StorageError."""
     evaluation = report.evaluation
-    place = {"step": evaluation.step, "weight_version": evaluation.weight_version, "num_samples": len(evaluation.outcomes), "wall_s": evaluation.wall_s}
+    place = {
+        "step": evaluation.step,
+        "weight_version": evaluation.weight_version,
+        "num_samples": len(evaluation.outcomes),
+        "wall_s": evaluation.wall_s,
+    }
     with whole_folder(folder) as partial:
-        (partial / "report.json").write_text(json.dumps({**place, **report.metrics()}, indent=2) + "\n", encoding="utf-8")
+        (partial / "report.json").write_text(
+            json.dumps({**place, **report.metrics()}, indent=2) + "\n", encoding="utf-8"
+        )
         with (partial / "rollouts.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line_of(evaluation.step, rollout)) + "\n" for rollout in evaluation.outcomes)
+            file.writelines(
+                json.dumps(line_of(evaluation.step, rollout)) + "\n"
+                for rollout in evaluation.outcomes
+            )

@@ -17,7 +17,9 @@ from shared.weight_sync.transports import Device
 
 
 def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds) -> EngineSettings:
-    """The same for every engine, or what every server is expected to be started with. ConfigError where the model's files have to be read and cannot be."""
+    """The same for every engine, or what every server is expected to be started with. ConfigError
+    where the model's files have to be read and cannot be.
+    """
     vllm, devices = config.rollout_matching.vllm, placement.devices_per_engine
     cache = vllm.kv_cache_memory_bytes
     if cache is None and placement.engine_device is Device.CPU:
@@ -42,11 +44,15 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
     )
 
 
-def neighbour_env(config: RunConfig, placement: Placement, images: ImageNeeds, **variables: str) -> dict[str, Any]:
-    """Return the Ray `runtime_env` of a learner rank or of an actor for environments, with these variables.
+def neighbour_env(
+    config: RunConfig, placement: Placement, images: ImageNeeds, **variables: str
+) -> dict[str, Any]:
+    """Return the Ray `runtime_env` of a learner rank or of an actor for environments, with these
+    variables.
 
-    On CPU it is forked like the engines. Where this run has no actors with engines, a server that does nothing but this would cost more than it brings:
-    then it is only forked where one is there already.
+    On CPU it is forked like the engines. Where this run has no actors with engines, a server that
+    does nothing but this would cost more than it brings: then it is only forked where one is there
+    already.
     """
     variables |= {"HF_HUB_OFFLINE": "1"}
     has_server = engines_in(config) is EngineLocation.ACTORS or warm_python.FOLDER in os.environ

@@ -41,7 +41,9 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each process of a run goes, as far as that can be said before the cluster chooses nodes."""
+    """Where each process of a run goes, as far as that can be said before the cluster chooses
+    nodes.
+    """
 
     engines: tuple[Resources, ...]
     """Of each rollout actor; none where the ranks generate, or servers do."""
@@ -64,10 +66,14 @@ class Placement:
         return f"{_ACTORS}.num_actors" if self.engines else "learner.world_size"
 
 
-def plan_placement(config: RunConfig, nodes: Sequence[Resources], *, learns: bool = True) -> Placement:
-    """What the configuration asks for on a cluster of these nodes; without `learns`, for its actors alone.
+def plan_placement(
+    config: RunConfig, nodes: Sequence[Resources], *, learns: bool = True
+) -> Placement:
+    """What the configuration asks for on a cluster of these nodes; without `learns`, for its actors
+    alone.
 
-    Raises ConfigError when there is too little, on all nodes or on the largest, or when a transport cannot join the two sides.
+    Raises ConfigError when there is too little, on all nodes or on the largest, or when a transport
+    cannot join the two sides.
     """
     has_gpus = any(node.gpus > 0 for node in nodes)
     if not learns:
@@ -81,7 +87,16 @@ def plan_placement(config: RunConfig, nodes: Sequence[Resources], *, learns: boo
         case EngineLocation.SERVERS:
             device = _device(ranks[0])
             # Servers live where the learner does: on GPUs or on CPUs.
-            placement = Placement((), ranks, 1, device, device, choose_transport(config.rollout_matching.vllm.sync.transport, device, device, Sharing.NOTHING))
+            placement = Placement(
+                (),
+                ranks,
+                1,
+                device,
+                device,
+                choose_transport(
+                    config.rollout_matching.vllm.sync.transport, device, device, Sharing.NOTHING
+                ),
+            )
     return _fitting(config, placement, nodes)
 
 
@@ -92,22 +107,42 @@ def _rank(config: RunConfig, has_gpus: bool) -> Resources:
 
 def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool) -> Placement:
     actors = config.rollout_matching.vllm.actors
-    gpus = actors.gpus_per_actor if actors.gpus_per_actor is not None else float(actors.tensor_parallel_size if has_gpus else 0)
+    gpus = (
+        actors.gpus_per_actor
+        if actors.gpus_per_actor is not None
+        else float(actors.tensor_parallel_size if has_gpus else 0)
+    )
     # On CPU a device of a tensor-parallel engine is a process.
-    cpus = actors.cpus_per_actor if actors.cpus_per_actor is not None else float(1 if gpus else actors.tensor_parallel_size)
+    cpus = (
+        actors.cpus_per_actor
+        if actors.cpus_per_actor is not None
+        else float(1 if gpus else actors.tensor_parallel_size)
+    )
     engine = Resources(cpus, gpus)
     engine_device = _device(engine)
     learner_device = _device(ranks[0]) if ranks else engine_device
     if learner_device is not engine_device:
         raise ConfigError(
-            f"learner.gpus: {ranks[0].gpus:g} GPUs for the learner and {gpus:g} for each actor ({_ACTORS}.gpus_per_actor); "
-            "weights travel between GPUs or between CPUs, give both sides GPUs or neither"
+            f"learner.gpus: {ranks[0].gpus:g} GPUs for the learner and {gpus:g} for each actor"
+            f" ({_ACTORS}.gpus_per_actor); weights travel between GPUs or between CPUs, give both"
+            " sides GPUs or neither"
         )
-    transport = choose_transport(config.rollout_matching.vllm.sync.transport, learner_device, engine_device, Sharing.NOTHING)
-    return Placement((engine,) * actors.num_actors, ranks, actors.tensor_parallel_size, engine_device, learner_device, transport)
+    transport = choose_transport(
+        config.rollout_matching.vllm.sync.transport, learner_device, engine_device, Sharing.NOTHING
+    )
+    return Placement(
+        (engine,) * actors.num_actors,
+        ranks,
+        actors.tensor_parallel_size,
+        engine_device,
+        learner_device,
+        transport,
+    )
 
 
-def _in_ranks(config: RunConfig, ranks: tuple[Resources, ...], nodes: Sequence[Resources]) -> Placement:
+def _in_ranks(
+    config: RunConfig, ranks: tuple[Resources, ...], nodes: Sequence[Resources]
+) -> Placement:
     device = _device(ranks[0])
     if config.rollout_matching.rollout_backend == "hf":
         return Placement((), ranks, 1, device, device, TransportKind.INPROC)
@@ -116,13 +151,29 @@ def _in_ranks(config: RunConfig, ranks: tuple[Resources, ...], nodes: Sequence[R
     if device is Device.CUDA:
         ranks = tuple(replace(rank, gpus=max(rank.gpus, float(devices))) for rank in ranks)
     sharing = Sharing.DEVICE if device is Device.CUDA else Sharing.PROCESS
-    return Placement((), ranks, devices, device, device, choose_transport(config.rollout_matching.vllm.sync.transport, device, device, sharing))
+    return Placement(
+        (),
+        ranks,
+        devices,
+        device,
+        device,
+        choose_transport(config.rollout_matching.vllm.sync.transport, device, device, sharing),
+    )
 
 
 def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:
-    """The most GPUs of one node that each rank can have, all ranks alike; 1 where there are not even enough for that."""
+    """The most GPUs of one node that each rank can have, all ranks alike; 1 where there are not
+    even enough for that.
+    """
     most = int(max(node.gpus for node in nodes))
-    return next((size for size in range(most, 1, -1) if sum(int(node.gpus) // size for node in nodes) >= num_ranks), 1)
+    return next(
+        (
+            size
+            for size in range(most, 1, -1)
+            if sum(int(node.gpus) // size for node in nodes) >= num_ranks
+        ),
+        1,
+    )
 
 
 def _device(resources: Resources) -> Device:
@@ -141,15 +192,33 @@ class _Kind:
 
 
 _KINDS = (
-    _Kind("GPU", lambda resources: resources.gpus, f"{_ACTORS}.gpus_per_actor", "learner.gpus", "0 on both sides runs on CPU"),
-    _Kind("CPU", lambda resources: resources.cpus, f"{_ACTORS}.cpus_per_actor", "learner.cpus", "fractions are allowed"),
+    _Kind(
+        "GPU",
+        lambda resources: resources.gpus,
+        f"{_ACTORS}.gpus_per_actor",
+        "learner.gpus",
+        "0 on both sides runs on CPU",
+    ),
+    _Kind(
+        "CPU",
+        lambda resources: resources.cpus,
+        f"{_ACTORS}.cpus_per_actor",
+        "learner.cpus",
+        "fractions are allowed",
+    ),
 )
 
 
 def _fitting(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> Placement:
-    """The placement, if every process has room on some node and all of them have on all nodes. Whether they have at the same time is for the cluster to say."""
+    """The placement, if every process has room on some node and all of them have on all nodes.
+    Whether they have at the same time is for the cluster to say.
+    """
     there = Resources.sum(nodes)
-    if problems := [*_too_large(config, placement, nodes)] or [*_too_many(placement, there)] or [*_environments(config, placement, there)]:
+    if (
+        problems := [*_too_large(config, placement, nodes)]
+        or [*_too_many(placement, there)]
+        or [*_environments(config, placement, there)]
+    ):
         raise ConfigError(problems)
     return placement
 
@@ -159,12 +228,16 @@ def _environments(config: RunConfig, placement: Placement, there: Resources) -> 
     section, rest = config.environment, Resources.sum(placement.bundles).cpus
     if section is not None and section.num_actors * section.cpus_per_actor > there.cpus - rest:
         yield (
-            f"environment.cpus_per_actor: {section.num_actors} environment actors of {section.cpus_per_actor:g} CPU have no room beside the rest of the run, "
-            f"which takes {rest:g} of the cluster's {there.cpus:g}; lower it, 0 reserves nothing, or join a larger cluster with cluster.address"
+            f"environment.cpus_per_actor: {section.num_actors} environment actors of"
+            f" {section.cpus_per_actor:g} CPU have no room beside the rest of the run, which takes"
+            f" {rest:g} of the cluster's {there.cpus:g}; lower it, 0 reserves nothing, or join a"
+            " larger cluster with cluster.address"
         )
 
 
-def _too_large(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> Iterator[str]:
+def _too_large(
+    config: RunConfig, placement: Placement, nodes: Sequence[Resources]
+) -> Iterator[str]:
     """A process that is larger than any node."""
     for who, bundles in (("an actor", placement.engines), ("a learner rank", placement.ranks)):
         if not bundles or any(node.hold(bundles[0]) for node in nodes):
@@ -172,16 +245,31 @@ def _too_large(config: RunConfig, placement: Placement, nodes: Sequence[Resource
         over = [kind for kind in _KINDS if kind.of(bundles[0]) > max(map(kind.of, nodes))]
         for kind in over or _KINDS[:1]:  # none alone is too much: no node has enough of both
             key = _size_key(config, kind) if bundles is placement.engines else kind.learner_key
-            asked = f"{bundles[0].gpus:g} GPU and {bundles[0].cpus:g} CPU" if not over else f"{kind.of(bundles[0]):g} {kind.noun}"
-            there = "no node of the cluster has both" if not over else f"the largest node of the cluster has {max(map(kind.of, nodes)):g}"
-            yield f"{key}: {who} of {asked} has to fit one node, and {there}; lower it, or join a cluster of larger nodes with cluster.address"
+            asked = (
+                f"{bundles[0].gpus:g} GPU and {bundles[0].cpus:g} CPU"
+                if not over
+                else f"{kind.of(bundles[0]):g} {kind.noun}"
+            )
+            there = (
+                "no node of the cluster has both"
+                if not over
+                else f"the largest node of the cluster has {max(map(kind.of, nodes)):g}"
+            )
+            yield (
+                f"{key}: {who} of {asked} has to fit one node, and {there}; lower it, or join a"
+                " cluster of larger nodes with cluster.address"
+            )
 
 
 def _size_key(config: RunConfig, kind: _Kind) -> str:
     """What makes an actor as large as it is: the resources as given, else its engine's devices."""
     actors = config.rollout_matching.vllm.actors
     given = actors.gpus_per_actor if kind.noun == "GPU" else actors.cpus_per_actor
-    return kind.actor_key if given is not None or actors.tensor_parallel_size == 1 else f"{_ACTORS}.tensor_parallel_size"
+    return (
+        kind.actor_key
+        if given is not None or actors.tensor_parallel_size == 1
+        else f"{_ACTORS}.tensor_parallel_size"
+    )
 
 
 def _too_many(placement: Placement, there: Resources) -> Iterator[str]:
@@ -192,13 +280,20 @@ def _too_many(placement: Placement, there: Resources) -> Iterator[str]:
             continue
         parts, keys = [], []
         if placement.engines:
-            parts.append(f"{len(placement.engines)} actors of {kind.of(placement.engines[0]):g} {kind.noun}")
+            parts.append(
+                f"{len(placement.engines)} actors of {kind.of(placement.engines[0]):g} {kind.noun}"
+            )
             keys.append(kind.actor_key)
         if placement.ranks:
             size = f"{kind.of(placement.ranks[0]):g}"
-            parts.append(f"a learner of {size}" if len(placement.ranks) == 1 else f"{len(placement.ranks)} learner ranks of {size}")
+            parts.append(
+                f"a learner of {size}"
+                if len(placement.ranks) == 1
+                else f"{len(placement.ranks)} learner ranks of {size}"
+            )
             keys.append(kind.learner_key)
         yield (
-            f"{placement.key}: {' and '.join(parts)} ask for {kind.of(asked):g} {kind.noun}, the cluster has {kind.of(there):g}; "
-            f"lower {placement.key.rpartition('.')[2]}, or {' and '.join(keys)} ({kind.hint}), or join a larger cluster with cluster.address"
+            f"{placement.key}: {' and '.join(parts)} ask for {kind.of(asked):g} {kind.noun}, the"
+            f" cluster has {kind.of(there):g}; lower {placement.key.rpartition('.')[2]}, or"
+            f" {' and '.join(keys)} ({kind.hint}), or join a larger cluster with cluster.address"
         )

@@ -1,4 +1,6 @@
-"""Ray's cluster at the configured address: the connection, and what it has, asked without starting anything on it."""
+"""Ray's cluster at the configured address: the connection, and what it has, asked without starting
+anything on it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,16 @@ from shared.config import RunConfig
 from shared.errors import ConfigError
 
 LISTEN_S = 5.0
-"""Limit of a connection to the address: a machine that is up answers at once, one way or the other."""
+"""Limit of a connection to the address: a machine that is up answers at once, one way or the other.
+"""
 ANSWER_S = 60.0
-"""Limit of the cluster's answer, counted from when Ray is imported, which may take long on a busy machine (timeouts.start_s)."""
-_CHECK_CLUSTER = "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token, RAY_AUTH_MODE=token, or use local"
+"""Limit of the cluster's answer, counted from when Ray is imported, which may take long on a busy
+machine (timeouts.start_s).
+"""
+_CHECK_CLUSTER = (
+    "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token,"
+    " RAY_AUTH_MODE=token, or use local"
+)
 _GAVE_UP = 3
 _ASK = f"""\
 import json, os, sys, threading
@@ -31,31 +39,46 @@ except Exception as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
 print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
 """
-"""Prints the resources of each node of the cluster that its first argument names, or ends with `_GAVE_UP` after the seconds of the second."""
+"""Prints the resources of each node of the cluster that its first argument names, or ends with
+`_GAVE_UP` after the seconds of the second.
+"""
 
 
 def cluster_nodes(config: RunConfig) -> list[Resources]:
-    """CPUs and GPUs of each node that Ray has, or would find. ConfigError where no cluster at the address says so in time.
+    """CPUs and GPUs of each node that Ray has, or would find. ConfigError where no cluster at the
+    address says so in time.
 
-    A cluster is asked from a process of its own: `ray.init` waits for many minutes at an address where nothing answers, takes no limit, and cannot be
-    interrupted.
+    A cluster is asked from a process of its own: `ray.init` waits for many minutes at an address
+    where nothing answers, takes no limit, and cannot be interrupted.
     """
     address = config.cluster.address
     if address == "local":
         import torch
 
-        return [Resources(cpus=float(len(os.sched_getaffinity(0))), gpus=float(torch.cuda.device_count()))]
+        return [
+            Resources(
+                cpus=float(len(os.sched_getaffinity(0))), gpus=float(torch.cuda.device_count())
+            )
+        ]
     _require_listener(address)
     command = [sys.executable, "-c", _ASK, address, str(ANSWER_S)]
     start_s = config.timeouts.start_s
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=start_s + ANSWER_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=start_s + ANSWER_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        problem = f"Ray was not imported within timeouts.start_s = {start_s:g} s; end what keeps this machine busy (`uptime`)"
+        problem = (
+            f"Ray was not imported within timeouts.start_s = {start_s:g} s; end what keeps this"
+            " machine busy (`uptime`)"
+        )
         raise ConfigError(f"cluster.address: {problem}, or raise the key") from error
     if done.returncode == _GAVE_UP:
         problem = f"did not answer as a Ray cluster within {ANSWER_S:g} s"
-        raise ConfigError(f"cluster.address: {address} {problem}; give the port of `ray start --head` (6379), {_CHECK_CLUSTER}")
+        raise ConfigError(
+            f"cluster.address: {address} {problem}; give the port of `ray start --head` (6379),"
+            f" {_CHECK_CLUSTER}"
+        )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise _no_cluster(address, lines[-1])
@@ -63,7 +86,9 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
 
 
 def connect(config: RunConfig, **of_an_own_cluster: Any) -> None:
-    """`ray.init` at the configured address. ConfigError where that gives no cluster; whether one answers there at all, `cluster_nodes` finds out in time."""
+    """`ray.init` at the configured address. ConfigError where that gives no cluster; whether one
+    answers there at all, `cluster_nodes` finds out in time.
+    """
     address = config.cluster.address
     if address != "local":
         _require_listener(address)
@@ -73,13 +98,23 @@ def connect(config: RunConfig, **of_an_own_cluster: Any) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error", **of_an_own_cluster)
     except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
-        raise _no_cluster(address, f"{type(error).__name__}: {error}" if isinstance(error, AuthenticationError) else str(error)) from error
+        raise _no_cluster(
+            address,
+            (
+                f"{type(error).__name__}: {error}"
+                if isinstance(error, AuthenticationError)
+                else str(error)
+            ),
+        ) from error
     except Exception as error:
         # Of no class of its own, and its 30 s cannot be changed.
         if "timed out during startup" not in str(error):
             raise
         told = "Ray's own processes were not up within the 30 s that Ray gives them"
-        raise ConfigError(f"cluster.address: {told}; end what keeps this machine busy (`uptime`, `ps aux --sort=-%cpu`), and start the run again") from error
+        raise ConfigError(
+            f"cluster.address: {told}; end what keeps this machine busy (`uptime`, `ps aux"
+            " --sort=-%cpu`), and start the run again"
+        ) from error
 
 
 def nodes_there() -> list[Resources]:
@@ -90,17 +125,27 @@ def nodes_there() -> list[Resources]:
 
 
 def _require_listener(address: str) -> None:
-    """Raise ConfigError where nothing takes connections at `HOST:PORT`, or at `ray://HOST:PORT`. Where a name such as `auto` leads, Ray alone knows."""
+    """Raise ConfigError where nothing takes connections at `HOST:PORT`, or at `ray://HOST:PORT`.
+    Where a name such as `auto` leads, Ray alone knows.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_S).close()
     except (OSError, OverflowError) as error:
-        reason = f"no connection within {LISTEN_S:g} s" if isinstance(error, TimeoutError) else str(error)
+        reason = (
+            f"no connection within {LISTEN_S:g} s"
+            if isinstance(error, TimeoutError)
+            else str(error)
+        )
         raise _no_cluster(address, reason) from error
 
 
 def _no_cluster(address: str, reason: str) -> ConfigError:
-    remedy = "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)" if "authenticat" in reason.lower() else _CHECK_CLUSTER
+    remedy = (
+        "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"
+        if "authenticat" in reason.lower()
+        else _CHECK_CLUSTER
+    )
     return ConfigError(f"cluster.address: {address} gives no Ray cluster ({reason}); {remedy}")

@@ -1,6 +1,8 @@
-"""The figures of a running step in Ray's own metrics, for its dashboard, Prometheus and Grafana (`telemetry.ray_metrics`).
+"""The figures of a running step in Ray's own metrics, for its dashboard, Prometheus and Grafana
+(`telemetry.ray_metrics`).
 
-They appear at every node's metrics endpoint (`MetricsExportPort` of `ray.nodes()`) as `ray_rollmatch_...`, with the run's name as a tag.
+They appear at every node's metrics endpoint (`MetricsExportPort` of `ray.nodes()`) as
+`ray_rollmatch_...`, with the run's name as a tag.
 """
 
 from __future__ import annotations
@@ -9,7 +11,13 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge
 
-PHASES = {"step": "time/step_s", "generate": "time/generate_s", "learn": "time/learn_s", "sync": "time/sync_s", "queue_wait": "time/queue_wait_s"}
+PHASES = {
+    "step": "time/step_s",
+    "generate": "time/generate_s",
+    "learn": "time/learn_s",
+    "sync": "time/sync_s",
+    "queue_wait": "time/queue_wait_s",
+}
 """Phase, as the tag names it, and its metric of metrics.jsonl."""
 
 
@@ -20,12 +28,25 @@ class RayMetrics:
         tags = {"run": run}
         self._step = _gauge("rollmatch_step", "Finished updates.", tags)
         self._loss = _gauge("rollmatch_loss", "Loss of the step.", tags)
-        self._version = _gauge("rollmatch_weight_version", "Version of the weights that the engines serve.", tags)
-        self._speed = _gauge("rollmatch_tokens_per_s", "Response tokens per second of generation.", tags)
-        self._phase = _gauge("rollmatch_phase_seconds", f"Seconds of the step by phase: {', '.join(PHASES)}.", tags, "phase")
-        self._tokens = Counter("rollmatch_response_tokens", "Response tokens generated so far.", tag_keys=("run",)).set_default_tags(tags)
+        self._version = _gauge(
+            "rollmatch_weight_version", "Version of the weights that the engines serve.", tags
+        )
+        self._speed = _gauge(
+            "rollmatch_tokens_per_s", "Response tokens per second of generation.", tags
+        )
+        self._phase = _gauge(
+            "rollmatch_phase_seconds",
+            f"Seconds of the step by phase: {', '.join(PHASES)}.",
+            tags,
+            "phase",
+        )
+        self._tokens = Counter(
+            "rollmatch_response_tokens", "Response tokens generated so far.", tag_keys=("run",)
+        ).set_default_tags(tags)
 
-    def step_done(self, num_steps: int, weight_version: int, metrics: Mapping[str, float | str]) -> None:
+    def step_done(
+        self, num_steps: int, weight_version: int, metrics: Mapping[str, float | str]
+    ) -> None:
         """`metrics` as they go into metrics.jsonl."""
         self._step.set(num_steps)
         self._version.set(weight_version)

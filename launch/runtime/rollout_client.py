@@ -1,4 +1,6 @@
-"""The rollout engines of a run as one: shares out requests, keeps the phases of a weight sync in step, and waits for nobody forever."""
+"""The rollout engines of a run as one: shares out requests, keeps the phases of a weight sync in
+step, and waits for nobody forever.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class PoolTimeouts:
 
     @classmethod
     def of_actors(cls, timeouts: TimeoutsSection) -> PoolTimeouts:
-        return cls(timeouts.limit("start_s"), timeouts.limit("generate_s"), timeouts.limit("sync_phase_s"))
+        return cls(
+            timeouts.limit("start_s"), timeouts.limit("generate_s"), timeouts.limit("sync_phase_s")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,11 @@ class _Sent:
 
 
 class ActorPool:
-    """N actors with the methods of `EngineActor`, already created and placed, which this pool owns from now on.
+    """N actors with the methods of `EngineActor`, already created and placed, which this pool owns
+    from now on.
 
-    Waiting happens in threads of the pool: at most one round or one sync at a time, each bounded by a timeout, and unblocked by
-    the engines' answers, by an actor's death, or by `close`.
+    Waiting happens in threads of the pool: at most one round or one sync at a time, each bounded by
+    a timeout, and unblocked by the engines' answers, by an actor's death, or by `close`.
     """
 
     def __init__(
@@ -81,7 +86,8 @@ class ActorPool:
         Args:
             decode_batch_size: most requests that one rollout device decodes at a time.
             devices: rollout devices of each engine; None: they are asked at the start.
-            asks_next_on_failure: requests that an engine could not be asked, or could not answer (UnreachableError), are asked of the next one, behind its
+            asks_next_on_failure: requests that an engine could not be asked, or could not answer
+            (UnreachableError), are asked of the next one, behind its
                 own: for engines that are servers launched elsewhere.
         """
         self._names, self._actors = tuple(names), tuple(actors)
@@ -97,9 +103,15 @@ class ActorPool:
     def start(self) -> None:
         """Start every engine at once and wait for all.
 
-        Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have a request in each round, or one server has two names.
+        Raises RolloutError(phase="start"), and ConfigError where not every learner rank could have
+        a request in each round, or one server has two names.
         """
-        call = RayCall("start", self._timeouts.start, "the engine's log for what it is loading, and the machine's free memory", RolloutError)
+        call = RayCall(
+            "start",
+            self._timeouts.start,
+            "the engine's log for what it is loading, and the machine's free memory",
+            RolloutError,
+        )
         started = all_answers(call, [(name, actor.start.remote()) for name, actor in self._named()])
         self.devices = tuple(devices for devices, _ in started)
         _require_several([process for _, process in started])
@@ -114,7 +126,8 @@ class ActorPool:
 
     @property
     def actors(self) -> tuple[Any, ...]:
-        """The engines' handles, for those who ask them one request at a time; the pool ends them."""
+        """The engines' handles, for those who ask them one request at a time; the pool ends
+        them."""
         return self._actors
 
     @property
@@ -134,8 +147,9 @@ class ActorPool:
     def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round.
 
-        The future holds, for each learner rank, references to its rollouts in position order, each to a `list[Rollout]`: the payload stays where it
-        was made. It fails with RolloutError naming the engine.
+        The future holds, for each learner rank, references to its rollouts in position order, each
+        to a `list[Rollout]`: the payload stays where it was made. It fails with RolloutError naming
+        the engine.
         """
         self._round = self._threads.submit(self._collect, round_)
         return self._round
@@ -146,13 +160,13 @@ class ActorPool:
             self._round.result()
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin one sync, nothing being generated. The future fails with WeightSyncError naming phase and engine; the engines then serve no
-        rollouts."""
+        """Begin one sync, nothing being generated. The future fails with WeightSyncError naming
+        phase and engine; the engines then serve no rollouts."""
         return self._threads.submit(self._receive, offer)
 
     def close(self) -> None:
-        """End every actor and with it its engine's processes: in order, all at once, and after `closed_s` whatever is left of them. Whoever still waits is told
-        so. Twice is harmless."""
+        """End every actor and with it its engine's processes: in order, all at once, and after
+        `closed_s` whatever is left of them. Whoever still waits is told so. Twice is harmless."""
         # One that is loading does not listen.
         closing = [actor.close.remote() for actor in self._actors if self.devices]
         ray.wait(closing, num_returns=len(closing), timeout=self._timeouts.closed_s)
@@ -166,14 +180,19 @@ class ActorPool:
 
     def _collect(self, round_: PerRank) -> PerRank:
         call = RayCall("generate", self._timeouts.generate, self._timeouts.check, RolloutError)
-        queue = RoundQueue(list(map(len, round_)), self.devices, decode_batch_size=self._decode_batch_size)
+        queue = RoundQueue(
+            list(map(len, round_)), self.devices, decode_batch_size=self._decode_batch_size
+        )
         sent: dict[Any, _Sent] = {}
         asked: dict[Any, PendingCall] = {}
         done: list[_Sent] = []
         while True:
             deadline = call.deadline()
             for one in [self._send(part, round_) for part in queue.take()]:
-                sent[one.count], asked[one.count] = one, PendingCall(self._names[one.part.engine], deadline)
+                sent[one.count], asked[one.count] = (
+                    one,
+                    PendingCall(self._names[one.part.engine], deadline),
+                )
             if not asked:
                 break
             answer = next_answer(call, asked)
@@ -185,10 +204,16 @@ class ActorPool:
                 continue
             queue.answered(one.part)
             if count != len(one.part.requests):
-                raise RolloutError(f"answered {count} of {len(one.part.requests)} requests", actor=name, phase="generate")
+                raise RolloutError(
+                    f"answered {count} of {len(one.part.requests)} requests",
+                    actor=name,
+                    phase="generate",
+                )
             done.append(one)
         done.sort(key=lambda one: one.part.requests.start)
-        return [[one.rollouts for one in done if one.part.rank == rank] for rank in range(len(round_))]
+        return [
+            [one.rollouts for one in done if one.part.rank == rank] for rank in range(len(round_))
+        ]
 
     def _send(self, part: RoundPart, round_: PerRank) -> _Sent:
         objects, places = in_objects(round_[part.rank][part.requests.start : part.requests.stop])
@@ -202,16 +227,31 @@ class ActorPool:
         engine = queue.failed(part) if self._asks_next_on_failure else None
         if engine is None:
             raise error
-        _LOGGER.warning("%s; its %d requests go to %s", error, len(part.requests), self._names[engine])
+        _LOGGER.warning(
+            "%s; its %d requests go to %s", error, len(part.requests), self._names[engine]
+        )
 
     def _receive(self, offer: WeightOffer) -> SyncReport:
         shared_offer = ray.put(offer)
         check = "that the learner and every other engine are alive"
-        # Phase by phase over all engines: none begins to wait for bytes while another is still decoding, and a stopped process is known by its phase.
+        # Phase by phase over all engines: none begins to wait for bytes while another is still
+        # decoding, and a stopped process is known by its phase.
         for phase in SyncPhase:
             own_limit = self._timeouts.join if phase is SyncPhase.RENDEZVOUS else None
-            call = RayCall(phase, own_limit or self._timeouts.sync_phase, check, WeightSyncError, margin_s=POOL_MARGIN_S)
-            answers = all_answers(call, [(name, actor.run_sync_phase.remote(phase, shared_offer)) for name, actor in self._named()])
+            call = RayCall(
+                phase,
+                own_limit or self._timeouts.sync_phase,
+                check,
+                WeightSyncError,
+                margin_s=POOL_MARGIN_S,
+            )
+            answers = all_answers(
+                call,
+                [
+                    (name, actor.run_sync_phase.remote(phase, shared_offer))
+                    for name, actor in self._named()
+                ],
+            )
         self._version = offer.version
         return SyncReport.of_slowest(answers)
 
@@ -220,35 +260,52 @@ class ActorPool:
 
 
 def _require_several(processes: Sequence[str]) -> None:
-    """ConfigError where two of the engines are one server, which would take the second one's sync for another run's."""
+    """ConfigError where two of the engines are one server, which would take the second one's sync
+    for another run's.
+    """
     for index, process in enumerate(processes):
         if process and processes.index(process) != index:
             server = f"rollout_matching.vllm.server.servers[{index}].base_url"
-            raise ConfigError(f"{server}: is the server of servers[{processes.index(process)}] by another name; list every server once")
+            raise ConfigError(
+                f"{server}: is the server of servers[{processes.index(process)}] by another name;"
+                " list every server once"
+            )
 
 
-# A round as the engines are asked for it: who is asked what, when, and who instead (DESIGN 5, decisions 14 and 15). No Ray here.
+# A round as the engines are asked for it: who is asked what, when, and who instead (DESIGN 5,
+# decisions 14 and 15). No Ray here.
 
 
 class RoundQueue:
-    """What each engine has to do in a round. None is asked for more than `decode_batch_size` per device at a time: what it takes over from one that
-    failed waits for its own."""
+    """What each engine has to do in a round. None is asked for more than `decode_batch_size` per
+    device at a time: what it takes over from one that failed waits for its own."""
 
-    def __init__(self, sizes: Sequence[int], devices: Sequence[int], *, decode_batch_size: int) -> None:
-        """`sizes` are the requests of each learner rank; together at most `decode_batch_size` for each device."""
+    def __init__(
+        self, sizes: Sequence[int], devices: Sequence[int], *, decode_batch_size: int
+    ) -> None:
+        """`sizes` are the requests of each learner rank; together at most `decode_batch_size` for
+        each device.
+        """
         self._bounds = [decode_batch_size * count for count in devices]
         self._waiting: list[deque[RoundPart]] = [deque() for _ in devices]
         self._num_asked = [0] * len(devices)
         for part in round_parts(sizes, devices):
             self._waiting[part.engine].append(part)
         own = [sum(len(part.requests) for part in waiting) for waiting in self._waiting]
-        assert all(count <= bound for count, bound in zip(own, self._bounds, strict=True)), f"a round of {own} over engines that take {self._bounds}"
+        assert all(count <= bound for count, bound in zip(own, self._bounds, strict=True)), (
+            f"a round of {own} over engines that take {self._bounds}"
+        )
 
     def take(self) -> list[RoundPart]:
-        """Everything that can be asked for now. Each part has to be given back by `answered` or `failed`."""
+        """Everything that can be asked for now. Each part has to be given back by `answered` or
+        `failed`.
+        """
         taken = []
         for engine, waiting in enumerate(self._waiting):
-            while waiting and self._num_asked[engine] + len(waiting[0].requests) <= self._bounds[engine]:
+            while (
+                waiting
+                and self._num_asked[engine] + len(waiting[0].requests) <= self._bounds[engine]
+            ):
                 taken.append(waiting.popleft())
                 self._num_asked[engine] += len(taken[-1].requests)
         return taken
@@ -257,25 +314,36 @@ class RoundQueue:
         self._num_asked[part.engine] -= len(part.requests)
 
     def failed(self, part: RoundPart) -> int | None:
-        """Puts it behind what the next engine has to do, and says which that is; None: every engine has failed at it."""
+        """Puts it behind what the next engine has to do, and says which that is; None: every engine
+        has failed at it.
+        """
         self.answered(part)
         num_failed, engine = part.num_failed + 1, (part.engine + 1) % len(self._waiting)
         if num_failed == len(self._waiting):
             return None
         # An engine of fewer devices takes it in several.
         size = self._bounds[engine]
-        ranges = [part.requests[first : first + size] for first in range(0, len(part.requests), size)]
-        self._waiting[engine].extend(RoundPart(engine, part.rank, requests, num_failed) for requests in ranges)
+        ranges = [
+            part.requests[first : first + size] for first in range(0, len(part.requests), size)
+        ]
+        self._waiting[engine].extend(
+            RoundPart(engine, part.rank, requests, num_failed) for requests in ranges
+        )
         return engine
 
 
-# Rollouts that the learner ranks generate themselves (`rollout_backend: hf`, `vllm.mode: colocate`), as the driver uses rollout engines.
+# Rollouts that the learner ranks generate themselves (`rollout_backend: hf`, `vllm.mode:
+# colocate`), as the driver uses rollout engines.
 
 
 class RankRollouts:
-    """What `launch.runtime.rollout_client.ActorPool` is, where each rank generates what it learns. Generation and learning then alternate."""
+    """What `launch.runtime.rollout_client.ActorPool` is, where each rank generates what it learns.
+    Generation and learning then alternate.
+    """
 
-    def __init__(self, learner: RayLearner, *, num_ranks: int, devices_per_rank: int, decode_batch_size: int) -> None:
+    def __init__(
+        self, learner: RayLearner, *, num_ranks: int, devices_per_rank: int, decode_batch_size: int
+    ) -> None:
         self._learner = learner
         self._chunk = decode_batch_size * devices_per_rank
         self.names = tuple(rank_name(rank, num_ranks) for rank in range(num_ranks))
@@ -297,17 +365,28 @@ class RankRollouts:
         """Nothing to wait for: a rank generates and learns in turn."""
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """The slowest rank's report. The future fails with WeightSyncError, or with LearnerError where a rank did not answer."""
+        """The slowest rank's report. The future fails with WeightSyncError, or with LearnerError
+        where a rank did not answer.
+        """
         return self._learner.receive_weights(offer)
 
 
-# Environments and engines of a run as one: what `launch.runtime.rollout_client.ActorPool` is to the driver, where rollouts are those of environments.
+# Environments and engines of a run as one: what `launch.runtime.rollout_client.ActorPool` is to the
+# driver, where rollouts are those of environments.
 
 
 class EnvironmentPool:
     """Rounds go to the environments, which ask the engines; weights go to the engines."""
 
-    def __init__(self, engines: ActorPool, environments: ActorPool, *, decode_batch_size: int, learner_ranks: int, group_size: int) -> None:
+    def __init__(
+        self,
+        engines: ActorPool,
+        environments: ActorPool,
+        *,
+        decode_batch_size: int,
+        learner_ranks: int,
+        group_size: int,
+    ) -> None:
         """Both pools have started.
 
         Args:
@@ -315,7 +394,10 @@ class EnvironmentPool:
             group_size: rollouts of each example in training.
         """
         self._engines, self._environments = engines, environments
-        self._chunk = round_chunk(decode_batch_size, engines.devices, learner_ranks, together=group_size) // group_size
+        self._chunk = (
+            round_chunk(decode_batch_size, engines.devices, learner_ranks, together=group_size)
+            // group_size
+        )
         self.names = engines.names
         self.devices = engines.devices
         """Rollout devices of each engine."""
@@ -330,8 +412,9 @@ class EnvironmentPool:
         return cut_rounds(requests, self._chunk)
 
     def generate(self, round_: PerRank) -> Future[PerRank]:
-        """Begin one round. The future holds, for each learner rank, references to its groups of rollouts in position order; it fails with RolloutError naming
-        the engine, or the actor whose environments are late."""
+        """Begin one round. The future holds, for each learner rank, references to its groups of
+        rollouts in position order; it fails with RolloutError naming the engine, or the actor whose
+        environments are late."""
         return self._environments.generate(round_)
 
     def settle(self) -> None:

@@ -1,7 +1,9 @@
-"""Hydra sweeps: `python -m launch.train -m +experiment=stage2_3v1 training.seed=1,2 training.learning_rate=1e-3,2e-3`.
+"""Hydra sweeps: `python -m launch.train -m +experiment=stage2_3v1 training.seed=1,2
+training.learning_rate=1e-3,2e-3`.
 
-Every trial is a command of its own, one after the other, so that one that fails or runs out of memory does not end the others and leaves nothing behind. Its
-folder is `trial_N` in the sweep's, which is `telemetry.run_dir`; `trials.jsonl` there holds a line for each.
+Every trial is a command of its own, one after the other, so that one that fails or runs out of
+memory does not end the others and leaves nothing behind. Its folder is `trial_N` in the sweep's,
+which is `telemetry.run_dir`; `trials.jsonl` there holds a line for each.
 """
 
 from __future__ import annotations
@@ -28,24 +30,33 @@ from shared.errors import ConfigError
 
 TRIALS = "trials.jsonl"
 MARGIN_S = 60.0
-"""Given to an interrupted trial beyond its `timeouts.interrupt_s`, in which it saves its weights: its processes end, one after the other."""
+"""Given to an interrupted trial beyond its `timeouts.interrupt_s`, in which it saves its weights:
+its processes end, one after the other.
+"""
 
 
 def is_sweep() -> bool:
-    """Whether Hydra runs this process's command once for each of several configurations (`--multirun`)."""
+    """Whether Hydra runs this process's command once for each of several configurations
+    (`--multirun`).
+    """
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def run_trial(composed: DictConfig, console: Console) -> None:
-    """The trial that Hydra is at, as a process; `composed` is its configuration. Its failure is written down, and that is all it does to the sweep.
+    """The trial that Hydra is at, as a process; `composed` is its configuration. Its failure is
+    written down, and that is all it does to the sweep.
 
     KeyboardInterrupt ends the trial and, when that is written down too, the sweep.
     """
     trial = HydraConfig.get()
     overrides, folder = list(trial.overrides.task), Path(trial.runtime.output_dir)
-    console.print(f"trial     {trial.job.num}: {' '.join(overrides)}", markup=False, highlight=False)
+    console.print(
+        f"trial     {trial.job.num}: {' '.join(overrides)}", markup=False, highlight=False
+    )
     started_s = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"]
+    )
     interrupted = False
     try:
         process.wait()
@@ -98,32 +109,64 @@ def _last_report(folder: Path) -> dict[str, Any]:
 
 
 def print_summary(folder: Path) -> int:
-    """A line for every trial that has begun, with the headline of its last held-out report or how it failed, and a table of what was tried and what came
-    of it; the number of those that failed."""
+    """A line for every trial that has begun, with the headline of its last held-out report or how
+    it failed, and a table of what was tried and what came of it; the number of those that failed.
+    """
     trials = [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
     console = Console(soft_wrap=True)
     for trial in trials:
-        headline = f"{trial['headline']} {trial['score']:.3f}" if "headline" in trial else "no held-out report"
-        end = "interrupted" if trial["interrupted"] else headline if trial["exit_code"] == 0 else f"failed with exit status {trial['exit_code']}"
-        console.print(f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}", markup=False, highlight=False)
+        headline = (
+            f"{trial['headline']} {trial['score']:.3f}"
+            if "headline" in trial
+            else "no held-out report"
+        )
+        end = (
+            "interrupted"
+            if trial["interrupted"]
+            else (
+                headline
+                if trial["exit_code"] == 0
+                else f"failed with exit status {trial['exit_code']}"
+            )
+        )
+        console.print(
+            f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}",
+            markup=False,
+            highlight=False,
+        )
     for row in trial_table(trials):
         console.print(row, markup=False, highlight=False)
     failed = sum(trial["exit_code"] != 0 for trial in trials)
-    console.print(f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {folder / TRIALS}", highlight=False)
+    console.print(
+        f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {folder / TRIALS}",
+        highlight=False,
+    )
     return failed
 
 
 def trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table over trials: the keys in which they differ, the updates before the last report, and its headline.
+    """The lines of a table over trials: the keys in which they differ, the updates before the last
+    report, and its headline.
 
-    The best figure of each headline is marked; a trial of another kind has its own. There is no table where no trial has a report.
+    The best figure of each headline is marked; a trial of another kind has its own. There is no
+    table where no trial has a report.
     """
     names = list(dict.fromkeys(trial["headline"] for trial in trials if "headline" in trial))
     if not names:
         return []
-    settings = [dict(override.lstrip("+").partition("=")[::2] for override in trial["overrides"]) for trial in trials]
-    keys = [key for key in dict.fromkeys(chain(*settings)) if len({one.get(key) for one in settings}) > 1]
-    best = {name: max(trial["score"] for trial in trials if trial.get("headline") == name) for name in names}
+    settings = [
+        dict(override.lstrip("+").partition("=")[::2] for override in trial["overrides"])
+        for trial in trials
+    ]
+    keys = [
+        key
+        for key in dict.fromkeys(chain(*settings))
+        if len({one.get(key) for one in settings}) > 1
+    ]
+    best = {
+        name: max(trial["score"] for trial in trials if trial.get("headline") == name)
+        for name in names
+    }
     rows = [("trial", *keys, "steps", *names)]
     for trial, own in zip(trials, settings, strict=True):
         figures = []
@@ -131,17 +174,32 @@ def trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
             has_it = trial.get("headline") == name
             mark = " (best)" if has_it and len(trials) > 1 and trial["score"] == best[name] else ""
             figures.append(f"{trial['score']:.3f}{mark}" if has_it else "-")
-        rows.append((str(trial["trial"]), *(own.get(key, "-") for key in keys), str(trial.get("step", "-")), *figures))
+        rows.append(
+            (
+                str(trial["trial"]),
+                *(own.get(key, "-") for key in keys),
+                str(trial.get("step", "-")),
+                *figures,
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 class SweepSummary(Callback):
-    """Before a sweep its folder is looked at, and what came of it is printed after it. Exit status 1 where a trial failed."""
+    """Before a sweep its folder is looked at, and what came of it is printed after it. Exit status
+    1 where a trial failed.
+    """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if (Path(config.hydra.sweep.dir) / TRIALS).exists():
-            print(f"telemetry.run_dir: {config.hydra.sweep.dir} holds a sweep already; choose another folder, or move that sweep away")
+            print(
+                f"telemetry.run_dir: {config.hydra.sweep.dir} holds a sweep already; choose another"
+                " folder, or move that sweep away"
+            )
             sys.exit(2)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

@@ -38,9 +38,13 @@ from shared.weight_sync.differences import NOISE_FILE
 
 TRACK = "driver"
 CONFIG, ERROR = "config.json", "error.txt"
-"""In the run's folder: what it was started with, and what ended it. A folder with the first one holds a run."""
+"""In the run's folder: what it was started with, and what ended it. A folder with the first one
+holds a run.
+"""
 FAILED_CONFIG = "config_of_failed_start.json"
-"""The first one's name where the run ended before its first sync was done: another start may use the folder."""
+"""The first one's name where the run ended before its first sync was done: another start may use
+the folder.
+"""
 
 
 @dataclass(slots=True)
@@ -63,10 +67,13 @@ class HeldOutFigure:
 
 
 class Telemetry:
-    """Owns the run's folder. Every line is flushed when it is written, so a run that dies keeps what it had."""
+    """Owns the run's folder. Every line is flushed when it is written, so a run that dies keeps
+    what it had.
+    """
 
     def __init__(self, config: RunConfig, console: Console) -> None:
-        """Creates the folder and saves the configuration. Removes what a start that failed has left there.
+        """Creates the folder and saves the configuration. Removes what a start that failed has left
+        there.
 
         Raises:
             ConfigError: the folder holds a run, which would be overwritten.
@@ -85,7 +92,9 @@ class Telemetry:
                     (folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        self._metrics, self._plans, self._evaluations = (RunFile(folder / f"{name}.jsonl") for name in ("metrics", "plan", "evaluations"))
+        self._metrics, self._plans, self._evaluations = (
+            RunFile(folder / f"{name}.jsonl") for name in ("metrics", "plan", "evaluations")
+        )
         self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
         # Last: a folder with this file holds a run, and the next start is refused it.
         write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
@@ -103,7 +112,12 @@ class Telemetry:
     def __enter__(self) -> Telemetry:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if isinstance(error, Exception):
                 self._keep(error)
@@ -123,7 +137,8 @@ class Telemetry:
                 self._trace.close()
 
     def _leave_folder(self) -> None:
-        """Let another start use the folder, because nothing came of this one. Raises StorageError."""
+        """Let another start use the folder, because nothing came of this one. Raises
+        StorageError."""
         folder = self._config.telemetry.run_dir
         try:
             (folder / CONFIG).replace(folder / FAILED_CONFIG)
@@ -131,20 +146,33 @@ class Telemetry:
             raise cannot_write(folder / FAILED_CONFIG, error) from error
 
     def _keep(self, error: Exception) -> None:
-        """The console shows the message; the whole story, with what other processes raised, is kept in a file, or else shown too."""
-        details, story = self._config.telemetry.run_dir / ERROR, "".join(traceback.format_exception(error))
-        others = "what the other processes said in Ray's session folder (/tmp/ray/session_latest/logs)"
+        """The console shows the message; the whole story, with what other processes raised, is kept
+        in a file, or else shown too.
+        """
+        details, story = (
+            self._config.telemetry.run_dir / ERROR,
+            "".join(traceback.format_exception(error)),
+        )
+        others = (
+            "what the other processes said in Ray's session folder (/tmp/ray/session_latest/logs)"
+        )
         try:
             write_run_file(details, story)
             where = f"in {details}"
         except StorageError as unwritten:
             where = "above"
-            self._console.print(story.encode(errors="backslashreplace").decode(), markup=False, highlight=False)
+            self._console.print(
+                story.encode(errors="backslashreplace").decode(), markup=False, highlight=False
+            )
             self._warn(str(unwritten))
         self._console.print(f"the run ended; details {where}, {others}", highlight=False)
 
-    def placed(self, algebra: BatchAlgebra, engines: tuple[str, ...], *, learner_threads: int) -> None:
-        """The rollout engines are up, under these names, and every learner rank computes with so many threads, which its results depend on."""
+    def placed(
+        self, algebra: BatchAlgebra, engines: tuple[str, ...], *, learner_threads: int
+    ) -> None:
+        """The rollout engines are up, under these names, and every learner rank computes with so
+        many threads, which its results depend on.
+        """
         self._algebra, self._engines = algebra, engines
         if self._config.telemetry.ray_metrics:
             self._ray_metrics = RayMetrics(self._config.telemetry.name)
@@ -163,7 +191,9 @@ class Telemetry:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
-        """Write the plan before the step and its metrics after it; nothing of a step that failed but its plan."""
+        """Write the plan before the step and its metrics after it; nothing of a step that failed
+        but its plan.
+        """
         assert self._algebra is not None, "placed comes before the first step"
         self._has_begun = True
         rounds = self._algebra.rounds if plan.channel is Channel.B else ()
@@ -172,7 +202,9 @@ class Telemetry:
             {
                 **asdict(plan),
                 "step": plan.number,
-                "rounds": [[[positions.start, positions.stop] for positions in ranks] for ranks in rounds],
+                "rounds": [
+                    [[positions.start, positions.stop] for positions in ranks] for ranks in rounds
+                ],
                 "calls": self._calls(rounds, plan.step),
                 "engines": self._engines,
                 "servers": self._servers,
@@ -184,20 +216,30 @@ class Telemetry:
         record = StepRecord(plan)
         yield record
         assert record.report is not None
-        self._step_done(record.report, record.sync, record.queue_wait_s, Span(TRACK, f"step {plan.number} ({plan.channel})", started_s, time.time()))
+        self._step_done(
+            record.report,
+            record.sync,
+            record.queue_wait_s,
+            Span(TRACK, f"step {plan.number} ({plan.channel})", started_s, time.time()),
+        )
 
     def sync(self, report: SyncReport) -> None:
-        """DetectionReport a sync outside any step, that ended now, and record the noise that it measured.
+        """DetectionReport a sync outside any step, that ended now, and record the noise that it
+        measured.
 
         Raises StorageError.
         """
         self._has_begun = True
         if report.canary_noise is not None:
-            write_run_file(self._config.telemetry.run_dir / NOISE_FILE, report.canary_noise.as_json())
+            write_run_file(
+                self._config.telemetry.run_dir / NOISE_FILE, report.canary_noise.as_json()
+            )
         self._note_mode(report)
         self._trace_spans([_span_until_now(f"sync v{report.version}", report.total_s)])
         self._console.print(
-            f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {report.total_s:.2f} s, canary within {report.canary_max_abs:.1e}", highlight=False
+            f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {report.total_s:.2f} s,"
+            f" canary within {report.canary_max_abs:.1e}",
+            highlight=False,
         )
 
     def evaluation(self, evaluation: Evaluation[Any]) -> float:
@@ -205,11 +247,20 @@ class Telemetry:
         self._trace_spans([_span_until_now("held-out report", evaluation.wall_s)])
         report = self._report(evaluation)
         self.evaluations.append(HeldOutFigure(evaluation.step, report.headline))
-        place = {"step": evaluation.step, "weight_version": evaluation.weight_version, "num_samples": len(evaluation.outcomes)}
+        place = {
+            "step": evaluation.step,
+            "weight_version": evaluation.weight_version,
+            "num_samples": len(evaluation.outcomes),
+        }
         # By its name, so that who compares runs of any kind need not know what theirs are about.
         headline = {"headline": report.headline.name, "score": report.headline.value}
         _write(self._evaluations, {**place, **headline, **report.metrics()})
-        self._console.print(f"held out  after {evaluation.step} steps, {len(evaluation.outcomes)} samples: {report.describe()}", markup=False, highlight=False)
+        self._console.print(
+            f"held out  after {evaluation.step} steps, {len(evaluation.outcomes)} samples:"
+            f" {report.describe()}",
+            markup=False,
+            highlight=False,
+        )
         return report.headline.value
 
     def _report(self, evaluation: Evaluation[Any]) -> DetectionReport | RewardReport:
@@ -219,7 +270,11 @@ class Telemetry:
             rewards = RewardReport(evaluation)
             write_reward_report(folder, rewards)
             return rewards
-        report = make_report(evaluation, self._config, subject=f"{self._config.telemetry.name} after {evaluation.step} steps")
+        report = make_report(
+            evaluation,
+            self._config,
+            subject=f"{self._config.telemetry.name} after {evaluation.step} steps",
+        )
         write_report(folder, report)
         return report
 
@@ -230,15 +285,25 @@ class Telemetry:
         self._warn(f"the weights of this run could not be saved: {error}")
 
     def improvement(self) -> str | None:
-        """The headline of the last report beside that of the warm-up's end, or of the first where there is none; None with fewer than two reports."""
+        """The headline of the last report beside that of the warm-up's end, or of the first where
+        there is none; None with fewer than two reports.
+        """
         if len(self.evaluations) < 2:
             return None
         warm = warmup_steps(self._config)
         at_warmups_end = [report for report in self.evaluations if report.step == warm > 0]
-        (name, before), after = ("warm-up", at_warmups_end[0]) if at_warmups_end else ("first", self.evaluations[0]), self.evaluations[-1]
-        return f"val {after.headline.name} {name} {before.headline.value:.2f} -> final {after.headline.value:.2f}"
+        (name, before), after = (
+            (("warm-up", at_warmups_end[0]) if at_warmups_end else ("first", self.evaluations[0])),
+            self.evaluations[-1],
+        )
+        return (
+            f"val {after.headline.name} {name} {before.headline.value:.2f} -> final"
+            f" {after.headline.value:.2f}"
+        )
 
-    def _step_done(self, report: StepReport, sync: SyncReport | None, queue_wait_s: float, span: Span) -> None:
+    def _step_done(
+        self, report: StepReport, sync: SyncReport | None, queue_wait_s: float, span: Span
+    ) -> None:
         metrics: dict[str, float | str] = {**report.metrics, "time/step_s": span.duration_s}
         if report.channel is Channel.B:
             metrics["time/queue_wait_s"] = queue_wait_s
@@ -246,32 +311,66 @@ class Telemetry:
         if sync is not None:
             self._note_mode(sync)
             metrics |= sync.metrics()
-        assert all(map(metric_of, metrics)), f"not in shared/metrics.py: {[name for name in metrics if metric_of(name) is None]}"
-        _write(self._metrics, {"step": report.number, "channel": report.channel, "weight_version": report.weight_version, **metrics})
+        assert all(map(metric_of, metrics)), (
+            f"not in shared/metrics.py: {[name for name in metrics if metric_of(name) is None]}"
+        )
+        _write(
+            self._metrics,
+            {
+                "step": report.number,
+                "channel": report.channel,
+                "weight_version": report.weight_version,
+                **metrics,
+            },
+        )
         if self._ray_metrics is not None:
-            self._ray_metrics.step_done(report.number, report.weight_version if sync is None else sync.version, metrics)
+            self._ray_metrics.step_done(
+                report.number, report.weight_version if sync is None else sync.version, metrics
+            )
         # What is left of the step when the learner is done is the sync.
-        sync_span = [] if sync is None else [Span(TRACK, f"sync v{sync.version}", max(done.end_s for done in report.spans), span.end_s)]
+        sync_span = (
+            []
+            if sync is None
+            else [
+                Span(
+                    TRACK,
+                    f"sync v{sync.version}",
+                    max(done.end_s for done in report.spans),
+                    span.end_s,
+                )
+            ]
+        )
         self._trace_spans([span, *report.spans, *sync_span])
-        self._console.print(progress_line(report, metrics, self._config.training.max_steps), highlight=False)
+        self._console.print(
+            progress_line(report, metrics, self._config.training.max_steps), highlight=False
+        )
         if (calls := report.metrics.get("rollout/num_tool_calls")) is not None:
             problem = self._uncalled_tools.problem(int(report.metrics["rollout/num"]), calls)
             if problem is not None:
                 self._warn(problem)
 
     def _calls(self, rounds: Sequence[Sequence[range]], step: int) -> list[list[dict[str, Any]]]:
-        """Of the servers, by round. Environments ask them call by call: those are not known before."""
+        """Of the servers, by round. Environments ask them call by call: those are not known
+        before."""
         if not self._servers or self._config.environment is not None:
             return []
         assert self._algebra is not None
-        return server_calls(rounds, self._algebra.engine_devices, self._engines, run_seed=self._config.training.seed, step=step)
+        return server_calls(
+            rounds,
+            self._algebra.engine_devices,
+            self._engines,
+            run_seed=self._config.training.seed,
+            step=step,
+        )
 
     def _note_mode(self, sync: SyncReport) -> None:
         """Every later plan says what is sent, and why it is not the adapter any more."""
         self._sync_mode = sync.mode
         if sync.fell_back is not None:
             self._sync_fallback = sync.fell_back
-            self._warn(f"the adapter sync failed, full weights are sent from now on: {sync.fell_back}")
+            self._warn(
+                f"the adapter sync failed, full weights are sent from now on: {sync.fell_back}"
+            )
 
     def _warn(self, text: str) -> None:
         self._console.print(f"[bold yellow]warning[/]   {escape(text)}", highlight=False)
@@ -294,12 +393,24 @@ def _write(file: RunFile, values: Mapping[str, Any]) -> None:
 
 
 def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_steps: int) -> str:
-    parts = [f"step {report.number:>4}/{max_steps} {report.channel}", f"loss {metrics['loss/total']:7.4f}", f"rows {metrics['packing/num_rows']:.0f}"]
+    parts = [
+        f"step {report.number:>4}/{max_steps} {report.channel}",
+        f"loss {metrics['loss/total']:7.4f}",
+        f"rows {metrics['packing/num_rows']:.0f}",
+    ]
     if report.channel is Channel.B:
         parts += [
-            *(_of_environments(metrics) if "rollout/num_groups" in metrics else _of_samples(metrics)),
+            *(
+                _of_environments(metrics)
+                if "rollout/num_groups" in metrics
+                else _of_samples(metrics)
+            ),
             f"tokens {metrics['rollout/num_tokens']:.0f}",
-            f"logp {metrics['rollout/logprob_max_abs']:.0e}" if "rollout/logprob_max_abs" in metrics else "logp not compared",
+            (
+                f"logp {metrics['rollout/logprob_max_abs']:.0e}"
+                if "rollout/logprob_max_abs" in metrics
+                else "logp not compared"
+            ),
             f"generate {metrics['time/generate_s']:.2f} s",
         ]
     if metrics["packing/num_carried"]:
@@ -313,26 +424,44 @@ def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_st
 def _of_samples(metrics: Mapping[str, float | str]) -> list[str]:
     fallback = metrics["rollout/num_fallback"]
     return [
-        f"match {metrics['rollout/match_rate']:.2f}" if "rollout/match_rate" in metrics else "match of nothing",
+        (
+            f"match {metrics['rollout/match_rate']:.2f}"
+            if "rollout/match_rate" in metrics
+            else "match of nothing"
+        ),
         f"dropped {metrics['rollout/num_dropped_objects']:.0f}",
         *([f"nothing kept of {fallback:.0f}"] if fallback else []),
     ]
 
 
 def _of_environments(metrics: Mapping[str, float | str]) -> list[str]:
-    counts = {"failed": "rollout/num_failed", "truncated": "rollout/num_truncated", "split": "rollout/num_splits"}
+    counts = {
+        "failed": "rollout/num_failed",
+        "truncated": "rollout/num_truncated",
+        "split": "rollout/num_splits",
+    }
+    without = metrics["rollout/num_groups_without_signal"]
     return [
         f"reward {metrics['rollout/reward']:.3f}" if "rollout/reward" in metrics else "no reward",
-        f"no signal {metrics['rollout/num_groups_without_signal']:.0f}/{metrics['rollout/num_groups']:.0f}",
+        f"no signal {without:.0f}/{metrics['rollout/num_groups']:.0f}",
         *(f"{word} {metrics[name]:.0f}" for word, name in counts.items() if metrics[name]),
     ]
 
 
-# Which server will be asked for what in a step, and under which seed: known before the step, so that it is in its plan (spec: server-mode metadata).
+# Which server will be asked for what in a step, and under which seed: known before the step, so
+# that it is in its plan (spec: server-mode metadata).
 
 
-def server_calls(rounds: Sequence[Sequence[range]], devices: Sequence[int], names: Sequence[str], *, run_seed: int, step: int) -> list[list[dict[str, Any]]]:
-    """The calls of each round, as long as no server fails: what one takes over keeps the seeds of its requests, and its rollouts say who answered.
+def server_calls(
+    rounds: Sequence[Sequence[range]],
+    devices: Sequence[int],
+    names: Sequence[str],
+    *,
+    run_seed: int,
+    step: int,
+) -> list[list[dict[str, Any]]]:
+    """The calls of each round, as long as no server fails: what one takes over keeps the seeds of
+    its requests, and its rollouts say who answered.
 
     Args:
         rounds: `[round][rank]`, the positions of a step that each learner rank learns.
@@ -344,11 +473,19 @@ def server_calls(rounds: Sequence[Sequence[range]], devices: Sequence[int], name
         for part in round_parts(list(map(len, ranks)), devices):
             first = ranks[part.rank].start + part.requests.start
             seed = request_seed(run_seed, step, first)
-            calls[-1].append({"server": names[part.engine], "first_position": first, "count": len(part.requests), "seed": seed})
+            calls[-1].append(
+                {
+                    "server": names[part.engine],
+                    "first_position": first,
+                    "count": len(part.requests),
+                    "seed": seed,
+                }
+            )
     return calls
 
 
-# Lines of a command while its processes start: one at the end of each stage, and while it lasts a bar on a terminal, or another line in a log.
+# Lines of a command while its processes start: one at the end of each stage, and while it lasts a
+# bar on a terminal, or another line in a log.
 
 
 class StartUp:
@@ -359,15 +496,27 @@ class StartUp:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show the body as a stage of the start: by a line when it is done, unless it fails, and while it lasts by a bar, or in a log by one more line."""
+        """Show the body as a stage of the start: by a line when it is done, unless it fails, and
+        while it lasts by a bar, or in a log by one more line.
+        """
         began_s = time.monotonic()
-        columns = (TextColumn("start     {task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("start     {task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+        )
         hidden = not self._console.is_terminal
         if hidden:
             self._console.print(f"start     {name} ...", markup=False, highlight=False)
         # Streams stay as they are: Ray looks at those of this process when it starts.
         with Progress(
-            *columns, console=self._console, refresh_per_second=2, transient=True, disable=hidden, redirect_stdout=False, redirect_stderr=False
+            *columns,
+            console=self._console,
+            refresh_per_second=2,
+            transient=True,
+            disable=hidden,
+            redirect_stdout=False,
+            redirect_stderr=False,
         ) as bar:
             # Without an end, so that it pulses: nobody knows how long an engine takes.
             bar.add_task(name, total=None)

@@ -1,4 +1,6 @@
-"""One sample of one step as a page of HTML that needs nothing beside itself (issue 3, "Seeing a sample")."""
+"""One sample of one step as a page of HTML that needs nothing beside itself (issue 3, "Seeing a
+sample").
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,57 @@ from itertools import pairwise
 
 from PIL import Image
 
-from launch.sample_pages.html import LegendRow, attribute, chip_row, count, document, header, inline, legend, marked_token, section, strength, token
-from learner.rollout_logs.samples import GroundTruthEntry, ObjectEntry, ReadingEntry, RolloutEntry, RolloutRecord, TargetEntry
+from launch.sample_pages.html import (
+    LegendRow,
+    attribute,
+    chip_row,
+    count,
+    document,
+    header,
+    inline,
+    legend,
+    marked_token,
+    section,
+    strength,
+    token,
+)
+from learner.rollout_logs.samples import (
+    GroundTruthEntry,
+    ObjectEntry,
+    ReadingEntry,
+    RolloutEntry,
+    RolloutRecord,
+    TargetEntry,
+)
 from learner.targets import TokenRole
 from shared.prompts import on_white
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
-# Objects drawn over an image as inline SVG: sharp at any size, and the image's bytes are on the page once (issue 3, "Seeing a sample").
+# Objects drawn over an image as inline SVG: sharp at any size, and the image's bytes are on the
+# page once (issue 3, "Seeing a sample").
 
 
-MATCH_COLOURS = ("#0072b2", "#00875a", "#a64ca6", "#b26b00", "#00838f", "#5b4fc7", "#6b7d00", "#8d5524", "#c2185b", "#2e5fa3")
+MATCH_COLOURS = (
+    "#0072b2",
+    "#00875a",
+    "#a64ca6",
+    "#b26b00",
+    "#00838f",
+    "#5b4fc7",
+    "#6b7d00",
+    "#8d5524",
+    "#c2185b",
+    "#2e5fa3",
+)
 """Of pairs, in turn; none is close to the two below."""
 UNMATCHED_PREDICTION = "#d62222"
 UNMATCHED_TRUTH = "#1a1a1a"
 
 _SHOWN_WIDTH = 480
-"""About what a panel measures on the page, in CSS pixels: letters are sized for it, whatever the image measures."""
+"""About what a panel measures on the page, in CSS pixels: letters are sized for it, whatever the
+image measures.
+"""
 _EMBEDDED = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _ORIENTATION = 0x0112
 """EXIF: browsers turn an image by it, the training does not."""
@@ -59,17 +95,23 @@ class Canvas:
     def definitions(self) -> str:
         """The images, once, for `panel` to use. Goes into the page before any panel."""
         images = "".join(
-            f'<image id="image{i}" width="{self.width}" height="{self.height}" preserveAspectRatio="none" href="{_data_uri(data)}"/>'
+            f'<image id="image{i}" width="{self.width}" height="{self.height}"'
+            f' preserveAspectRatio="none" href="{_data_uri(data)}"/>'
             for i, data in enumerate(self.images)
         )
-        return f'<svg width="0" height="0" class="definitions" aria-hidden="true"><defs>{images}</defs></svg>'
+        return (
+            '<svg width="0" height="0" class="definitions"'
+            f' aria-hidden="true"><defs>{images}</defs></svg>'
+        )
 
     def panel(self, image: int, shapes: Sequence[DrawnObject], caption: str) -> str:
         drawn = "".join(self._draw(shape) for shape in shapes)
         small = ' class="pixels"' if self.width < _SHOWN_WIDTH else ""
         return (
-            f'<figure><svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{attribute(caption)}"{small}>'
-            f'<use href="#image{image}"/>{drawn}</svg><figcaption>{inline(caption)}</figcaption></figure>'
+            f'<figure><svg viewBox="0 0 {self.width} {self.height}" role="img"'
+            f' aria-label="{attribute(caption)}"{small}>'
+            "<use"
+            f' href="#image{image}"/>{drawn}</svg><figcaption>{inline(caption)}</figcaption></figure>'
         )
 
     def _draw(self, shape: DrawnObject) -> str:
@@ -77,7 +119,10 @@ class Canvas:
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         dash = ' stroke-dasharray="5 4"' if shape.dashed else ""
         # A white line underneath keeps every colour visible on any image.
-        lines = f'<polygon points="{path}" class="halo"/><polygon points="{path}" stroke="{shape.colour}"{dash}/>'
+        lines = (
+            f'<polygon points="{path}" class="halo"/><polygon points="{path}"'
+            f' stroke="{shape.colour}"{dash}/>'
+        )
         return f"<g><title>{inline(shape.title)}</title>{lines}{self._label(shape, points)}</g>"
 
     def _label(self, shape: DrawnObject, points: Sequence[tuple[float, float]]) -> str:
@@ -85,22 +130,35 @@ class Canvas:
             return ""
         unit = self.width / _SHOWN_WIDTH
         left, top = min(x for x, _ in points), min(y for _, y in points)
-        x, y = min(left + 4 * unit, self.width - 10 * unit * len(shape.label)), min(max(top, 0) + 16 * unit, self.height - 4 * unit)
-        return f'<text x="{x:.2f}" y="{y:.2f}" font-size="{14 * unit:.2f}" stroke-width="{4 * unit:.2f}" fill="{shape.colour}">{inline(shape.label)}</text>'
+        x, y = (
+            min(left + 4 * unit, self.width - 10 * unit * len(shape.label)),
+            min(max(top, 0) + 16 * unit, self.height - 4 * unit),
+        )
+        return (
+            f'<text x="{x:.2f}" y="{y:.2f}" font-size="{14 * unit:.2f}"'
+            f' stroke-width="{4 * unit:.2f}" fill="{shape.colour}">{inline(shape.label)}</text>'
+        )
 
 
 def _outline(shape: DrawnObject, width: int, height: int) -> list[tuple[float, float]]:
-    """Vertices in pixels, at pixel centres: bin k of an axis of length W is pixel `k / 999 * (W - 1)`."""
+    """Vertices in pixels, at pixel centres: bin k of an axis of length W is pixel `k / 999 * (W -
+    1)`.
+    """
     bins = shape.bins
     if shape.kind == GeometryKind.BBOX:
         x1, y1, x2, y2 = bins
         bins = (x1, y1, x2, y1, x2, y2, x1, y2)
     last = NUM_BINS - 1
-    return [(x / last * (width - 1) + 0.5, y / last * (height - 1) + 0.5) for x, y in zip(bins[::2], bins[1::2], strict=True)]
+    return [
+        (x / last * (width - 1) + 0.5, y / last * (height - 1) + 0.5)
+        for x, y in zip(bins[::2], bins[1::2], strict=True)
+    ]
 
 
 def _data_uri(data: bytes) -> str:
-    """The file as it is where every browser shows it as the training sees it; a PNG of its pixels otherwise."""
+    """The file as it is where every browser shows it as the training sees it; a PNG of its pixels
+    otherwise.
+    """
     with Image.open(io.BytesIO(data)) as image:
         if image.format in _EMBEDDED and _is_upright(image):
             return f"data:{_EMBEDDED[image.format]};base64,{base64.b64encode(data).decode()}"
@@ -112,20 +170,27 @@ def _data_uri(data: bytes) -> str:
 def _is_upright(image: Image.Image) -> bool:
     try:
         return bool(image.getexif().get(_ORIENTATION, 1) == 1)
-    except Exception:  # whatever Pillow's reading of damaged EXIF data runs into, which browsers may read otherwise
+    # whatever Pillow's reading of damaged EXIF data runs into, which browsers may read otherwise
+    except Exception:
         return False
 
 
-# The tokens of a target, coloured by what supervises them and how much (issue 3, "Seeing a sample").
+# The tokens of a target, coloured by what supervises them and how much (issue 3, "Seeing a
+# sample").
 #
-# The hue is the role, the strength of the colour is the token's weight in `token_ce`; coord slots show the token's bin and the bin it should be.
+# The hue is the role, the strength of the colour is the token's weight in `token_ce`; coord slots
+# show the token's bin and the bin it should be.
 
 
 MEANINGS = {
-    TokenRole.NEUTRAL: "in the kept prefix, and not of a matched object (or the name of one): never supervised",
+    TokenRole.NEUTRAL: (
+        "in the kept prefix, and not of a matched object (or the name of one): never supervised"
+    ),
     TokenRole.STRUCTURE: "text of a ground-truth object, and the separators before it",
     TokenRole.DESC: "overlaps the name (desc) of a ground-truth object",
-    TokenRole.MATCHED_STRUCTURE: "in the kept prefix: a matched object's braces, keys and separators",
+    TokenRole.MATCHED_STRUCTURE: (
+        "in the kept prefix: a matched object's braces, keys and separators"
+    ),
     TokenRole.COORD: "a supervised coord slot: the token's bin → the bin it should be",
     TokenRole.CLOSING: "the closing brace, or the end of the answer",
 }
@@ -157,11 +222,16 @@ class TokenView:
     @property
     def runs(self) -> list[Run]:
         """Cut once more where the appended text begins."""
-        whole = [Run(start, stop, TokenRole[role.upper()], weight) for start, stop, role, weight in self.target["supervision"]]
+        whole = [
+            Run(start, stop, TokenRole[role.upper()], weight)
+            for start, stop, role, weight in self.target["supervision"]
+        ]
         return [
             Run(start, stop, run.role, run.weight)
             for run in whole
-            for start, stop in pairwise(sorted({run.start, run.stop, min(max(run.start, self.num_prefix), run.stop)}))
+            for start, stop in pairwise(
+                sorted({run.start, run.stop, min(max(run.start, self.num_prefix), run.stop)})
+            )
         ]
 
     def tokens(self) -> str:
@@ -173,12 +243,15 @@ class TokenView:
         for run in self.runs:
             if run.start == self.num_prefix and self.num_prefix:
                 parts.append('<span class="seam" title="the kept prefix ends here">append</span>')
-            content = "".join(self._token(position, run, aims, total) for position in range(run.start, run.stop))
+            content = "".join(
+                self._token(position, run, aims, total) for position in range(run.start, run.stop)
+            )
             parts.append(f'<span class="run {run.tag}"{_strength(run, strongest)}>{content}</span>')
         return "".join(parts)
 
     def legend(self) -> str:
-        """A row for each role there is: its colour, how many tokens, which weights, what it means."""
+        """A row for each role there is: its colour, how many tokens, which weights, what it
+        means."""
         runs = self.runs
         strongest = max((run.weight for run in runs), default=0.0)
         rows = []
@@ -187,9 +260,16 @@ class TokenView:
             if not of_role:
                 continue
             weights = sorted({run.weight for run in of_role})
-            swatches = "".join(f'<span class="run {run.tag}"{_strength(run, strongest)}><i>{run.tag}</i></span>' for run in _one_per_weight(of_role))
+            swatches = "".join(
+                f'<span class="run {run.tag}"{_strength(run, strongest)}><i>{run.tag}</i></span>'
+                for run in _one_per_weight(of_role)
+            )
             count = sum(run.stop - run.start for run in of_role)
-            shown = "slots" if role is TokenRole.COORD else ", ".join(f"{weight:g}" for weight in weights)
+            shown = (
+                "slots"
+                if role is TokenRole.COORD
+                else ", ".join(f"{weight:g}" for weight in weights)
+            )
             rows.append(LegendRow(swatches, count, shown, MEANINGS[role]))
         return legend("role", "weight", rows)
 
@@ -203,7 +283,10 @@ class TokenView:
             bin_, aim = self.codec.coord_bin(token_id), aims[position]
             facts += [f"bin {bin_}, should be {aim:g}", f"one of {len(aims)} slots"]
             return marked_token(facts, f"{bin_}<b>→{aim:.4g}</b>")
-        facts.append(f"weight {run.weight:g}" + (f" ({run.weight / total:.2%} of the sample's text)" if run.weight else ""))
+        facts.append(
+            f"weight {run.weight:g}"
+            + (f" ({run.weight / total:.2%} of the sample's text)" if run.weight else "")
+        )
         return token(facts, self.codec.piece_bytes(token_id))
 
 
@@ -236,10 +319,21 @@ class SamplePage:
     def html(self) -> str:
         line = self.line
         reading = line["reading"]
-        sections = [_header(self), _pictures(self), _objects(line), section("Prompt", f'<div class="text">{inline(self.prompt)}</div>')]
+        sections = [
+            _header(self),
+            _pictures(self),
+            _objects(line),
+            section("Prompt", f'<div class="text">{inline(self.prompt)}</div>'),
+        ]
         if line["rollout"] is not None and reading is not None:
-            sections.append(_answer(line["rollout"], reading, line["target"]["token_ids"], self.codec))
-            sections.append(section("Appended text", f'<div class="text">{inline(reading["appended_text"])}</div>'))
+            sections.append(
+                _answer(line["rollout"], reading, line["target"]["token_ids"], self.codec)
+            )
+            sections.append(
+                section(
+                    "Appended text", f'<div class="text">{inline(reading["appended_text"])}</div>'
+                )
+            )
         sections.append(_target(self))
         return document(_heading(line), self.run, sections, definitions=self.canvas.definitions())
 
@@ -253,9 +347,19 @@ def _header(page: SamplePage) -> str:
     facts = {"channel": line["channel"], "sample": line["sample_id"]}
     if line["rollout"] is not None:
         rollout = line["rollout"]
-        facts |= {"weights": f"v{rollout['weight_version']}", "actor": rollout["actor"], "seed": str(rollout["seed"]), "attempt": str(rollout["attempt"])}
-        sizes = {"prompt tokens": rollout["num_prompt_tokens"], "response tokens": len(rollout["response_token_ids"])}
-        facts |= {name: str(size) for name, size in sizes.items()} | {"finish": rollout["finish_reason"]}
+        facts |= {
+            "weights": f"v{rollout['weight_version']}",
+            "actor": rollout["actor"],
+            "seed": str(rollout["seed"]),
+            "attempt": str(rollout["attempt"]),
+        }
+        sizes = {
+            "prompt tokens": rollout["num_prompt_tokens"],
+            "response tokens": len(rollout["response_token_ids"]),
+        }
+        facts |= {name: str(size) for name, size in sizes.items()} | {
+            "finish": rollout["finish_reason"]
+        }
     warnings = [] if line["reading"] is None else _warnings(line["reading"])
     return header(_heading(line), page.run, _summary(line), [chip_row(facts, warnings)], page.notes)
 
@@ -266,7 +370,9 @@ def _warnings(reading: ReadingEntry) -> list[str]:
         "fallback: nothing of the response could be kept": reading["fallback"],
         f"{len(reading['dropped'])} dropped": len(reading["dropped"]),
         f"{len(reading['excluded'])} matched but excluded": len(reading["excluded"]),
-        f"{reading['gating_rejections']} candidate pairs under the gate": reading["gating_rejections"],
+        f"{reading['gating_rejections']} candidate pairs under the gate": reading[
+            "gating_rejections"
+        ],
     }
     return [warning for warning, holds in found.items() if holds]
 
@@ -274,11 +380,16 @@ def _warnings(reading: ReadingEntry) -> list[str]:
 def _summary(line: RolloutRecord) -> str:
     reading, num_truths = line["reading"], len(line["ground_truth"])
     if reading is None:
-        return f"Teacher-forced on the ground truth: {count(num_truths, 'object')}, {count(len(line['target']['token_ids']), 'target token')}."
+        return (
+            f"Teacher-forced on the ground truth: {count(num_truths, 'object')},"
+            f" {count(len(line['target']['token_ids']), 'target token')}."
+        )
     supervised = sum(pair["supervised"] for pair in reading["pairs"])
     return (
-        f"{count(len(reading['objects']), 'valid prediction')} for {count(num_truths, 'ground-truth object')}: {supervised} matched and supervised, "
-        f"{len(reading['unmatched_predictions'])} unmatched, {len(reading['dropped'])} dropped; {len(reading['appended'])} appended to the kept prefix."
+        f"{count(len(reading['objects']), 'valid prediction')} for"
+        f" {count(num_truths, 'ground-truth object')}: {supervised} matched and supervised,"
+        f" {len(reading['unmatched_predictions'])} unmatched, {len(reading['dropped'])} dropped;"
+        f" {len(reading['appended'])} appended to the kept prefix."
     )
 
 
@@ -290,11 +401,29 @@ def _pictures(page: SamplePage) -> str:
     truths = list(_truth_shapes(line))
     for image in range(len(page.canvas.images)):
         of = f" (image {image})" if len(page.canvas.images) > 1 else ""
-        panels.append(page.canvas.panel(image, truths, f"Ground truth{of}. Dashed: no supervised match, appended." if line["reading"] else f"Ground truth{of}"))
+        panels.append(
+            page.canvas.panel(
+                image,
+                truths,
+                (
+                    f"Ground truth{of}. Dashed: no supervised match, appended."
+                    if line["reading"]
+                    else f"Ground truth{of}"
+                ),
+            )
+        )
         if line["reading"] is not None:
             shapes = list(_prediction_shapes(line["reading"]))
-            panels.append(page.canvas.panel(image, shapes, f"Predictions{of} in the colour of their match. Dashed: unmatched."))
-    note = "P and G number predictions and ground truths as the log does." if line["reading"] else ""
+            panels.append(
+                page.canvas.panel(
+                    image,
+                    shapes,
+                    f"Predictions{of} in the colour of their match. Dashed: unmatched.",
+                )
+            )
+    note = (
+        "P and G number predictions and ground truths as the log does." if line["reading"] else ""
+    )
     return section("Picture", f'<div class="panels">{"".join(panels)}</div>', note)
 
 
@@ -306,7 +435,9 @@ def _pair_colours(reading: ReadingEntry) -> list[str]:
 def _prediction_colours(reading: ReadingEntry) -> dict[int, str]:
     """Of every prediction."""
     pairs = zip(reading["pairs"], _pair_colours(reading), strict=True)
-    return dict.fromkeys(range(len(reading["objects"])), UNMATCHED_PREDICTION) | {pair["prediction"]: colour for pair, colour in pairs}
+    return dict.fromkeys(range(len(reading["objects"])), UNMATCHED_PREDICTION) | {
+        pair["prediction"]: colour for pair, colour in pairs
+    }
 
 
 def _truth_colours(line: RolloutRecord) -> dict[int, str]:
@@ -315,20 +446,43 @@ def _truth_colours(line: RolloutRecord) -> dict[int, str]:
     reading = line["reading"]
     if reading is None:
         return {i: MATCH_COLOURS[i % len(MATCH_COLOURS)] for i in colours}
-    return colours | {pair["ground_truth"]: colour for pair, colour in zip(reading["pairs"], _pair_colours(reading), strict=True)}
+    return colours | {
+        pair["ground_truth"]: colour
+        for pair, colour in zip(reading["pairs"], _pair_colours(reading), strict=True)
+    }
 
 
 def _truth_shapes(line: RolloutRecord) -> Iterator[DrawnObject]:
-    colours, appended = _truth_colours(line), [] if line["reading"] is None else line["reading"]["appended"]
+    colours, appended = (
+        _truth_colours(line),
+        ([] if line["reading"] is None else line["reading"]["appended"]),
+    )
     for i, truth in enumerate(line["ground_truth"]):
-        yield DrawnObject(truth["kind"], truth["bins"], f"G{i}", f"G{i} {truth['desc']}", colours[i], dashed=i in appended)
+        yield DrawnObject(
+            truth["kind"],
+            truth["bins"],
+            f"G{i}",
+            f"G{i} {truth['desc']}",
+            colours[i],
+            dashed=i in appended,
+        )
 
 
 def _prediction_shapes(reading: ReadingEntry) -> Iterator[DrawnObject]:
-    colours, matches = _prediction_colours(reading), {pair["prediction"]: pair["ground_truth"] for pair in reading["pairs"]}
+    colours, matches = (
+        _prediction_colours(reading),
+        {pair["prediction"]: pair["ground_truth"] for pair in reading["pairs"]},
+    )
     for i, object_ in enumerate(reading["objects"]):
         label = f"P{i}→G{matches[i]}" if i in matches else f"P{i}"
-        yield DrawnObject(object_["kind"], object_["bins"], label, f"P{i} {object_['key']}: {object_['desc']}", colours[i], dashed=i not in matches)
+        yield DrawnObject(
+            object_["kind"],
+            object_["bins"],
+            label,
+            f"P{i} {object_['key']}: {object_['desc']}",
+            colours[i],
+            dashed=i not in matches,
+        )
 
 
 # Objects: what was predicted, what is there, and what became of it
@@ -340,11 +494,21 @@ def _objects(line: RolloutRecord) -> str:
         head = '<tr><th colspan="2">ground truth</th><th>what happens</th></tr>'
         rows = list(_taught_rows(line))
     else:
-        head = '<tr><th colspan="2">prediction</th><th colspan="2">ground truth</th><th>maskIoU</th><th>what happens</th></tr>'
-        rows = [*_prediction_rows(line, reading), *_dropped_rows(reading), *_appended_rows(line, reading)]
+        head = (
+            '<tr><th colspan="2">prediction</th><th colspan="2">ground'
+            " truth</th><th>maskIoU</th><th>what happens</th></tr>"
+        )
+        rows = [
+            *_prediction_rows(line, reading),
+            *_dropped_rows(reading),
+            *_appended_rows(line, reading),
+        ]
     if not rows:
         return section("Objects", '<p class="soft">There is no object, and none was predicted.</p>')
-    return section("Objects", f'<table class="objects"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>')
+    return section(
+        "Objects",
+        f'<table class="objects"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>',
+    )
 
 
 def _row(prediction: str, truth: str, iou: str, outcome: str) -> str:
@@ -359,7 +523,10 @@ def _cells(label: str, colour: str, content: str) -> str:
 
 
 def _prediction_rows(line: RolloutRecord, reading: ReadingEntry) -> Iterator[str]:
-    pairs, colours = {pair["prediction"]: pair for pair in reading["pairs"]}, _prediction_colours(reading)
+    pairs, colours = (
+        {pair["prediction"]: pair for pair in reading["pairs"]},
+        _prediction_colours(reading),
+    )
     for i, object_ in enumerate(reading["objects"]):
         prediction = _cells(f"P{i}", colours[i], _predicted(object_))
         if i not in pairs:
@@ -367,32 +534,58 @@ def _prediction_rows(line: RolloutRecord, reading: ReadingEntry) -> Iterator[str
             continue
         pair = pairs[i]
         truth = line["ground_truth"][pair["ground_truth"]]
-        name = "" if truth["desc"] == object_["desc"] else "; the name differs, which matching ignores"
+        name = (
+            "" if truth["desc"] == object_["desc"] else "; the name differs, which matching ignores"
+        )
         supervised = f"matched: its coord slots are moved to G{pair['ground_truth']}{name}"
-        outcome = supervised if pair["supervised"] else "excluded: its coord slots cannot be supervised; its ground truth is appended"
-        yield _row(prediction, _cells(f"G{pair['ground_truth']}", colours[i], _true(truth)), f"{pair['iou']:.3f}", outcome)
+        outcome = (
+            supervised
+            if pair["supervised"]
+            else "excluded: its coord slots cannot be supervised; its ground truth is appended"
+        )
+        yield _row(
+            prediction,
+            _cells(f"G{pair['ground_truth']}", colours[i], _true(truth)),
+            f"{pair['iou']:.3f}",
+            outcome,
+        )
 
 
 def _dropped_rows(reading: ReadingEntry) -> Iterator[str]:
     for dropped in reading["dropped"]:
-        yield _row(_cells("–", UNMATCHED_PREDICTION, inline(dropped["key"])), "", "", f"dropped: {dropped['reason']}")
+        yield _row(
+            _cells("–", UNMATCHED_PREDICTION, inline(dropped["key"])),
+            "",
+            "",
+            f"dropped: {dropped['reason']}",
+        )
 
 
 def _appended_rows(line: RolloutRecord, reading: ReadingEntry) -> Iterator[str]:
     colours = _truth_colours(line)
     first = 1 if reading["max_object_index"] is None else reading["max_object_index"] + 1
     for number, i in enumerate(reading["appended"], first):
-        yield _row("", _cells(f"G{i}", colours[i], _true(line["ground_truth"][i])), "", f"appended as object_{number}")
+        yield _row(
+            "",
+            _cells(f"G{i}", colours[i], _true(line["ground_truth"][i])),
+            "",
+            f"appended as object_{number}",
+        )
 
 
 def _taught_rows(line: RolloutRecord) -> Iterator[str]:
     colours = _truth_colours(line)
     for i, truth in enumerate(line["ground_truth"]):
-        yield f"<tr>{_cells(f'G{i}', colours[i], _true(truth))}<td>taught as object_{i + 1}</td></tr>"
+        yield (
+            f"<tr>{_cells(f'G{i}', colours[i], _true(truth))}<td>taught as object_{i + 1}</td></tr>"
+        )
 
 
 def _predicted(object_: ObjectEntry) -> str:
-    return f'{inline(object_["desc"])} <span class="soft">{inline(object_["key"])}</span>{_bins(object_["kind"], object_["bins"])}'
+    return (
+        f"{inline(object_['desc'])} <span"
+        f' class="soft">{inline(object_["key"])}</span>{_bins(object_["kind"], object_["bins"])}'
+    )
 
 
 def _true(truth: GroundTruthEntry) -> str:
@@ -406,20 +599,28 @@ def _bins(kind: str, bins: Sequence[int]) -> str:
 # Texts
 
 
-def _answer(rollout: RolloutEntry, reading: ReadingEntry, target_ids: Sequence[int], codec: TokenCodec) -> str:
+def _answer(
+    rollout: RolloutEntry, reading: ReadingEntry, target_ids: Sequence[int], codec: TokenCodec
+) -> str:
     """Shows the response; what was cut off is struck through."""
     response = _bytes(rollout["response_token_ids"], codec)
     kept, cut = response[: reading["num_kept_bytes"]], response[reading["num_kept_bytes"] :]
     content = f"<span>{inline(kept.decode(errors='replace'))}</span>"
     if cut:
-        content += f'<span class="cut" title="{attribute("not kept")}">{inline(cut.decode(errors="replace"))}</span>'
+        content += (
+            '<span class="cut"'
+            f' title="{attribute("not kept")}">{inline(cut.decode(errors="replace"))}</span>'
+        )
     note = f"Kept: {count(reading['num_kept'], 'token')}. Struck through: cut off."
     if reading["fallback"]:
         note = "Nothing was kept: the whole target is ours."
     elif _bytes(target_ids[: reading["num_kept"]], codec) != kept:
         note += " The kept text behind those tokens is encoded together with what is appended."
     if rollout["forced_positions"]:
-        note += f" Set by the repeat guard, not sampled: positions {', '.join(map(str, rollout['forced_positions']))}."
+        note += (
+            " Set by the repeat guard, not sampled: positions"
+            f" {', '.join(map(str, rollout['forced_positions']))}."
+        )
     return section("Rollout", f'<div class="text">{content}</div>', note)
 
 
@@ -429,8 +630,15 @@ def _bytes(token_ids: Sequence[int], codec: TokenCodec) -> bytes:
 
 def _target(page: SamplePage) -> str:
     reading = page.line["reading"]
-    view = TokenView(page.line["target"], 0 if reading is None else reading["num_prefix"], page.codec)
+    view = TokenView(
+        page.line["target"], 0 if reading is None else reading["num_prefix"], page.codec
+    )
     modules = "; ".join(page.objective) or "none: nothing is learned in this channel"
-    note = f"Objective of channel {page.line['channel']}: {modules}. The stronger the colour, the larger the weight; point at a token for its numbers."
-    heading = f"Target: {count(len(page.line['target']['token_ids']), 'token')} and what supervises them"
+    note = (
+        f"Objective of channel {page.line['channel']}: {modules}. The stronger the colour, the"
+        " larger the weight; point at a token for its numbers."
+    )
+    heading = (
+        f"Target: {count(len(page.line['target']['token_ids']), 'token')} and what supervises them"
+    )
     return section(heading, f'{view.legend()}<div class="text tokens">{view.tokens()}</div>', note)

@@ -1,4 +1,6 @@
-"""The style sheet of the pages. Colours of tokens are RGB triples, so that a weight can be their opacity."""
+"""The style sheet of the pages. Colours of tokens are RGB triples, so that a weight can be their
+opacity.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,19 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-# Text of a model as HTML: everything escaped, and what cannot be seen, or would rearrange its neighbours, shown by its code point.
+# Text of a model as HTML: everything escaped, and what cannot be seen, or would rearrange its
+# neighbours, shown by its code point.
 
 
 def printable(text: str) -> str:
-    """The same text where a character without a glyph (control, lone surrogate, change of direction, ...) is written `\\uXXXX`; not escaped for HTML."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else _code(one) for one in text)
+    """The same text where a character without a glyph (control, lone surrogate, change of
+    direction, ...) is written `\\uXXXX`; not escaped for HTML.
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(one if one.isprintable() else _code(one) for one in text)
+    )
 
 
 def attribute(text: str) -> str:
@@ -23,11 +32,15 @@ def inline(text: str) -> str:
     """As an element's content. A line feed shows as an arrow and breaks the line."""
     if text.isprintable():
         return html.escape(text, quote=False)
-    return "".join(html.escape(one, quote=False) if one.isprintable() else _marked(one) for one in text)
+    return "".join(
+        html.escape(one, quote=False) if one.isprintable() else _marked(one) for one in text
+    )
 
 
 def piece(data: bytes) -> str:
-    """The content of one token: its text, or its bytes in hexadecimal where it begins or ends inside a character."""
+    """The content of one token: its text, or its bytes in hexadecimal where it begins or ends
+    inside a character.
+    """
     try:
         return inline(data.decode())
     except UnicodeDecodeError:
@@ -96,10 +109,12 @@ td.mark { white-space: nowrap; width: 1%; padding-right: 12px; font: 700 13px ui
 
 
 def document(heading: str, run: str, sections: Sequence[str], *, definitions: str = "") -> str:
-    """The page, which needs nothing beside itself. `definitions` is SVG that its pictures refer to."""
+    """The page, which needs nothing beside itself. `definitions` is SVG that its pictures refer
+    to."""
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{inline(heading)} · {inline(run)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{definitions}\n<main>\n"
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
+        f' content="width=device-width, initial-scale=1">\n<title>{inline(heading)} ·'
+        f" {inline(run)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{definitions}\n<main>\n"
         + "\n".join(sections)
         + "\n</main>\n</body>\n</html>\n"
     )
@@ -109,7 +124,8 @@ def header(heading: str, run: str, summary: str, chips: Sequence[str], notes: Se
     """`chips` are rows of them."""
     below = "".join(f'<p class="note">{inline(note)}</p>' for note in notes)
     return (
-        f'<header><h1>{inline(heading)}</h1><p class="soft">{inline(run)} · steps count from 1, positions from 0</p>'
+        f'<header><h1>{inline(heading)}</h1><p class="soft">{inline(run)} · steps count from 1,'
+        " positions from 0</p>"
         f"<p>{inline(summary)}</p>{''.join(chips)}{below}</header>"
     )
 
@@ -155,8 +171,12 @@ class LegendRow(NamedTuple):
 
 def legend(kind: str, figures: str, rows: Iterable[LegendRow]) -> str:
     """`kind` and `figures` are the heads of the first and the third column."""
-    head = f"<tr><th>{inline(kind)}</th><th>tokens</th><th>{inline(figures)}</th><th>meaning</th></tr>"
+    head = (
+        f"<tr><th>{inline(kind)}</th><th>tokens</th><th>{inline(figures)}</th><th>meaning</th></tr>"
+    )
     body = "".join(
-        f'<tr><td class="tokens">{row.swatches}</td><td>{row.num_tokens}</td><td>{inline(row.figures)}</td><td>{inline(row.meaning)}</td></tr>' for row in rows
+        "<tr><td"
+        f' class="tokens">{row.swatches}</td><td>{row.num_tokens}</td><td>{inline(row.figures)}</td><td>{inline(row.meaning)}</td></tr>'
+        for row in rows
     )
     return f'<table class="legend"><thead>{head}</thead><tbody>{body}</tbody></table>'

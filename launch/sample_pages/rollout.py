@@ -1,4 +1,6 @@
-"""One rollout of an environment as a page of HTML that needs nothing beside itself: what was said, what it was worth, and what is learned of it."""
+"""One rollout of an environment as a page of HTML that needs nothing beside itself: what was said,
+what it was worth, and what is learned of it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,22 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from launch.sample_pages.html import LegendRow, chip_row, count, document, header, inline, legend, section, strength, token
+from launch.sample_pages.html import (
+    LegendRow,
+    chip_row,
+    count,
+    document,
+    header,
+    inline,
+    legend,
+    section,
+    strength,
+    token,
+)
 from learner.rollout_logs.trajectories import ExampleEntry, LoggedMessages, TrajectoryRecord
 
-# The tokens of an environment's rollout, coloured by what they are learned with: the hue is the sign of the advantage, the strength of the colour its size.
+# The tokens of an environment's rollout, coloured by what they are learned with: the hue is the
+# sign of the advantage, the strength of the colour its size.
 
 
 class Use(StrEnum):
@@ -27,7 +41,9 @@ class Use(StrEnum):
 
 
 MEANINGS = {
-    Use.CONTEXT: "only read: prompts, what the environment said, and answers that another example learns",
+    Use.CONTEXT: (
+        "only read: prompts, what the environment said, and answers that another example learns"
+    ),
     Use.UP: "learned, and to be made more likely",
     Use.DOWN: "learned, and to be made less likely",
     Use.LEVEL: "learned with the advantage 0, which changes nothing",
@@ -62,20 +78,34 @@ class CreditView:
 
     def legend(self) -> str:
         """A row for each use there is, over all examples."""
-        everything, strongest = [one for example in self.examples for one in _credited(example)], self._strongest()
+        everything, strongest = (
+            [one for example in self.examples for one in _credited(example)],
+            self._strongest(),
+        )
         rows = []
         for use in Use:
             of_use = [one for one in everything if one.use is use]
             if not of_use:
                 continue
             values = sorted({one.advantage for one in of_use if one.advantage is not None})
-            figures = signed(values[0]) if len(values) == 1 else f"{signed(values[0])} … {signed(values[-1])}" if values else ""
-            swatch = f'<span class="run {use}"{_strength(max(of_use, key=_size), strongest)}><i>{use}</i></span>'
+            figures = (
+                signed(values[0])
+                if len(values) == 1
+                else f"{signed(values[0])} … {signed(values[-1])}"
+                if values
+                else ""
+            )
+            swatch = (
+                '<span class="run'
+                f' {use}"{_strength(max(of_use, key=_size), strongest)}><i>{use}</i></span>'
+            )
             rows.append(LegendRow(swatch, len(of_use), figures, MEANINGS[use]))
         return legend("token", "advantage", rows)
 
     def _strongest(self) -> float:
-        return max((_size(one) for example in self.examples for one in _credited(example)), default=0.0)
+        return max(
+            (_size(one) for example in self.examples for one in _credited(example)), default=0.0
+        )
 
     def _token(self, example: ExampleEntry, place: int, run: Credited) -> str:
         token_id = example["token_ids"][place]
@@ -83,13 +113,19 @@ class CreditView:
         if run.use is Use.CONTEXT:
             facts.append("context")
         else:
-            advantage = "no advantage" if run.advantage is None else f"advantage {signed(run.advantage)}"
+            advantage = (
+                "no advantage" if run.advantage is None else f"advantage {signed(run.advantage)}"
+            )
             facts += [advantage, f"log-probability {_logprob(example['logprobs'][place])}"]
         return token(facts, self.pieces[token_id])
 
 
 def learned_logprobs(example: ExampleEntry) -> list[float]:
-    return [logprob for logprob, is_learned in zip(example["logprobs"], example["mask"], strict=True) if is_learned]
+    return [
+        logprob
+        for logprob, is_learned in zip(example["logprobs"], example["mask"], strict=True)
+        if is_learned
+    ]
 
 
 def advantages(example: ExampleEntry) -> Sequence[float | None]:
@@ -106,7 +142,10 @@ def signed(value: float) -> str:
 def _credited(example: ExampleEntry) -> list[Credited]:
     """[L]"""
     given = zip(advantages(example), example["mask"], strict=True)
-    return [Credited(_use(advantage), advantage) if is_learned else _CONTEXT for advantage, is_learned in given]
+    return [
+        Credited(_use(advantage), advantage) if is_learned else _CONTEXT
+        for advantage, is_learned in given
+    ]
 
 
 _CONTEXT = Credited(Use.CONTEXT, None)
@@ -120,7 +159,9 @@ def _use(advantage: float | None) -> Use:
 
 def _size(one: Credited) -> float:
     """Of the advantage, where its sign has a colour."""
-    return abs(one.advantage) if one.use in (Use.UP, Use.DOWN) and one.advantage is not None else 0.0
+    return (
+        abs(one.advantage) if one.use in (Use.UP, Use.DOWN) and one.advantage is not None else 0.0
+    )
 
 
 def _strength(run: Credited, strongest: float) -> str:
@@ -147,10 +188,17 @@ class RolloutPage:
 
     def html(self) -> str:
         line, heading = self.line, f"Step {self.line['step']}, position {self.line['position']}"
-        sections = [header(heading, self.run, _summary(line), [_facts(line), _metrics(line)], self.notes)]
+        sections = [
+            header(heading, self.run, _summary(line), [_facts(line), _metrics(line)], self.notes)
+        ]
         if line["error"] is not None:
-            note = "A rollout that failed teaches nothing, and is not in the mean that the others of its row are compared with."
-            sections.append(section("Error", f'<div class="text">{inline(line["error"])}</div>', note))
+            note = (
+                "A rollout that failed teaches nothing, and is not in the mean that the others of"
+                " its row are compared with."
+            )
+            sections.append(
+                section("Error", f'<div class="text">{inline(line["error"])}</div>', note)
+            )
         sections += [_dialogue(line), _learned(self)]
         return document(heading, self.run, sections)
 
@@ -160,23 +208,40 @@ def _summary(line: TrajectoryRecord) -> str:
     if line["error"] is not None:
         return f"Failed after {calls}: nothing is learned of it."
     num_learned = sum(sum(example["mask"]) for example in line["examples"])
-    return f"Reward {line['reward']:.4g} for {calls}: {count(len(line['examples']), 'training example')} with {count(num_learned, 'learned token')}."
+    return (
+        f"Reward {line['reward']:.4g} for {calls}:"
+        f" {count(len(line['examples']), 'training example')} with"
+        f" {count(num_learned, 'learned token')}."
+    )
 
 
 def _facts(line: TrajectoryRecord) -> str:
     examples = line["examples"]
-    facts = {"row": str(line["example"]), "turns": str(line["num_turns"]), "splits": str(line["num_splits"]), "seconds": f"{line['generate_s']:.2f}"}
-    versions = sorted({example["weight_version"] for example in examples if example["weight_version"] is not None})
+    facts = {
+        "row": str(line["example"]),
+        "turns": str(line["num_turns"]),
+        "splits": str(line["num_splits"]),
+        "seconds": f"{line['generate_s']:.2f}",
+    }
+    versions = sorted(
+        {example["weight_version"] for example in examples if example["weight_version"] is not None}
+    )
     engines = sorted({example["engine"] for example in examples if example["engine"] is not None})
     facts |= {"weights": ", ".join(f"v{version}" for version in versions)} if versions else {}
     facts |= {"engine": ", ".join(engines)} if engines else {}
     facts |= {"environment": line["actor"]}
-    found = {"failed": line["error"] is not None, "truncated: it was ended for its length": line["is_truncated"]}
+    found = {
+        "failed": line["error"] is not None,
+        "truncated: it was ended for its length": line["is_truncated"],
+    }
     return chip_row(facts, [warning for warning, holds in found.items() if holds])
 
 
 def _metrics(line: TrajectoryRecord) -> str:
-    metrics = {name if name != "reward" else "reward (metric)": f"{value:.4g}" for name, value in line["metrics"].items()}
+    metrics = {
+        name if name != "reward" else "reward (metric)": f"{value:.4g}"
+        for name, value in line["metrics"].items()
+    }
     failed = [f"{name} failed: {told}" for name, told in line["reward_errors"].items()]
     return chip_row({"reward": f"{line['reward']:.4g}"} | metrics, failed)
 
@@ -185,7 +250,11 @@ def _metrics(line: TrajectoryRecord) -> str:
 
 
 def _dialogue(line: TrajectoryRecord) -> str:
-    rows = [*_rows(line["prompt"], "prompt"), '<div class="border">what follows is the rollout</div>', *_rows(line["completion"], "completion")]
+    rows = [
+        *_rows(line["prompt"], "prompt"),
+        '<div class="border">what follows is the rollout</div>',
+        *_rows(line["completion"], "completion"),
+    ]
     return section("Dialogue", f'<div class="dialogue">{"".join(rows)}</div>')
 
 
@@ -208,10 +277,20 @@ def _row(who: str, kind: str, content: str) -> str:
 def _message(message: Mapping[str, Any]) -> str:
     role = str(message["role"]) if "role" in message else "no role"
     calls = message.get("tool_calls") or []
-    others = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls") and value not in (None, "", [], {})}
+    others = {
+        key: value
+        for key, value in message.items()
+        if key not in ("role", "content", "tool_calls") and value not in (None, "", [], {})
+    }
     # Before what was said: which call a tool answers, and what was thought.
-    parts = [f'<div class="field"><b>{inline(key)}</b> {inline(_text(value))}</div>' for key, value in others.items()]
-    parts += [_content(message.get("content")), *map(_call, calls if isinstance(calls, list) else [calls])]
+    parts = [
+        f'<div class="field"><b>{inline(key)}</b> {inline(_text(value))}</div>'
+        for key, value in others.items()
+    ]
+    parts += [
+        _content(message.get("content")),
+        *map(_call, calls if isinstance(calls, list) else [calls]),
+    ]
     # Nothing else of the role is a class: an environment may give any.
     kind = "completion" if role == "assistant" else ""
     return _row(role, kind, "".join(parts) or '<span class="soft">no content</span>')
@@ -238,8 +317,15 @@ def _call(given: Any) -> str:
     """Of a tool: as a JSON text in the log, or whatever else an environment has made of it."""
     match _parsed(given):
         case {"function": {"name": str(name), "arguments": arguments}, **others}:
-            known_as = f' <span class="soft">{inline(others["id"])}</span>' if "id" in others and isinstance(others["id"], str) else ""
-            return f'<div class="call"><b>{inline(name)}</b> {inline(_text(arguments))}{known_as}</div>'
+            known_as = (
+                f' <span class="soft">{inline(others["id"])}</span>'
+                if "id" in others and isinstance(others["id"], str)
+                else ""
+            )
+            return (
+                f'<div class="call"><b>{inline(name)}</b>'
+                f" {inline(_text(arguments))}{known_as}</div>"
+            )
         case _:
             return f'<div class="call">{inline(_text(given))}</div>'
 
@@ -263,31 +349,68 @@ def _text(value: Any) -> str:
 def _learned(page: RolloutPage) -> str:
     examples = page.line["examples"]
     if not examples:
-        why = "it failed" if page.line["error"] is not None else "no call of the model has left tokens"
+        why = (
+            "it failed"
+            if page.line["error"] is not None
+            else "no call of the model has left tokens"
+        )
         return section("What is learned", f'<p class="soft">Nothing: {why}.</p>')
     view = CreditView(examples, page.pieces)
-    bodies = [f'<h3>Example {number}</h3><div class="text tokens">{view.tokens(number)}</div>' for number in range(len(examples))]
-    note = f"Objective: {'; '.join(page.objective)}. The stronger the colour, the larger the advantage; point at a token for its numbers. Turns count from 0."
+    bodies = [
+        f'<h3>Example {number}</h3><div class="text tokens">{view.tokens(number)}</div>'
+        for number in range(len(examples))
+    ]
+    note = (
+        f"Objective: {'; '.join(page.objective)}. The stronger the colour, the larger the"
+        " advantage; point at a token for its numbers. Turns count from 0."
+    )
     heading = f"What is learned: {count(len(examples), 'training example')}"
     return section(heading, f"{_figures(examples)}{view.legend()}{''.join(bodies)}", note)
 
 
 def _figures(examples: Sequence[ExampleEntry]) -> str:
     with_images = any(example["images"] for example in examples)
-    heads = ("example", "tokens", *(("images",) if with_images else ()), "learned", "advantage", "mean log-probability", "turns", "weights", "engine")
-    cells = (_cells(number, example, with_images=with_images) for number, example in enumerate(examples))
-    rows = "".join(f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in row)}</tr>" for row in cells)
-    return f'<table class="figures"><thead><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr></thead><tbody>{rows}</tbody></table>'
+    heads = (
+        "example",
+        "tokens",
+        *(("images",) if with_images else ()),
+        "learned",
+        "advantage",
+        "mean log-probability",
+        "turns",
+        "weights",
+        "engine",
+    )
+    cells = (
+        _cells(number, example, with_images=with_images) for number, example in enumerate(examples)
+    )
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in row)}</tr>" for row in cells
+    )
+    return (
+        "<table"
+        f' class="figures"><thead><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr></thead><tbody>{rows}</tbody></table>'
+    )
 
 
 def _cells(number: int, example: ExampleEntry, *, with_images: bool) -> Iterator[str]:
-    logprobs, advantage, version = learned_logprobs(example), example["advantage"], example["weight_version"]
+    logprobs, advantage, version = (
+        learned_logprobs(example),
+        example["advantage"],
+        example["weight_version"],
+    )
     yield str(number)
     yield str(len(example["token_ids"]))
     if with_images:
         yield str(len(example["images"]))
     yield str(len(logprobs))
-    yield "one per token" if example["token_advantages"] is not None else "none" if advantage is None else signed(advantage)
+    yield (
+        "one per token"
+        if example["token_advantages"] is not None
+        else "none"
+        if advantage is None
+        else signed(advantage)
+    )
     # Not fmean, which refuses infinities of both signs.
     yield f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "–"
     yield ", ".join(map(str, example["turns"])) or "–"

@@ -1,7 +1,9 @@
-"""`vf-eval ENVIRONMENT -m MODEL [-b URL] [-n EXAMPLES] [-r ROLLOUTS] ...`: evaluate a model in an environment. `python -m launch.vf_eval` is the same.
+"""`vf-eval ENVIRONMENT -m MODEL [-b URL] [-n EXAMPLES] [-r ROLLOUTS] ...`: evaluate a model in an
+environment. `python -m launch.vf_eval` is the same.
 
-Every finished rollout is written to `rollouts.jsonl` of the evaluation's folder at once; scores, the saved dataset and the pushed one are made of that file, so
-that an evaluation that was resumed says what one that was not would have said.
+Every finished rollout is written to `rollouts.jsonl` of the evaluation's folder at once; scores,
+the saved dataset and the pushed one are made of that file, so that an evaluation that was resumed
+says what one that was not would have said.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback")
 QUIET_S = 10.0
 """Between two words about calls that are tried again."""
 PLAIN_S = 10.0
-"""For plain reward functions and tools to return when the command is interrupted: no thread can be ended."""
+"""For plain reward functions and tools to return when the command is interrupted: no thread can be
+ended.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,8 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with explained(console):
         options = read_options(sys.argv[1:] if arguments is None else arguments)
         _log(options.verbose)
-        evaluation = EvaluationSettings.of(options) if options.resume is None else read_evaluation(options.resume).resumed(options, options.resume)
-        run = EvalRun(options, evaluation, loaded_environment(evaluation.environment, evaluation.env_args, KEYS))
+        evaluation = (
+            EvaluationSettings.of(options)
+            if options.resume is None
+            else read_evaluation(options.resume).resumed(options, options.resume)
+        )
+        run = EvalRun(
+            options,
+            evaluation,
+            loaded_environment(evaluation.environment, evaluation.env_args, KEYS),
+        )
         with _kept(run), logging_redirect_tqdm(), _retries_said(options.verbose):
             _Interruptible(run).evaluate()
         if status := run.report():
@@ -49,8 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _log(verbose: bool) -> None:
-    """Warnings; verbose: what goes on, with the tracebacks of rollouts that fail, but not a line per request."""
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    """Warnings; verbose: what goes on, with the tracebacks of rollouts that fail, but not a line
+    per request.
+    """
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
     for name in ("rollout_actors", "launch"):
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.WARNING)
     for name in ("httpx", "httpx2", "openai"):
@@ -78,7 +95,9 @@ def _retries_said(verbose: bool) -> Iterator[None]:
 
 
 class _Interruptible:
-    """An evaluation that the first Ctrl-C or SIGTERM cancels, so that its rollouts clean up, and the second one ends with the process."""
+    """An evaluation that the first Ctrl-C or SIGTERM cancels, so that its rollouts clean up, and
+    the second one ends with the process.
+    """
 
     def __init__(self, run: EvalRun) -> None:
         self._run = run
@@ -114,14 +133,24 @@ class _Interruptible:
         running = ", ".join(THREADS.running())
         if self._is_interrupted:
             lost = f"; cut off while they ran: {running}" if running else ""
-            _say_at_once(f"interrupted again: ended at once, and what had not cleaned up by now never will{lost}\n{_what_is_kept(self._run)}")
+            _say_at_once(
+                "interrupted again: ended at once, and what had not cleaned up by now never"
+                f" will{lost}\n{_what_is_kept(self._run)}"
+            )
             os._exit(130)
         if self._cancel is None:
             raise KeyboardInterrupt
         self._is_interrupted = True
-        plain = f", and at most {PLAIN_S:g} s for plain functions that run ({running})" if running else ""
+        plain = (
+            f", and at most {PLAIN_S:g} s for plain functions that run ({running})"
+            if running
+            else ""
+        )
         limit_s = self._run.cleanup_timeout_s
-        _say_at_once(f"interrupted: waiting at most {limit_s:g} s for rollouts to clean up{plain}; the same signal again ends at once")
+        _say_at_once(
+            f"interrupted: waiting at most {limit_s:g} s for rollouts to clean up{plain}; the same"
+            " signal again ends at once"
+        )
         self._cancel()
 
 
@@ -136,12 +165,17 @@ def _what_is_kept(run: EvalRun) -> str:
         return ""
     failed = sum(one.error is not None for one in run.finished.values())
     also = f" (and {failed} that failed, which it makes again)" if failed else ""
-    return f"{len(run.finished) - failed} finished rollouts are kept in {run.folder}; `vf-eval --resume {run.folder}` goes on{also}"
+    return (
+        f"{len(run.finished) - failed} finished rollouts are kept in {run.folder}; `vf-eval"
+        f" --resume {run.folder}` goes on{also}"
+    )
 
 
 @contextmanager
 def _kept(run: EvalRun) -> Iterator[None]:
-    """However it ends, what is there is said; but not of what is refused, where the refusal says what to do."""
+    """However it ends, what is there is said; but not of what is refused, where the refusal says
+    what to do.
+    """
     try:
         yield
     except (ConfigError, RecordError):

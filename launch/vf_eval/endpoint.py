@@ -1,4 +1,6 @@
-"""The endpoint that `vf-eval` asks: its address and key, whether it is there and has the model before any rollout, and that it is there until the last one."""
+"""The endpoint that `vf-eval` asks: its address and key, whether it is there and has the model
+before any rollout, and that it is there until the last one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of the looks at an endpoint that is in use; together about as long as a rollout goes on trying."""
+    """Of the looks at an endpoint that is in use; together about as long as a rollout goes on
+    trying.
+    """
 
     look_s: float = 5.0
     again_s: float = 2.0
@@ -45,26 +49,48 @@ class Endpoint:
     key_variable: str
 
     def client(self) -> openai.AsyncOpenAI:
-        """To be closed. A proxy of the environment is no way to this machine's own address, and calls are tried again by who makes them, who says so."""
-        http_client = openai.DefaultAsyncHttpxClient(trust_env=False) if is_loopback(urlsplit(self.url).hostname or "") else None
-        return openai.AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=http_client, max_retries=0)
+        """To be closed. A proxy of the environment is no way to this machine's own address, and
+        calls are tried again by who makes them, who says so.
+        """
+        http_client = (
+            openai.DefaultAsyncHttpxClient(trust_env=False)
+            if is_loopback(urlsplit(self.url).hostname or "")
+            else None
+        )
+        return openai.AsyncOpenAI(
+            base_url=self.url, api_key=self.key, http_client=http_client, max_retries=0
+        )
 
 
 def endpoint_of(url: str | None, key_variable: str | None, environ: Mapping[str, str]) -> Endpoint:
-    """ConfigError for an address that is none, and where a key is needed and its variable is not set."""
+    """ConfigError for an address that is none, and where a key is needed and its variable is not
+    set.
+    """
     chosen = url or environ.get(URL_VARIABLE) or OPENAI_URL
     parts = urlsplit(chosen)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"-b: {chosen!r} is no address of an endpoint; write it like http://127.0.0.1:8000/v1")
+        raise ConfigError(
+            f"-b: {chosen!r} is no address of an endpoint; write it like http://127.0.0.1:8000/v1"
+        )
     is_local = _is_local(parts.hostname)
     # The key of somebody's account is sent to a server of this network only when that is asked for.
     key = "" if is_local and key_variable is None else environ.get(key_variable or KEY_VARIABLE, "")
     if not key and (key_variable is not None or not is_local):
         name = key_variable or KEY_VARIABLE
         if is_local:
-            raise ConfigError(f"-k: was given, and the variable {name} is not set; leave -k out, or `export {name}=...`")
-        elsewhere = "" if chosen != OPENAI_URL else f", or name an endpoint of your own with -b or {URL_VARIABLE}"
-        raise ConfigError(f"-k: the variable {name} is not set, and {chosen} needs a key; `export {name}=...`, or name another variable with -k{elsewhere}")
+            raise ConfigError(
+                f"-k: was given, and the variable {name} is not set; leave -k out, or `export"
+                f" {name}=...`"
+            )
+        elsewhere = (
+            ""
+            if chosen != OPENAI_URL
+            else f", or name an endpoint of your own with -b or {URL_VARIABLE}"
+        )
+        raise ConfigError(
+            f"-k: the variable {name} is not set, and {chosen} needs a key; `export {name}=...`, or"
+            f" name another variable with -k{elsewhere}"
+        )
     return Endpoint(chosen, key or "none", key_variable or KEY_VARIABLE)
 
 
@@ -76,17 +102,24 @@ def _is_local(host: str) -> bool:
     return address.is_loopback or address.is_private or address.is_link_local
 
 
-async def checked_model(client: openai.AsyncOpenAI, endpoint: Endpoint, model: str | None, message_type: str) -> str:
-    """The model's name, once the endpoint has answered and is known to have it: asked for its list of models, and where that leaves a doubt, for one token.
+async def checked_model(
+    client: openai.AsyncOpenAI, endpoint: Endpoint, model: str | None, message_type: str
+) -> str:
+    """The model's name, once the endpoint has answered and is known to have it: asked for its list
+    of models, and where that leaves a doubt, for one token.
 
-    `model` is None where the only one is meant. Raises UnreachableError, and ConfigError for a key that is refused and a model that is not there.
+    `model` is None where the only one is meant. Raises UnreachableError, and ConfigError for a key
+    that is refused and a model that is not there.
     """
     served = await _served(client, endpoint)
     if model is None:
         if len(served or ()) != 1:
             there = f"{endpoint.url} serves {_listed(served)}; name one with -m"
             if served is None:
-                there = f"{endpoint.url} has no list of models; does -b end in /v1? If it does, name one with -m"
+                there = (
+                    f"{endpoint.url} has no list of models; does -b end in /v1? If it does, name"
+                    " one with -m"
+                )
             raise ConfigError(f"-m: which model? {there}")
         return served[0]  # type: ignore[index]
     if served is None or model not in served:
@@ -105,35 +138,60 @@ async def _served(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[str] |
     except openai.APIStatusError:
         return None
     except (openai.APIError, *NO_LIST) as error:  # what it says is no JSON
-        raise UnreachableError(f"answers, but not as the OpenAI API does ({error}); does -b end in /v1?", actor=endpoint.url, phase="check") from error
+        raise UnreachableError(
+            f"answers, but not as the OpenAI API does ({error}); does -b end in /v1?",
+            actor=endpoint.url,
+            phase="check",
+        ) from error
     if not isinstance(page, AsyncPage) or not isinstance(page.data, list):
-        raise UnreachableError("answers, but not as the OpenAI API does; does -b end in /v1?", actor=endpoint.url, phase="check")
+        raise UnreachableError(
+            "answers, but not as the OpenAI API does; does -b end in /v1?",
+            actor=endpoint.url,
+            phase="check",
+        )
     return [one.id for one in page.data]
 
 
-async def _call(client: openai.AsyncOpenAI, endpoint: Endpoint, model: str, message_type: str, served: list[str] | None) -> None:
+async def _call(
+    client: openai.AsyncOpenAI,
+    endpoint: Endpoint,
+    model: str,
+    message_type: str,
+    served: list[str] | None,
+) -> None:
     asked = client.with_options(max_retries=0, timeout=CALL_S)
     try:
         if message_type == "completion":
             await asked.completions.create(model=model, prompt="1", max_tokens=1)
         else:
-            await asked.chat.completions.create(model=model, messages=[{"role": "user", "content": "1"}], max_tokens=1)
+            await asked.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "1"}], max_tokens=1
+            )
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
         raise _refused(endpoint, error) from error
     except openai.NotFoundError as error:
         if served is None:
             raise UnreachableError(
-                f"has neither a list of models nor {model!r} ({_short(error)}); does -b end in /v1?", actor=endpoint.url, phase="check"
+                f"has neither a list of models nor {model!r} ({_short(error)}); does -b end in"
+                " /v1?",
+                actor=endpoint.url,
+                phase="check",
             ) from error
-        raise ConfigError(f"-m: {endpoint.url} has no model {model!r}; it serves {_listed(served)}") from error
+        raise ConfigError(
+            f"-m: {endpoint.url} has no model {model!r}; it serves {_listed(served)}"
+        ) from error
     except (openai.APIConnectionError, openai.InternalServerError) as error:
         raise _unreachable(endpoint, error) from error
     except openai.APIStatusError:
-        return  # it is there, and has something against this call: of those that are meant, it says for itself what
+        # it is there, and has something against this call: of those that are meant, it says for
+        # itself what
+        return
 
 
 async def watch(client: openai.AsyncOpenAI, endpoint: Endpoint, pace: Pace = Pace()) -> NoReturn:
-    """Goes on until the endpoint has gone, and raises UnreachableError then: what has not been rolled out would only fail, one rollout after the other."""
+    """Goes on until the endpoint has gone, and raises UnreachableError then: what has not been
+    rolled out would only fail, one rollout after the other.
+    """
     refusals, heard_s = 0, time.monotonic()
     while True:
         await asyncio.sleep(pace.again_s if refusals else pace.look_s)
@@ -168,17 +226,28 @@ def _refused(endpoint: Endpoint, error: openai.APIStatusError) -> ConfigError:
     sent = (
         "no key was sent; name its variable with -k"
         if endpoint.key == "none"
-        else f"the key in {endpoint.key_variable} is not accepted; correct it, or name another with -k"
+        else (
+            f"the key in {endpoint.key_variable} is not accepted; correct it, or name another"
+            " with -k"
+        )
     )
     return ConfigError(f"-k: {endpoint.url} answered {error.status_code} ({_short(error)}): {sent}")
 
 
 def _unreachable(endpoint: Endpoint, error: openai.APIError) -> UnreachableError:
-    return UnreachableError(f"no answer ({_cause(error)}); check that it runs, and the address (-b)", actor=endpoint.url, phase="check")
+    return UnreachableError(
+        f"no answer ({_cause(error)}); check that it runs, and the address (-b)",
+        actor=endpoint.url,
+        phase="check",
+    )
 
 
 def _gone(endpoint: Endpoint, error: openai.APIError) -> UnreachableError:
-    return UnreachableError(f"it answers no more ({_cause(error)}); check that it still runs, and go on", actor=endpoint.url, phase="generate")
+    return UnreachableError(
+        f"it answers no more ({_cause(error)}); check that it still runs, and go on",
+        actor=endpoint.url,
+        phase="generate",
+    )
 
 
 def _cause(error: openai.APIError) -> str:

@@ -1,7 +1,8 @@
-"""The rollouts of an evaluation on disk: a line of JSON for each as soon as it is done, so that whatever ends the evaluation, they are kept.
+"""The rollouts of an evaluation on disk: a line of JSON for each as soon as it is done, so that
+whatever ends the evaluation, they are kept.
 
-`rollouts.jsonl` only grows. Where a rollout was made again, its last line holds. A line that was being written when the process died is removed when the file
-is opened the next time.
+`rollouts.jsonl` only grows. Where a rollout was made again, its last line holds. A line that was
+being written when the process died is removed when the file is opened the next time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ REMEDY = "delete this line, and its rollout is made again"
 class FinishedRollout(BaseModel):
     """A line of the file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants"
+    )
 
     example: Annotated[int, Field(ge=0)]
     """The number of its row in the evaluated dataset."""
@@ -60,7 +63,9 @@ class FinishedRollout(BaseModel):
     """The state's fields that were asked for, by their paths, as far as the state had them."""
 
     @classmethod
-    def of(cls, state: State, *, example: int, rollout: int, row: str, state_columns: Sequence[str]) -> FinishedRollout:
+    def of(
+        cls, state: State, *, example: int, rollout: int, row: str, state_columns: Sequence[str]
+    ) -> FinishedRollout:
         columns = {}
         for path in state_columns:
             try:
@@ -98,7 +103,13 @@ class FinishedRollout(BaseModel):
 
     def state(self) -> State:
         """As much of the state as was kept: what scores and datasets are made of."""
-        given = {"prompt": self.prompt, "example_id": self.example_id, "task": self.task, "answer": self.answer, "info": self.info}
+        given = {
+            "prompt": self.prompt,
+            "example_id": self.example_id,
+            "task": self.task,
+            "answer": self.answer,
+            "info": self.info,
+        }
         state = State(
             input={key: value for key, value in given.items() if value is not None},
             id=self.example_id if self.id is None else self.id,
@@ -123,12 +134,17 @@ class FinishedRollout(BaseModel):
 
 
 def tokens_of(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Those that all calls of a rollout read and sampled: by the steps' tokens, or else by what the endpoint counted. None where a step has neither."""
+    """Those that all calls of a rollout read and sampled: by the steps' tokens, or else by what the
+    endpoint counted. None where a step has neither.
+    """
     read, sampled = 0, 0
     for step in state["trajectory"]:
         usage = getattr(step["response"], "usage", None)
         if step["tokens"] is not None:
-            read, sampled = read + len(step["tokens"]["prompt_ids"]), sampled + len(step["tokens"]["completion_ids"])
+            read, sampled = (
+                read + len(step["tokens"]["prompt_ids"]),
+                sampled + len(step["tokens"]["completion_ids"]),
+            )
         elif usage is not None:
             read, sampled = read + usage.prompt_tokens, sampled + usage.completion_tokens
         else:
@@ -140,13 +156,16 @@ class ResultsFile:
     """`rollouts.jsonl` in an evaluation's folder, of this process alone. To be used in a `with`."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder is made, and a last line that was cut off is removed. Raises RecordError where another line is broken, StorageError where the file cannot
-        be written or another process writes it."""
+        """The folder is made, and a last line that was cut off is removed. Raises RecordError where
+        another line is broken, StorageError where the file cannot be written or another process
+        writes it."""
         self.path = folder / NAME
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lines = stack.enter_context(closing(RunFile(self.path, mode="ab", error_of=_cannot)))
+                lines = stack.enter_context(
+                    closing(RunFile(self.path, mode="ab", error_of=_cannot))
+                )
                 _lock(lines.file, self.path)
                 self.was_torn = _mend(self.path)
                 """Whether a line was removed."""
@@ -163,7 +182,9 @@ class ResultsFile:
         self._lines.close()
 
     def append(self, one: FinishedRollout) -> None:
-        """When this returns, the rollout stays done, whatever becomes of the process. StorageError where it cannot be written."""
+        """When this returns, the rollout stays done, whatever becomes of the process. StorageError
+        where it cannot be written.
+        """
         self._lines.write(one.model_dump_json() + "\n")
         self.rollouts[one.place] = one
 
@@ -182,18 +203,31 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
     if broken:
         number, refused = broken[0]
         first = refused.errors(include_url=False)[0]
-        field, problem = ".".join(map(str, first["loc"])) or "line", _lowered(first["msg"]).replace("at line 1 column", "at column")
+        field, problem = (
+            ".".join(map(str, first["loc"])) or "line",
+            _lowered(first["msg"]).replace("at line 1 column", "at column"),
+        )
         remedy = REMEDY
         if len(broken) > 1 and not found:
-            remedy = "none of its lines is a rollout of an evaluation; put the file back that belongs there, or start a new evaluation"
+            remedy = (
+                "none of its lines is a rollout of an evaluation; put the file back that belongs"
+                " there, or start a new evaluation"
+            )
         elif len(broken) > 1:
-            remedy = f"delete this line and the others that are broken ({len(broken)} in all), and their rollouts are made again"
-        raise RecordError(problem, field=field, remedy=remedy, file=str(path), line=number) from refused
+            remedy = (
+                f"delete this line and the others that are broken ({len(broken)} in all), and their"
+                " rollouts are made again"
+            )
+        raise RecordError(
+            problem, field=field, remedy=remedy, file=str(path), line=number
+        ) from refused
     return found
 
 
 def _mend(path: Path) -> bool:
-    """Every line of ours ends with a newline: what does not was being written. Kept where nothing but the newline is missing."""
+    """Every line of ours ends with a newline: what does not was being written. Kept where nothing
+    but the newline is missing.
+    """
     if not path.exists():
         return False
     data = path.read_bytes()
@@ -215,7 +249,11 @@ def _lock(file: IO[bytes], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise StorageError(str(path), "another process is writing it", remedy="wait for its end, or start an evaluation of its own") from None
+        raise StorageError(
+            str(path),
+            "another process is writing it",
+            remedy="wait for its end, or start an evaluation of its own",
+        ) from None
 
 
 def _lowered(text: str) -> str:
@@ -223,4 +261,8 @@ def _lowered(text: str) -> str:
 
 
 def _cannot(path: Path, error: OSError) -> StorageError:
-    return StorageError(str(path), error.strerror or str(error), remedy="free space or permit writing there, or choose another folder")
+    return StorageError(
+        str(path),
+        error.strerror or str(error),
+        remedy="free space or permit writing there, or choose another folder",
+    )

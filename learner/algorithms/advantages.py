@@ -65,7 +65,9 @@ class AdvantageEstimator:
         std_epsilon = config.advantage_epsilon if config.advantage_std else None
         return cls(config.normalize, max_new_tokens, std_epsilon)
 
-    def credit(self, example: TrainingExample, *, start: int, num_of_rollout: int) -> TokenAdvantages:
+    def credit(
+        self, example: TrainingExample, *, start: int, num_of_rollout: int
+    ) -> TokenAdvantages:
         """TokenAdvantages the example's learned tokens, all of which are at `start` or later.
 
         Args:
@@ -77,8 +79,16 @@ class AdvantageEstimator:
         positions = [place for place, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
         advantages, logprobs = example.advantages(std_epsilon=self.std_epsilon), example.logprobs
-        _require_finite(example, "advantage", advantages, positions, "its reward functions must return finite numbers")
-        _require_finite(example, "log-probability", logprobs, positions, "the endpoint must return finite ones")
+        _require_finite(
+            example,
+            "advantage",
+            advantages,
+            positions,
+            "its reward functions must return finite numbers",
+        )
+        _require_finite(
+            example, "log-probability", logprobs, positions, "the endpoint must return finite ones"
+        )
         return TokenAdvantages(
             tuple(place - start for place in positions),
             tuple(logprobs[place] for place in positions),
@@ -90,14 +100,25 @@ class AdvantageEstimator:
         """One per learned token."""
         match self.normalize:
             case "step":
-                return [1.0 / len(of_step) for of_step in example.learned_by_step() for _ in of_step]
+                return [
+                    1.0 / len(of_step) for of_step in example.learned_by_step() for _ in of_step
+                ]
             case "rollout":
                 return [1.0 / num_of_rollout] * example.num_learned
             case "constant":
                 return [1.0 / self.max_new_tokens] * example.num_learned
 
 
-def _require_finite(example: TrainingExample, what: str, values: Sequence[float], positions: Sequence[int], remedy: str) -> None:
+def _require_finite(
+    example: TrainingExample,
+    what: str,
+    values: Sequence[float],
+    positions: Sequence[int],
+    remedy: str,
+) -> None:
     wrong = next((place for place in positions if not math.isfinite(values[place])), None)
     if wrong is not None:
-        raise ValueError(f"example {example.example_id!r}, rollout {example.rollout}: token {wrong} has the {what} {values[wrong]}; {remedy}")
+        raise ValueError(
+            f"example {example.example_id!r}, rollout {example.rollout}: token {wrong} has the"
+            f" {what} {values[wrong]}; {remedy}"
+        )

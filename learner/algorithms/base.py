@@ -1,4 +1,6 @@
-"""What a learner rank learns from, whatever it is: samples with ground truth (`learner.algorithms.rollout_matching`), or trajectories (`learner.algorithms.trajectories`)."""
+"""What a learner rank learns from, whatever it is: samples with ground truth
+(`learner.algorithms.rollout_matching`), or trajectories (`learner.algorithms.trajectories`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class AlgorithmStep(Protocol):
     """One rank's part of one step. Everything is in the order of positions."""
 
     def requests(self) -> list[Any]:
-        """What the rollout engines, or the environments before them, are asked for; nothing on channel A."""
+        """What the rollout engines, or the environments before them, are asked for; nothing on
+        channel A.
+        """
         ...
 
     def become_current(self) -> None:
@@ -28,7 +32,9 @@ class AlgorithmStep(Protocol):
         ...
 
     def segments(self, answers: Sequence[Any], *, version: int) -> Iterator[Segment]:
-        """What is learned of the next answers. `version` is of the weights that learn. RolloutError where engine and learner disagree."""
+        """What is learned of the next answers. `version` is of the weights that learn. RolloutError
+        where engine and learner disagree.
+        """
         ...
 
     def ground_truth(self) -> Iterator[Segment]:
@@ -36,8 +42,9 @@ class AlgorithmStep(Protocol):
         ...
 
     def require_complete(self) -> None:
-        """Every position has had its turn. RolloutError where nothing came of any, on any rank. Perhaps a collective: every rank calls it once in a step,
-        before it learns the rows of `finish_step`."""
+        """Every position has had its turn. RolloutError where nothing came of any, on any rank.
+        Perhaps a collective: every rank calls it once in a step, before it learns the rows of
+        `finish_step`."""
         ...
 
 
@@ -46,7 +53,9 @@ class Algorithm(Protocol):
 
     @property
     def fixed(self) -> Segment:
-        """A sequence that stays the same: every weight sync is proved by it, and a rank without a row computes it beside the others' rows."""
+        """A sequence that stays the same: every weight sync is proved by it, and a rank without a
+        row computes it beside the others' rows.
+        """
         ...
 
     @property

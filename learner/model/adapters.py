@@ -1,6 +1,7 @@
 """Low-rank adapters (peft) inside the learner's model: put in, merged out of place, written down.
 
-The layers are exchanged in place and the model keeps its class and its attribute paths, so nothing else of the learner knows of adapters.
+The layers are exchanged in place and the model keeps its class and its attribute paths, so nothing
+else of the learner knows of adapters.
 """
 
 from __future__ import annotations
@@ -32,29 +33,30 @@ NAME = "default"
 
 
 def apply_adapter(
-    model: Any,
-    section: AdapterSection,
-    *,
-    base_path: str,
-    seed: int,
-    token_ids: Sequence[int] = (),
+    model: Any, section: AdapterSection, *, base_path: str, seed: int, token_ids: Sequence[int] = ()
 ) -> None:
     """Adapt the linear layers of the language model that `section` names and freeze the rest.
 
     The rows of `token_ids` in the embedding, and in a head with weights of its own, are trained
     too; a head that is tied to the embedding stays so.
 
-    The first weights follow from `seed` alone, on any device, and leave the model's function as it is. There is no dropout.
-    ConfigError for a name that no linear layer of the language model has.
+    The first weights follow from `seed` alone, on any device, and leave the model's function as it
+    is. There is no dropout. ConfigError for a name that no linear layer of the language model has.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     language_model = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is language_model)
-    existing = {name.rpartition(".")[2] for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
+    existing = {
+        name.rpartition(".")[2]
+        for name, module in language_model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     if unknown := sorted(set(section.target_modules) - existing):
         has = f"no linear layer of the language model in {base_path} is called {', '.join(unknown)}"
-        raise ConfigError(f"model.adapter.target_modules: {has}; it has {', '.join(sorted(existing))}")
+        raise ConfigError(
+            f"model.adapter.target_modules: {has}; it has {', '.join(sorted(existing))}"
+        )
     has_own_head = model.lm_head.weight is not model.get_input_embeddings().weight
     # peft gives a tied head the embedding's rows by itself.
     embeddings = (f"{prefix}.embed_tokens", *(("lm_head",) if has_own_head else ()))
@@ -67,7 +69,9 @@ def apply_adapter(
         # A pattern, because a vision tower may have layers of the same names.
         target_modules=rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(section.target_modules))})",
         base_model_name_or_path=base_path,
-        trainable_token_indices={path: list(token_ids) for path in embeddings} if token_ids else None,
+        trainable_token_indices=(
+            {path: list(token_ids) for path in embeddings} if token_ids else None
+        ),
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -75,16 +79,22 @@ def apply_adapter(
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """The adapted layers by their path in the model, in its order; none where the model has no adapter."""
+    """The adapted layers by their path in the model, in its order; none where the model has no
+    adapter.
+    """
     if "peft" not in sys.modules:
         return {}  # a layer of peft's comes with its module
     from peft.tuners.lora import Linear as LoraLinear
 
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
+    }
 
 
 def merged_weight(layer: LoraLinear) -> torch.Tensor:
-    """The one matrix that does what the layer does, [out, in]: peft's own merge to the bit, without touching the layer."""
+    """The one matrix that does what the layer does, [out, in]: peft's own merge to the bit, without
+    touching the layer.
+    """
     with torch.no_grad():
         weight = layer.base_layer.weight
         delta = layer.get_delta_weight(NAME)
@@ -103,7 +113,11 @@ def embeddings_with_trained_rows(model: nn.Module) -> dict[str, TrainableTokensL
         return {}
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
-    return {path: module for path, module in model.named_modules() if isinstance(module, TrainableTokensLayer)}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, TrainableTokensLayer)
+    }
 
 
 def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
@@ -120,7 +134,8 @@ def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Make a model with a LoRA adapter compute what it does without: what it adds is multiplied by 0.
+    """Make a model with a LoRA adapter compute what it does without: what it adds is multiplied by
+    0.
 
     For adapters that engines are sent by themselves, so without trained rows of embeddings.
     """
@@ -137,17 +152,24 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_files(model: Any) -> AdapterFiles | None:
-    """The adapter as it is now; None where the model has none. Where the model is sharded, all ranks call it at once."""
+    """The adapter as it is now; None where the model has none. Where the model is sharded, all
+    ranks call it at once.
+    """
     if not adapted_layers(model):
         return None
     from peft import get_peft_model_state_dict
 
     tensors = {}
-    for name, tensor in get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False).items():
+    for name, tensor in get_peft_model_state_dict(
+        model, adapter_name=NAME, save_embedding_layers=False
+    ).items():
         # The prefix is that of peft's wrapper, which this model does without.
         tensors[f"base_model.model.{name}"] = _whole(tensor).detach().contiguous().cpu()
     config = replace(model.peft_config[NAME], inference_mode=True).to_dict()
-    return AdapterFiles(safetensors.torch.save(tensors), json.dumps(config, sort_keys=True, default=sorted))  # of sets, which JSON does not have
+    # of sets, which JSON does not have
+    return AdapterFiles(
+        safetensors.torch.save(tensors), json.dumps(config, sort_keys=True, default=sorted)
+    )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 from learner.collate import RopeIndex
 from learner.model.adapters import apply_adapter
@@ -26,8 +32,8 @@ from shared.tokens.hf_codec import HFTokenCodec, MissingTokensError
 
 # The patch embedding of a vision tower, computed as the one matrix product that it is.
 #
-# transformers writes it as a `Conv3d` over patches that do not overlap. cuDNN has no usable bfloat16
-# backward for that convolution, and computes it slowly where it does.
+# transformers writes it as a `Conv3d` over patches that do not overlap. cuDNN has no usable
+# bfloat16 backward for that convolution, and computes it slowly where it does.
 
 
 class PatchProjection(nn.Conv3d):
@@ -49,7 +55,8 @@ def project_patches_as_matrix(model: nn.Module) -> None:
             module.__class__ = PatchProjection
 
 
-# Whether a folder holds a checkpoint at all, and of what kinds it may be: the looks that cost nothing, for commands that load nothing yet.
+# Whether a folder holds a checkpoint at all, and of what kinds it may be: the looks that cost
+# nothing, for commands that load nothing yet.
 
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
@@ -58,26 +65,45 @@ TEXT_MODEL_TYPES = ("qwen2", "qwen3")
 """Trained on trajectories alone: there are no images to ask them about."""
 
 _ANOTHER_MODEL = (
-    "run `make demo-data` (it makes outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set model.path to a folder that save_pretrained wrote"
+    "run `make demo-data` (it makes outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set"
+    " model.path to a folder that save_pretrained wrote"
 )
 
 
-def checkpoint_problems(folder: Path, *, key: str = "model.path", remedy: str = _ANOTHER_MODEL) -> tuple[str, ...]:
-    """Why `folder`, which `key` names, is no checkpoint, as a ConfigError says it; empty where it is one."""
+def checkpoint_problems(
+    folder: Path, *, key: str = "model.path", remedy: str = _ANOTHER_MODEL
+) -> tuple[str, ...]:
+    """Why `folder`, which `key` names, is no checkpoint, as a ConfigError says it; empty where it
+    is one.
+    """
     if (folder / "config.json").is_file():
         return ()
     if (hub_id := _hub_id(folder)) is not None:
         name = hub_id.partition("/")[2]
         download = f".venv/bin/hf download {hub_id} --local-dir models/{name}"
-        there_is = f"{key}: there is no folder {hub_id}, and models of a hub are not fetched by a run"
-        return (f"{there_is}; if {hub_id} is one, download it (`{download}`) and set {key}=models/{name}, else {remedy}",)
+        there_is = (
+            f"{key}: there is no folder {hub_id}, and models of a hub are not fetched by a run"
+        )
+        return (
+            (
+                f"{there_is}; if {hub_id} is one, download it (`{download}`) and set"
+                f" {key}=models/{name}, else {remedy}"
+            ),
+        )
     return (f"{key}: {folder} holds no checkpoint (no config.json); {remedy}",)
 
 
 def _hub_id(folder: Path) -> str | None:
-    """Return `OWNER/NAME` where the path is written as one and not even a folder OWNER is there: then it hardly means a folder."""
+    """Return `OWNER/NAME` where the path is written as one and not even a folder OWNER is there:
+    then it hardly means a folder.
+    """
     below = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    is_hub_id = not below.is_absolute() and len(below.parts) == 2 and ".." not in below.parts and not folder.parent.exists()
+    is_hub_id = (
+        not below.is_absolute()
+        and len(below.parts) == 2
+        and ".." not in below.parts
+        and not folder.parent.exists()
+    )
     return below.as_posix() if is_hub_id else None
 
 
@@ -99,7 +125,9 @@ class LoadedTokens:
 @dataclass(frozen=True, slots=True)
 class LoadedModel(LoadedTokens):
     model: Any
-    """transformers' image-text-to-text model, or of a text model its causal one, in training mode (these checkpoints have no dropout)."""
+    """transformers' image-text-to-text model, or of a text model its causal one, in training mode
+    (these checkpoints have no dropout).
+    """
     device: torch.device
     coord_ids_C: torch.Tensor
     """int64 [1000]: the token id of each bin; [0] where there are no coord tokens."""
@@ -109,42 +137,74 @@ class LoadedModel(LoadedTokens):
     @property
     def rope_index(self) -> RopeIndex | None:
         """As `learner.collate` asks for it."""
-        return None if self.model.config.model_type in TEXT_MODEL_TYPES else self.model.model.get_rope_index
+        return (
+            None
+            if self.model.config.model_type in TEXT_MODEL_TYPES
+            else self.model.model.get_rope_index
+        )
 
 
-def model_type_problem(folder: Path, model_config: Any, *, key: str = "model.path", types: tuple[str, ...] = MODEL_TYPES) -> str | None:
-    """Why the checkpoint in `folder`, which `key` names, is of none of these types; None where it is."""
+def model_type_problem(
+    folder: Path,
+    model_config: Any,
+    *,
+    key: str = "model.path",
+    types: tuple[str, ...] = MODEL_TYPES,
+) -> str | None:
+    """Why the checkpoint in `folder`, which `key` names, is of none of these types; None where it
+    is.
+    """
     kind = model_config.model_type
-    return None if kind in types else f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
+    return (
+        None
+        if kind in types
+        else f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
+    )
 
 
 def load_tokens(config: RunConfig) -> LoadedTokens:
-    """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a kind that the run trains, or its tokenizer lacks the coord
-    tokens that the run is about."""
-    path, is_grounding = Path(config.model.path), config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG
+    """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a
+    kind that the run trains, or its tokenizer lacks the coord tokens that the run is about."""
+    path, is_grounding = (
+        Path(config.model.path),
+        config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG,
+    )
     if problems := checkpoint_problems(path):
         raise ConfigError(problems)
     try:
         model_config = AutoConfig.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
-    if problem := model_type_problem(path, model_config, types=MODEL_TYPES if is_grounding else MODEL_TYPES + TEXT_MODEL_TYPES):
+    if problem := model_type_problem(
+        path, model_config, types=MODEL_TYPES if is_grounding else MODEL_TYPES + TEXT_MODEL_TYPES
+    ):
         raise ConfigError(problem)
     is_text = model_config.model_type in TEXT_MODEL_TYPES
     try:
-        processor = AutoTokenizer.from_pretrained(path) if is_text else AutoProcessor.from_pretrained(path)
+        processor = (
+            AutoTokenizer.from_pretrained(path) if is_text else AutoProcessor.from_pretrained(path)
+        )
         tokenizer = processor if is_text else processor.tokenizer
         codec = HFTokenCodec(tokenizer, has_coord_tokens=is_grounding)
     except MissingTokensError as error:
-        raise ConfigError(f"model.path: {path} does not suit the run: {error}, and set model.path to it") from error
+        raise ConfigError(
+            f"model.path: {path} does not suit the run: {error}, and set model.path to it"
+        ) from error
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
-    keys = () if is_text else ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return LoadedTokens(processor, tokenizer, codec, tuple(sorted(getattr(model_config, key) for key in keys)))
+    keys = (
+        ()
+        if is_text
+        else ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    )
+    return LoadedTokens(
+        processor, tokenizer, codec, tuple(sorted(getattr(model_config, key) for key in keys))
+    )
 
 
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
-    """Load `model.path` for training: what is frozen has no gradient. Sets torch's seed and thread count for this process.
+    """Load `model.path` for training: what is frozen has no gradient. Sets torch's seed and thread
+    count for this process.
 
     Raises ConfigError as `load_tokens` does, for weights that cannot be read, for fresh tokens that
     the tokenizer does not have, for a model with dropout, and where nothing is left to train.
@@ -157,10 +217,15 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         told = f"model.path: {path / FILE} names tokens that are not there ({problem})"
         raise ConfigError(f"{told}; {REMEDY}")
     torch.manual_seed(config.training.seed)
-    # The results of a reduction depend on the number of threads: it is part of the configuration of a repeatable run, never left to Ray's default of one.
+    # The results of a reduction depend on the number of threads: it is part of the configuration of
+    # a repeatable run, never left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     try:
-        kind = AutoModelForCausalLM if tokens.tokenizer is tokens.processor else AutoModelForImageTextToText
+        kind = (
+            AutoModelForCausalLM
+            if tokens.tokenizer is tokens.processor
+            else AutoModelForImageTextToText
+        )
         attention = "sdpa" if config.model.attention == "auto" else config.model.attention
         model = kind.from_pretrained(path, dtype=_dtype(config), attn_implementation=attention)
         model = model.to(device)
@@ -182,10 +247,17 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     freeze_parts(model, config.training.parts)
     model.train()
     if config.model.gradient_checkpointing:
-        # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the first one's does not where parts are frozen.
+        # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the
+        # first one's does not where parts are frozen.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)) or model.config.get_text_config().attention_dropout:
-        raise ConfigError(f"model.path: {path} has dropout, with which the learner does not compute what the engines do; set it to 0 in config.json")
+    if (
+        any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+        or model.config.get_text_config().attention_dropout
+    ):
+        raise ConfigError(
+            f"model.path: {path} has dropout, with which the learner does not compute what the"
+            " engines do; set it to 0 in config.json"
+        )
     return LoadedModel(
         model=model,
         processor=tokens.processor,
@@ -204,4 +276,7 @@ def _dtype(config: RunConfig) -> torch.dtype:
 
 
 def _cannot_load(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote, of a model with the tokens of the run")
+    return ConfigError(
+        f"model.path: {path} cannot be loaded ({error}); give a folder that save_pretrained wrote,"
+        " of a model with the tokens of the run"
+    )

@@ -1,6 +1,8 @@
-"""What leaves the learner's device while the engine beside it works there (`rollout_matching.offload`).
+"""What leaves the learner's device while the engine beside it works there
+(`rollout_matching.offload`).
 
-Values are moved bit for bit, and are back before anything of the learner runs, also behind an exception. Not run on a GPU.
+Values are moved bit for bit, and are back before anything of the learner runs, also behind an
+exception. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -27,19 +29,24 @@ class Movable(Protocol):
 
 
 def require_offload(config: RunConfig, device: torch.device) -> None:
-    """ConfigError where offload is asked for and cannot be had. Only mode `colocate` has it: elsewhere the section is ignored."""
+    """ConfigError where offload is asked for and cannot be had. Only mode `colocate` has it:
+    elsewhere the section is ignored.
+    """
     if not offloads(config):
         return
     problems = []
     if device.type == "cpu":
         problems.append(
-            f"{SECTION}.enabled: the learner runs on the CPU, and its weights are in the host's memory already; "
-            "set it to false, or lower rollout_matching.vllm.kv_cache_memory_bytes to make room for the engine"
+            f"{SECTION}.enabled: the learner runs on the CPU, and its weights are in the host's"
+            " memory already; set it to false, or lower"
+            " rollout_matching.vllm.kv_cache_memory_bytes to make room for the engine"
         )
     if is_sharded(config):
         problems.append(
-            f"{SECTION}.enabled: the parameters are sharded over {config.learner.world_size} ranks (learner.model.sharding: fsdp), and shards cannot be moved away; "
-            "set it to false, set learner.model.sharding: ddp, or generate elsewhere (rollout_matching.vllm.mode: actors)"
+            f"{SECTION}.enabled: the parameters are sharded over {config.learner.world_size} ranks"
+            " (learner.model.sharding: fsdp), and shards cannot be moved away; set it to false,"
+            " set learner.model.sharding: ddp, or generate elsewhere (rollout_matching.vllm.mode:"
+            " actors)"
         )
     if problems:
         raise ConfigError(problems)
@@ -48,11 +55,17 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
 def offloads(config: RunConfig) -> bool:
     """Whether anything is to be moved away in this run."""
     rollouts = config.rollout_matching
-    return rollouts.offload.enabled and rollouts.rollout_backend == "vllm" and rollouts.vllm.mode == "colocate"
+    return (
+        rollouts.offload.enabled
+        and rollouts.rollout_backend == "vllm"
+        and rollouts.vllm.mode == "colocate"
+    )
 
 
 @contextmanager
-def offloaded_optimizer(updater: Movable, device: torch.device, *, host: torch.device = CPU) -> Iterator[None]:
+def offloaded_optimizer(
+    updater: Movable, device: torch.device, *, host: torch.device = CPU
+) -> Iterator[None]:
     """The optimizer's state in host memory, and afterwards on `device` again."""
     try:
         updater.move_to(host)
@@ -64,9 +77,11 @@ def offloaded_optimizer(updater: Movable, device: torch.device, *, host: torch.d
 
 @contextmanager
 def offloaded_model(model: nn.Module, *, host: torch.device = CPU) -> Iterator[None]:
-    """Parameters, their gradients so far, and buffers in host memory, and afterwards each on the device it came from.
+    """Parameters, their gradients so far, and buffers in host memory, and afterwards each on the
+    device it came from.
 
-    The tensors stay the same objects, so that whoever holds one (the optimizer, tied layers) holds it still; their memory on the device is let go.
+    The tensors stay the same objects, so that whoever holds one (the optimizer, tied layers) holds
+    it still; their memory on the device is let go.
     """
     moved: list[tuple[torch.Tensor, torch.device]] = []
     try:
@@ -82,7 +97,9 @@ def offloaded_model(model: nn.Module, *, host: torch.device = CPU) -> Iterator[N
 
 
 @contextmanager
-def offloaded(config: RunConfig, model: nn.Module, updater: Movable, device: torch.device, *, with_model: bool) -> Iterator[None]:
+def offloaded(
+    config: RunConfig, model: nn.Module, updater: Movable, device: torch.device, *, with_model: bool
+) -> Iterator[None]:
     """What the configuration names; without `with_model` but for the model.
 
     On a GPU the memory is given back to the driver, because the engine is another process.
@@ -120,7 +137,9 @@ def _room_on(device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise LearnerError(
-            f"what {SECTION} moved away does not fit back onto {device} beside the engine ({error}); lower rollout_matching.vllm.gpu_memory_utilization, "
-            "set rollout_matching.vllm.sleep: true, or generate elsewhere (rollout_backend: hf, vllm.mode: actors)",
+            f"what {SECTION} moved away does not fit back onto {device} beside the engine"
+            f" ({error}); lower rollout_matching.vllm.gpu_memory_utilization, set"
+            " rollout_matching.vllm.sleep: true, or generate elsewhere (rollout_backend: hf,"
+            " vllm.mode: actors)",
             phase="offload",
         ) from error

@@ -18,20 +18,29 @@ from shared.errors import LearnerError
 
 # float32 weights and gradients behind a model that computes in fewer bits.
 #
-# A number in bfloat16 has 8 significant bits: an update of less than 1/512 of a weight is lost when it is added, and so is a row's gradient in the sum of many.
+# A number in bfloat16 has 8 significant bits: an update of less than 1/512 of a weight is lost when
+# it is added, and so is a row's gradient in the sum of many.
 
 
 class MasterWeights:
-    """One float32 tensor per parameter, on which the optimizer works; a parameter in float32 is its own.
+    """One float32 tensor per parameter, on which the optimizer works; a parameter in float32 is its
+    own.
 
     After every backward a parameter's gradient is added to its master's, in float32, and dropped.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self.masters = [parameter if parameter.dtype is torch.float32 else _master(parameter) for parameter in self.parameters]
+        self.masters = [
+            parameter if parameter.dtype is torch.float32 else _master(parameter)
+            for parameter in self.parameters
+        ]
         """In the order of `parameters`."""
-        self._copies = [(parameter, master) for parameter, master in zip(self.parameters, self.masters, strict=True) if parameter is not master]
+        self._copies = [
+            (parameter, master)
+            for parameter, master in zip(self.parameters, self.masters, strict=True)
+            if parameter is not master
+        ]
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -41,7 +50,9 @@ class MasterWeights:
             torch._foreach_copy_(parameters, masters)
 
     def own_masters(self) -> list[torch.Tensor]:
-        """Those masters that are no parameters of the model: what a move of the model leaves behind."""
+        """Those masters that are no parameters of the model: what a move of the model leaves
+        behind.
+        """
         return [master for _, master in self._copies]
 
     def move_to(self, device: torch.device) -> None:
@@ -85,10 +96,14 @@ class UpdateResult:
     """Up to and including this update."""
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in `shared.metrics`. No norm where there is none that a number can say."""
+        """Under their names in `shared.metrics`. No norm where there is none that a number can
+        say."""
         return {
             "optim/learning_rate": self.learning_rate,
-            **{f"optim/learning_rate.{part}": rate for part, rate in self.part_learning_rates.items()},
+            **{
+                f"optim/learning_rate.{part}": rate
+                for part, rate in self.part_learning_rates.items()
+            },
             **({} if self.skipped else {"optim/grad_norm": self.grad_norm}),
             "optim/num_skipped": float(self.skipped),
             "optim/num_skipped_in_a_row": float(self.num_skipped_in_a_row),
@@ -107,22 +122,29 @@ class _ParameterGroup:
 class Optimizer:
     """AdamW with a schedule; `update` is called once a step.
 
-    Parameters that are not in float32 have float32 masters, and their gradients of a step are summed in float32 (`MasterWeights`).
-    DTensors (FSDP2) are updated like any others: each rank its part.
+    Parameters that are not in float32 have float32 masters, and their gradients of a step are
+    summed in float32 (`MasterWeights`). DTensors (FSDP2) are updated like any others: each rank its
+    part.
     """
 
     def __init__(self, model: nn.Module, config: TrainingSection, ranks: Ranks) -> None:
         """Trains what has a gradient (`learner.model.parts.freeze_parts`)."""
         self._ranks = ranks
         self._config = config
-        trained = [(_ParameterGroup(part, parameter.ndim > 1), parameter) for part, parameter in trained_parameters(model)]
+        trained = [
+            (_ParameterGroup(part, parameter.ndim > 1), parameter)
+            for part, parameter in trained_parameters(model)
+        ]
         self._weights = MasterWeights(parameter for _, parameter in trained)
         groups: dict[_ParameterGroup, list[torch.Tensor]] = {}
         for (group, _), master in zip(trained, self.masters, strict=True):
             groups.setdefault(group, []).append(master)
         self._groups = list(groups)
         self.optimizer = torch.optim.AdamW(
-            [{"params": masters, "weight_decay": config.weight_decay if group.decays else 0.0} for group, masters in groups.items()],
+            [
+                {"params": masters, "weight_decay": config.weight_decay if group.decays else 0.0}
+                for group, masters in groups.items()
+            ],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
@@ -132,11 +154,13 @@ class Optimizer:
         self._num_skipped = 0
 
     def update(self, step: int, denominator: int) -> UpdateResult:
-        """Sum the gradients over ranks, divide by the samples of the step, clip, set the learning rates, update, and drop the gradients.
+        """Sum the gradients over ranks, divide by the samples of the step, clip, set the learning
+        rates, update, and drop the gradients.
 
-        `step` counts from 0, as the schedule of the learning rate does.
-        A gradient that is not finite updates nothing: weights, masters and moments stay as they are. LearnerError after more than
-        `training.max_nonfinite_updates` of them in a row. All ranks see the same sum, and so do the same.
+        `step` counts from 0, as the schedule of the learning rate does. A gradient that is not
+        finite updates nothing: weights, masters and moments stay as they are. LearnerError after
+        more than `training.max_nonfinite_updates` of them in a row. All ranks see the same sum, and
+        so do the same.
         """
         gradients = self._gradients()
         if gradients:
@@ -158,25 +182,33 @@ class Optimizer:
         return UpdateResult(grad_norm, rate, self._own_rates(step), not finite, self._num_skipped)
 
     def move_to(self, device: torch.device) -> None:
-        """Take the optimizer's state there: moments, masters, and the masters' gradients so far. The model's own parameters go with the model.
+        """Take the optimizer's state there: moments, masters, and the masters' gradients so far.
+        The model's own parameters go with the model.
 
         To be back before the next row and the next update.
         """
         self._weights.move_to(device)
         for state in self.optimizer.state.values():
             # The count of steps is read where AdamW has put it.
-            state.update({name: value.to(device) for name, value in state.items() if name != "step"})
+            state.update(
+                {name: value.to(device) for name, value in state.items() if name != "step"}
+            )
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """What the optimizer updates, in float32: the trained parameters, or the masters of those that are in another number type."""
+        """What the optimizer updates, in float32: the trained parameters, or the masters of those
+        that are in another number type.
+        """
         return self._weights.masters
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Of the trained parameters that the step's rows reached, on any rank. Of no rows, none: the update then changes nothing."""
+        """Of the trained parameters that the step's rows reached, on any rank. Of no rows, none:
+        the update then changes nothing.
+        """
         reached = self._ranks.any_of([master.grad is not None for master in self.masters])
         for master, is_reached in zip(self.masters, reached, strict=True):
-            # A rank whose rows reached less, or that had no row, takes part in the sum with zeros: the ranks' lists must be of one shape.
+            # A rank whose rows reached less, or that had no row, takes part in the sum with zeros:
+            # the ranks' lists must be of one shape.
             if is_reached and master.grad is None:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self.masters if master.grad is not None]
@@ -185,7 +217,8 @@ class Optimizer:
         own = [
             part
             for part in ModelPart
-            if part_settings(part, self._config.parts).learning_rate is not None and any(group.part is part for group in self._groups)
+            if part_settings(part, self._config.parts).learning_rate is not None
+            and any(group.part is part for group in self._groups)
         ]
         return {part: learning_rate_at(step, self._config, self._peak(part)) for part in own}
 
@@ -194,10 +227,17 @@ class Optimizer:
 
     def _no_more(self, step: int, grad_norm: float) -> str:
         allowed = self._config.max_nonfinite_updates
-        many = f", and so were those of the {self._num_skipped - 1} updates before it, which were skipped" if allowed else ""
+        many = (
+            f", and so were those of the {self._num_skipped - 1} updates before it, which were"
+            " skipped"
+            if allowed
+            else ""
+        )
         return (
-            f"step {step + 1}: the gradient norm is {grad_norm}{many} (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or "
-            "raise lr_warmup_steps, look at the step's data, or skip more such updates with training.max_nonfinite_updates"
+            f"step {step + 1}: the gradient norm is {grad_norm}{many}"
+            f" (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or raise"
+            " lr_warmup_steps, look at the step's data, or skip more such updates with"
+            " training.max_nonfinite_updates"
         )
 
 
@@ -207,11 +247,17 @@ def _as_float(norm: Any) -> float:
 
 
 def learning_rate_at(step: int, config: TrainingSection, peak: float) -> float:
-    """Linear warm-up to `peak` over `lr_warmup_steps`, then the schedule down to `min_lr_ratio` of it at `max_steps`."""
+    """Linear warm-up to `peak` over `lr_warmup_steps`, then the schedule down to `min_lr_ratio` of
+    it at `max_steps`.
+    """
     if step < config.lr_warmup_steps:
         return peak * (step + 1) / config.lr_warmup_steps
     if config.lr_schedule == "constant":
         return peak
     progress = (step - config.lr_warmup_steps) / max(1, config.max_steps - config.lr_warmup_steps)
-    decay = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay = (
+        1.0 - progress
+        if config.lr_schedule == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     return peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)

@@ -1,4 +1,6 @@
-"""Which part of a model a parameter belongs to: what `training.parts` freezes and gives learning rates of their own."""
+"""Which part of a model a parameter belongs to: what `training.parts` freezes and gives learning
+rates of their own.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ class ModelPart(StrEnum):
     LANGUAGE_MODEL = "language_model"
 
 
-# The first prefix that fits. Qwen2.5-VL has one merger; Qwen3-VL has more, for the vision layers that it feeds into the first text layers.
-# A tied head has no name of its own and follows the embedding; so does an untied one by this table.
-# Behind `lm_head.`: what the files of a Qwen2.5-VL call what its parameters call `model.visual.` and `model.language_model.`.
+# The first prefix that fits. Qwen2.5-VL has one merger; Qwen3-VL has more, for the vision layers
+# that it feeds into the first text layers. A tied head has no name of its own and follows the
+# embedding; so does an untied one by this table. Behind `lm_head.`: what the files of a Qwen2.5-VL
+# call what its parameters call `model.visual.` and `model.language_model.`.
 _PREFIXES = (
     ("model.visual.merger.", ModelPart.ALIGNER),
     ("model.visual.deepstack_merger_list.", ModelPart.ALIGNER),
@@ -37,7 +40,8 @@ _PREFIXES = (
 
 
 def find_part(name: str) -> ModelPart | None:
-    """The part of the parameter that `named_parameters` of a Qwen2.5-VL or Qwen3-VL, adapters included, or a file of its checkpoint calls `name`.
+    """The part of the parameter that `named_parameters` of a Qwen2.5-VL or Qwen3-VL, adapters
+    included, or a file of its checkpoint calls `name`.
 
     None where neither has such a name.
     """
@@ -47,7 +51,10 @@ def find_part(name: str) -> ModelPart | None:
 def model_part(name: str) -> ModelPart:
     """As `find_part`, of a model that is known to be of these families."""
     found = find_part(name)
-    assert found is not None, f"{name} belongs to no part: learner/model/loading.py admits a model that learner/model/parts.py does not know"
+    assert found is not None, (
+        f"{name} belongs to no part: learner/model/loading.py admits a model that"
+        " learner/model/parts.py does not know"
+    )
     return found
 
 
@@ -62,12 +69,17 @@ def part_settings(part: ModelPart, config: PartsSection) -> PartSection:
 
 
 def freeze_parts(model: nn.Module, config: PartsSection) -> None:
-    """Keep the frozen parts out of every gradient; what is frozen already stays so. ConfigError where nothing is left to train."""
+    """Keep the frozen parts out of every gradient; what is frozen already stays so. ConfigError
+    where nothing is left to train.
+    """
     for name, parameter in model.named_parameters():
         if part_settings(model_part(name), config).frozen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("training.parts: nothing is left to train; unfreeze a part, with model.adapter the language model, which holds the adapter")
+        raise ConfigError(
+            "training.parts: nothing is left to train; unfreeze a part, with model.adapter the"
+            " language model, which holds the adapter"
+        )
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[ModelPart, nn.Parameter]]:

@@ -11,7 +11,15 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import AllreduceOptions, DistError, PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, TCPStore
+from torch.distributed import (
+    AllreduceOptions,
+    DistError,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ReduceOp,
+    TCPStore,
+)
 
 from shared.chunking import cut_past
 from shared.config.derive import rank_name
@@ -20,12 +28,14 @@ from shared.run_files import Span
 from shared.weight_sync.gloo import gloo_options
 from shared.weight_sync.transports import Device, TransportKind
 
-# What a learner rank is told of its place in the run. Not configuration: it follows from the cluster.
+# What a learner rank is told of its place in the run. Not configuration: it follows from the
+# cluster.
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverGroup:
-    """Engine workers that take weights over one process group, of which learner rank 0 is rank 0."""
+    """Engine workers that take weights over one process group, of which learner rank 0 is rank
+    0."""
 
     num_workers: int
     port: int = 0
@@ -39,7 +49,9 @@ class RankTopology:
     transport: TransportKind
     """Of the weight sync (`WeightOffer.transport`)."""
     receivers: tuple[ReceiverGroup, ...]
-    """One for all rollout actors, or one for each server; none where the engine lives in the learner's process."""
+    """One for all rollout actors, or one for each server; none where the engine lives in the
+    learner's process.
+    """
     address: str = "127.0.0.1"
     """Of this node, which the engines, and the other ranks, reach."""
     device: Device = Device.CPU
@@ -87,7 +99,9 @@ BUCKET_ELEMENTS = 2**24
 
 
 class Ranks(Protocol):
-    """Every method but `of_phase`, `take_times` and the properties is a collective: all ranks call it, in the same order."""
+    """Every method but `of_phase`, `take_times` and the properties is a collective: all ranks call
+    it, in the same order.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -108,11 +122,15 @@ class Ranks(Protocol):
         ...
 
     def first_difference(self, values: Sequence[int]) -> int | None:
-        """Where the ranks' values, equally many, differ first; None where they are the same. Every rank gets the same answer."""
+        """Where the ranks' values, equally many, differ first; None where they are the same. Every
+        rank gets the same answer.
+        """
         ...
 
     def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """In place, over all ranks, each of which has as many of the same shapes: afterwards every rank holds the same bits."""
+        """In place, over all ranks, each of which has as many of the same shapes: afterwards every
+        rank holds the same bits.
+        """
         ...
 
     def barrier(self) -> None: ...
@@ -122,7 +140,9 @@ class Ranks(Protocol):
         ...
 
     def of_phase(self, phase: str) -> Any:
-        """A context: a LearnerError that leaves it says which rank it is of, other errors stay as they are, and a lost or late peer is a CollectiveError."""
+        """A context: a LearnerError that leaves it says which rank it is of, other errors stay as
+        they are, and a lost or late peer is a CollectiveError.
+        """
         ...
 
     def pop_spans(self) -> list[Span]:
@@ -166,7 +186,9 @@ class OneRank:
 
 
 class DistributedRanks:
-    """Several ranks over one process group. A collective that a peer does not join ends after `timeout_s` with a CollectiveError."""
+    """Several ranks over one process group. A collective that a peer does not join ends after
+    `timeout_s` with a CollectiveError.
+    """
 
     def __init__(
         self,
@@ -198,7 +220,14 @@ class DistributedRanks:
 
     def first_difference(self, values: Sequence[int]) -> int | None:
         highest, lowest = self._reduced(values, ReduceOp.MAX), self._reduced(values, ReduceOp.MIN)
-        return next((index for index, (high, low) in enumerate(zip(highest, lowest, strict=True)) if high != low), None)
+        return next(
+            (
+                index
+                for index, (high, low) in enumerate(zip(highest, lowest, strict=True))
+                if high != low
+            ),
+            None,
+        )
 
     def barrier(self) -> None:
         self._reduced([0], ReduceOp.SUM)
@@ -214,10 +243,13 @@ class DistributedRanks:
             return
         started_s = time.time()
         for bucket in cut_past(gradients, BUCKET_ELEMENTS, torch.Tensor.numel):
-            # In float32, whatever the gradients are: a sum over ranks must not lose more than the sum over rows.
+            # In float32, whatever the gradients are: a sum over ranks must not lose more than the
+            # sum over rows.
             flat = torch.cat([gradient.reshape(-1).float() for gradient in bucket])
             self._all_reduce(flat, ReduceOp.SUM)
-            for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            for gradient, summed in zip(
+                bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True
+            ):
                 gradient.copy_(summed.view_as(gradient))
         # On a GPU the sums are only queued so far: a lost peer and the time belong to them, and not
         # to whatever waits for the device next.
@@ -231,13 +263,20 @@ class DistributedRanks:
         except CollectiveError:
             raise
         except LearnerError as error:
-            raise LearnerError(f"rank {self.rank} of {self.world_size}: {error.message}", phase=error.phase) from error
+            raise LearnerError(
+                f"rank {self.rank} of {self.world_size}: {error.message}", phase=error.phase
+            ) from error
         except RuntimeError as error:
             if not _is_lost_peer(error):
                 raise
             # It may have been told at once, because the other's process is not there.
-            told = f"another one did not answer within timeouts.learn_s = {self._timeout_s:g} s, or its connection broke; check the rank that failed first"
-            raise CollectiveError(f"rank {self.rank} of {self.world_size}: {told} ({error})", phase=phase) from error
+            told = (
+                f"another one did not answer within timeouts.learn_s = {self._timeout_s:g} s, or"
+                " its connection broke; check the rank that failed first"
+            )
+            raise CollectiveError(
+                f"rank {self.rank} of {self.world_size}: {told} ({error})", phase=phase
+            ) from error
 
     def pop_spans(self) -> list[Span]:
         times, self._times = self._times, []
@@ -256,26 +295,38 @@ class DistributedRanks:
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
-    """NCCL's errors have a class of their own, gloo's are known by the source file that they name."""
+    """NCCL's errors have a class of their own, gloo's are known by the source file that they
+    name."""
     return isinstance(error, DistError) or "third_party/gloo" in str(error)
 
 
 # How the learner ranks of a run come together.
 #
-# Their group is an object of its own and not torch's default group, which an engine in the same process may open for itself.
+# Their group is an object of its own and not torch's default group, which an engine in the same
+# process may open for itself.
 
 
 GROUP_NAME = "rollmatch.learner"
 
 
 class Rendezvous:
-    """Where the other ranks find rank 0: a store on a port that is bound, on `address` alone, before anybody is told of it."""
+    """Where the other ranks find rank 0: a store on a port that is bound, on `address` alone,
+    before anybody is told of it.
+    """
 
     def __init__(self, address: str) -> None:
-        listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listening = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        )
         port = listening.getsockname()[1]
         self.endpoint = f"{address}:{port}"
-        self.store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        self.store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
 
 
 def join_ranks(
@@ -296,16 +347,30 @@ def join_ranks(
     """
     if place.world_size == 1:
         return OneRank()
-    assert (rendezvous is not None) == (place.rank == 0), "rank 0 hosts the rendezvous, and only rank 0"
+    assert (rendezvous is not None) == (place.rank == 0), (
+        "rank 0 hosts the rendezvous, and only rank 0"
+    )
     address, port = place.rendezvous.rsplit(":", 1)
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = rendezvous.store if rendezvous is not None else TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        store = (
+            rendezvous.store
+            if rendezvous is not None
+            else TCPStore(
+                address, int(port), is_master=False, wait_for_workers=False, timeout=timeout
+            )
+        )
         group = open_group(place, store, timeout)
     except (DistError, RuntimeError) as error:
         others = f"the other learner ranks at {place.rendezvous}"
-        told = late(others, Timeout(timeout_s, "timeouts.learn_s"), "the rank that failed first, and whether nodes reach each other")
-        raise CollectiveError(f"rank {place.rank} of {place.world_size}: {told} ({error})", phase="start") from error
+        told = late(
+            others,
+            Timeout(timeout_s, "timeouts.learn_s"),
+            "the rank that failed first, and whether nodes reach each other",
+        )
+        raise CollectiveError(
+            f"rank {place.rank} of {place.world_size}: {told} ({error})", phase="start"
+        ) from error
     return DistributedRanks(
         place.rank,
         place.world_size,
@@ -317,21 +382,32 @@ def join_ranks(
 
 
 def open_group(place: RankTopology, store: Any, timeout: timedelta) -> ProcessGroup:
-    """Gloo for what lies in host memory, NCCL for what lies on a GPU. The latter was not run on a GPU."""
+    """Gloo for what lies in host memory, NCCL for what lies on a GPU. The latter was not run on a
+    GPU.
+    """
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO
-    on_cpu = ProcessGroupGloo(PrefixStore(f"{GROUP_NAME}.gloo", store), place.rank, place.world_size, gloo_options(place.address, timeout))
+    on_cpu = ProcessGroupGloo(
+        PrefixStore(f"{GROUP_NAME}.gloo", store),
+        place.rank,
+        place.world_size,
+        gloo_options(place.address, timeout),
+    )
     group._register_backend(torch.device("cpu"), gloo, on_cpu)
-    if place.device is Device.CUDA:  # the first that this process sees, which is where its tensors are
+    # the first that this process sees, which is where its tensors are
+    if place.device is Device.CUDA:
         from torch.distributed import ProcessGroupNCCL
 
         nccl_options = ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        on_gpu = ProcessGroupNCCL(PrefixStore(f"{GROUP_NAME}.nccl", store), place.rank, place.world_size, nccl_options)
+        on_gpu = ProcessGroupNCCL(
+            PrefixStore(f"{GROUP_NAME}.nccl", store), place.rank, place.world_size, nccl_options
+        )
         group._set_default_backend(ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, on_gpu)
     else:
         group._set_default_backend(gloo)
-    # torch keeps a register of groups by name; another run's in this process has another rendezvous.
+    # torch keeps a register of groups by name; another run's in this process has another
+    # rendezvous.
     group._set_group_name(f"{GROUP_NAME}@{place.rendezvous}")  # type: ignore[arg-type]
     return group

@@ -1,10 +1,12 @@
 """What an objective sees and what it answers.
 
-Every term is a weighted sum over a row's positions. The weights already hold the means within a segment, so that the terms of rows add
-and packing cannot change a step's loss (DESIGN 5, decision 6).
+Every term is a weighted sum over a row's positions. The weights already hold the means within a
+segment, so that the terms of rows add and packing cannot change a step's loss (DESIGN 5, decision
+6).
 
-Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them predict sampled tokens to compare, M of them sampled tokens
-that are learned by their advantage, B boxes, C the 1,000 coord bins.
+Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them
+predict sampled tokens to compare, M of them sampled tokens that are learned by their advantage, B
+boxes, C the 1,000 coord bins.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class TextSupervision(NamedTuple):
     weight: torch.Tensor
     """float32 [X]: token weight / segment's sum of token weights."""
     gate_weight: torch.Tensor
-    """float32 [X]: the same over the segment's text tokens without closing brace and EOS, where it is 0."""
+    """float32 [X]: the same over the segment's text tokens without closing brace and EOS, where it
+    is 0.
+    """
 
 
 class CoordSupervision(NamedTuple):
@@ -61,7 +65,9 @@ class SampledSupervision(NamedTuple):
     """float32 [M], in the step's sum: see `learner.algorithms.advantages`."""
 
 
-NOTHING_SAMPLED = SampledSupervision(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0), torch.empty(0))
+NOTHING_SAMPLED = SampledSupervision(
+    torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0), torch.empty(0)
+)
 
 
 class Supervision(NamedTuple):
@@ -75,7 +81,9 @@ class Supervision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitNeeds:
-    """What is asked of the whole vocabulary beside the coord logits. What nobody asks for is not computed."""
+    """What is asked of the whole vocabulary beside the coord logits. What nobody asks for is not
+    computed.
+    """
 
     text_ce: bool = False
     text_gate: float | None = None
@@ -123,7 +131,9 @@ class ObjectiveLoss(NamedTuple):
     loss: torch.Tensor
     """Scalar, the module's own weight included."""
     terms: tuple[torch.Tensor, ...]
-    """What is logged: detached scalars without the module's weight, in the order of the objective's `term_names`."""
+    """What is logged: detached scalars without the module's weight, in the order of the objective's
+    `term_names`.
+    """
 
 
 class Objective(Protocol):
@@ -148,8 +158,8 @@ class Diagnostic(Protocol):
     def needs(self) -> LogitNeeds: ...
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
-        """A value per slot (or per sampled token that is learned) for each name: the step's metric is their mean over all of its rows. Called without
-        gradient."""
+        """A value per slot (or per sampled token that is learned) for each name: the step's metric
+        is their mean over all of its rows. Called without gradient."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""`bbox_geo`: boxes decoded by expectation against their targets, both in [0, 1] (DESIGN 8). Only where the pipeline lists it.
+"""`bbox_geo`: boxes decoded by expectation against their targets, both in [0, 1] (DESIGN 8). Only
+where the pipeline lists it.
 
 Shape legend: S coord slots, B boxes.
 """

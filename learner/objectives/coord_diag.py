@@ -1,4 +1,6 @@
-"""`coord_diag`: how well the coord slots' distributions point, logged and not learned from (DESIGN 8). The functions are those of training."""
+"""`coord_diag`: how well the coord slots' distributions point, logged and not learned from (DESIGN
+8). The functions are those of training.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from learner.objectives.base import LogitNeeds, RowValues, Supervision
 
 @dataclass(frozen=True, slots=True)
 class CoordDiag:
-    names: ClassVar[tuple[str, ...]] = ("coord_diag/expected_bin_error", "coord_diag/top5_accuracy", "coord_diag/coord_mass")
+    names: ClassVar[tuple[str, ...]] = (
+        "coord_diag/expected_bin_error",
+        "coord_diag/top5_accuracy",
+        "coord_diag/coord_mass",
+    )
     needs: ClassVar[LogitNeeds] = LogitNeeds(coord_mass=True)
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,10 @@
 """Losses over logits, and every numeric fence of the project (DESIGN 8).
 
-Training, diagnostics and evaluation call these functions, so that NaN, infinities, temperature and clamps mean the same everywhere.
+Training, diagnostics and evaluation call these functions, so that NaN, infinities, temperature and
+clamps mean the same everywhere.
 
-Shape legend: N positions, P positions whose coord logits are wanted, S coord slots, T text tokens, B boxes, C the 1,000 coord bins, V the vocabulary.
+Shape legend: N positions, P positions whose coord logits are wanted, S coord slots, T text tokens,
+B boxes, C the 1,000 coord bins, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,15 +24,22 @@ _LOGIT_LIMIT = 1.0e4
 _TEMPERATURE_FLOOR = 1.0e-3
 _PROBABILITY_FLOOR = 1.0e-6
 _SIGMA_FLOOR = 1.0e-3
-# A tenth of a bin, of coordinates in [0, 1]: boxes thinner than that have no overlap and no aspect that a float32 could tell.
+# A tenth of a bin, of coordinates in [0, 1]: boxes thinner than that have no overlap and no aspect
+# that a float32 could tell.
 _SIDE_FLOOR = 1.0e-4
 _TOP = 5
 
 
 def _fenced(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """A float32 copy of the logits over a floored temperature; NaN becomes 0, infinities and outliers the limit, and these get no gradient."""
+    """A float32 copy of the logits over a floored temperature; NaN becomes 0, infinities and
+    outliers the limit, and these get no gradient.
+    """
     # In place on the copy: over a whole vocabulary every temporary is a large one.
-    finite = logits.to(torch.float32, copy=True).nan_to_num_(nan=0.0, posinf=_LOGIT_LIMIT, neginf=-_LOGIT_LIMIT).clamp_(-_LOGIT_LIMIT, _LOGIT_LIMIT)
+    finite = (
+        logits.to(torch.float32, copy=True)
+        .nan_to_num_(nan=0.0, posinf=_LOGIT_LIMIT, neginf=-_LOGIT_LIMIT)
+        .clamp_(-_LOGIT_LIMIT, _LOGIT_LIMIT)
+    )
     return finite.div_(max(temperature, _TEMPERATURE_FLOOR))
 
 
@@ -57,9 +66,14 @@ class LogitReading(NamedTuple):
 
 
 def read_logits(
-    logits_NV: torch.Tensor, token_ids_N: torch.Tensor, coord_at_P: torch.Tensor, coord_ids_C: torch.Tensor, normalizers: tuple[Normalizer, ...]
+    logits_NV: torch.Tensor,
+    token_ids_N: torch.Tensor,
+    coord_at_P: torch.Tensor,
+    coord_ids_C: torch.Tensor,
+    normalizers: tuple[Normalizer, ...],
 ) -> LogitReading:
-    """Everything that any loss needs of full-vocabulary logits. Beside them the pass holds one float32 copy, and its backward two bytes more per logit.
+    """Everything that any loss needs of full-vocabulary logits. Beside them the pass holds one
+    float32 copy, and its backward two bytes more per logit.
 
     Args:
         logits_NV: any float type.
@@ -67,12 +81,16 @@ def read_logits(
         coord_at_P: int64, positions without repetition.
         coord_ids_C: int64, the token id of each bin.
     """
-    token_logits_N, coord_logits_PC, *log_normalizers = _ReadLogits.apply(logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers)
+    token_logits_N, coord_logits_PC, *log_normalizers = _ReadLogits.apply(
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers
+    )
     return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers))
 
 
 class _ReadLogits(torch.autograd.Function):
-    """By hand, because autograd would hold a copy per operation, and would add the parts of a bfloat16 gradient in bfloat16."""
+    """By hand, because autograd would hold a copy per operation, and would add the parts of a
+    bfloat16 gradient in bfloat16.
+    """
 
     @staticmethod
     def forward(
@@ -83,22 +101,39 @@ class _ReadLogits(torch.autograd.Function):
         coord_ids_C: torch.Tensor,
         normalizers: tuple[Normalizer, ...],
     ) -> tuple[torch.Tensor, ...]:
-        log_normalizers = tuple(_log_normalizer(logits_NV, normalizer) for normalizer in normalizers)
+        log_normalizers = tuple(
+            _log_normalizer(logits_NV, normalizer) for normalizer in normalizers
+        )
         ctx.normalizers = normalizers
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers)
         tokens_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0]
-        return _fenced(tokens_N), _fenced(logits_NV[coord_at_P[:, None], coord_ids_C]), *log_normalizers
+        return (
+            _fenced(tokens_N),
+            _fenced(logits_NV[coord_at_P[:, None], coord_ids_C]),
+            *log_normalizers,
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, tokens_N: torch.Tensor | None, coord_PC: torch.Tensor | None, *normalizers_N: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any,
+        tokens_N: torch.Tensor | None,
+        coord_PC: torch.Tensor | None,
+        *normalizers_N: torch.Tensor | None,
+    ) -> tuple[Any, ...]:
         logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers = ctx.saved_tensors
         total_NV: torch.Tensor | None = None
-        for normalizer, log_normalizer_N, gradient_N in zip(ctx.normalizers, log_normalizers, normalizers_N, strict=True):
+        for normalizer, log_normalizer_N, gradient_N in zip(
+            ctx.normalizers, log_normalizers, normalizers_N, strict=True
+        ):
             if gradient_N is not None:
-                share_NV = _logits_under(logits_NV, normalizer).sub_(log_normalizer_N[:, None]).exp_()
-                share_NV.mul_((gradient_N / max(normalizer.temperature, _TEMPERATURE_FLOOR))[:, None])
+                share_NV = (
+                    _logits_under(logits_NV, normalizer).sub_(log_normalizer_N[:, None]).exp_()
+                )
+                share_NV.mul_(
+                    (gradient_N / max(normalizer.temperature, _TEMPERATURE_FLOOR))[:, None]
+                )
                 total_NV = share_NV if total_NV is None else total_NV.add_(share_NV)
         if total_NV is None:
             total_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
@@ -109,7 +144,13 @@ class _ReadLogits(torch.autograd.Function):
         # The fence passes no gradient where it replaced the logit.
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
-        return total_NV.masked_fill_(within_NV.logical_not_(), 0.0).to(logits_NV.dtype), None, None, None, None
+        return (
+            total_NV.masked_fill_(within_NV.logical_not_(), 0.0).to(logits_NV.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
@@ -126,24 +167,38 @@ def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Te
     return scaled_NV.sub_(largest_N[:, None]).exp_().sum(-1).log_().add_(largest_N)
 
 
-def token_logprobs(token_logits_N: torch.Tensor, log_normalizer_N: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probability of each position's token, from a `LogitReading`: [N]. Its negative is the cross-entropy."""
+def token_logprobs(
+    token_logits_N: torch.Tensor, log_normalizer_N: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probability of each position's token, from a `LogitReading`: [N]. Its negative is the
+    cross-entropy.
+    """
     return _fenced(token_logits_N, temperature) - log_normalizer_N
 
 
-def mass_leak(log_normalizer_S: torch.Tensor, coord_logits_SC: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """`logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`: [S], at least 0, minus log of the probability on the coord vocabulary."""
-    return (log_normalizer_S - torch.logsumexp(_fenced(coord_logits_SC, temperature), dim=-1)).clamp_min(0.0)
+def mass_leak(
+    log_normalizer_S: torch.Tensor, coord_logits_SC: torch.Tensor, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """`logsumexp(all / T) - logsumexp(coord / T)` from a `LogitReading`: [S], at least 0, minus log
+    of the probability on the coord vocabulary.
+    """
+    return (
+        log_normalizer_S - torch.logsumexp(_fenced(coord_logits_SC, temperature), dim=-1)
+    ).clamp_min(0.0)
 
 
 def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
-    """`-log(1 - p)`, `1 - p` not under 1e-6, of the coord vocabulary's probability `p = exp(-leak)`: [T].
+    """`-log(1 - p)`, `1 - p` not under 1e-6, of the coord vocabulary's probability `p =
+    exp(-leak)`: [T].
 
     At that floor the gate has no gradient (DESIGN 8); `token_ce` is what moves such a token.
     """
-    # Either form is exact on its own side; the clamps keep the other's gradient finite, which `where` multiplies by 0.
+    # Either form is exact on its own side; the clamps keep the other's gradient finite, which
+    # `where` multiplies by 0.
     rest_T = (-torch.expm1(-leak_T)).clamp_min(_PROBABILITY_FLOOR)
-    return torch.where(leak_T < math.log(2.0), -torch.log(rest_T), -torch.log1p(-torch.exp(-leak_T).clamp_max(0.5)))
+    return torch.where(
+        leak_T < math.log(2.0), -torch.log(rest_T), -torch.log1p(-torch.exp(-leak_T).clamp_max(0.5))
+    )
 
 
 def coord_mass(leak_S: torch.Tensor) -> torch.Tensor:
@@ -151,15 +206,25 @@ def coord_mass(leak_S: torch.Tensor) -> torch.Tensor:
     return torch.exp(-leak_S)
 
 
-def gate_mass_leak(logits_SV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """`logsumexp(all / T) - logsumexp(coord / T)`, minus log of the probability on the coord vocabulary: [S], at least 0."""
+def gate_mass_leak(
+    logits_SV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """`logsumexp(all / T) - logsumexp(coord / T)`, minus log of the probability on the coord
+    vocabulary: [S], at least 0.
+    """
     every_S = torch.arange(len(logits_SV), device=logits_SV.device)
-    reading = read_logits(logits_SV, torch.zeros_like(every_S), every_S, coord_ids_C, (Normalizer(temperature),))
+    reading = read_logits(
+        logits_SV, torch.zeros_like(every_S), every_S, coord_ids_C, (Normalizer(temperature),)
+    )
     return mass_leak(reading.log_normalizers_N[0], reading.coord_logits_PC, temperature=temperature)
 
 
-def text_gate(logits_TV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """`-log(1 - p_coord)` with `1 - p_coord` not under 1e-6: [T], what coord tokens take from text positions."""
+def text_gate(
+    logits_TV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """`-log(1 - p_coord)` with `1 - p_coord` not under 1e-6: [T], what coord tokens take from text
+    positions.
+    """
     return gate_of_leak(gate_mass_leak(logits_TV, coord_ids_C, temperature=temperature))
 
 
@@ -167,20 +232,27 @@ def text_gate(logits_TV: torch.Tensor, coord_ids_C: torch.Tensor, *, temperature
 
 
 def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) -> torch.Tensor:
-    """Gaussian-like targets `q_k ~ exp(-((k - t) / sigma)^2 / 2)`, zero where `|k - t| > truncate`, each row summing to 1.
+    """Gaussian-like targets `q_k ~ exp(-((k - t) / sigma)^2 / 2)`, zero where `|k - t| > truncate`,
+    each row summing to 1.
 
     Args:
         bins_S: the bins aimed at; integers or, from optimal transport, fractions.
         sigma: width in bins, above 0.
-        truncate: half-width in bins; None: no truncation. The nearest bin always stays, so that a fraction with 0 has a target.
+        truncate: half-width in bins; None: no truncation. The nearest bin always stays, so that a
+        fraction with 0 has a target.
 
     Returns:
         float32 [S, 1000].
     """
-    distance_SC = torch.arange(NUM_BINS, device=bins_S.device, dtype=torch.float32)[None, :] - bins_S.float()[:, None]
+    distance_SC = (
+        torch.arange(NUM_BINS, device=bins_S.device, dtype=torch.float32)[None, :]
+        - bins_S.float()[:, None]
+    )
     log_weight_SC = -0.5 * (distance_SC / max(sigma, _SIGMA_FLOOR)) ** 2
     if truncate is not None:
-        outside_SC = (distance_SC.abs() > truncate).scatter_(1, nearest_bins(bins_S)[:, None], False)
+        outside_SC = (distance_SC.abs() > truncate).scatter_(
+            1, nearest_bins(bins_S)[:, None], False
+        )
         log_weight_SC = log_weight_SC.masked_fill_(outside_SC, -math.inf)
     # A softmax: a small sigma between two bins would underflow to 0 / 0.
     return torch.softmax(log_weight_SC, dim=-1)
@@ -196,20 +268,27 @@ def coord_cross_entropy(coord_logits_SC: torch.Tensor, bins_S: torch.Tensor) -> 
     return F.cross_entropy(_fenced(coord_logits_SC), bins_S.long(), reduction="none")
 
 
-def soft_cross_entropy(coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+def soft_cross_entropy(
+    coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0
+) -> torch.Tensor:
     """`-sum_k q_k log softmax(z / T)_k`: [S]."""
     return -(targets_SC * torch.log_softmax(_fenced(coord_logits_SC, temperature), dim=-1)).sum(-1)
 
 
-def wasserstein1(coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """`sum_k |CDF_p(k) - CDF_q(k)| / 999`: [S], the mean distance moved as a fraction of the axis."""
+def wasserstein1(
+    coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """`sum_k |CDF_p(k) - CDF_q(k)| / 999`: [S], the mean distance moved as a fraction of the
+    axis."""
     p_SC = torch.softmax(_fenced(coord_logits_SC, temperature), dim=-1)
     return (p_SC - targets_SC).cumsum(-1).abs().sum(-1) / (NUM_BINS - 1)
 
 
 def expected_coordinate(coord_logits_SC: torch.Tensor) -> torch.Tensor:
     """`sum_k p_k k / 999` at temperature 1: [S], in [0, 1]."""
-    fraction_C = torch.arange(NUM_BINS, device=coord_logits_SC.device, dtype=torch.float32) / (NUM_BINS - 1)
+    fraction_C = torch.arange(NUM_BINS, device=coord_logits_SC.device, dtype=torch.float32) / (
+        NUM_BINS - 1
+    )
     return (torch.softmax(_fenced(coord_logits_SC), dim=-1) * fraction_C).sum(-1).clamp(0.0, 1.0)
 
 
@@ -219,7 +298,9 @@ def expected_bin_error(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -
 
 
 def top5_hits(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
-    """Whether the target's nearest bin is among the 5 most probable: bool [S]. Of equal logits the lower bin comes first."""
+    """Whether the target's nearest bin is among the 5 most probable: bool [S]. Of equal logits the
+    lower bin comes first.
+    """
     logits_SC, aim_S1 = _fenced(coord_logits_SC), nearest_bins(targets_S)[:, None]
     at_aim_S1 = logits_SC.gather(1, aim_S1)
     lower_SC = torch.arange(NUM_BINS, device=logits_SC.device)[None, :] < aim_S1
@@ -232,7 +313,9 @@ def top5_hits(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.T
 def canonical_boxes(boxes_B4: torch.Tensor) -> torch.Tensor:
     """The same boxes with x1 <= x2 and y1 <= y2."""
     first_B2, second_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
-    return torch.cat([torch.minimum(first_B2, second_B2), torch.maximum(first_B2, second_B2)], dim=1)
+    return torch.cat(
+        [torch.minimum(first_B2, second_B2), torch.maximum(first_B2, second_B2)], dim=1
+    )
 
 
 def smooth_l1(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
@@ -241,22 +324,36 @@ def smooth_l1(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
 
 
 def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
-    """Complete IoU of canonical boxes (Zheng et al. 2020, Distance-IoU Loss, AAAI): [B], `IoU - d^2 / c^2 - alpha v`, at most 1.
+    """Complete IoU of canonical boxes (Zheng et al. 2020, Distance-IoU Loss, AAAI): [B], `IoU - d^2
+    / c^2 - alpha v`, at most 1.
 
-    `d` is the distance of the centres, `c` the diagonal of the enclosing box, `v = 4 / pi^2 (atan(w_t / h_t) - atan(w / h))^2`, and
-    `alpha = v / (1 - IoU + v)` a constant to the gradient, as in the paper. A side under 1e-4 counts as 1e-4 about its centre, so that
-    degenerate boxes have finite values and gradients, and identical ones a CIoU of 1.
+    `d` is the distance of the centres, `c` the diagonal of the enclosing box, `v = 4 / pi^2
+    (atan(w_t / h_t) - atan(w / h))^2`, and `alpha = v / (1 - IoU + v)` a constant to the gradient,
+    as in the paper. A side under 1e-4 counts as 1e-4 about its centre, so that degenerate boxes
+    have finite values and gradients, and identical ones a CIoU of 1.
     """
     a_low_B2, a_high_B2 = _thickened(boxes_B4)
     b_low_B2, b_high_B2 = _thickened(targets_B4)
     a_sides_B2, b_sides_B2 = a_high_B2 - a_low_B2, b_high_B2 - b_low_B2
-    overlap_B2 = (torch.minimum(a_high_B2, b_high_B2) - torch.maximum(a_low_B2, b_low_B2)).clamp_min(0.0)
+    overlap_B2 = (
+        torch.minimum(a_high_B2, b_high_B2) - torch.maximum(a_low_B2, b_low_B2)
+    ).clamp_min(0.0)
     overlap_B = overlap_B2[:, 0] * overlap_B2[:, 1]
-    iou_B = overlap_B / (a_sides_B2[:, 0] * a_sides_B2[:, 1] + b_sides_B2[:, 0] * b_sides_B2[:, 1] - overlap_B)
+    iou_B = overlap_B / (
+        a_sides_B2[:, 0] * a_sides_B2[:, 1] + b_sides_B2[:, 0] * b_sides_B2[:, 1] - overlap_B
+    )
     enclosing_B2 = torch.maximum(a_high_B2, b_high_B2) - torch.minimum(a_low_B2, b_low_B2)
     between_B2 = (a_low_B2 + a_high_B2 - b_low_B2 - b_high_B2) / 2
     distance_B = (between_B2**2).sum(-1) / (enclosing_B2**2).sum(-1)
-    v_B = 4 / math.pi**2 * (torch.atan(b_sides_B2[:, 0] / b_sides_B2[:, 1]) - torch.atan(a_sides_B2[:, 0] / a_sides_B2[:, 1])) ** 2
+    v_B = (
+        4
+        / math.pi**2
+        * (
+            torch.atan(b_sides_B2[:, 0] / b_sides_B2[:, 1])
+            - torch.atan(a_sides_B2[:, 0] / a_sides_B2[:, 1])
+        )
+        ** 2
+    )
     with torch.no_grad():
         alpha_B = v_B / (1 - iou_B + v_B).clamp_min(_PROBABILITY_FLOOR)
     return iou_B - distance_B - alpha_B * v_B
@@ -266,4 +363,6 @@ def _thickened(boxes_B4: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Low and high corners, [B, 2] each, of boxes with sides of at least the floor."""
     low_B2, high_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
     thin_B2, centre_B2 = high_B2 - low_B2 < _SIDE_FLOOR, (low_B2 + high_B2) / 2
-    return torch.where(thin_B2, centre_B2 - _SIDE_FLOOR / 2, low_B2), torch.where(thin_B2, centre_B2 + _SIDE_FLOOR / 2, high_B2)
+    return torch.where(thin_B2, centre_B2 - _SIDE_FLOOR / 2, low_B2), torch.where(
+        thin_B2, centre_B2 + _SIDE_FLOOR / 2, high_B2
+    )

@@ -29,18 +29,28 @@ from typing import ClassVar
 
 import torch
 
-from learner.objectives.base import LogitNeeds, ObjectiveLoss, RowValues, SampledSupervision, Supervision
+from learner.objectives.base import (
+    LogitNeeds,
+    ObjectiveLoss,
+    RowValues,
+    SampledSupervision,
+    Supervision,
+)
 from shared.config.pipeline import PolicyGradientConfig
 
 
-def truncated_ratio(learner_logprobs_M: torch.Tensor, engine_logprobs_M: torch.Tensor, *, cap: float) -> torch.Tensor:
+def truncated_ratio(
+    learner_logprobs_M: torch.Tensor, engine_logprobs_M: torch.Tensor, *, cap: float
+) -> torch.Tensor:
     """Compute `min(p_learner / p_engine, cap)`: [M], without gradient."""
     # Truncated before the exponential, which would overflow.
     log_ratio_M = learner_logprobs_M.detach() - engine_logprobs_M
     return log_ratio_M.clamp(max=math.log(cap)).exp()
 
 
-def is_clipped(learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig) -> torch.Tensor:
+def is_clipped(
+    learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig
+) -> torch.Tensor:
     """Tell which tokens the clip keeps from being learned: bool [M].
 
     A token without advantage is none of them: nothing is learned of it anyway.
@@ -51,7 +61,9 @@ def is_clipped(learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, co
     return too_high_M | too_low_M
 
 
-def policy_gradient_loss(learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig) -> torch.Tensor:
+def policy_gradient_loss(
+    learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig
+) -> torch.Tensor:
     """Sum the weighted losses of the tokens, as the module's first lines define them: a scalar."""
     advantage_M, clipped_M = sampled.advantage, is_clipped(learner_logprobs_M, sampled, config)
     ratio_M = truncated_ratio(learner_logprobs_M, sampled.engine_logprobs, cap=config.ratio_cap)
@@ -82,9 +94,16 @@ class PolicyGradient:
 
 
 class PolicyDiag:
-    """How far the learner is from the engine that sampled, and how much it still tries: a value per sampled token."""
+    """How far the learner is from the engine that sampled, and how much it still tries: a value per
+    sampled token.
+    """
 
-    names: ClassVar[tuple[str, ...]] = ("policy/ratio", "policy/clipped_share", "policy/logprob_difference", "policy/entropy")
+    names: ClassVar[tuple[str, ...]] = (
+        "policy/ratio",
+        "policy/clipped_share",
+        "policy/logprob_difference",
+        "policy/entropy",
+    )
     needs: ClassVar[LogitNeeds] = LogitNeeds(sampled=True)
 
     def __init__(self, config: PolicyGradientConfig) -> None:

@@ -1,4 +1,6 @@
-"""`token_ce`: cross-entropy over non-coord text tokens (DESIGN 8). The token weights are the target's (`learner/targets.py`)."""
+"""`token_ce`: cross-entropy over non-coord text tokens (DESIGN 8). The token weights are the
+target's (`learner/targets.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""One line of a rollout log (learner.rollout_logs.samples): its format, and whether something is one.
+"""One line of a rollout log (learner.rollout_logs.samples): its format, and whether something is
+one.
 
-Shape legend: L target tokens, S coord slots. Positions count tokens of the target, whose head is the kept prefix of the response; ranges are
-half-open; predictions are indices into `reading.objects`, ground truths into `ground_truth`.
+Shape legend: L target tokens, S coord slots. Positions count tokens of the target, whose head is
+the kept prefix of the response; ranges are half-open; predictions are indices into
+`reading.objects`, ground truths into `ground_truth`.
 """
 
 from __future__ import annotations
@@ -84,26 +86,31 @@ class PairEntry(TypedDict):
     iou: float
     """maskIoU."""
     supervised: bool
-    """False: excluded, because its coord slots are not beyond doubt; its ground truth is appended."""
+    """False: excluded, because its coord slots are not beyond doubt; its ground truth is appended.
+    """
 
 
 class ReadingEntry(TypedDict):
     """What was made of the response."""
 
     prefix_text: Text
-    """What was kept of it: an open JSON object, or `{`. Bytes that are not UTF-8 appear as U+FFFD."""
+    """What was kept of it: an open JSON object, or `{`. Bytes that are not UTF-8 appear as U+FFFD.
+    """
     num_kept_bytes: int
     """How much of the response was kept; 0 in the fallback."""
     num_kept: int
     """Leading target tokens that are the response's own."""
     num_prefix: int
-    """Leading target tokens that hold no appended text. Those from `num_kept` on were encoded anew."""
+    """Leading target tokens that hold no appended text. Those from `num_kept` on were encoded anew.
+    """
     truncated: bool
     """No container closed: the response ended before, or it held none."""
     fallback: bool
     """Nothing could be kept."""
     max_object_index: int | None
-    """The largest n of an `object_{n}` key in the prefix. Appended objects are numbered on from there, or from 1."""
+    """The largest n of an `object_{n}` key in the prefix. Appended objects are numbered on from
+    there, or from 1.
+    """
     objects: Sequence[ObjectEntry]
     """In order of appearance."""
     dropped: Sequence[DroppedEntry]
@@ -126,8 +133,9 @@ class TargetEntry(TypedDict):
     token_ids: Annotated[Sequence[int], Field(min_length=1)]
     """[L], EOS last."""
     supervision: Sequence[Annotated[tuple[int, int, _Role, float], Field(strict=False)]]
-    """[start, stop), role, weight: runs of equal tokens that cover all L. The role is a `TokenRole`, the weight that of `token_ce` before it
-    is averaged; it is 0 for coord slots, which are `coord_reg`'s and `bbox_geo`'s."""
+    """[start, stop), role, weight: runs of equal tokens that cover all L. The role is a
+    `TokenRole`, the weight that of `token_ce` before it is averaged; it is 0 for coord slots, which
+    are `coord_reg`'s and `bbox_geo`'s."""
     coord_positions: Sequence[int]
     """[S], ascending: the supervised slots."""
     coord_targets: Sequence[float]
@@ -155,7 +163,9 @@ _LINE = TypeAdapter(RolloutRecord)
 
 
 def checked_line(value: Any) -> RolloutRecord:
-    """What a line's JSON says, if it is the line of a rollout log. RecordError, not located, with the field that it is not for."""
+    """What a line's JSON says, if it is the line of a rollout log. RecordError, not located, with
+    the field that it is not for.
+    """
     return checked(value, _LINE, _consistent)
 
 
@@ -166,16 +176,28 @@ def _consistent(line: RolloutRecord) -> dict[str, bool]:
     fits = {
         "rollout": (line["rollout"] is None) == (reading is None) == (line["channel"] == "A"),
         "ground_truth": all(map(_has_arity, line["ground_truth"])),
-        "target.supervision": edges[-1] == len(target["token_ids"])
-        and all(a == start < b for (a, b), (start, *_) in zip(pairwise(edges), target["supervision"], strict=True)),
+        "target.supervision": (
+            edges[-1] == len(target["token_ids"])
+            and all(
+                a == start < b
+                for (a, b), (start, *_) in zip(pairwise(edges), target["supervision"], strict=True)
+            )
+        ),
         "target.coord_targets": len(target["coord_targets"]) == len(target["coord_positions"]),
     }
     if reading is None:
         return fits
-    pairs, num_predictions, num_truths = reading["pairs"], len(reading["objects"]), len(line["ground_truth"])
+    pairs, num_predictions, num_truths = (
+        reading["pairs"],
+        len(reading["objects"]),
+        len(line["ground_truth"]),
+    )
     return fits | {
         "reading.objects": all(map(_has_arity, reading["objects"])),
-        "reading.pairs": all(0 <= pair["prediction"] < num_predictions and 0 <= pair["ground_truth"] < num_truths for pair in pairs),
+        "reading.pairs": all(
+            0 <= pair["prediction"] < num_predictions and 0 <= pair["ground_truth"] < num_truths
+            for pair in pairs
+        ),
         "reading.appended": all(0 <= index < num_truths for index in reading["appended"]),
     }
 
@@ -185,12 +207,15 @@ def _has_arity(shape: GroundTruthEntry | ObjectEntry) -> bool:
     return num == 4 if shape["kind"] == GeometryKind.BBOX else num >= 6 and num % 2 == 0
 
 
-# `rollouts/step_000123.jsonl`: what became of every sample of a step, a line of JSON for each (issue 3, "Bad input"; `telemetry.rollouts`).
+# `rollouts/step_000123.jsonl`: what became of every sample of a step, a line of JSON for each
+# (issue 3, "Bad input"; `telemetry.rollouts`).
 #
-# Lines are in the order of positions, and a line is there as soon as its target is made. `RolloutRecord` (learner.rollout_logs.samples) is the format: everything about the
-# engine's answer is under `rollout`, everything the parser and the matching made of it under `reading` (both null in a channel-A step), and what
-# the sample trains on under `target`. Files and ranks: `learner.rollout_logs.writer`. The step's positions are in rank order. Nodes need not share a disk: then each has
-# the files of its ranks, and `read_step` shows those that lie beside rank 0's.
+# Lines are in the order of positions, and a line is there as soon as its target is made.
+# `RolloutRecord` (learner.rollout_logs.samples) is the format: everything about the engine's answer
+# is under `rollout`, everything the parser and the matching made of it under `reading` (both null
+# in a channel-A step), and what the sample trains on under `target`. Files and ranks:
+# `learner.rollout_logs.writer`. The step's positions are in rank order. Nodes need not share a
+# disk: then each has the files of its ranks, and `read_step` shows those that lie beside rank 0's.
 #
 # jq -c 'select(.reading.dropped != []) | [.position, .reading.dropped]' step_000123.jsonl
 # pandas.json_normalize([json.loads(line) for line in open("step_000123.jsonl")])
@@ -212,17 +237,31 @@ class RolloutLog:
         self._step, self._channel = step, channel
         self._lines.begin(step)
 
-    def write(self, rollout: Rollout | None, sample: Sample, target: Target, weights_L: np.ndarray, position: int) -> None:
-        """One sample; `rollout` is None exactly in channel A. `weights_L`: float32 [L], `TextWeights.of(target.roles)`. Raises StorageError."""
+    def write(
+        self,
+        rollout: Rollout | None,
+        sample: Sample,
+        target: Target,
+        weights_L: np.ndarray,
+        position: int,
+    ) -> None:
+        """One sample; `rollout` is None exactly in channel A. `weights_L`: float32 [L],
+        `TextWeights.of(target.roles)`. Raises StorageError.
+        """
         assert (rollout is None) == (target.reading is None), "a reading is of a rollout"
         line: RolloutRecord = {
             "step": self._step,
             "position": position,
             "channel": self._channel,
             "sample_id": sample.sample_id,
-            "ground_truth": [{"kind": truth.kind, "bins": truth.bins, "desc": truth.desc} for truth in sample.objects],
+            "ground_truth": [
+                {"kind": truth.kind, "bins": truth.bins, "desc": truth.desc}
+                for truth in sample.objects
+            ],
             "rollout": None if rollout is None else _rollout_entry(rollout, self._codec),
-            "reading": None if target.reading is None else _reading_entry(target.reading, self._codec),
+            "reading": (
+                None if target.reading is None else _reading_entry(target.reading, self._codec)
+            ),
             "target": _target_entry(target, weights_L),
         }
         self._lines.write(line)
@@ -232,8 +271,8 @@ class RolloutLog:
 
 
 def read_step(path: Path) -> list[RolloutRecord]:
-    """`learner.rollout_logs.writer.read_lines` of a file of `RolloutLog`. Raises OSError, and RecordError with file and line for a line that this version did not
-    write."""
+    """`learner.rollout_logs.writer.read_lines` of a file of `RolloutLog`. Raises OSError, and
+    RecordError with file and line for a line that this version did not write."""
     return read_lines(path, checked_line)
 
 
@@ -247,7 +286,9 @@ def _rollout_entry(rollout: Rollout, codec: TokenCodec) -> RolloutEntry:
         "num_prompt_tokens": len(rollout.prompt_token_ids),
         "response_token_ids": rollout.response_token_ids,
         "forced_positions": rollout.forced_positions,
-        "text": b"".join(map(codec.piece_bytes, rollout.response_token_ids)).decode(errors="replace"),
+        "text": (
+            b"".join(map(codec.piece_bytes, rollout.response_token_ids)).decode(errors="replace")
+        ),
     }
 
 
@@ -256,7 +297,11 @@ def _reading_entry(reading: ParsedAndMatched, codec: TokenCodec) -> ReadingEntry
     excluded = [pair.prediction for pair in reading.excluded]
     return {
         "prefix_text": parsed.prefix_text,
-        "num_kept_bytes": 0 if parsed.fallback else sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids),
+        "num_kept_bytes": (
+            0
+            if parsed.fallback
+            else sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
+        ),
         "num_kept": reading.num_kept,
         "num_prefix": reading.num_prefix,
         "truncated": parsed.truncated,
@@ -275,7 +320,12 @@ def _reading_entry(reading: ParsedAndMatched, codec: TokenCodec) -> ReadingEntry
         ],
         "dropped": [{"key": dropped.key, "reason": dropped.reason} for dropped in parsed.dropped],
         "pairs": [
-            {"prediction": pair.prediction, "ground_truth": pair.ground_truth, "iou": pair.iou, "supervised": pair.prediction not in excluded}
+            {
+                "prediction": pair.prediction,
+                "ground_truth": pair.ground_truth,
+                "iou": pair.iou,
+                "supervised": pair.prediction not in excluded,
+            }
             for pair in match.pairs
         ],
         "excluded": excluded,
@@ -288,7 +338,10 @@ def _reading_entry(reading: ParsedAndMatched, codec: TokenCodec) -> ReadingEntry
 
 def _target_entry(target: Target, weights_L: np.ndarray) -> TargetEntry:
     assert weights_L.shape == target.roles.shape
-    changes = np.flatnonzero((np.diff(target.roles.astype(np.int16)) != 0) | (np.diff(weights_L) != 0)) + 1
+    changes = (
+        np.flatnonzero((np.diff(target.roles.astype(np.int16)) != 0) | (np.diff(weights_L) != 0))
+        + 1
+    )
     starts = [0, *changes.tolist()]
     stops = [*starts[1:], len(target.token_ids)]
     return {

@@ -1,5 +1,6 @@
-"""One line of the rollout log of an environment (learner.rollout_logs.trajectories), and of a held-out report's rollouts: its format, what is written of a rollout, and
-whether something is such a line.
+"""One line of the rollout log of an environment (learner.rollout_logs.trajectories), and of a
+held-out report's rollouts: its format, what is written of a rollout, and whether something is such
+a line.
 
 Shape legend: L tokens of an example.
 """
@@ -25,13 +26,17 @@ _Given = Annotated[float, AllowInfNan(True)]
 
 def _messages(value: Any) -> Any:
     """In a function, because pydantic would name every kind that `value` is not of."""
-    if isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)):
+    if isinstance(value, str) or (
+        isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
+    ):
         return value
     raise PydanticCustomError("messages", "input should be a list of messages, or a text")
 
 
 LoggedMessages = Annotated[Sequence[Mapping[str, Any]] | str, PlainValidator(_messages)]
-"""A conversation; or a text, where an environment completes text. What is in a message is up to the environment; each tool call is a text, JSON as a rule."""
+"""A conversation; or a text, where an environment completes text. What is in a message is up to the
+environment; each tool call is a text, JSON as a rule.
+"""
 
 
 class ExampleEntry(TypedDict):
@@ -45,7 +50,8 @@ class ExampleEntry(TypedDict):
     """[L]: the engine's, of the tokens that it sampled; 0 elsewhere."""
     reward: _Given
     advantage: _Given | None
-    """Before any division by the deviation of the group's rewards; null where nothing was scored."""
+    """Before any division by the deviation of the group's rewards; null where nothing was scored.
+    """
     token_advantages: Sequence[_Given] | None
     """[L], 0 outside the mask; null: `advantage` at every token."""
     weight_version: int | None
@@ -76,7 +82,8 @@ class TrajectoryRecord(TypedDict):
     """One rollout."""
 
     step: _Count | None
-    """From 1; in a held-out report the steps before it, and null where the checkpoint does not say."""
+    """From 1; in a held-out report the steps before it, and null where the checkpoint does not say.
+    """
     position: _Count
     """In the step, from 0; of a held-out report that of its example."""
     example: _Count
@@ -124,7 +131,10 @@ def line_of(step: int | None, rollout: EnvironmentRollout) -> TrajectoryRecord:
         "is_truncated": rollout.is_truncated,
         "num_turns": rollout.num_turns,
         "num_splits": rollout.num_splits,
-        "calls": [{"path": call.path, "turn": call.turn, "seed": call.seed, "engine": call.engine} for call in rollout.calls],
+        "calls": [
+            {"path": call.path, "turn": call.turn, "seed": call.seed, "engine": call.engine}
+            for call in rollout.calls
+        ],
         "actor": rollout.actor,
         "generate_s": rollout.generate_s,
         "prompt": rollout.prompt,
@@ -134,7 +144,9 @@ def line_of(step: int | None, rollout: EnvironmentRollout) -> TrajectoryRecord:
 
 
 def checked_trajectory_line(value: Any) -> TrajectoryRecord:
-    """What a line's JSON says, if it is the line of an environment's rollout log. RecordError, not located, with the field that it is not for."""
+    """What a line's JSON says, if it is the line of an environment's rollout log. RecordError, not
+    located, with the field that it is not for.
+    """
     return checked(value, _LINE, _consistent)
 
 
@@ -156,18 +168,26 @@ def _entry(example: TrainingExample) -> ExampleEntry:
 def _consistent(line: TrajectoryRecord) -> dict[str, bool]:
     fits = {"examples": line["error"] is None or not line["examples"]}
     for number, example in enumerate(line["examples"]):
-        length, by_token, turns = len(example["token_ids"]), example["token_advantages"], example["turns"]
+        length, by_token, turns = (
+            len(example["token_ids"]),
+            example["token_advantages"],
+            example["turns"],
+        )
         fits |= {
             f"examples[{number}].mask": len(example["mask"]) == length,
             f"examples[{number}].logprobs": len(example["logprobs"]) == length,
             f"examples[{number}].token_advantages": by_token is None or len(by_token) == length,
-            f"examples[{number}].turns": all(a < b for a, b in pairwise(turns)) and all(turn < line["num_turns"] for turn in turns),
+            f"examples[{number}].turns": (
+                all(a < b for a, b in pairwise(turns))
+                and all(turn < line["num_turns"] for turn in turns)
+            ),
         }
     return fits
 
 
-# What became of every rollout of an environment: a line each in `rollouts/step_000123.jsonl` (`learner.rollout_logs.writer`), in the order of positions.
-# `TrajectoryRecord` (learner.rollout_logs.trajectories) is the format.
+# What became of every rollout of an environment: a line each in `rollouts/step_000123.jsonl`
+# (`learner.rollout_logs.writer`), in the order of positions. `TrajectoryRecord`
+# (learner.rollout_logs.trajectories) is the format.
 #
 # jq -c 'select(.error != null) | [.position, .error]' step_000123.jsonl
 # jq -r 'select(.reward == 1) | .completion[] | "\(.role): \(.content)"' step_000123.jsonl
@@ -193,6 +213,6 @@ class TrajectoryLog:
 
 
 def read_step(path: Path) -> list[TrajectoryRecord]:
-    """`learner.rollout_logs.writer.read_lines` of a file of `TrajectoryLog`. Raises OSError, and RecordError with file and line for a line that this version did not
-    write."""
+    """`learner.rollout_logs.writer.read_lines` of a file of `TrajectoryLog`. Raises OSError, and
+    RecordError with file and line for a line that this version did not write."""
     return read_lines(path, checked_trajectory_line)

@@ -1,7 +1,9 @@
-"""`rollouts/step_000123.jsonl`: a file for each step, a line of JSON for each rollout (`telemetry.rollouts`).
+"""`rollouts/step_000123.jsonl`: a file for each step, a line of JSON for each rollout
+(`telemetry.rollouts`).
 
-Each learner rank writes of its own rollouts, in a file of its own: rank 0 as above, rank 1 `step_000123.rank1.jsonl`, and so on. ASCII only, whatever a model
-wrote: its text is escaped as JSON escapes it.
+Each learner rank writes of its own rollouts, in a file of its own: rank 0 as above, rank 1
+`step_000123.rank1.jsonl`, and so on. ASCII only, whatever a model wrote: its text is escaped as
+JSON escapes it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ LineT = TypeVar("LineT")
 
 
 class StepLog:
-    """Writes the file of one step after the other. Every line is on its way to the disk when `write` returns: nothing is held back."""
+    """Writes the file of one step after the other. Every line is on its way to the disk when
+    `write` returns: nothing is held back.
+    """
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
         """Makes `folder` where it is missing. Raises StorageError."""
@@ -58,8 +62,11 @@ def step_path(folder: Path, step: int, rank: int = 0) -> Path:
     return folder / (f"step_{step:06d}.rank{rank}.jsonl" if rank else f"step_{step:06d}.jsonl")
 
 
-def checked(value: Any, kind: TypeAdapter[LineT], consistent: Callable[[LineT], Mapping[str, bool]]) -> LineT:
-    """What a line's JSON says, if it is a line of this kind. RecordError, not located, with the field that it is not for.
+def checked(
+    value: Any, kind: TypeAdapter[LineT], consistent: Callable[[LineT], Mapping[str, bool]]
+) -> LineT:
+    """What a line's JSON says, if it is a line of this kind. RecordError, not located, with the
+    field that it is not for.
 
     Args:
         consistent: what readers rely on beyond the types: fields, and whether they fit the others.
@@ -68,7 +75,11 @@ def checked(value: Any, kind: TypeAdapter[LineT], consistent: Callable[[LineT], 
         line = kind.validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise RecordError(first["msg"][0].lower() + first["msg"][1:], field=dotted(first["loc"]) or "line", remedy=REMEDY) from None
+        raise RecordError(
+            first["msg"][0].lower() + first["msg"][1:],
+            field=dotted(first["loc"]) or "line",
+            remedy=REMEDY,
+        ) from None
     for field, holds in consistent(line).items():
         if not holds:
             raise RecordError("contradicts the rest of the line", field=field, remedy=REMEDY)
@@ -76,14 +87,18 @@ def checked(value: Any, kind: TypeAdapter[LineT], consistent: Callable[[LineT], 
 
 
 def read_lines(path: Path, checked_line: Callable[[Any], LineT]) -> list[LineT]:
-    """The whole lines of a step, in the order of positions. `path` is rank 0's file, and those of other ranks are looked for beside it.
+    """The whole lines of a step, in the order of positions. `path` is rank 0's file, and those of
+    other ranks are looked for beside it.
 
-    Half a line at a file's end is what a run that died left, and no line. Raises OSError, and with file and line the RecordError of `checked_line`, which says
-    what a line's JSON is.
+    Half a line at a file's end is what a run that died left, and no line. Raises OSError, and with
+    file and line the RecordError of `checked_line`, which says what a line's JSON is.
     """
     lines = _read_file(path, checked_line)
     # By number: rank 10 comes after rank 9.
-    for other in sorted(path.parent.glob(f"{path.stem}.rank*.jsonl"), key=lambda other: (len(other.name), other.name)):
+    for other in sorted(
+        path.parent.glob(f"{path.stem}.rank*.jsonl"),
+        key=lambda other: (len(other.name), other.name),
+    ):
         lines += _read_file(other, checked_line)
     return lines
 
@@ -96,5 +111,7 @@ def _read_file(path: Path, checked_line: Callable[[Any], LineT]) -> list[LineT]:
         except RecordError as error:
             raise error.at(str(path), number) from error
         except ValueError as error:
-            raise RecordError(f"is not JSON ({error})", field="line", remedy=REMEDY, file=str(path), line=number) from error
+            raise RecordError(
+                f"is not JSON ({error})", field="line", remedy=REMEDY, file=str(path), line=number
+            ) from error
     return lines

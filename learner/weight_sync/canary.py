@@ -1,4 +1,6 @@
-"""The learner's half of the canary: what it thinks of a fixed sequence with its current weights (DESIGN 9)."""
+"""The learner's half of the canary: what it thinks of a fixed sequence with its current weights
+(DESIGN 9).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class AsksCanary(Protocol):
         ...
 
     def logprobs(self) -> tuple[float, ...]:
-        """Of each token of the question but the first, under the learner's weights as they are now. Raises LearnerError where one is no number."""
+        """Of each token of the question but the first, under the learner's weights as they are now.
+        Raises LearnerError where one is no number.
+        """
         ...
 
     def probe(self) -> CanaryProbe:
@@ -67,7 +71,8 @@ class Canary:
         proves_adapter: bool,
         run_dir: Path,
     ) -> None:
-        """`proves_adapter`: the engines are sent the adapter by itself, and its effect is compared too.
+        """`proves_adapter`: the engines are sent the adapter by itself, and its effect is compared
+        too.
 
         `run_dir`: where no `tolerance` is given, the noise that a record in this folder holds is
         the first offer's already. Raises ConfigError for a record that says something else.
@@ -83,11 +88,15 @@ class Canary:
         self._base_logprobs: tuple[float, ...] | None = None
 
     def probe(self) -> CanaryProbe:
-        """One forward of the model, and the first time another one, since what is under an adapter stays."""
+        """One forward of the model, and the first time another one, since what is under an adapter
+        stays.
+        """
         if self._proves_adapter and self._base_logprobs is None:
             with without_adapter(self._loaded.model):
                 self._base_logprobs = self.logprobs()
-        return replace(self.question(), expected_logprobs=self.logprobs(), base_logprobs=self._base_logprobs)
+        return replace(
+            self.question(), expected_logprobs=self.logprobs(), base_logprobs=self._base_logprobs
+        )
 
     def question(self) -> CanaryProbe:
         of_images = self._prompt.modality_P.bool().tolist()
@@ -106,17 +115,27 @@ class Canary:
         device = self._loaded.device
         ids_1T = torch.tensor([(*self._prompt.token_ids, *self._response_ids)], device=device)
         with torch.no_grad():
-            logits_TV = self._loaded.model(input_ids=ids_1T, **self._image_arguments(), use_cache=False).logits[0]
-            logprobs = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(1, ids_1T[0, 1:, None])[:, 0]
+            logits_TV = self._loaded.model(
+                input_ids=ids_1T, **self._image_arguments(), use_cache=False
+            ).logits[0]
+            logprobs = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(
+                1, ids_1T[0, 1:, None]
+            )[:, 0]
         return _finite(logprobs.tolist())
 
     def _image_arguments(self) -> dict[str, torch.Tensor]:
-        """Nothing without images: a text model takes none, and no vision tower takes none of no images."""
+        """Nothing without images: a text model takes none, and no vision tower takes none of no
+        images.
+        """
         prompt, device = self._prompt, self._loaded.device
         if not len(prompt.image_grid_I3):
             return {}
         return {
-            "mm_token_type_ids": torch.cat([prompt.modality_P, prompt.modality_P.new_zeros(len(self._response_ids))])[None].to(device),
+            "mm_token_type_ids": (
+                torch.cat(
+                    [prompt.modality_P, prompt.modality_P.new_zeros(len(self._response_ids))]
+                )[None].to(device)
+            ),
             "pixel_values": prompt.pixel_values_RD.to(device, self._loaded.model.dtype),
             "image_grid_thw": prompt.image_grid_I3.to(device),
         }
@@ -127,8 +146,9 @@ def _finite(logprobs: list[float]) -> tuple[float, ...]:
     for i, logprob in enumerate(logprobs):
         if not math.isfinite(logprob):
             raise LearnerError(
-                f"its log-probability of the canary's token {i + 1} is {logprob}: the weights have diverged, and are not saved; go on from an earlier "
-                "checkpoint with a lower training.learning_rate or training.max_grad_norm",
+                f"its log-probability of the canary's token {i + 1} is {logprob}: the weights have"
+                " diverged, and are not saved; go on from an earlier checkpoint with a lower"
+                " training.learning_rate or training.max_grad_norm",
                 phase=SyncPhase.CANARY,
             )
     return tuple(logprobs)

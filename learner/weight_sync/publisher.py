@@ -41,10 +41,20 @@ class AdapterSender:
         try:
             files = adapter_files(self._model)
             assert files is not None, "the configuration has an adapter"
-        except Exception as error:  # whatever peft and safetensors find wrong with it: the merged weights do without both
-            raise WeightSyncError(f"it cannot be written down ({type(error).__name__}: {error})", actor=LEARNER, phase=OFFER) from error
+        # whatever peft and safetensors find wrong with it: the merged weights do without both
+        except Exception as error:
+            raise WeightSyncError(
+                f"it cannot be written down ({type(error).__name__}: {error})",
+                actor=LEARNER,
+                phase=OFFER,
+            ) from error
         terms = AdapterOffer.make(files, timeout_s=self._timeout_s)
-        return WeightOffer(version=version, transport=TransportKind.ADAPTER, rendezvous={"terms": terms}, canary=canary.probe())
+        return WeightOffer(
+            version=version,
+            transport=TransportKind.ADAPTER,
+            rendezvous={"terms": terms},
+            canary=canary.probe(),
+        )
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Nothing is left to send."""
@@ -58,7 +68,9 @@ class AdapterSender:
 class Sender(Protocol):
     def offer(self, version: int, canary: AsksCanary) -> WeightOffer: ...
     def send(self, offer: WeightOffer) -> SendReport:
-        """Returns when the weights are out. Raises WeightSyncError, and LearnerError where the canary fails."""
+        """Returns when the weights are out. Raises WeightSyncError, and LearnerError where the
+        canary fails.
+        """
         ...
 
     def close(self) -> None: ...
@@ -92,7 +104,8 @@ class WeightPublisher:
         """That the engines serve; 0 before the first sync."""
 
     def offer(self) -> WeightOffer | None:
-        """The next version of the weights, with the probe that proves their arrival: rank 0's to make, and None on the other ranks.
+        """The next version of the weights, with the probe that proves their arrival: rank 0's to
+        make, and None on the other ranks.
 
         Raises LearnerError where the ranks do not hold the same, or hold no numbers.
         """
@@ -103,11 +116,17 @@ class WeightPublisher:
             self._parallel.check()
             self._parallel.gather()
             # Every rank computes it where none has the model alone.
-            canary = ComputedCanary(self._parallel.forward(self.canary.probe)) if self._parallel.holds_parts else self.canary
+            canary = (
+                ComputedCanary(self._parallel.forward(self.canary.probe))
+                if self._parallel.holds_parts
+                else self.canary
+            )
             return self._senders[0].offer(self.version + 1, canary) if self._senders else None
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Returns when the weights are out. Raises WeightSyncError, and LearnerError where the canary fails."""
+        """Returns when the weights are out. Raises WeightSyncError, and LearnerError where the
+        canary fails.
+        """
         return self._senders[0].send(offer)
 
     def fall_back_to_full(self) -> None:
@@ -128,7 +147,9 @@ class WeightPublisher:
             self.canary.noise = noise
 
     def save(self, folder: Path) -> None:
-        """An ordinary checkpoint, which rank 0 writes; returns on every rank when it is there. Raises StorageError."""
+        """An ordinary checkpoint, which rank 0 writes; returns on every rank when it is there.
+        Raises StorageError.
+        """
         with self._ranks.of_phase("save"):
             self._device.wait()
             self._parallel.check()
@@ -151,7 +172,9 @@ class WeightPublisher:
             sender.close()
 
 
-def make_senders(config: RunConfig, place: RankTopology, loaded: LoadedModel, parallel: Parallel) -> tuple[Sender, ...]:
+def make_senders(
+    config: RunConfig, place: RankTopology, loaded: LoadedModel, parallel: Parallel
+) -> tuple[Sender, ...]:
     """Rank 0's, as the configuration says what is sent; none on the other ranks."""
     if place.rank != 0:
         return ()
@@ -166,4 +189,8 @@ def make_senders(config: RunConfig, place: RankTopology, loaded: LoadedModel, pa
         join=None if servers is None else servers.join_limit,
         bucket_bytes=sync.bucket_bytes or BUCKET_BYTES[place.transport],
     )
-    return (full,) if resolved_sync_mode(config) == "full" else (AdapterSender(loaded.model, timeout_s=timeout_s), full)
+    return (
+        (full,)
+        if resolved_sync_mode(config) == "full"
+        else (AdapterSender(loaded.model, timeout_s=timeout_s), full)
+    )

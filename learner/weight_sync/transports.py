@@ -21,7 +21,9 @@ class WeightTransport(Protocol):
     """Open groups, this process being rank 0 of each."""
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
-        """Send every tensor to every group, in the terms' order and buckets, and wait until it is out."""
+        """Send every tensor to every group, in the terms' order and buckets, and wait until it is
+        out.
+        """
         ...
 
     def close(self) -> None:
@@ -32,8 +34,9 @@ class WeightTransport(Protocol):
 class NcclSender:
     """Between GPUs, to vLLM's own `nccl` engine, with vLLM's own packing. Not run on a GPU.
 
-    NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups. A receiver that hangs in one stays there until its process
-    ends: an actor's at the end of the run, a server's when somebody ends it.
+    NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups. A
+    receiver that hangs in one stays there until its process ends: an actor's at the end of the run,
+    a server's when somebody ends it.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
@@ -44,12 +47,20 @@ class NcclSender:
         self._communicators: list[Any] = []
         for group, bound in zip(terms.groups, listening, strict=True):
             joined = StatelessProcessGroup.create(
-                group.host, group.port, 0, group.world_size, store_timeout=math.ceil(terms.join_limit.seconds), listen_socket=bound
+                group.host,
+                group.port,
+                0,
+                group.world_size,
+                store_timeout=math.ceil(terms.join_limit.seconds),
+                listen_socket=bound,
             )
             with unpinned_nccl_env():
                 communicator = PyNcclCommunicator(joined, device=torch.cuda.current_device())
             if communicator.disabled:  # its broadcasts would do nothing, without a word
-                raise RuntimeError(f"vLLM has no NCCL library for the group at {group.host}:{group.port}, or was told to use none; see VLLM_NCCL_SO_PATH")
+                raise RuntimeError(
+                    f"vLLM has no NCCL library for the group at {group.host}:{group.port}, or was"
+                    " told to use none; see VLLM_NCCL_SO_PATH"
+                )
             self._communicators.append(communicator)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
@@ -71,15 +82,21 @@ class NcclSender:
 
 
 class _BroadcastToAll:
-    """Several communicators as the one that vLLM's producer broadcasts to: a bucket is packed once, whatever the number of groups. Not run on a GPU."""
+    """Several communicators as the one that vLLM's producer broadcasts to: a bucket is packed once,
+    whatever the number of groups. Not run on a GPU.
+    """
 
     def __init__(self, communicators: list[Any]) -> None:
         self._communicators = communicators
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        # On one stream, one group after the other: two NCCL kernels of one process at once may wait for each other.
+        # On one stream, one group after the other: two NCCL kernels of one process at once may wait
+        # for each other.
         for communicator in self._communicators:
             communicator.broadcast(tensor, src=src)
 
 
-WIRES: dict[TransportKind, Callable[[FullOffer, list[socket.socket]], WeightTransport]] = {TransportKind.GLOO: GlooSender, TransportKind.NCCL: NcclSender}
+WIRES: dict[TransportKind, Callable[[FullOffer, list[socket.socket]], WeightTransport]] = {
+    TransportKind.GLOO: GlooSender,
+    TransportKind.NCCL: NcclSender,
+}

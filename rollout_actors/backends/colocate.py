@@ -1,6 +1,8 @@
-"""`vllm.mode: colocate`: a vLLM engine in the learner's process, on the learner's device, that works while the learner does not.
+"""`vllm.mode: colocate`: a vLLM engine in the learner's process, on the learner's device, that
+works while the learner does not.
 
-Imports neither torch nor vllm: importing the latter costs ten seconds and changes the process, so it happens inside the engine's `EngineContext`.
+Imports neither torch nor vllm: importing the latter costs ten seconds and changes the process, so
+it happens inside the engine's `EngineContext`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ T = TypeVar("T")
 
 
 def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
-    """Devices of one engine: as given, else 4 or the largest of 2 and 1 that a learner rank can have on its node (DESIGN 5, decision 22).
+    """Devices of one engine: as given, else 4 or the largest of 2 and 1 that a learner rank can
+    have on its node (DESIGN 5, decision 22).
 
     ConfigError for more than there are.
     """
@@ -35,19 +38,21 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
         return next(size for size in (4, 2, 1) if size <= max(visible_devices, 1))
     if given > max(visible_devices, 1):
         raise ConfigError(
-            f"rollout_matching.vllm.tensor_parallel_size: an engine of {given} devices beside a learner rank that can have {visible_devices} of one node; "
-            "leave it null, or lower it"
+            f"rollout_matching.vllm.tensor_parallel_size: an engine of {given} devices beside a"
+            f" learner rank that can have {visible_devices} of one node; leave it null, or lower it"
         )
     return given
 
 
 def _engine_context(settings: EngineSettings, failures: EngineFailures) -> EngineContext:
-    # Here and not above: whoever places the engines imports this module, and need not pay for torch.
+    # Here and not above: whoever places the engines imports this module, and need not pay for
+    # torch.
     from rollout_actors.backends.process_isolation import EngineContext
 
     environment = engine_environment(settings) | failures.environment
     if settings.transport == TransportKind.IPC:
-        # The handles of a GPU's memory are pickled on their way from this process to the engine's, which is its child.
+        # The handles of a GPU's memory are pickled on their way from this process to the engine's,
+        # which is its child.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return EngineContext(environment)
 
@@ -69,12 +74,15 @@ class ColocatedSpec:
 class ColocatedBackend:
     """A `RolloutBackend` whose engine shares process and device with its host.
 
-    The host is offloaded (`rollout_matching.offload`) while the engine is loaded, while it generates and while it takes an adapter. While it takes full
-    weights, the host's model stays where it is, because that is where they are read. The engine sleeps from the end of a sync
-    or a `generate` to the next of them: the host may learn after either.
+    The host is offloaded (`rollout_matching.offload`) while the engine is loaded, while it
+    generates and while it takes an adapter. While it takes full weights, the host's model stays
+    where it is, because that is where they are read. The engine sleeps from the end of a sync or a
+    `generate` to the next of them: the host may learn after either.
     """
 
-    def __init__(self, host: BackendHost, name: str, settings: EngineSettings, *, sleep: bool) -> None:
+    def __init__(
+        self, host: BackendHost, name: str, settings: EngineSettings, *, sleep: bool
+    ) -> None:
         self._host = host
         self._name = name
         self._settings = settings
@@ -86,7 +94,9 @@ class ColocatedBackend:
         """Why there will be nothing any more."""
 
     def start(self) -> None:
-        """Load the engine, if it is not there. Raises RolloutError(phase="start"), after which this backend is of no use."""
+        """Load the engine, if it is not there. Raises RolloutError(phase="start"), after which this
+        backend is of no use.
+        """
         if self._llm is not None:
             return
         with self._host.offloaded(), self._context.entered():
@@ -94,11 +104,15 @@ class ColocatedBackend:
             self._guarded("start", self._llm.fall_asleep)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Leaves off between two of the engine's steps where the host raises. The host is back on its device then, and the engine empty."""
+        """Leaves off between two of the engine's steps where the host raises. The host is back on
+        its device then, and the engine empty.
+        """
         if not requests:
             return []
         if shut := self._over or self._engine.intake.shut:
-            raise RolloutError(f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate")
+            raise RolloutError(
+                f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate"
+            )
         started = StartTime.now()
         with self._host.offloaded(), self._context.entered():
             llm = self._engine
@@ -107,7 +121,11 @@ class ColocatedBackend:
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Once the engine has begun with it, no rollout is served until a sync has succeeded."""
         if self._over:
-            raise WeightSyncError(f"the engine takes no weights: {self._over}", actor=self._name, phase=SyncPhase.PAUSE)
+            raise WeightSyncError(
+                f"the engine takes no weights: {self._over}",
+                actor=self._name,
+                phase=SyncPhase.PAUSE,
+            )
         # Full weights are read where they lie; an adapter comes with the offer.
         with self._host.offloaded(model=offer.sends_adapter), self._context.entered():
             llm = self._engine
@@ -152,9 +170,16 @@ class ColocatedBackend:
         with explained_import(self._name):
             from rollout_actors.backends.colocated_llm import ColocatedLLM
 
-        return ColocatedLLM(self._name, self._settings, sleep=self._sleep, raise_if_stopping=self._host.raise_if_stopping)
+        return ColocatedLLM(
+            self._name,
+            self._settings,
+            sleep=self._sleep,
+            raise_if_stopping=self._host.raise_if_stopping,
+        )
 
-    def _rollouts(self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started: StartTime) -> list[Rollout]:
+    def _rollouts(
+        self, llm: ColocatedLLM, requests: Sequence[RolloutRequest], started: StartTime
+    ) -> list[Rollout]:
         llm.wake()
         try:
             return llm.generate(requests, started)
@@ -167,9 +192,14 @@ class ColocatedBackend:
             return work()
         except (RolloutError, ConfigError):
             raise
-        except Exception as error:  # whatever an engine dies of comes out of it here, and leaves it in the middle of a step
+        # whatever an engine dies of comes out of it here, and leaves it in the middle of a step
+        except Exception as error:
             why, story = self._failures.of_error(error)
             self._over = f"it failed ({why})"
-            failed = RolloutError(f"{why}; see the learner's log, and the device's free memory", actor=self._name, phase=phase)
+            failed = RolloutError(
+                f"{why}; see the learner's log, and the device's free memory",
+                actor=self._name,
+                phase=phase,
+            )
             failed.add_note(story)
             raise failed from error

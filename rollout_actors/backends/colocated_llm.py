@@ -1,7 +1,9 @@
-"""vLLM's synchronous `LLM` as the learner's process uses it: requests in, rollouts out, weights from the same process.
+"""vLLM's synchronous `LLM` as the learner's process uses it: requests in, rollouts out, weights
+from the same process.
 
-On CPU the engine runs in the calling thread. On a GPU vLLM gives it a process of its own on the same device, because CUDA's shared memory cannot be opened by
-the process that owns it; `LLM` is the same from here. Not run on a GPU.
+On CPU the engine runs in the calling thread. On a GPU vLLM gives it a process of its own on the
+same device, because CUDA's shared memory cannot be opened by the process that owns it; `LLM` is the
+same from here. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +28,27 @@ from rollout_actors.backends.ipc_handles import SharingDevice, cuda_devices, pac
 from rollout_actors.engine.completion import Completion, EngineInfo, StartTime
 from rollout_actors.engine.sampling import BAN, finish_reason
 from rollout_actors.engine.settings import EngineSettings, engine_arguments
-from rollout_actors.engine.vllm_io import probe_params, probe_prompt, probe_scores, request_prompt, sampling_params, to_completion
+from rollout_actors.engine.vllm_io import (
+    probe_params,
+    probe_prompt,
+    probe_scores,
+    request_prompt,
+    sampling_params,
+    to_completion,
+)
 from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
 from rollout_actors.weight_sync.adapters import AdapterLoader
 from rollout_actors.weight_sync.receiver import UpdateRequest, WeightReceiver
 from shared.errors import RolloutError
 from shared.protocols import CLOSE_S
-from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import (
+    DecodeMode,
+    DecodeSettings,
+    Rollout,
+    RolloutRequest,
+    SyncReport,
+    WeightOffer,
+)
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.offer import FullOffer
@@ -42,16 +58,27 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 
-# The engine beside the learner, vLLM's `LLM`, as what `rollout_actors.weight_sync.receiver` asks of an engine (DESIGN 9).
+# The engine beside the learner, vLLM's `LLM`, as what `rollout_actors.weight_sync.receiver` asks of
+# an engine (DESIGN 9).
 #
-# The weights pass from hand to hand, so that there is no wire and no rendezvous; names, checksums, caches and canary are checked as in any other sync.
-# On CPU the hand is a reference; on a GPU, where the engine has a process of its own, a handle of CUDA's.
+# The weights pass from hand to hand, so that there is no wire and no rendezvous; names, checksums,
+# caches and canary are checked as in any other sync. On CPU the hand is a reference; on a GPU,
+# where the engine has a process of its own, a handle of CUDA's.
 
 
 class UpdatedLLM:
-    """An `UpdatedEngine`. Every method is done when it returns: the work is in the calling thread, nobody else is waited for, and no limit can end it."""
+    """An `UpdatedEngine`. Every method is done when it returns: the work is in the calling thread,
+    nobody else is waited for, and no limit can end it.
+    """
 
-    def __init__(self, llm: LLM, *, transport: TransportKind, devices: Sequence[SharingDevice], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        transport: TransportKind,
+        devices: Sequence[SharingDevice],
+        wake: Callable[[], None],
+    ) -> None:
         """`transport` is `inproc` or `ipc`.
 
         Args:
@@ -85,7 +112,9 @@ class UpdatedLLM:
 
     async def update_weights(self, request: UpdateRequest) -> None:
         assert self._weights is not None, "an update is made while they are handed over"
-        assert request.update_info["names"] == [spec.name for spec in self._weights.terms.sent], "the update is of these"
+        assert request.update_info["names"] == [spec.name for spec in self._weights.terms.sent], (
+            "the update is of these"
+        )
         if self._transport is TransportKind.INPROC:
             self._llm.update_weights({"update_info": {"weights": self._weights}})
             return
@@ -139,26 +168,44 @@ class BeamLLM(LLM):
     raise_if_stopping: Callable[[], None]
     """Called before each of its steps: raises where the search is to be left."""
 
-    def _beam_search_step(self, *, base_sampling_params: Any, eos_token_id: int | None, ignore_eos: bool, **rest: Any) -> bool:
+    def _beam_search_step(
+        self, *, base_sampling_params: Any, eos_token_id: int | None, ignore_eos: bool, **rest: Any
+    ) -> bool:
         self.raise_if_stopping()
         decode = self.beam_decode
         assert decode is not None, "set it before beam_search"
         base_sampling_params.logit_bias = dict.fromkeys(decode.banned_token_ids, BAN) or None
         base_sampling_params.repetition_penalty = decode.repetition_penalty
-        # The request names its stop token; the tokenizer's does not add to it. One is all that vLLM's search knows.
+        # The request names its stop token; the tokenizer's does not add to it. One is all that
+        # vLLM's search knows.
         stop = decode.stop_token_ids[0] if decode.stop_token_ids else None
-        going_on: bool = super()._beam_search_step(base_sampling_params=base_sampling_params, eos_token_id=stop, ignore_eos=stop is None, **rest)
+        going_on: bool = super()._beam_search_step(
+            base_sampling_params=base_sampling_params,
+            eos_token_id=stop,
+            ignore_eos=stop is None,
+            **rest,
+        )
         return going_on
 
 
 class ColocatedLLM:
-    """One engine. Everything here is to be called inside its `EngineContext`, by one thread at a time."""
+    """One engine. Everything here is to be called inside its `EngineContext`, by one thread at a
+    time.
+    """
 
-    def __init__(self, name: str, settings: EngineSettings, *, sleep: bool, raise_if_stopping: Callable[[], None]) -> None:
-        """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured and not active.
+    def __init__(
+        self,
+        name: str,
+        settings: EngineSettings,
+        *,
+        sleep: bool,
+        raise_if_stopping: Callable[[], None],
+    ) -> None:
+        """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured
+        and not active.
 
-        `sleep`: to be put to sleep between the calls, where the platform can. `require_going_on` is called before each step of a generation, and leaves it by
-        raising.
+        `sleep`: to be put to sleep between the calls, where the platform can. `require_going_on` is
+        called before each step of a generation, and leaves it by raising.
         """
         self._name = name
         self._settings = settings
@@ -166,10 +213,18 @@ class ColocatedLLM:
         self.sleeps = sleep and current_platform.is_sleep_mode_available()
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
         self._require_going_on = self._llm.raise_if_stopping = raise_if_stopping
-        require_guard(self.collective_rpc(*guard_call(settings.repeat_guard)), settings.repeat_guard, name)
+        require_guard(
+            self.collective_rpc(*guard_call(settings.repeat_guard)), settings.repeat_guard, name
+        )
         self._llm.update_weight_version("0")
-        devices = cuda_devices(settings.tensor_parallel_size) if settings.transport == TransportKind.IPC else ()
-        self._updated = UpdatedLLM(self._llm, transport=settings.transport, devices=devices, wake=self.wake)
+        devices = (
+            cuda_devices(settings.tensor_parallel_size)
+            if settings.transport == TransportKind.IPC
+            else ()
+        )
+        self._updated = UpdatedLLM(
+            self._llm, transport=settings.transport, devices=devices, wake=self.wake
+        )
         adapter = AdapterLoader(self._updated, enabled=settings.enable_lora)
         self.intake = WeightReceiver(name, self._updated, None, score=self._score, adapter=adapter)
         self._sleeping: tuple[str, ...] = ()
@@ -179,14 +234,27 @@ class ColocatedLLM:
         """One rollout per request, in order, at most `max_num_seqs` sequences at a time."""
         origin = EngineInfo(self._name, self.intake.version, self._rule, started)
         rollouts: list[Rollout] = []
-        for beam_decode, group in groupby(requests, key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None):
+        for beam_decode, group in groupby(
+            requests,
+            key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None,
+        ):
             alike = list(group)
-            answers = self._complete(alike, origin.version) if beam_decode is None else self._beams(alike, beam_decode)
-            rollouts += [answer.rollout(request, origin, end) for request, (answer, end) in zip(alike, answers, strict=True)]
+            answers = (
+                self._complete(alike, origin.version)
+                if beam_decode is None
+                else self._beams(alike, beam_decode)
+            )
+            rollouts += [
+                answer.rollout(request, origin, end)
+                for request, (answer, end) in zip(alike, answers, strict=True)
+            ]
         return rollouts
 
-    def take_weights(self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
-        """Load the weights, which are those of the offer's terms in their order, or the adapter that it brings, and prove it.
+    def take_weights(
+        self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> SyncReport:
+        """Load the weights, which are those of the offer's terms in their order, or the adapter
+        that it brings, and prove it.
 
         Nothing may be generated meanwhile. Raises WeightSyncError naming the phase.
         """
@@ -202,7 +270,9 @@ class ColocatedLLM:
         return answers
 
     def fall_asleep(self) -> None:
-        """Give the device's memory back: the weights move to host memory, the key-value cache is dropped. Nothing where the engine does not sleep."""
+        """Give the device's memory back: the weights move to host memory, the key-value cache is
+        dropped. Nothing where the engine does not sleep.
+        """
         if self.sleeps and not self._sleeping:
             self._llm.sleep(level=1)
             self._sleeping = (WEIGHTS, CACHE)
@@ -232,60 +302,105 @@ class ColocatedLLM:
         del self._llm, self._updated, self.intake
         gc.collect()
 
-    def _complete(self, requests: Sequence[RolloutRequest], version: int) -> list[tuple[Completion, float]]:
+    def _complete(
+        self, requests: Sequence[RolloutRequest], version: int
+    ) -> list[tuple[Completion, float]]:
         """Each answer with the time of its end, by `time.perf_counter`."""
         queued: list[str] = []
         for request in requests:
             try:
-                prompt, params = request_prompt(request, self._name), sampling_params(request.decode, request.seed)
-                queued += self._llm.enqueue([prompt], params, lora_request=self.intake.adapter.request, use_tqdm=False)
+                prompt, params = (
+                    request_prompt(request, self._name),
+                    sampling_params(request.decode, request.seed),
+                )
+                queued += self._llm.enqueue(
+                    [prompt], params, lora_request=self.intake.adapter.request, use_tqdm=False
+                )
             except (VLLMClientError, RolloutError) as error:
                 self._llm.llm_engine.abort_request(queued, internal=True)
                 if isinstance(error, RolloutError):
                     raise
-                raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self._name, phase="generate") from error
+                raise RolloutError(
+                    f"sample {request.sample_id} was refused: {error}",
+                    actor=self._name,
+                    phase="generate",
+                ) from error
         try:
             done = self._run_queued()
         except RolloutError:
             self._llm.llm_engine.abort_request(queued, internal=True)
             raise
         ended = zip(requests, done, strict=True)
-        return [(to_completion(output, request, actor=self._name, version=version), end) for request, (output, end) in ended]
+        return [
+            (to_completion(output, request, actor=self._name, version=version), end)
+            for request, (output, end) in ended
+        ]
 
     def _run_queued(self) -> list[tuple[RequestOutput, float]]:
-        """In order of arrival. What `LLM.wait_for_completion` does, which does not say when each of them was finished."""
+        """In order of arrival. What `LLM.wait_for_completion` does, which does not say when each of
+        them was finished.
+        """
         ended: list[tuple[RequestOutput, float]] = []
         while self._llm.llm_engine.has_unfinished_requests():
             self._require_going_on()
             outputs, end = self._llm.llm_engine.step(), time.perf_counter()
-            ended += [(output, end) for output in outputs if isinstance(output, RequestOutput) and output.finished]
+            ended += [
+                (output, end)
+                for output in outputs
+                if isinstance(output, RequestOutput) and output.finished
+            ]
         return sorted(ended, key=lambda one: int(one[0].request_id))
 
-    def _beams(self, requests: list[RolloutRequest], decode: DecodeSettings) -> list[tuple[Completion, float]]:
-        """The best beam of each request, by vLLM's score: the mean log-probability, over the prompt's tokens too. All end when the last one does."""
+    def _beams(
+        self, requests: list[RolloutRequest], decode: DecodeSettings
+    ) -> list[tuple[Completion, float]]:
+        """The best beam of each request, by vLLM's score: the mean log-probability, over the
+        prompt's tokens too. All end when the last one does.
+        """
         if len(decode.stop_token_ids) > 1:
-            raise RolloutError(f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}", actor=self._name, phase="generate")
+            raise RolloutError(
+                f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}",
+                actor=self._name,
+                phase="generate",
+            )
         params = BeamSearchParams(beam_width=decode.num_beams, max_tokens=decode.max_new_tokens)
         self._llm.beam_decode = decode
         prompts = [request_prompt(request, self._name) for request in requests]
         try:
-            outputs = self._llm.beam_search(prompts, params, lora_request=self.intake.adapter.request)
+            outputs = self._llm.beam_search(
+                prompts, params, lora_request=self.intake.adapter.request
+            )
         except VLLMClientError as error:
             samples = ", ".join(request.sample_id for request in requests)
-            raise RolloutError(f"one of the samples {samples} was refused: {error}", actor=self._name, phase="generate") from error
+            raise RolloutError(
+                f"one of the samples {samples} was refused: {error}",
+                actor=self._name,
+                phase="generate",
+            ) from error
         end = time.perf_counter()
-        return [(self._best(output, request), end) for request, output in zip(requests, outputs, strict=True)]
+        return [
+            (self._best(output, request), end)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
 
     def _best(self, output: BeamSearchOutput, request: RolloutRequest) -> Completion:
         best = output.sequences[0]
-        if best.finish_reason is not None:  # a beam says how it ended only where that was neither its stop token nor its limit
+        # a beam says how it ended only where that was neither its stop token nor its limit
+        if best.finish_reason is not None:
             finish_reason(best.finish_reason, request, self._name)
         prompt = tuple(best.orig_prompt["prompt_token_ids"])
         response = best.tokens[len(prompt) :]
-        logprobs = [entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)]
+        logprobs = [
+            entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)
+        ]
         return Completion.up_to_stop(prompt, response, logprobs, request.decode)
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         lora_request = self.intake.adapter.request if adapted else None
-        (output,) = self._llm.generate([probe_prompt(probe, self._name)], probe_params(), use_tqdm=False, lora_request=lora_request)
+        (output,) = self._llm.generate(
+            [probe_prompt(probe, self._name)],
+            probe_params(),
+            use_tqdm=False,
+            lora_request=lora_request,
+        )
         return probe_scores(output)

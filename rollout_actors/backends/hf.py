@@ -1,6 +1,8 @@
-"""transformers' `generate` on the learner's own model: no engine, no weights to send, and the slowest backend.
+"""transformers' `generate` on the learner's own model: no engine, no weights to send, and the
+slowest backend.
 
-Shape legend: B sequences of one call, P prompt tokens (image placeholders expanded, padded on the left), R image patches, D patch values, I images.
+Shape legend: B sequences of one call, P prompt tokens (image placeholders expanded, padded on the
+left), R image patches, D patch values, I images.
 """
 
 from __future__ import annotations
@@ -23,12 +25,21 @@ from rollout_actors.repeat_guard.hf import HFRepeatGuard
 from rollout_actors.repeat_guard.rule import repeat_rule
 from shared.errors import RolloutError
 from shared.protocols import BackendHost
-from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import (
+    DecodeMode,
+    DecodeSettings,
+    Rollout,
+    RolloutRequest,
+    SyncReport,
+    WeightOffer,
+)
 from shared.tokens.repeat_guard import RepeatGuardSettings
 
-# How a token is chosen inside transformers' `generate`: the rules of `DecodeSettings`, as vLLM applies them.
+# How a token is chosen inside transformers' `generate`: the rules of `DecodeSettings`, as vLLM
+# applies them.
 #
-# Shape legend: B rows (sequences, or beams), L tokens so far, V vocabulary, T response tokens, K candidates.
+# Shape legend: B rows (sequences, or beams), L tokens so far, V vocabulary, T response tokens, K
+# candidates.
 
 
 class LeavesOff(LogitsProcessor):
@@ -60,8 +71,11 @@ class SeenTokens:
         return mask_BV.scatter_(1, ids_BL[:, self._prompt_length :], True)
 
 
-def processed_logits(logits_BV: torch.Tensor, decode: DecodeSettings, seen_BV: torch.Tensor | None) -> torch.Tensor:
-    """The logits a token is drawn from, in fp32: bans, repetition penalty, temperature, top-k, top-p, in vLLM's order.
+def processed_logits(
+    logits_BV: torch.Tensor, decode: DecodeSettings, seen_BV: torch.Tensor | None
+) -> torch.Tensor:
+    """The logits a token is drawn from, in fp32: bans, repetition penalty, temperature, top-k,
+    top-p, in vLLM's order.
 
     `seen_BV` is None where there is no repetition penalty. Not in place.
     """
@@ -69,7 +83,11 @@ def processed_logits(logits_BV: torch.Tensor, decode: DecodeSettings, seen_BV: t
     if decode.banned_token_ids:
         logits_BV[:, list(decode.banned_token_ids)] += BAN
     if seen_BV is not None:
-        penalised_BV = torch.where(logits_BV > 0, logits_BV / decode.repetition_penalty, logits_BV * decode.repetition_penalty)
+        penalised_BV = torch.where(
+            logits_BV > 0,
+            logits_BV / decode.repetition_penalty,
+            logits_BV * decode.repetition_penalty,
+        )
         logits_BV = torch.where(seen_BV, penalised_BV, logits_BV)
     if decode.mode is not DecodeMode.SAMPLE:
         return logits_BV
@@ -83,7 +101,9 @@ def processed_logits(logits_BV: torch.Tensor, decode: DecodeSettings, seen_BV: t
 
 
 def _most_probable(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """All but the smallest set with at least probability `top_p` is removed; the most probable token never is."""
+    """All but the smallest set with at least probability `top_p` is removed; the most probable
+    token never is.
+    """
     ascending_BV, order_BV = logits_BV.sort(dim=-1)
     removed_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - top_p
     removed_BV[:, -1] = False
@@ -91,9 +111,11 @@ def _most_probable(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """int64 [B]: per row the first token at which the cumulated probability exceeds the row's number in [0, 1).
+    """int64 [B]: per row the first token at which the cumulated probability exceeds the row's
+    number in [0, 1).
 
-    A row's token is a function of its log-probabilities and its number alone; in fp64, so that the sum over a large vocabulary is exact enough.
+    A row's token is a function of its log-probabilities and its number alone; in fp64, so that the
+    sum over a large vocabulary is exact enough.
     """
     cumulated_BV = logprobs_BV.double().exp().cumsum(-1)
     total_B1 = cumulated_BV[:, -1:].contiguous()
@@ -105,19 +127,24 @@ def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
 
 
 class Chooser(LogitsProcessor):
-    """Chooses every row's next token, greedily or by the row's own seed, and notes its log-probability.
+    """Chooses every row's next token, greedily or by the row's own seed, and notes its
+    log-probability.
 
-    To be the last processor of a greedy `generate`, to which it leaves one token per row: its results depend neither on the neighbours of
-    a row nor on any global random state.
+    To be the last processor of a greedy `generate`, to which it leaves one token per row: its
+    results depend neither on the neighbours of a row nor on any global random state.
     """
 
-    def __init__(self, decode: DecodeSettings, seeds: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, decode: DecodeSettings, seeds: Sequence[int], prompts: Sequence[Sequence[int]]
+    ) -> None:
         self._decode = decode
         self._generators = [random.Random(seed) for seed in seeds]
         self._seen = None if decode.repetition_penalty == 1.0 else SeenTokens(prompts)
         self._logprobs: list[torch.Tensor] = []
         self.times: list[float] = []
-        """`time.perf_counter` when each step's tokens were chosen; on a GPU, which runs behind the host, up to a step before."""
+        """`time.perf_counter` when each step's tokens were chosen; on a GPU, which runs behind the
+        host, up to a step before.
+        """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         seen_BV = None if self._seen is None else self._seen.mask(input_ids, scores.shape[1])
@@ -137,9 +164,11 @@ class Chooser(LogitsProcessor):
 
 
 class BeamScores(LogitsProcessor):
-    """Applies the same rules to the scores of a beam search, and remembers those of its candidates, which are all that a beam can go on with.
+    """Applies the same rules to the scores of a beam search, and remembers those of its candidates,
+    which are all that a beam can go on with.
 
-    transformers hands over log-probabilities, so a repetition penalty multiplies every seen token's (vLLM's divides a positive logit instead).
+    transformers hands over log-probabilities, so a repetition penalty multiplies every seen token's
+    (vLLM's divides a positive logit instead).
     """
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
@@ -158,7 +187,9 @@ class BeamScores(LogitsProcessor):
     def logprobs(self, beams: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """One per token, given the row (`beam_indices`) that each was added to."""
         values = []
-        for (ids_BK, logprobs_BK), beam, token_id in zip(self._candidates, beams, token_ids, strict=False):
+        for (ids_BK, logprobs_BK), beam, token_id in zip(
+            self._candidates, beams, token_ids, strict=False
+        ):
             (place,) = (ids_BK[beam] == token_id).nonzero()[0].tolist()
             values.append(float(logprobs_BK[beam, place]))
         return values
@@ -176,7 +207,12 @@ class HFBackendSpec:
     repeat_guard: RepeatGuardSettings | None = None
 
     def __call__(self, host: BackendHost) -> HFBackend:
-        return HFBackend(host, host.name, decode_batch_size=self.decode_batch_size, repeat_guard=self.repeat_guard)
+        return HFBackend(
+            host,
+            host.name,
+            decode_batch_size=self.decode_batch_size,
+            repeat_guard=self.repeat_guard,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +226,25 @@ class _Encoded:
 
 
 class HFBackend:
-    """A `RolloutBackend` over the model of its host, which may carry an adapter, be in training mode and recompute its activations.
+    """A `RolloutBackend` over the model of its host, which may carry an adapter, be in training
+    mode and recompute its activations.
 
-    A response depends on its request alone: on its seed, not on its neighbours or on any global random state. In fp32 the log-probabilities of a
-    padded batch differ from those of a prompt alone by the rounding of the sums (under 1e-5).
+    A response depends on its request alone: on its seed, not on its neighbours or on any global
+    random state. In fp32 the log-probabilities of a padded batch differ from those of a prompt
+    alone by the rounding of the sums (under 1e-5).
     """
 
-    def __init__(self, host: BackendHost, name: str, *, decode_batch_size: int, repeat_guard: RepeatGuardSettings | None = None) -> None:
-        """At most `decode_batch_size` sequences are decoded at a time, each beam being one; the beams of one prompt are never separated."""
+    def __init__(
+        self,
+        host: BackendHost,
+        name: str,
+        *,
+        decode_batch_size: int,
+        repeat_guard: RepeatGuardSettings | None = None,
+    ) -> None:
+        """At most `decode_batch_size` sequences are decoded at a time, each beam being one; the
+        beams of one prompt are never separated.
+        """
         self._host = host
         self._name = name
         self._decode_batch_size = decode_batch_size
@@ -215,7 +262,10 @@ class HFBackend:
             for batch in self._batches(requests):
                 encoded = [self._encode(request) for request in batch]
                 answers = self._decode(batch, encoded)
-                rollouts += [answer.rollout(request, origin, end) for request, (answer, end) in zip(batch, answers, strict=True)]
+                rollouts += [
+                    answer.rollout(request, origin, end)
+                    for request, (answer, end) in zip(batch, answers, strict=True)
+                ]
         return rollouts
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
@@ -236,27 +286,44 @@ class HFBackend:
             width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1
             size = self._decode_batch_size // width
             if not size:
-                over = f"{width} beams do not fit into a batch of {self._decode_batch_size} sequences; lower num_beams, or raise decode_batch_size"
+                over = (
+                    f"{width} beams do not fit into a batch of {self._decode_batch_size} sequences;"
+                    " lower num_beams, or raise decode_batch_size"
+                )
                 raise RolloutError(over, actor=self._name, phase="generate")
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
     def _encode(self, request: RolloutRequest) -> _Encoded:
-        """Placeholders expanded as the processor does: to as many as the image has merged patches."""
+        """Placeholders expanded as the processor does: to as many as the image has merged
+        patches."""
         processor = self._host.processor
         images = decode_images(request.images, request.sample_id, actor=self._name)
         num_pads = request.prompt_token_ids.count(processor.image_token_id)
         if num_pads != len(images):
-            raise RolloutError(f"sample {request.sample_id} has {len(images)} images and {num_pads} places for one", actor=self._name, phase="generate")
+            raise RolloutError(
+                f"sample {request.sample_id} has {len(images)} images and {num_pads} places"
+                " for one",
+                actor=self._name,
+                phase="generate",
+            )
         if not images:
             return _Encoded(request.prompt_token_ids, {})
         features = processor.image_processor(images=images, return_tensors="pt")
-        lengths = iter((features["image_grid_thw"].prod(dim=-1) // processor.image_processor.merge_size**2).tolist())
+        lengths = iter(
+            (
+                features["image_grid_thw"].prod(dim=-1) // processor.image_processor.merge_size**2
+            ).tolist()
+        )
         token_ids: list[int] = []
         for token_id in request.prompt_token_ids:
             token_ids += [token_id] * (next(lengths) if token_id == processor.image_token_id else 1)
-        return _Encoded(tuple(token_ids), {name: features[name] for name in ("pixel_values", "image_grid_thw")})
+        return _Encoded(
+            tuple(token_ids), {name: features[name] for name in ("pixel_values", "image_grid_thw")}
+        )
 
-    def _decode(self, batch: list[RolloutRequest], encoded: list[_Encoded]) -> list[tuple[Completion, float]]:
+    def _decode(
+        self, batch: list[RolloutRequest], encoded: list[_Encoded]
+    ) -> list[tuple[Completion, float]]:
         """Each answer with the time of its end, by `time.perf_counter`."""
         decode = batch[0].decode
         prompts = [prompt.token_ids for prompt in encoded]
@@ -264,16 +331,32 @@ class HFBackend:
         num_prompt_tokens = inputs["input_ids"].shape[1]
         if decode.mode is DecodeMode.BEAM:
             beams = BeamScores(decode, prompts)
-            output = self._generate(inputs, decode, [*self._watching(decode, num_prompt_tokens), beams])
+            output = self._generate(
+                inputs, decode, [*self._watching(decode, num_prompt_tokens), beams]
+            )
             end = time.perf_counter()
             # Behind a response there is padding, which no beam has chosen.
-            rows = [cut_behind_stop(row, decode) for row in output.sequences[:, num_prompt_tokens:].tolist()]
-            logprobs = [beams.logprobs(beam, row) for beam, row in zip(output.beam_indices.tolist(), rows, strict=True)]
-            return [(Completion.up_to_stop(*of_row, decode), end) for of_row in zip(prompts, rows, logprobs, strict=True)]
+            rows = [
+                cut_behind_stop(row, decode)
+                for row in output.sequences[:, num_prompt_tokens:].tolist()
+            ]
+            logprobs = [
+                beams.logprobs(beam, row)
+                for beam, row in zip(output.beam_indices.tolist(), rows, strict=True)
+            ]
+            return [
+                (Completion.up_to_stop(*of_row, decode), end)
+                for of_row in zip(prompts, rows, logprobs, strict=True)
+            ]
         chooser = Chooser(decode, [request.seed for request in batch], prompts)
-        output = self._generate(inputs, decode, [*self._watching(decode, num_prompt_tokens), chooser])
+        output = self._generate(
+            inputs, decode, [*self._watching(decode, num_prompt_tokens), chooser]
+        )
         rows = output.sequences[:, num_prompt_tokens:].tolist()
-        answers = [Completion.up_to_stop(*of_row, decode) for of_row in zip(prompts, rows, chooser.logprobs(), strict=True)]
+        answers = [
+            Completion.up_to_stop(*of_row, decode)
+            for of_row in zip(prompts, rows, chooser.logprobs(), strict=True)
+        ]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
     def _watching(self, decode: DecodeSettings, num_prompt_tokens: int) -> list[LogitsProcessor]:
@@ -281,22 +364,52 @@ class HFBackend:
         leaves_off = LeavesOff(self._host.raise_if_stopping)
         if self._rule is None or not decode.stop_token_ids:
             return [leaves_off]  # without a stop token there is nothing to force
-        return [leaves_off, HFRepeatGuard(self._rule, prompt_length=num_prompt_tokens, stop_token_id=decode.stop_token_ids[0])]
+        return [
+            leaves_off,
+            HFRepeatGuard(
+                self._rule, prompt_length=num_prompt_tokens, stop_token_id=decode.stop_token_ids[0]
+            ),
+        ]
 
     def _inputs(self, encoded: list[_Encoded]) -> dict[str, torch.Tensor]:
         model, processor = self._host.model, self._host.processor
         length = max(len(prompt.token_ids) for prompt in encoded)
-        ids_BP = torch.tensor([[processor.tokenizer.pad_token_id] * (length - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in encoded])
-        mask_BP = torch.tensor([[0] * (length - len(prompt.token_ids)) + [1] * len(prompt.token_ids) for prompt in encoded])
-        inputs = {"input_ids": ids_BP, "attention_mask": mask_BP, "mm_token_type_ids": (ids_BP == processor.image_token_id).int()}
+        ids_BP = torch.tensor(
+            [
+                [processor.tokenizer.pad_token_id] * (length - len(prompt.token_ids))
+                + list(prompt.token_ids)
+                for prompt in encoded
+            ]
+        )
+        mask_BP = torch.tensor(
+            [
+                [0] * (length - len(prompt.token_ids)) + [1] * len(prompt.token_ids)
+                for prompt in encoded
+            ]
+        )
+        inputs = {
+            "input_ids": ids_BP,
+            "attention_mask": mask_BP,
+            "mm_token_type_ids": (ids_BP == processor.image_token_id).int(),
+        }
         with_images = [prompt.features for prompt in encoded if prompt.features]
         if with_images:
-            inputs["pixel_values"] = torch.cat([features["pixel_values"] for features in with_images]).to(model.dtype)
-            inputs["image_grid_thw"] = torch.cat([features["image_grid_thw"] for features in with_images])
+            inputs["pixel_values"] = torch.cat(
+                [features["pixel_values"] for features in with_images]
+            ).to(model.dtype)
+            inputs["image_grid_thw"] = torch.cat(
+                [features["image_grid_thw"] for features in with_images]
+            )
         return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
-    def _generate(self, inputs: dict[str, torch.Tensor], decode: DecodeSettings, processors: list[LogitsProcessor]) -> Any:
-        # Everything that a checkpoint's generation_config.json may set is stated: what is left out would come from there.
+    def _generate(
+        self,
+        inputs: dict[str, torch.Tensor],
+        decode: DecodeSettings,
+        processors: list[LogitsProcessor],
+    ) -> Any:
+        # Everything that a checkpoint's generation_config.json may set is stated: what is left out
+        # would come from there.
         config = GenerationConfig(
             do_sample=False,
             num_beams=decode.num_beams if decode.mode is DecodeMode.BEAM else 1,
@@ -313,9 +426,14 @@ class HFBackend:
             return_dict_in_generate=True,
         )
         try:
-            return self._host.model.generate(**inputs, generation_config=config, logits_processor=LogitsProcessorList(processors))
+            return self._host.model.generate(
+                **inputs, generation_config=config, logits_processor=LogitsProcessorList(processors)
+            )
         except torch.OutOfMemoryError as error:
-            room = f"{len(inputs['input_ids'])} sequences do not fit beside the learner's training state ({error}); lower rollout_matching.decode_batch_size"
+            room = (
+                f"{len(inputs['input_ids'])} sequences do not fit beside the learner's training"
+                f" state ({error}); lower rollout_matching.decode_batch_size"
+            )
             raise RolloutError(room, actor=self._name, phase="generate") from error
 
 

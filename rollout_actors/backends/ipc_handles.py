@@ -61,11 +61,15 @@ class CudaDevice:
 
 
 def cuda_devices(tensor_parallel_size: int) -> tuple[SharingDevice, ...]:
-    """The GPUs of an engine beside the learner: the first of those that this process sees, as vLLM gives them to its workers."""
+    """The GPUs of an engine beside the learner: the first of those that this process sees, as vLLM
+    gives them to its workers.
+    """
     return tuple(CudaDevice(index) for index in range(tensor_parallel_size))
 
 
-def packed_buckets(weights: ChecksummedWeights, devices: Sequence[SharingDevice]) -> Generator[dict[str, Any]]:
+def packed_buckets(
+    weights: ChecksummedWeights, devices: Sequence[SharingDevice]
+) -> Generator[dict[str, Any]]:
     """Yield the update info of vLLM's packed `ipc` engine for each bucket of the weights, and of
     what comes behind them.
 

@@ -1,8 +1,10 @@
-"""What an engine changes in the process it is a guest of, and what it must find there each time it works (FACTS 2).
+"""What an engine changes in the process it is a guest of, and what it must find there each time it
+works (FACTS 2).
 
-In-process vLLM seeds every random generator, opens a default process group, puts a function that does nothing in the place of `torch.set_num_threads`, reads
-environment variables whenever it likes, and freezes the garbage collector's heap. A learner that has a group, a number of threads and a random state of its own
-needs all of them back.
+In-process vLLM seeds every random generator, opens a default process group, puts a function that
+does nothing in the place of `torch.set_num_threads`, reads environment variables whenever it likes,
+and freezes the garbage collector's heap. A learner that has a group, a number of threads and a
+random state of its own needs all of them back.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from torch.distributed import distributed_c10d as c10d
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Afterwards the generators of python, numpy and torch (of every device) are where they were, whatever happened."""
+    """Afterwards the generators of python, numpy and torch (of every device) are where they were,
+    whatever happened.
+    """
     of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
@@ -42,7 +46,8 @@ NUM_THREADS = 1
 
 
 class EngineContext:
-    """The engine's side of the process. `with context.entered():` around everything that touches the engine; outside, nothing of it is to be seen.
+    """The engine's side of the process. `with context.entered():` around everything that touches
+    the engine; outside, nothing of it is to be seen.
 
     Not reentrant, and the process is the engine's alone meanwhile.
     """
@@ -66,7 +71,9 @@ class EngineContext:
             yield
 
     def forget_default_group(self) -> None:
-        """Before the engine ends, inside: left to itself it ends by destroying "all" process groups, names of the learner's included."""
+        """Before the engine ends, inside: left to itself it ends by destroying "all" process
+        groups, names of the learner's included.
+        """
         self._world.end_default_group()
 
     @contextmanager
@@ -77,7 +84,9 @@ class EngineContext:
             yield
         finally:
             # What the engine has set is there again when it works again.
-            self._environment = {name: value for name, value in os.environ.items() if host.get(name) != value}
+            self._environment = {
+                name: value for name, value in os.environ.items() if host.get(name) != value
+            }
             for name in set(os.environ) - set(host):
                 del os.environ[name]
             os.environ.update(host)
@@ -113,7 +122,9 @@ class EngineContext:
 
 @contextmanager
 def _nothing_compiled(environment: Mapping[str, str]) -> Iterator[None]:
-    """`TORCHDYNAMO_DISABLE` is read when torch's compiler is imported, which may have happened long ago."""
+    """`TORCHDYNAMO_DISABLE` is read when torch's compiler is imported, which may have happened long
+    ago.
+    """
     import torch._dynamo.config as dynamo
 
     disabled = dynamo.disable
@@ -125,15 +136,18 @@ def _nothing_compiled(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 class EngineWorld(c10d._World):
-    """The process groups of the engine, apart from the learner's: torch's own extension point for this is to replace `distributed_c10d._world`.
+    """The process groups of the engine, apart from the learner's: torch's own extension point for
+    this is to replace `distributed_c10d._world`.
 
-    torch's `_World` holds the default group itself, but its other properties read and write variables of torch's module. A second `_World` alone would
-    list, and destroy, the learner's groups: so every such property is overridden, to keep the engine's in the object.
+    torch's `_World` holds the default group itself, but its other properties read and write
+    variables of torch's module. A second `_World` alone would list, and destroy, the learner's
+    groups: so every such property is overridden, to keep the engine's in the object.
     """
 
     FIRST_GROUP = 1_000_000
-    """The engine's groups are numbered from far above the learner's: the names of groups differ within a process, and the learner's next group must get the
-    same name on every rank, wherever engines are."""
+    """The engine's groups are numbered from far above the learner's: the names of groups differ
+    within a process, and the learner's next group must get the same name on every rank, wherever
+    engines are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,4 +217,6 @@ class EngineWorld(c10d._World):
 
 
 def _set_global_rank(default_group: Any) -> None:
-    torch._C._distributed_c10d._set_global_rank(-1 if default_group is None else default_group.rank())
+    torch._C._distributed_c10d._set_global_rank(
+        -1 if default_group is None else default_group.rank()
+    )

@@ -1,4 +1,6 @@
-"""A backend that answers from a script after a fixed time: for whatever is about the order and timing of a run, not about a model."""
+"""A backend that answers from a script after a fixed time: for whatever is about the order and
+timing of a run, not about a model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Script = Callable[[RolloutRequest], Sequence[int]]
 
 
 class ScriptedBackend:
-    """A `RolloutBackend` without an engine. The same request gets the same answer, whoever gives it and in whatever company."""
+    """A `RolloutBackend` without an engine. The same request gets the same answer, whoever gives it
+    and in whatever company.
+    """
 
     def __init__(self, name: str, script: Script, *, latency_s: float = 0.0) -> None:
         """`latency_s` is the time of one `generate` call, however many requests it has."""
@@ -49,4 +53,6 @@ class ScriptedBackend:
     def _answer(self, request: RolloutRequest) -> Completion:
         token_ids = list(self._script(request))[: request.decode.max_new_tokens]
         # A script is certain of what it says.
-        return Completion.up_to_stop(request.prompt_token_ids, token_ids, [0.0] * len(token_ids), request.decode)
+        return Completion.up_to_stop(
+            request.prompt_token_ids, token_ids, [0.0] * len(token_ids), request.decode
+        )

@@ -1,6 +1,8 @@
-"""The routes of a stock `vllm serve` (vLLM 0.32) that a run uses besides token-in/token-out: its state, and its part in a weight sync.
+"""The routes of a stock `vllm serve` (vLLM 0.32) that a run uses besides token-in/token-out: its
+state, and its part in a weight sync.
 
-All of them are open only where the server was started with `VLLM_SERVER_DEV_MODE=1`, and its `--api-key` does not guard them (docs/stock_server.md).
+All of them are open only where the server was started with `VLLM_SERVER_DEV_MODE=1`, and its
+`--api-key` does not guard them (docs/stock_server.md).
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_actors.backends.http import HttpClient, HttpStatusError, UnansweredError, another_answer, too_few_sequences
+from rollout_actors.backends.http import (
+    HttpClient,
+    HttpStatusError,
+    UnansweredError,
+    another_answer,
+    too_few_sequences,
+)
 from rollout_actors.engine.settings import GUARD_PROCESSOR, EngineSettings
 from rollout_actors.weight_sync.receiver import InitRequest, UpdateRequest
 
@@ -27,10 +35,14 @@ class RouteError(Exception):
 
 
 class StockRoutes:
-    """`rollout_actors.weight_sync.receiver.UpdatedEngine` and `transfer_group.JoinsGroups` by HTTP. Its methods raise RouteError."""
+    """`rollout_actors.weight_sync.receiver.UpdatedEngine` and `transfer_group.JoinsGroups` by HTTP.
+    Its methods raise RouteError.
+    """
 
     def __init__(self, http: HttpClient, run: str) -> None:
-        """`run` is what this run's weights are labelled with, so that they are told from another run's."""
+        """`run` is what this run's weights are labelled with, so that they are told from another
+        run's.
+        """
         self._http = http
         self._run = run
 
@@ -50,7 +62,8 @@ class StockRoutes:
         await self._post("/shutdown_weight_transfer_engine")
 
     async def start_weight_update(self) -> None:
-        # Whatever becomes of this update, and of this run: until it is verified its weights are no version.
+        # Whatever becomes of this update, and of this run: until it is verified its weights are no
+        # version.
         await self._post("/update_weight_version", new_version=UNVERIFIED)
         await self._post("/start_weight_update")
 
@@ -88,15 +101,23 @@ class StockRoutes:
         try:
             return StockInfo.model_validate_json(await self._get(f"{route}?config_format=json"))
         except ValueError as error:
-            raise RouteError(self._http.named(f"{route} {another_answer(error, STOCK_SERVER)}")) from error
+            raise RouteError(
+                self._http.named(f"{route} {another_answer(error, STOCK_SERVER)}")
+            ) from error
 
     async def num_tokens(self) -> int | None:
-        """Sampled since the server's start; None where it keeps no such account. Raises UnansweredError."""
+        """Sampled since the server's start; None where it keeps no such account. Raises
+        UnansweredError.
+        """
         try:
             metrics = await self._http.get("/metrics", timeout_s=self._http.address.timeout_s)
         except HttpStatusError:
             return None
-        counts = [float(line.rpartition(" ")[2]) for line in metrics.decode().splitlines() if line.startswith(COUNTER)]
+        counts = [
+            float(line.rpartition(" ")[2])
+            for line in metrics.decode().splitlines()
+            if line.startswith(COUNTER)
+        ]
         return int(sum(counts)) if counts else None
 
     async def _get(self, route: str) -> bytes:
@@ -168,31 +189,66 @@ class StockInfo(Part):
 
 
 def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int) -> Iterator[str]:
-    """What the server was started with that the run cannot use, each with the argument of `vllm serve` that mends it."""
+    """What the server was started with that the run cannot use, each with the argument of `vllm
+    serve` that mends it.
+    """
     engine, model = info.vllm_config, info.vllm_config.model
     if model.dtype != f"torch.{expected.dtype}":
-        yield f"its dtype is {model.dtype.removeprefix('torch.')}, the run's model.dtype is {expected.dtype}: --dtype {expected.dtype}"
+        yield (
+            f"its dtype is {model.dtype.removeprefix('torch.')}, the run's model.dtype is"
+            f" {expected.dtype}: --dtype {expected.dtype}"
+        )
     if model.max_model_len < expected.max_model_len:
-        yield f"its max_model_len is {model.max_model_len}, the run needs {expected.max_model_len}: --max-model-len {expected.max_model_len}"
+        yield (
+            f"its max_model_len is {model.max_model_len}, the run needs {expected.max_model_len}:"
+            f" --max-model-len {expected.max_model_len}"
+        )
     if model.logprobs_mode != "processed_logprobs":
-        yield f"its log-probabilities are {model.logprobs_mode}, before temperature and bans: --logprobs-mode processed_logprobs"
+        yield (
+            f"its log-probabilities are {model.logprobs_mode}, before temperature and bans:"
+            " --logprobs-mode processed_logprobs"
+        )
     if not engine.parallel_config.worker_extension_cls:
-        yield f"its workers cannot say what they loaded: --worker-extension-cls {expected.worker_extension}"
+        yield (
+            "its workers cannot say what they loaded: --worker-extension-cls"
+            f" {expected.worker_extension}"
+        )
     num_images = _num_images(model.multimodal_config)
     if num_images is not None and num_images < expected.max_images_per_prompt:
         limit = json.dumps({"image": expected.max_images_per_prompt, "video": 0})
-        yield f"it takes {num_images} images in a prompt, the data have {expected.max_images_per_prompt}: --limit-mm-per-prompt '{limit}'"
+        yield (
+            f"it takes {num_images} images in a prompt, the data have"
+            f" {expected.max_images_per_prompt}: --limit-mm-per-prompt '{limit}'"
+        )
     for replicas, argument in (
         (engine.parallel_config.data_parallel_size, "--data-parallel-size"),
         (engine.parallel_config.pipeline_parallel_size, "--pipeline-parallel-size"),
     ):
         if replicas > 1:
-            yield f"{argument} is {replicas}, over which weights are not synced: start one server for each, with {argument} 1"
-    if engine.weight_transfer_config is None or engine.weight_transfer_config.backend != expected.transport:
+            yield (
+                f"{argument} is {replicas}, over which weights are not synced: start one server for"
+                f" each, with {argument} 1"
+            )
+    if (
+        engine.weight_transfer_config is None
+        or engine.weight_transfer_config.backend != expected.transport
+    ):
         backend = json.dumps({"backend": expected.transport})
-        told = "no weights can be sent to it" if engine.weight_transfer_config is None else f"its weights come over {engine.weight_transfer_config.backend}"
-        yield f"{told}, the learner sends over {expected.transport}: --weight-transfer-config '{backend}'"
-    yield from too_few_sequences(engine.scheduler_config.max_num_seqs, expected, world_size=world_size, remedy="--max-num-seqs ")
+        told = (
+            "no weights can be sent to it"
+            if engine.weight_transfer_config is None
+            else f"its weights come over {engine.weight_transfer_config.backend}"
+        )
+        yield (
+            f"{told}, the learner sends over {expected.transport}: --weight-transfer-config"
+            f" '{backend}'"
+        )
+    yield from too_few_sequences(
+        engine.scheduler_config.max_num_seqs,
+        expected,
+        world_size=world_size,
+        remedy="--max-num-seqs ",
+    )
 
 
 def missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:
@@ -203,8 +259,9 @@ def missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:
     for rank, answer in enumerate(answers):
         if not answer["is_loaded"]:
             yield (
-                f"the {answer['runner']} model runner of worker {rank} holds no repeat guard, and rollout_matching.repeat_terminate asks for one: "
-                f"--logits-processors {GUARD_PROCESSOR}"
+                f"the {answer['runner']} model runner of worker {rank} holds no repeat guard, and"
+                " rollout_matching.repeat_terminate asks for one: --logits-processors"
+                f" {GUARD_PROCESSOR}"
             )
 
 

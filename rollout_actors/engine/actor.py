@@ -1,7 +1,9 @@
-"""The Ray shell of one rollout engine: `ray.remote(EngineActor).options(...).remote(VllmEngineSpec(name, settings, index))`.
+"""The Ray shell of one rollout engine:
+`ray.remote(EngineActor).options(...).remote(VllmEngineSpec(name, settings, index))`.
 
-Where the engine is one of this machine's, the actor's `runtime_env` must be `engine_runtime_env(settings)`: its variables have to be there before
-vllm is imported, and reach its children.
+Where the engine is one of this machine's, the actor's `runtime_env` must be
+`engine_runtime_env(settings)`: its variables have to be there before vllm is imported, and reach
+its children.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from shared.weight_sync.phases import SyncPhase
 T = TypeVar("T")
 
 LAST_WORDS_S = 5.0
-"""From the first call that learns that the engine has died to the end of the actor: for this call's answer, and those of the calls beside it, to arrive."""
+"""From the first call that learns that the engine has died to the end of the actor: for this call's
+answer, and those of the calls beside it, to arrive.
+"""
 
 
 class PooledEngine(RolloutEngine, Protocol):
@@ -33,7 +37,9 @@ class PooledEngine(RolloutEngine, Protocol):
 
     @property
     def process(self) -> str:
-        """From its start on: the same for every address of one server and for no other; empty where it does not say, and where nobody else can ask it."""
+        """From its start on: the same for every address of one server and for no other; empty where
+        it does not say, and where nobody else can ask it.
+        """
         ...
 
 
@@ -51,7 +57,8 @@ class VllmEngineSpec:
     """The engine's place among the engines of the run."""
 
     def __call__(self) -> PooledEngine:
-        # Here and not above: whoever places the actors imports this module, and need not pay for vllm.
+        # Here and not above: whoever places the actors imports this module, and need not pay for
+        # vllm.
         with explained_import(self.name):
             from rollout_actors.engine.vllm_engine import VllmEngine
 
@@ -59,7 +66,9 @@ class VllmEngineSpec:
 
 
 class EngineActor:
-    """Gives an engine a process and an event loop. Ends its own process soon after the engine's has died, or Ray would go on sending it work."""
+    """Gives an engine a process and an event loop. Ends its own process soon after the engine's has
+    died, or Ray would go on sending it work.
+    """
 
     def __init__(self, make_engine: MakeEngine) -> None:
         # Made here, because vLLM is then imported while the learner loads. What goes wrong is
@@ -77,8 +86,11 @@ class EngineActor:
             raise self._failure
         return await self._or_exit(self._engine.start()), self._engine.process
 
-    async def generate(self, *objects: SentRequests, places: range | None = None, attempt: int = 0) -> tuple[list[Rollout], int]:
-        """Called with references, which Ray resolves here. The rollouts are one object, which the driver passes on unread, their number another.
+    async def generate(
+        self, *objects: SentRequests, places: range | None = None, attempt: int = 0
+    ) -> tuple[list[Rollout], int]:
+        """Called with references, which Ray resolves here. The rollouts are one object, which the
+        driver passes on unread, their number another.
 
         Args:
             places: of the requests that are meant, among those of all objects; None: all.
@@ -87,7 +99,11 @@ class EngineActor:
         # In a thread: the pictures may have to come from another node.
         requests = await asyncio.to_thread(SentRequests.chosen(objects, places).with_data, ray.get)
         rollouts = await self._or_exit(self._engine.generate(requests))
-        return [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts] if attempt else rollouts, len(rollouts)
+        return (
+            [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts]
+            if attempt
+            else rollouts
+        ), len(rollouts)
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))
@@ -101,6 +117,7 @@ class EngineActor:
             return await work
         except Exception:
             if self._engine.is_dead:
-                # Not at once, and not by `ray.actor.exit_actor`: in place of the reason that is raised here, Ray would tell the callers that it was called.
+                # Not at once, and not by `ray.actor.exit_actor`: in place of the reason that is
+                # raised here, Ray would tell the callers that it was called.
                 asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
             raise

@@ -1,4 +1,6 @@
-"""What a backend has generated for one request, and how it becomes a rollout: the same for every backend."""
+"""What a backend has generated for one request, and how it becomes a rollout: the same for every
+backend.
+"""
 
 from __future__ import annotations
 
@@ -46,18 +48,35 @@ class Completion:
     logprobs: Sequence[float] | None
     """One per token of `token_ids`; None: not asked for."""
     finish_reason: FinishReason
-    """STOP: the last token is the stop token. A stop token that the repeat guard has forced is told apart later."""
+    """STOP: the last token is the stop token. A stop token that the repeat guard has forced is told
+    apart later.
+    """
 
     @classmethod
-    def up_to_stop(cls, prompt_token_ids: tuple[int, ...], token_ids: Sequence[int], logprobs: Sequence[float], decode: DecodeSettings) -> Completion:
-        """From an engine that does not say why a response ended: at its first stop token, else at its limit. What follows that token is dropped."""
+    def up_to_stop(
+        cls,
+        prompt_token_ids: tuple[int, ...],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        decode: DecodeSettings,
+    ) -> Completion:
+        """From an engine that does not say why a response ended: at its first stop token, else at
+        its limit. What follows that token is dropped.
+        """
         kept = cut_behind_stop(token_ids, decode)
         stopped = bool(kept) and kept[-1] in decode.stop_token_ids
         logprobs_asked_for = logprobs[: len(kept)] if decode.return_logprobs else None
-        return cls(prompt_token_ids, kept, logprobs_asked_for, FinishReason.STOP if stopped else FinishReason.LENGTH)
+        return cls(
+            prompt_token_ids,
+            kept,
+            logprobs_asked_for,
+            FinishReason.STOP if stopped else FinishReason.LENGTH,
+        )
 
     def rollout(self, request: RolloutRequest, origin: EngineInfo, end_s: float) -> Rollout:
-        """`end_s` is the response's own end, by `time.perf_counter`. Raises RolloutError where the guard should have ended the response and did not."""
+        """`end_s` is the response's own end, by `time.perf_counter`. Raises RolloutError where the
+        guard should have ended the response and did not.
+        """
         stopped = self.finish_reason is FinishReason.STOP
         end = len(self.token_ids) - stopped
         rollout = Rollout(
@@ -79,10 +98,21 @@ class Completion:
             started_s=origin.started.unix_s,
         )
         # Without a stop token there was nothing to force.
-        return mark_forced(rollout, origin.rule) if origin.rule is not None and request.decode.stop_token_ids else rollout
+        return (
+            mark_forced(rollout, origin.rule)
+            if origin.rule is not None and request.decode.stop_token_ids
+            else rollout
+        )
 
 
 def cut_behind_stop(token_ids: Sequence[int], decode: DecodeSettings) -> list[int]:
     """The tokens up to the first stop token, which is kept; all of them where there is none."""
-    end = next((number for number, token_id in enumerate(token_ids, 1) if token_id in decode.stop_token_ids), len(token_ids))
+    end = next(
+        (
+            number
+            for number, token_id in enumerate(token_ids, 1)
+            if token_id in decode.stop_token_ids
+        ),
+        len(token_ids),
+    )
     return list(token_ids[:end])

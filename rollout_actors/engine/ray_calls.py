@@ -1,4 +1,6 @@
-"""Answers of Ray actors, each waited for no longer than its limit, and what is raised in place of one that does not come."""
+"""Answers of Ray actors, each waited for no longer than its limit, and what is raised in place of
+one that does not come.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ from shared.errors import RecordError, RolloutError, Timeout, WeightSyncError, e
 Error = RolloutError | WeightSyncError
 
 VICTIM_GRACE_S = 4.0
-"""How long an engine that lost a connection is kept back, for the one that broke it to say why. Below `SYNC_MARGIN_S`, which waits for that error."""
+"""How long an engine that lost a connection is kept back, for the one that broke it to say why.
+Below `SYNC_MARGIN_S`, which waits for that error.
+"""
 BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
-"""What the errors of gloo and NCCL name where a peer has left the group. They arrive as text: vLLM passes on no exception of its workers."""
+"""What the errors of gloo and NCCL name where a peer has left the group. They arrive as text: vLLM
+passes on no exception of its workers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,9 @@ class PendingCall:
 def all_answers(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
     """Every engine's answer, in order.
 
-    The first failure ends the wait, whatever the others are doing, unless it is a broken connection: an engine that fails in
-    the middle of a sync leaves the group, and the others may notice before its own error has come. It gets `VICTIM_GRACE_S`.
+    The first failure ends the wait, whatever the others are doing, unless it is a broken
+    connection: an engine that fails in the middle of a sync leaves the group, and the others may
+    notice before its own error has come. It gets `VICTIM_GRACE_S`.
     """
     deadline = call.deadline()
     asked = {answer: PendingCall(name, deadline) for name, answer in answers}
@@ -59,7 +66,10 @@ def all_answers(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
     victim: Error | None = None
     given_up = 0.0
     while waiting:
-        if victim is not None and not ray.wait(list(waiting), timeout=max(0.0, given_up - time.monotonic()))[0]:
+        if (
+            victim is not None
+            and not ray.wait(list(waiting), timeout=max(0.0, given_up - time.monotonic()))[0]
+        ):
             break
         answer = next_answer(call, waiting)
         try:
@@ -75,14 +85,22 @@ def all_answers(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
 
 
 def next_answer(call: RayCall, waiting: Mapping[Any, PendingCall]) -> Any:
-    """The reference that is there first. Raises the call's error when the limit of one of them is over."""
+    """The reference that is there first. Raises the call's error when the limit of one of them is
+    over.
+    """
     deadlines = [asked.deadline for asked in waiting.values() if asked.deadline is not None]
-    ready, _ = ray.wait(list(waiting), timeout=max(0.0, min(deadlines) - time.monotonic()) if deadlines else None)
+    ready, _ = ray.wait(
+        list(waiting), timeout=max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+    )
     if ready:
         return ready[0]
-    silent = list(dict.fromkeys(asked.name for asked in waiting.values() if asked.deadline == min(deadlines)))
+    silent = list(
+        dict.fromkeys(asked.name for asked in waiting.values() if asked.deadline == min(deadlines))
+    )
     assert call.limit is not None, "there is a deadline"
-    raise call.error(late(", ".join(silent), call.limit, call.check), actor=silent[0], phase=call.phase)
+    raise call.error(
+        late(", ".join(silent), call.limit, call.check), actor=silent[0], phase=call.phase
+    )
 
 
 def value_of(call: RayCall, name: str, answer: Any) -> Any:
@@ -94,10 +112,15 @@ def value_of(call: RayCall, name: str, answer: Any) -> Any:
 
 
 def told(call: RayCall, name: str, error: RayError) -> Error | RecordError:
-    """What is raised where Ray says so of the engine of this name: its own error, that of a picture's file, or the call's."""
+    """What is raised where Ray says so of the engine of this name: its own error, that of a
+    picture's file, or the call's.
+    """
     if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError | ObjectLostError):
         # Not the engine's end: an argument of the call, or a picture, was to come from the learner.
-        problem = "what it was asked for is lost, for the learner's process has ended; check its log and the machine's memory"
+        problem = (
+            "what it was asked for is lost, for the learner's process has ended; check its log and"
+            " the machine's memory"
+        )
         return call.error(f"{problem} ({error.cause})", actor=name, phase=call.phase)
     if isinstance(error, RayActorError):
         return call.error(ended("its", error), actor=name, phase=call.phase)

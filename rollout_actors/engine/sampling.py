@@ -13,19 +13,36 @@ from shared.prompts import on_white
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, RolloutRequest
 
-# How `DecodeSettings` are said to vLLM, and how vLLM says that a response has ended: the same for its engines and for a stock server's JSON, without vllm.
+# How `DecodeSettings` are said to vLLM, and how vLLM says that a response has ended: the same for
+# its engines and for a stock server's JSON, without vllm.
 
 
-FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "repetition": FinishReason.REPETITION,
+}
 BAN = -100.0
-"""Added to the logit of a banned id: the lowest bias that vLLM accepts; `exp(-100)` is nothing in fp32."""
-PROBE_FIELDS = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
+"""Added to the logit of a banned id: the lowest bias that vLLM accepts; `exp(-100)` is nothing in
+fp32.
+"""
+PROBE_FIELDS = {
+    "temperature": 0.0,
+    "max_tokens": 1,
+    "prompt_logprobs": 0,
+    "ignore_eos": True,
+    "detokenize": False,
+}
 """Of the `SamplingParams` that score a prompt; what is sampled after it is of no interest."""
 
 
 def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
-    """Of the `SamplingParams` of a request; every field is there that a server's defaults could fill."""
-    assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM, and the configuration refuses them where there is none"
+    """Of the `SamplingParams` of a request; every field is there that a server's defaults could
+    fill.
+    """
+    assert decode.mode is not DecodeMode.BEAM, (
+        "beams are another call of vLLM, and the configuration refuses them where there is none"
+    )
     return {
         "temperature": decode.temperature,
         "top_p": decode.top_p,
@@ -44,13 +61,18 @@ def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
 def finish_reason(said: str | None, request: RolloutRequest, actor: str) -> FinishReason:
     """Raises RolloutError where vLLM gave the request up (`abort`, `error`)."""
     if said not in FINISH_REASONS:
-        message = f"sample {request.sample_id} was ended with {said!r}, and half an answer is none; see the engine's log"
+        message = (
+            f"sample {request.sample_id} was ended with {said!r}, and half an answer is none; see"
+            " the engine's log"
+        )
         raise RolloutError(message, actor=actor, phase="generate")
     return FINISH_REASONS[said]
 
 
 def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
-    """As `decode_image`, of every image. Raises RolloutError naming the sample and the image that cannot be decoded."""
+    """As `decode_image`, of every image. Raises RolloutError naming the sample and the image that
+    cannot be decoded.
+    """
     images = []
     for i, ref in enumerate(refs):
         assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"
@@ -58,19 +80,28 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
             images.append(decode_image(ref.data))
         except ValueError as error:
             file = "" if ref.path is None else f" ({ref.path})"
-            raise RolloutError(f"image {i} of sample {sample_id}{file} cannot be decoded: {error}", actor=actor, phase="generate") from error
+            raise RolloutError(
+                f"image {i} of sample {sample_id}{file} cannot be decoded: {error}",
+                actor=actor,
+                phase="generate",
+            ) from error
     return images
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Open an image by its header alone, so that it can be measured before it is decoded. Raises ValueError with the reason."""
+    """Open an image by its header alone, so that it can be measured before it is decoded. Raises
+    ValueError with the reason.
+    """
     return _read(lambda: Image.open(io.BytesIO(data)))
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """RGB pixels as the file has them, on white where they are transparent, and nothing besides. Raises ValueError with the reason."""
+    """RGB pixels as the file has them, on white where they are transparent, and nothing besides.
+    Raises ValueError with the reason.
+    """
     image = _read(lambda: on_white(Image.open(io.BytesIO(data))))
-    # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the file's own axes.
+    # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the
+    # file's own axes.
     image.info = {}
     return image
 
@@ -84,5 +115,6 @@ def _read(read: Callable[[], Image.Image]) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:
-        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into (OSError, SyntaxError, struct.error, EOFError, ...).
+        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into
+        # (OSError, SyntaxError, struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error

@@ -1,4 +1,6 @@
-"""What one vLLM engine is started with. Imports no vllm, so that whoever places the engines need not either."""
+"""What one vLLM engine is started with. Imports no vllm, so that whoever places the engines need
+not either.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,27 @@ class EngineSettings:
     seed: int
     """Of the engine; every request brings its own."""
     transport: TransportKind
-    """Of the weight sync: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on a GPU, inproc on CPU."""
+    """Of the weight sync: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on
+    a GPU, inproc on CPU.
+    """
     device: Device
     gpu_memory_utilization: float
-    """Fraction of the device's memory that the engine may use; on CPU of the machine's. Ignored where `kv_cache_memory_bytes` is given."""
+    """Fraction of the device's memory that the engine may use; on CPU of the machine's. Ignored
+    where `kv_cache_memory_bytes` is given.
+    """
     tensor_parallel_size: int = 1
     max_images_per_prompt: int = 1
     max_image_pixels: int = 0
     """Of the largest image that will come; 0: not known. Servers alone have a limit."""
     kv_cache_memory_bytes: int | None = None
-    """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine refuses to start beside other processes."""
+    """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine refuses to start
+    beside other processes.
+    """
     enforce_eager: bool = True
     worker_extension: str = "rollout_actors.weight_sync.worker.ReceiptWorker"
-    """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil, what a sync loads."""
+    """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil,
+    what a sync loads.
+    """
     repeat_guard: RepeatGuardSettings | None = None
     """Which sequences are ended for repeating themselves, from the start on; None: none is."""
     enable_lora: bool = False
@@ -64,12 +74,18 @@ class EngineSettings:
 
 def model_type(model_path: str) -> str:
     """The family of a checkpoint that is there, as transformers names it."""
-    return str(json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))["model_type"])
+    return str(
+        json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    )
 
 
 def image_token_id(model_path: str) -> int | None:
-    """The token that stands for an image in the prompts of a checkpoint that is there; None where it sees none."""
-    token_id = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get("image_token_id")
+    """The token that stands for an image in the prompts of a checkpoint that is there; None where
+    it sees none.
+    """
+    token_id = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get(
+        "image_token_id"
+    )
     return None if token_id is None else int(token_id)
 
 
@@ -80,8 +96,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU Generator
-        # does not use offset").
+        # A seeded request whose prompt is read in two steps ends vLLM's engine on CPU ("CPU
+        # Generator does not use offset").
         **({"enable_chunked_prefill": False} if settings.device is Device.CPU else {}),
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -90,10 +106,15 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
         # Also where the bytes are given: vLLM would still refuse a GPU on which less than this
         # fraction is free.
-        "gpu_memory_utilization": settings.gpu_memory_utilization if settings.kv_cache_memory_bytes is None else LEAST_UTILIZATION,
+        "gpu_memory_utilization": (
+            settings.gpu_memory_utilization
+            if settings.kv_cache_memory_bytes is None
+            else LEAST_UTILIZATION
+        ),
         **({"enforce_eager": True} if settings.enforce_eager else {}),
         "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
-        "generation_config": "vllm",  # a checkpoint's sampling defaults do not leak into the requests
+        # a checkpoint's sampling defaults do not leak into the requests
+        "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": settings.transport},
         "worker_extension_cls": settings.worker_extension,
@@ -109,43 +130,63 @@ def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
     """The engine arguments for one adapter; nothing where there is none."""
     if not settings.enable_lora:
         return {}
-    assert settings.max_lora_rank <= LORA_RANKS[-1], "whoever reads the rank from a user refuses larger ones"
-    return {"enable_lora": True, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank), "max_loras": 1}
+    assert settings.max_lora_rank <= LORA_RANKS[-1], (
+        "whoever reads the rank from a user refuses larger ones"
+    )
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank),
+        "max_loras": 1,
+    }
 
 
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
-    """Return the Ray `runtime_env` of an engine's actor, with these environment variables besides its own."""
+    """Return the Ray `runtime_env` of an engine's actor, with these environment variables besides
+    its own.
+    """
     return neighbour_runtime_env(settings, **engine_environment(settings), **variables)
 
 
 def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
-    """Return the Ray `runtime_env` of an actor on CPU that imports torch too: it is forked where engines with these settings would be.
+    """Return the Ray `runtime_env` of an actor on CPU that imports torch too: it is forked where
+    engines with these settings would be.
 
     Args:
-        variables: its environment variables. Ray sets `OMP_NUM_THREADS` when a fork has torch already, which is too late: where it is not among them,
+        variables: its environment variables. Ray sets `OMP_NUM_THREADS` when a fork has torch
+        already, which is too late: where it is not among them,
             torch has a thread for every core.
     """
-    # With several devices the end of a fork would leave named memory behind: it does not take its modules apart.
+    # With several devices the end of a fork would leave named memory behind: it does not take its
+    # modules apart.
     if settings.device is Device.CUDA or settings.tensor_parallel_size > 1:
         return {"env_vars": variables}
-    server = {warm_python.FOLDER: warm_python.run_folder(), warm_python.VARIABLES: json.dumps(engine_environment(settings))}
+    server = {
+        warm_python.FOLDER: warm_python.run_folder(),
+        warm_python.VARIABLES: json.dumps(engine_environment(settings)),
+    }
     return {"env_vars": variables | server, "py_executable": shlex.join(warm_python.command())}
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Environment variables that must be set before the engine's process imports torch or vllm, and that its children inherit."""
+    """Environment variables that must be set before the engine's process imports torch or vllm, and
+    that its children inherit.
+    """
     common = {
         "VLLM_PLUGINS": "rollmatch",  # ours, and nobody else's
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # vLLM forks its processes where nothing forces it to start them anew, as for a server on a GPU. A forked one takes our plugin for loaded, as it was in
-        # its parent, so that nothing would end it with that (`rollout_actors.engine.vllm_plugin`); and it has the locks of the parent's threads, held as they were.
+        # vLLM forks its processes where nothing forces it to start them anew, as for a server on a
+        # GPU. A forked one takes our plugin for loaded, as it was in its parent, so that nothing
+        # would end it with that (`rollout_actors.engine.vllm_plugin`); and it has the locks of the
+        # parent's threads, held as they were.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_LOGGING_LEVEL": "ERROR",  # one level lower, layers that have no weights "failed to load" them in every sync
+        # one level lower, layers that have no weights "failed to load" them in every sync
+        "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if settings.enforce_eager:
-        # Eager or not, vLLM compiles its counting of ranks at the first request: on CPU 20 s and a C++ compiler, for nothing.
+        # Eager or not, vLLM compiles its counting of ranks at the first request: on CPU 20 s and a
+        # C++ compiler, for nothing.
         common["TORCHDYNAMO_DISABLE"] = "1"
     if settings.device is Device.CUDA:
         if settings.dtype == "float32":
@@ -154,11 +195,12 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
             common["TRITON_F32_DEFAULT"] = "ieee"
         return common
     return common | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's core process: half the start-up
+        # the worker lives in the engine's core process: half the start-up
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would bind to the same core
         "OMP_NUM_THREADS": "1",  # with more, log-probabilities depend on the batch
-        # glibc keeps up to 256 MiB of what a weight sync frees. Given back to the system, it would be handed out again page by page, which takes
-        # several times as long as filling it.
+        # glibc keeps up to 256 MiB of what a weight sync frees. Given back to the system, it would
+        # be handed out again page by page, which takes several times as long as filling it.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
     }

@@ -1,6 +1,8 @@
-"""One vLLM engine: requests in, token ids out, weights from the learner in between (DESIGN 4 and 9, FACTS 2 to 4).
+"""One vLLM engine: requests in, token ids out, weights from the learner in between (DESIGN 4 and 9,
+FACTS 2 to 4).
 
-No Ray here: `rollout_actors.engine.actor` is the shell that puts an engine into a process of its own.
+No Ray here: `rollout_actors.engine.actor` is the shell that puts an engine into a process of its
+own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout_actors.engine.completion import EngineInfo, StartTime
 from rollout_actors.engine.failure import EngineEndedError, EngineFailures
 from rollout_actors.engine.settings import EngineSettings, engine_arguments
-from rollout_actors.engine.vllm_io import probe_params, probe_prompt, probe_scores, request_prompt, sampling_params, to_completion
+from rollout_actors.engine.vllm_io import (
+    probe_params,
+    probe_prompt,
+    probe_scores,
+    request_prompt,
+    sampling_params,
+    to_completion,
+)
 from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
 from rollout_actors.weight_sync.adapters import AdapterLoader
 from rollout_actors.weight_sync.receiver import TransferGroup, WeightReceiver
@@ -40,10 +49,14 @@ WATCH_S = 1.0
 
 
 class VllmEngine:
-    """An `AsyncLLM` with a name, a weight version, and a door that is shut while its weights are not verified."""
+    """An `AsyncLLM` with a name, a weight version, and a door that is shut while its weights are
+    not verified.
+    """
 
     def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
-        """`index` is the engine's place among the engines of the run: it decides the ranks of its workers in a weight sync."""
+        """`index` is the engine's place among the engines of the run: it decides the ranks of its
+        workers in a weight sync.
+        """
         self.name = name
         self._settings = settings
         self._rank_offset = 1 + index * settings.tensor_parallel_size
@@ -59,17 +72,25 @@ class VllmEngine:
         """The rule that guards what is generated, as `guard_by` has set it."""
 
     async def start(self) -> int:
-        """Load the model; blocks this event loop for 10 s or more. The environment must hold `engine_environment(settings)` already. Returns its devices.
+        """Load the model; blocks this event loop for 10 s or more. The environment must hold
+        `engine_environment(settings)` already. Returns its devices.
 
-        Raises RolloutError with what vLLM has failed with, and where the repeat guard is configured and not active.
+        Raises RolloutError with what vLLM has failed with, and where the repeat guard is configured
+        and not active.
         """
         os.environ.update(self._failures.environment)
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
-        except Exception as error:  # vLLM reports whatever it does not like about a model or a machine as some exception or other
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**engine_arguments(self._settings))
+            )
+        # vLLM reports whatever it does not like about a model or a machine as some exception or
+        # other
+        except Exception as error:
             why, story = self._failures.of_error(error)
             self._failures.remove()
-            failed = RolloutError(f"the engine did not start: {why}", actor=self.name, phase="start")
+            failed = RolloutError(
+                f"the engine did not start: {why}", actor=self.name, phase="start"
+            )
             # Not in the message: it is for error.txt.
             failed.add_note(story)
             raise failed from error
@@ -77,8 +98,17 @@ class VllmEngine:
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version("0")
         adapter = AdapterLoader(self._llm, enabled=self._settings.enable_lora)
-        group = TransferGroup(self._llm, transport=self._settings.transport, rank_offset=self._rank_offset)
-        self.intake = WeightReceiver(self.name, self._llm, group, score=self._score, adapter=adapter, fatal=(EngineDeadError,))
+        group = TransferGroup(
+            self._llm, transport=self._settings.transport, rank_offset=self._rank_offset
+        )
+        self.intake = WeightReceiver(
+            self.name,
+            self._llm,
+            group,
+            score=self._score,
+            adapter=adapter,
+            fatal=(EngineDeadError,),
+        )
         return self._settings.tensor_parallel_size
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
@@ -92,7 +122,8 @@ class VllmEngine:
             answers = await self.collective_rpc(*guard_call(settings))
         except EngineDeadError:
             raise
-        except Exception as error:  # vLLM reports whatever failed in its worker as a plain Exception
+        # vLLM reports whatever failed in its worker as a plain Exception
+        except Exception as error:
             told = f"its workers refuse rollout_matching.repeat_terminate: {error}"
             raise RolloutError(told, actor=self.name, phase="start") from error
         require_guard(answers, settings, self.name)
@@ -120,7 +151,8 @@ class VllmEngine:
 
     @property
     def adapter(self) -> LoRARequest | None:
-        """What is served on top of the base weights, and belongs to every request; None: nothing."""
+        """What is served on top of the base weights, and belongs to every request; None:
+        nothing."""
         return None if self.intake is None else self.intake.adapter.request
 
     @property
@@ -144,29 +176,39 @@ class VllmEngine:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled since the start, as far as vLLM's process has told: it stands still where that is stuck. May be asked from any thread."""
+        """Sampled since the start, as far as vLLM's process has told: it stands still where that is
+        stuck. May be asked from any thread.
+        """
         if self._llm is None:
             return self._num_finished_tokens
         # A copy, taken in one go: the engine's own thread adds and removes.
-        running = [state.detokenizer for state in tuple(self._llm.output_processor.request_states.values())]
-        return self._num_finished_tokens + sum(tokens.num_output_tokens() for tokens in running if tokens is not None)
+        running = [
+            state.detokenizer for state in tuple(self._llm.output_processor.request_states.values())
+        ]
+        return self._num_finished_tokens + sum(
+            tokens.num_output_tokens() for tokens in running if tokens is not None
+        )
 
     def count(self, num_tokens: int) -> None:
         """Sampled by a request to `llm` that has ended."""
         self._num_finished_tokens += num_tokens
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """One rollout per request, in order. Raises RolloutError, and EngineEndedError when its process is gone."""
+        """One rollout per request, in order. Raises RolloutError, and EngineEndedError when its
+        process is gone.
+        """
         if not requests:
             return []
         if self.shut:
-            raise RolloutError(f"the engine serves no rollouts: {self.shut}", actor=self.name, phase="generate")
+            raise RolloutError(
+                f"the engine serves no rollouts: {self.shut}", actor=self.name, phase="generate"
+            )
         origin = EngineInfo(self.name, self.version, self._rule, StartTime.now())
         return await self._all([self._rollout(request, origin) for request in requests])
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in step. The last one gives the report. Raises
-        EngineEndedError when its process is gone."""
+        """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in
+        step. The last one gives the report. Raises EngineEndedError when its process is gone."""
         assert self.intake is not None, "start comes first"
         if phase is SyncPhase.CANARY:
             await self._send_away()
@@ -181,20 +223,25 @@ class VllmEngine:
         self._llm = self.intake = None
 
     async def _send_away(self) -> None:
-        """Whatever vLLM has kept queued since the pause: it would begin with it beside the canary, under weights that are not verified. With adapters on CPU
-        its process would die of that, because it takes the log-probabilities of a prompt for those of every request of the batch."""
+        """Whatever vLLM has kept queued since the pause: it would begin with it beside the canary,
+        under weights that are not verified. With adapters on CPU its process would die of that,
+        because it takes the log-probabilities of a prompt for those of every request of the batch.
+        """
         queued = list(self.llm.output_processor.request_states)
         if queued:
             await self.llm.abort(queued, internal=True)
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Every result, or the first error, which is EngineEndedError where the engine's process has ended. What vLLM is asked for while its process is dying
-        is never answered: hence the watch."""
+        """Every result, or the first error, which is EngineEndedError where the engine's process
+        has ended. What vLLM is asked for while its process is dying is never answered: hence the
+        watch."""
         llm, tasks = self.llm, [asyncio.create_task(work) for work in works]
         pending: set[asyncio.Task[T]] = set(tasks)
         try:
             while pending:
-                done, pending = await asyncio.wait(pending, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
+                done, pending = await asyncio.wait(
+                    pending, timeout=WATCH_S, return_when=asyncio.FIRST_EXCEPTION
+                )
                 for task in done:
                     task.result()
                 if pending and llm.errored:
@@ -207,36 +254,62 @@ class VllmEngine:
             ended.add_note(story)
             raise ended from error
         finally:
-            for task in tasks:  # where one failed, or this call was cancelled, vLLM aborts the other requests
+            # where one failed, or this call was cancelled, vLLM aborts the other requests
+            for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=WATCH_S)
 
     def _end(self) -> tuple[str, str]:
-        """Return why the engine's process is not there any more, which vLLM does not say, in short, and the whole story. Removes the file that it is from:
-        whoever has an engine that is dead may end without closing it."""
+        """Return why the engine's process is not there any more, which vLLM does not say, in short,
+        and the whole story. Removes the file that it is from: whoever has an engine that is dead
+        may end without closing it."""
         if self._ended is None:
             manager = self.llm.engine_core.resources.engine_manager
-            self._ended = self._failures.of_end({} if manager is None else {process.name: process.exitcode for process in manager.processes})
+            self._ended = self._failures.of_end(
+                {}
+                if manager is None
+                else {process.name: process.exitcode for process in manager.processes}
+            )
             self._failures.remove()
         return self._ended
 
     async def _rollout(self, request: RolloutRequest, origin: EngineInfo) -> Rollout:
-        prompt, params = request_prompt(request, self.name), sampling_params(request.decode, request.seed)
+        prompt, params = (
+            request_prompt(request, self.name),
+            sampling_params(request.decode, request.seed),
+        )
         try:
             output = await self._complete(prompt, params, f"{request.step}/{request.position}")
         except VLLMClientError as error:
-            raise RolloutError(f"sample {request.sample_id} was refused: {error}", actor=self.name, phase="generate") from error
+            raise RolloutError(
+                f"sample {request.sample_id} was refused: {error}",
+                actor=self.name,
+                phase="generate",
+            ) from error
         end = time.perf_counter()
         self.count(len(output.outputs[0].token_ids))
-        return to_completion(output, request, actor=self.name, version=origin.version).rollout(request, origin, end)
+        return to_completion(output, request, actor=self.name, version=origin.version).rollout(
+            request, origin, end
+        )
 
-    async def _complete(self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True) -> RequestOutput:
+    async def _complete(
+        self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True
+    ) -> RequestOutput:
         """With the adapter that is served, if there is one, or without."""
         # FINAL_ONLY: exactly one output.
-        async for output in self.llm.generate(prompt, params, request_id, lora_request=self.adapter if adapted else None):
+        async for output in self.llm.generate(
+            prompt, params, request_id, lora_request=self.adapter if adapted else None
+        ):
             return output
         raise AssertionError("vLLM ends a request with an output")
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         self._num_probes += 1
-        return probe_scores(await self._complete(probe_prompt(probe, self.name), probe_params(), f"canary/{self._num_probes}", adapted=adapted))
+        return probe_scores(
+            await self._complete(
+                probe_prompt(probe, self.name),
+                probe_params(),
+                f"canary/{self._num_probes}",
+                adapted=adapted,
+            )
+        )

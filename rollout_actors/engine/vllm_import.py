@@ -8,7 +8,10 @@ from importlib.util import find_spec
 
 from shared.errors import ConfigError, RolloutError
 
-REMEDY = "run `make setup`, or train on samples with backend=hf (rollout_matching.rollout_backend: hf), which needs no vLLM"
+REMEDY = (
+    "run `make setup`, or train on samples with backend=hf (rollout_matching.rollout_backend: hf),"
+    " which needs no vLLM"
+)
 
 
 def require_installed(user: str) -> None:
@@ -18,7 +21,9 @@ def require_installed(user: str) -> None:
     happens.
     """
     if find_spec("vllm") is None:
-        raise ConfigError(f"installation: vLLM is not installed here, and {user} cannot go without it; {REMEDY}")
+        raise ConfigError(
+            f"installation: vLLM is not installed here, and {user} cannot go without it; {REMEDY}"
+        )
 
 
 @contextmanager

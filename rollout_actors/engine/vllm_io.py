@@ -1,6 +1,8 @@
-"""What every vLLM engine is asked and answers, in a process of its own or in the learner's: prompts, sampling parameters, answers.
+"""What every vLLM engine is asked and answers, in a process of its own or in the learner's:
+prompts, sampling parameters, answers.
 
-No engine here, so that `AsyncLLM` (actors, servers) and `LLM` (colocate) give the same rollouts for the same requests.
+No engine here, so that `AsyncLLM` (actors, servers) and `LLM` (colocate) give the same rollouts for
+the same requests.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_actors.engine.completion import Completion
-from rollout_actors.engine.sampling import PROBE_FIELDS, decode_images, finish_reason, sampling_fields
+from rollout_actors.engine.sampling import (
+    PROBE_FIELDS,
+    decode_images,
+    finish_reason,
+    sampling_fields,
+)
 from shared.errors import RolloutError
 from shared.records import ImageRef
 from shared.rollouts import DecodeSettings, RolloutRequest
@@ -20,7 +27,9 @@ from shared.weight_sync.canary import CanaryProbe
 
 
 def request_prompt(request: RolloutRequest, actor: str) -> TokensPrompt:
-    """The prompt as vLLM takes it. Raises RolloutError naming the sample whose image cannot be decoded."""
+    """The prompt as vLLM takes it. Raises RolloutError naming the sample whose image cannot be
+    decoded.
+    """
     return _prompt(request.prompt_token_ids, request.images, request.sample_id, actor)
 
 
@@ -28,7 +37,9 @@ def probe_prompt(probe: CanaryProbe, actor: str) -> TokensPrompt:
     return _prompt(probe.token_ids, probe.images, "canary", actor)
 
 
-def _prompt(token_ids: Sequence[int], refs: Sequence[ImageRef], sample_id: str, actor: str) -> TokensPrompt:
+def _prompt(
+    token_ids: Sequence[int], refs: Sequence[ImageRef], sample_id: str, actor: str
+) -> TokensPrompt:
     prompt = TokensPrompt(prompt_token_ids=list(token_ids))
     images = decode_images(refs, sample_id, actor=actor)
     if images:
@@ -49,28 +60,46 @@ def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
     assert output.prompt_token_ids is not None
     assert output.prompt_logprobs is not None
     token_ids = list(output.prompt_token_ids)
-    scores = [(entry, token_id) for entry, token_id in zip(output.prompt_logprobs, token_ids, strict=True) if entry is not None]
+    scores = [
+        (entry, token_id)
+        for entry, token_id in zip(output.prompt_logprobs, token_ids, strict=True)
+        if entry is not None
+    ]
     return token_ids, [entry[token_id].logprob for entry, token_id in scores]
 
 
-def to_completion(output: RequestOutput, request: RolloutRequest, *, actor: str, version: int) -> Completion:
-    """A finished request. Raises RolloutError where vLLM did not finish it, or sampled any token of it by other weights than `version`."""
+def to_completion(
+    output: RequestOutput, request: RolloutRequest, *, actor: str, version: int
+) -> Completion:
+    """A finished request. Raises RolloutError where vLLM did not finish it, or sampled any token of
+    it by other weights than `version`.
+    """
     (completion,) = output.outputs
     reason = finish_reason(completion.finish_reason, request, actor)
     _check_version(completion, request, actor, version)
     assert output.prompt_token_ids is not None
-    return Completion(tuple(output.prompt_token_ids), completion.token_ids, _sampled_logprobs(completion), reason)
+    return Completion(
+        tuple(output.prompt_token_ids), completion.token_ids, _sampled_logprobs(completion), reason
+    )
 
 
-def _check_version(completion: CompletionOutput, request: RolloutRequest, actor: str, version: int) -> None:
-    """Every token must come from the version that is about to be recorded, by vLLM's own account."""
+def _check_version(
+    completion: CompletionOutput, request: RolloutRequest, actor: str, version: int
+) -> None:
+    """Every token must come from the version that is about to be recorded, by vLLM's own
+    account."""
     seen = {span.version for span in completion.weight_versions or ()}
     if seen - {str(version)}:
-        sampled = f"sample {request.sample_id} was sampled by weights {sorted(seen)}, not {version} alone"
+        sampled = (
+            f"sample {request.sample_id} was sampled by weights {sorted(seen)}, not {version} alone"
+        )
         raise RolloutError(sampled, actor=actor, phase="generate")
 
 
 def _sampled_logprobs(completion: CompletionOutput) -> list[float] | None:
     if completion.logprobs is None:
         return None
-    return [entry[token_id].logprob for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)]
+    return [
+        entry[token_id].logprob
+        for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)
+    ]

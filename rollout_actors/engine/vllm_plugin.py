@@ -1,4 +1,6 @@
-"""The entry point `rollmatch` of `vllm.general_plugins`: vLLM calls it in every one of its processes."""
+"""The entry point `rollmatch` of `vllm.general_plugins`: vLLM calls it in every one of its
+processes.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,23 @@ LAST = -1000
 
 @cache
 def register() -> None:
-    """Make this package's weight transports known, and have an engine's processes write their errors down.
+    """Make this package's weight transports known, and have an engine's processes write their
+    errors down.
 
     vLLM may call its plugins again, and refuses a name twice: only the first call acts.
 
-    In a forked process none would: they are started anew (`rollout_actors.engine.settings.engine_environment`).
+    In a forked process none would: they are started anew
+    (`rollout_actors.engine.settings.engine_environment`).
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    for transport, receiver in ((TransportKind.GLOO, "GlooWeightReceiver"), (TransportKind.INPROC, "InProcessWeightReceiver")):
-        WeightTransferEngineFactory.register_engine(transport, "rollout_actors.weight_sync.transfer_engines", receiver)
+    for transport, receiver in (
+        (TransportKind.GLOO, "GlooWeightReceiver"),
+        (TransportKind.INPROC, "InProcessWeightReceiver"),
+    ):
+        WeightTransferEngineFactory.register_engine(
+            transport, "rollout_actors.weight_sync.transfer_engines", receiver
+        )
     if (parent := parent_process()) is not None:
         write_failures_down()
         Thread(target=_end_with, args=(parent,), name="ends-with-its-parent", daemon=True).start()
@@ -44,7 +53,9 @@ def register() -> None:
 
 
 def _end_with(parent: BaseProcess) -> None:
-    """A server that was killed tells its engine nothing, which would hold the device for minutes, until vLLM notices."""
+    """A server that was killed tells its engine nothing, which would hold the device for minutes,
+    until vLLM notices.
+    """
     parent.join()
     os._exit(1)
 
@@ -53,18 +64,22 @@ _python_unfreeze = gc.unfreeze
 
 
 def _unfreeze() -> None:
-    """Take the place of `gc.unfreeze` in an engine's process, where vLLM calls it before a last full collection, for programs that go on.
+    """Take the place of `gc.unfreeze` in an engine's process, where vLLM calls it before a last
+    full collection, for programs that go on.
 
-    This process ends then. In a fork of the warm server a collection would copy every page with an object on it.
+    This process ends then. In a fork of the warm server a collection would copy every page with an
+    object on it.
     """
     if SEVERAL_DEVICES in sys.modules:
         _python_unfreeze()
 
 
 def _end_at_once() -> None:
-    """End one of vLLM's processes, whose work is done. `sys.exception()` is still the error that ended it, if one did.
+    """End one of vLLM's processes, whose work is done. `sys.exception()` is still the error that
+    ended it, if one did.
 
-    With several devices it ends as Python does, because it gives back named memory only while its modules are taken apart.
+    With several devices it ends as Python does, because it gives back named memory only while its
+    modules are taken apart.
     """
     if SEVERAL_DEVICES not in sys.modules:
         end_at_once(sys.exception())

@@ -1,21 +1,24 @@
-"""A Python that starts with vLLM's imports done: what a run on CPU consists of is forked, not started anew.
+"""A Python that starts with vLLM's imports done: what a run on CPU consists of is forked, not
+started anew.
 
-An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a core on
-the same imports; so do a learner rank and an actor for environments. So the first one of a run on a machine
-starts a *warm server*, which imports torch, transformers and vllm once, has no threads, and from then on does
-nothing but fork. The parts of this file:
+An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a
+core on the same imports; so do a learner rank and an actor for environments. So the first one of a
+run on a machine starts a *warm server*, which imports torch, transformers and vllm once, has no
+threads, and from then on does nothing but fork. The parts of this file:
 
-- The *shim* is what runs in place of `python`: Ray starts it for an actor (`py_executable` of a runtime
-  environment), multiprocessing for EngineCore (`set_executable`). It asks the server for a fork and hands over
-  arguments, environment, working folder and open files. It stays as the process that its parent knows: it ends
-  with the fork's exit status, passes signals on, and when it is killed, so is the fork.
+- The *shim* is what runs in place of `python`: Ray starts it for an actor (`py_executable` of a
+  runtime environment), multiprocessing for EngineCore (`set_executable`). It asks the server for a
+  fork and hands over arguments, environment, working folder and open files. It stays as the process
+  that its parent knows: it ends with the fork's exit status, passes signals on, and when it is
+  killed, so is the fork.
 - The *server* ends by itself when nothing has been connected to it for `IDLE_S`; forks end with it.
-- The *fork* does what a new interpreter would do with these arguments. It has the server's limits, nice value
-  and processors, and no effect of a new `LD_PRELOAD`.
+- The *fork* does what a new interpreter would do with these arguments. It has the server's limits,
+  nice value and processors, and no effect of a new `LD_PRELOAD`.
 
-The environment variable `ROLLMATCH_WARM_FOLDER` names the server's folder, one for each run: no two runs share
-a server, and none outlives an upgrade. Where no server can be had, the shim says so and becomes an ordinary
-`python`. Engines on a GPU are always started anew, because a fork cannot use CUDA.
+The environment variable `ROLLMATCH_WARM_FOLDER` names the server's folder, one for each run: no two
+runs share a server, and none outlives an upgrade. Where no server can be had, the shim says so and
+becomes an ordinary `python`. Engines on a GPU are always started anew, because a fork cannot use
+CUDA.
 
 Example:
     ROLLMATCH_WARM_FOLDER=/tmp/warm python -IS rollout_actors/engine/warm_python.py -c "import vllm"
@@ -52,11 +55,14 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3_vl",
 )
-"""What the server imports. Nothing of this project: a fork runs the code that is on the disk when it starts."""
+"""What the server imports. Nothing of this project: a fork runs the code that is on the disk when
+it starts.
+"""
 HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
-"""What vllm and transformers would import beside. Ray reads its settings from the environment when it is imported, so each fork
-imports it anew; the others are for functions that nothing here calls, take 2 s, and pyarrow starts a thread. A user's environment may
-import them; transformers goes on as if they were not installed."""
+"""What vllm and transformers would import beside. Ray reads its settings from the environment when
+it is imported, so each fork imports it anew; the others are for functions that nothing here calls,
+take 2 s, and pyarrow starts a thread. A user's environment may import them; transformers goes on as
+if they were not installed."""
 IDLE_S = 3.0
 """How long a server without connections stays."""
 START_S = 240.0
@@ -64,15 +70,22 @@ START_S = 240.0
 REQUEST_S = 10.0
 """For a shim that has begun to ask."""
 FOLDER = "ROLLMATCH_WARM_FOLDER"
-"""Environment variable: the folder of the server to ask. A fork's own children use the fork's server."""
+"""Environment variable: the folder of the server to ask. A fork's own children use the fork's
+server.
+"""
 VARIABLES = "ROLLMATCH_WARM_VARIABLES"
-"""Environment variable: a JSON object of variables that the server is started with. They have to be there when it imports torch and vllm; no fork gets them."""
+"""Environment variable: a JSON object of variables that the server is started with. They have to be
+there when it imports torch and vllm; no fork gets them.
+"""
 NAME = "warm"
-"""`ps -o comm` shows a shim as this word and the process id of its fork. (The fork's parent is the server.)"""
+"""`ps -o comm` shows a shim as this word and the process id of its fork. (The fork's parent is the
+server.)
+"""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Variables that every server has. OpenMP reads the second one when torch is imported, for all forks: a learner whose threads
-spin while they wait for each other, beside engines on the same cores, takes tens of times as long for a step."""
+"""Variables that every server has. OpenMP reads the second one when torch is imported, for all
+forks: a learner whose threads spin while they wait for each other, beside engines on the same
+cores, takes tens of times as long for a step."""
 _THIS_FILE = Path(__file__).resolve()
 _MAX_FILES = 253
 """The most that Linux sends over a socket at once."""
@@ -87,7 +100,9 @@ def command() -> list[str]:
 
 
 def run_folder() -> str:
-    """Return the folder of this run's servers, one on each machine. It is made by the first shim there and removed by the server at its end."""
+    """Return the folder of this run's servers, one on each machine. It is made by the first shim
+    there and removed by the server at its end.
+    """
     return os.environ.setdefault(FOLDER, f"/tmp/rollmatch-warm-{uuid.uuid4().hex[:16]}")
 
 
@@ -111,7 +126,8 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     for number in _FORWARDED:
         signal.signal(number, lambda received, _frame: _kill(pid, received))
     Path("/proc/self/comm").write_text(f"{NAME} {pid}")
-    # A pipe's reader waits until its last writer has closed it, so the fork must be the only one to hold it.
+    # A pipe's reader waits until its last writer has closed it, so the fork must be the only one to
+    # hold it.
     for file in files:
         os.close(file)
     status = _receive_number(connection)
@@ -125,10 +141,13 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     os._exit(status)
 
 
-def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> socket.socket:
+def connect(
+    folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED
+) -> socket.socket:
     """Return a connection to the folder's server, which stays as long as it has one.
 
-    Where there is no server, one is started with this environment and what `VARIABLES` in it says, and imports `preloaded`.
+    Where there is no server, one is started with this environment and what `VARIABLES` in it says,
+    and imports `preloaded`.
 
     Raises:
         OSError: the folder is somebody else's, or no socket can be made there.
@@ -136,7 +155,10 @@ def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[st
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} is not this user's alone; another one could read this process's environment there")
+        raise PermissionError(
+            f"{folder} is not this user's alone; another one could read this process's environment"
+            " there"
+        )
     address = str(folder / "socket")
     connection = socket.socket(socket.AF_UNIX)
     with (folder / "lock").open("w") as lock:  # held by a server that is about to end, too
@@ -149,12 +171,20 @@ def connect(folder: Path, environment: Mapping[str, str], preloaded: Sequence[st
             listener.bind(address)
             listener.listen(128)
             subprocess.Popen(
-                [sys.executable, str(_THIS_FILE), "--server", str(folder), str(listener.fileno()), *preloaded],
+                [
+                    sys.executable,
+                    str(_THIS_FILE),
+                    "--server",
+                    str(folder),
+                    str(listener.fileno()),
+                    *preloaded,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[listener.fileno()],
-                start_new_session=True,  # Ctrl-C is for those who started something, not for what forks for them
+                # Ctrl-C is for those who started something, not for what forks for them
+                start_new_session=True,
                 env={**environment, **json.loads(environment.get(VARIABLES, "{}")), **_ONE_THREAD},
                 cwd="/",
             )
@@ -175,15 +205,28 @@ def _open_files(connection: socket.socket) -> list[int]:
     return files
 
 
-def _ask_for_fork(connection: socket.socket, arguments: Sequence[str], files: Sequence[int]) -> None:
-    request = {"arguments": list(arguments), "environment": dict(os.environ), "folder": str(Path.cwd()), "files": files}
+def _ask_for_fork(
+    connection: socket.socket, arguments: Sequence[str], files: Sequence[int]
+) -> None:
+    request = {
+        "arguments": list(arguments),
+        "environment": dict(os.environ),
+        "folder": str(Path.cwd()),
+        "files": files,
+    }
     text = json.dumps(request).encode("utf-8")
-    connection.sendmsg([_LENGTH.pack(len(text))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+    connection.sendmsg(
+        [_LENGTH.pack(len(text))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+    )
     connection.sendall(text)
 
 
 def _become_plain(arguments: Sequence[str], why: str) -> NoReturn:
-    print(f"rollmatch: {why}; starting without it, which takes 10 s longer", file=sys.stderr, flush=True)
+    print(
+        f"rollmatch: {why}; starting without it, which takes 10 s longer",
+        file=sys.stderr,
+        flush=True,
+    )
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
@@ -227,7 +270,10 @@ def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> No
         del sys.modules[name]
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads != 1:
-        raise RuntimeError(f"a fork would have the locks of {num_threads - 1} other threads, held as they were; is OMP_NUM_THREADS 1?")
+        raise RuntimeError(
+            f"a fork would have the locks of {num_threads - 1} other threads, held as they were; is"
+            " OMP_NUM_THREADS 1?"
+        )
     python = folder / "python"
     python.write_text("#!/bin/sh\nexec " + shlex.join(command()) + ' "$@"\n')
     python.chmod(0o700)
@@ -249,7 +295,9 @@ class _Server:
         self._forks: dict[socket.socket, int | None] = {}
         """Process of every connection; None before its request."""
         self._woken, self._wake = os.pipe()
-        """Something arrives here when a fork has ended: the signal interrupts no `select` by itself."""
+        """Something arrives here when a fork has ended: the signal interrupts no `select` by
+        itself.
+        """
 
     def run(self) -> None:
         import select
@@ -303,13 +351,19 @@ class _Server:
         sys.stderr.flush()
         try:
             fork = os.fork()
-        except OSError as error:  # no more processes, or no memory: its shim becomes an ordinary python
+        # no more processes, or no memory: its shim becomes an ordinary python
+        except OSError as error:
             print(f"cannot fork: {error}", flush=True)
             fork = None
         if fork == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for own in (self._woken, self._wake, self._listener.detach(), *(each.detach() for each in self._forks)):
+            for own in (
+                self._woken,
+                self._wake,
+                self._listener.detach(),
+                *(each.detach() for each in self._forks),
+            ):
                 os.close(own)
             _run_as(self._folder, request, files)
         for file in files:
@@ -329,7 +383,9 @@ class _Server:
         connection.close()
 
     def _has_closed(self) -> bool:
-        """Whether nobody has come meanwhile. From then on nobody can: whoever wants to connect waits for the lock, and finds no socket."""
+        """Whether nobody has come meanwhile. From then on nobody can: whoever wants to connect
+        waits for the lock, and finds no socket.
+        """
         import select
 
         with (self._folder / "lock").open("w") as lock:
@@ -347,7 +403,9 @@ def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[in
     """None where the shim has ended, or says no more."""
     files = array.array("i")
     try:
-        head, ancillary, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_SPACE(_MAX_FILES * _STATUS.size))
+        head, ancillary, _, _ = connection.recvmsg(
+            _LENGTH.size, socket.CMSG_SPACE(_MAX_FILES * _STATUS.size)
+        )
         for _, _, data in ancillary:
             files.frombytes(data)
         text = _receive(connection, _LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else None
@@ -380,7 +438,9 @@ def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoRe
 
 
 def end_at_once(error: BaseException | None) -> NoReturn:
-    """End this process as Python does after `error`, but for the last part: taking apart all that was imported holds a core for 4 s."""
+    """End this process as Python does after `error`, but for the last part: taking apart all that
+    was imported holds a core for 4 s.
+    """
     import atexit
 
     status = 0 if error is None else 1
@@ -400,24 +460,30 @@ def end_at_once(error: BaseException | None) -> NoReturn:
 
 
 def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> None:
-    """Take the files under their numbers, the environment and the working folder, and a session and a random state of its own."""
+    """Take the files under their numbers, the environment and the working folder, and a session and
+    a random state of its own.
+    """
     import multiprocessing.spawn
     import random
 
-    if request["arguments"][0].startswith("-"):  # Ray's worker is a file, and its own way to set a title would no longer work
+    # Ray's worker is a file, and its own way to set a title would no longer work
+    if request["arguments"][0].startswith("-"):
         import setproctitle
 
         setproctitle.setproctitle(shlex.join([sys.executable, *request["arguments"]]))
     os.setsid()  # Ray kills a worker's process group, which must not be the server's
     free = max([*request["files"], *files], default=2) + 1
-    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, free) for file in files]  # out of the way of the numbers that they get
+    # out of the way of the numbers that they get
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, free) for file in files]
     for file in files:
         os.close(file)
     for file, number in zip(moved, request["files"], strict=True):
         os.dup2(file, number)
         os.close(file)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = open(number, "w" if number else "r", buffering=1, closefd=False, errors="surrogateescape")  # noqa: SIM115
+        stream = open(  # noqa: SIM115
+            number, "w" if number else "r", buffering=1, closefd=False, errors="surrogateescape"
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     os.environ.clear()
@@ -428,13 +494,18 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:  # which has read the server's variables
-        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # "4,2": 2 are for loops within loops
+        # "4,2": 2 are for loops within loops
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         is_number = asked.isdecimal() and int(asked) > 0
-        sys.modules["torch"].set_num_threads(int(asked) if is_number else len(os.sched_getaffinity(0)))
+        sys.modules["torch"].set_num_threads(
+            int(asked) if is_number else len(os.sched_getaffinity(0))
+        )
 
 
 def _program(arguments: Sequence[str]) -> Callable[[], object]:
-    """What these arguments of `python` ask for: `-c CODE`, `-m MODULE` or a file, behind flags that mean nothing here."""
+    """What these arguments of `python` ask for: `-c CODE`, `-m MODULE` or a file, behind flags that
+    mean nothing here.
+    """
     import runpy
     import types
 

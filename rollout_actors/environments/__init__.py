@@ -1,10 +1,24 @@
-"""The public face of environments: what users write theirs with, and what becomes of rollouts. Modules of this package import each other, never this."""
+"""The public face of environments: what users write theirs with, and what becomes of rollouts.
+Modules of this package import each other, never this.
+"""
 
 from rollout_actors.environments.batch_generator import AsyncBatchGenerator
-from rollout_actors.environments.chat.messages import cleanup_messages, concat_messages, sanitize_messages, sanitize_tool_calls
-from rollout_actors.environments.chat.responses import parse_response_messages, parse_response_tokens
+from rollout_actors.environments.chat.messages import (
+    cleanup_messages,
+    concat_messages,
+    sanitize_messages,
+    sanitize_tool_calls,
+)
+from rollout_actors.environments.chat.responses import (
+    parse_response_messages,
+    parse_response_tokens,
+)
 from rollout_actors.environments.chat.tools import convert_tool_to_oai_format
-from rollout_actors.environments.datasets import GenerateMetadata, GenerateOutputs, build_dataset_from_outputs
+from rollout_actors.environments.datasets import (
+    GenerateMetadata,
+    GenerateOutputs,
+    build_dataset_from_outputs,
+)
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, stop, teardown
@@ -12,7 +26,10 @@ from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Parser, Rubric, RubricGroup, XMLParser
 from rollout_actors.environments.tool import StatefulToolEnv, ToolEnv, ToolRubric
-from rollout_actors.environments.training.examples import merge_trajectories_for_training, process_trajectories_for_training
+from rollout_actors.environments.training.examples import (
+    merge_trajectories_for_training,
+    process_trajectories_for_training,
+)
 from rollout_actors.environments.types import (
     BaseRolloutInput,
     Message,

@@ -15,7 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from contextvars import ContextVar
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -27,8 +33,14 @@ from rollout_actors.environments.failures import called_exit, staying
 
 
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without what `update_wrapper` notes on a partial, by which its signature would be that of what it wraps, with what it binds."""
-    return partial(bare(function.func), *function.args, **function.keywords) if isinstance(function, partial) else function
+    """Without what `update_wrapper` notes on a partial, by which its signature would be that of
+    what it wraps, with what it binds.
+    """
+    return (
+        partial(bare(function.func), *function.args, **function.keywords)
+        if isinstance(function, partial)
+        else function
+    )
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -46,7 +58,9 @@ class Stopwatch:
     """The time in which at least one of several is under way. From any thread."""
 
     _lock = threading.Lock()
-    """One lock for all stopwatches: there are thousands at a time, and each holds it for a microsecond."""
+    """One lock for all stopwatches: there are thousands at a time, and each holds it for a
+    microsecond.
+    """
 
     def __init__(self) -> None:
         self._running = 0
@@ -91,7 +105,8 @@ def waiting() -> AbstractContextManager[None]:
 
 
 class PausableTimeout:
-    """A limit of time whose clock stands still while all that its task has in threads waits for one.
+    """A limit of time whose clock stands still while all that its task has in threads waits for
+    one.
 
     What runs in a thread is not stopped by what waits: two calls of a task can both have hung.
     """
@@ -130,7 +145,8 @@ _NO_LIMIT = nullcontext()
 
 
 def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContextManager[None]:
-    """Cancel the block where it is not done by then, and raise TimeoutError for it, also where the block has kept that to itself.
+    """Cancel the block where it is not done by then, and raise TimeoutError for it, also where the
+    block has kept that to itself.
 
     Args:
         limit_s: None: there is no limit.
@@ -238,11 +254,14 @@ class Threads:
 
     def reset(self) -> None:
         """Begin without a thread, as a forked process does."""
-        # Of a kind that a signal's handler may take again in the middle of `call`: it asks what runs.
+        # Of a kind that a signal's handler may take again in the middle of `call`: it asks what
+        # runs.
         self._lock = threading.RLock()
         self._queue: SimpleQueue[_Call] = SimpleQueue()
         self._num_queued = 0
-        """Calls that no thread has taken. (A thread takes a call out of the queue before it says so.)"""
+        """Calls that no thread has taken. (A thread takes a call out of the queue before it says
+        so.)
+        """
         self._running: set[_Call] = set()
         self._given_up: set[_Call] = set()
         self._num_threads = 0
@@ -294,12 +313,19 @@ class Threads:
     def _add_threads(self) -> None:
         """Start the threads that the queue needs and the bounds allow. The lock is held."""
         while self._num_queued > self._num_idle:
-            if self._num_threads >= self.most or self._num_threads + len(self._given_up) >= self.most + self.most_given_up:
+            if (
+                self._num_threads >= self.most
+                or self._num_threads + len(self._given_up) >= self.most + self.most_given_up
+            ):
                 return
             try:
                 threading.Thread(target=self._work, name="plain-function", daemon=True).start()
             except RuntimeError:  # the system has no more; those that there are take the queue
-                _LOGGER.warning("no further thread can be started beside %d; raise the limit of processes (`ulimit -u`, pids)", self._num_threads)
+                _LOGGER.warning(
+                    "no further thread can be started beside %d; raise the limit of processes"
+                    " (`ulimit -u`, pids)",
+                    self._num_threads,
+                )
                 return
             # Counted as idle at once: it takes one of the queue.
             self._num_threads += 1
@@ -316,12 +342,17 @@ class Threads:
                 "give what they wait for a limit of its own, or write them as `async def`"
             )
         else:
-            reason = "the system starts no more threads; raise its limit of processes (`ulimit -u`, pids), or write plain functions as `async def`"
+            reason = (
+                "the system starts no more threads; raise its limit of processes (`ulimit -u`,"
+                " pids), or write plain functions as `async def`"
+            )
         with contextlib.suppress(Empty):
             while True:
                 call = self._queue.get_nowait()
                 self._num_queued -= 1
-                call.answers.send(call.settle, None, RuntimeError(f"no thread is left for {call.name}: {reason}"))
+                call.answers.send(
+                    call.settle, None, RuntimeError(f"no thread is left for {call.name}: {reason}")
+                )
 
     def _leave(self, call: _Call) -> None:
         """Nobody waits for this one any more."""
@@ -343,9 +374,10 @@ class Threads:
         if number & (number - 1) == 0:
             # The first, the second, the fourth, ...: a thousand of them are ten lines.
             _LOGGER.warning(
-                "plain function %s was given up, because its caller was cancelled or had reached its limit of time: its thread runs until it returns, "
-                "and another takes its place (%d were given up so far, %d of them still run, at most %d are replaced); give what it waits for a "
-                "limit of its own, or write it as `async def`",
+                "plain function %s was given up, because its caller was cancelled or had reached"
+                " its limit of time: its thread runs until it returns, and another takes its place"
+                " (%d were given up so far, %d of them still run, at most %d are replaced); give"
+                " what it waits for a limit of its own, or write it as `async def`",
                 call.name,
                 number,
                 still,
@@ -394,7 +426,8 @@ THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
 os.register_at_fork(after_in_child=THREADS.reset)
 
 
-# Turns at scoring: how many rollouts are scored at a time, how long each of them runs, and plain functions in threads.
+# Turns at scoring: how many rollouts are scored at a time, how long each of them runs, and plain
+# functions in threads.
 
 
 _TURN: ContextVar[ScoringSlot | None] = ContextVar("turn", default=None)
@@ -403,10 +436,12 @@ _TURN: ContextVar[ScoringSlot | None] = ContextVar("turn", default=None)
 class ScoringSlot(Stopwatch):
     """At scoring, of one rollout, or of all those of an example where a rubric compares them.
 
-    Its time is that in which any of its functions ran, without the wait for a place or for a thread.
+    Its time is that in which any of its functions ran, without the wait for a place or for a
+    thread.
 
-    It holds one of the places there are. Where functions are called for many of its rollouts at once, each of those calls takes a place of its own and this
-    one is given back meanwhile, so that never more rollouts are scored at a time than there are places.
+    It holds one of the places there are. Where functions are called for many of its rollouts at
+    once, each of those calls takes a place of its own and this one is given back meanwhile, so that
+    never more rollouts are scored at a time than there are places.
     """
 
     def __init__(self, places: asyncio.Semaphore | None) -> None:
@@ -415,7 +450,8 @@ class ScoringSlot(Stopwatch):
         self._places = places
 
     async def __aenter__(self) -> None:
-        # (Thousands may wait for a place at a time, and a generator for each is more for Python's collector to look at.)
+        # (Thousands may wait for a place at a time, and a generator for each is more for Python's
+        # collector to look at.)
         if self._places is not None:
             await self._places.acquire()
         self._before = _TURN.get()
@@ -462,8 +498,10 @@ async def each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
-    """A plain function's value, without holding up the event loop. A StopIteration comes as RuntimeError, as out of a coroutine: no future can hold one, and
-    who waits for it would do so for ever. So does `exit()`. Where the caller is cancelled, the thread is given up (`Threads.call`)."""
+    """A plain function's value, without holding up the event loop. A StopIteration comes as
+    RuntimeError, as out of a coroutine: no future can hold one, and who waits for it would do so
+    for ever. So does `exit()`. Where the caller is cancelled, the thread is given up
+    (`Threads.call`)."""
     turn, name = _TURN.get(), name_of(function)
     call = partial(_called, turn, function, arguments)
     if turn is None:
@@ -481,7 +519,9 @@ def _called(turn: ScoringSlot | None, function: Callable[..., T], arguments: dic
     try:
         return function(**arguments)
     except StopIteration as error:
-        raise RuntimeError("a plain function raised StopIteration; give next() a default").with_traceback(error.__traceback__) from error
+        raise RuntimeError(
+            "a plain function raised StopIteration; give next() a default"
+        ).with_traceback(error.__traceback__) from error
     except SystemExit as error:
         raise called_exit(error) from error
     finally:

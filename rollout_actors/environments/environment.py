@@ -1,4 +1,6 @@
-"""What every environment has: data, a rubric, and one state per rollout (spec: trajectories and rollout orchestration)."""
+"""What every environment has: data, a rubric, and one state per rollout (spec: trajectories and
+rollout orchestration).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollout_actors.environments.chat.messages import cleanup_messages, cleanup_tools, concat_messages, deeply_copied, require_roles
+from rollout_actors.environments.chat.messages import (
+    cleanup_messages,
+    cleanup_tools,
+    concat_messages,
+    deeply_copied,
+    require_roles,
+)
 from rollout_actors.environments.chat.tool_calls import UncalledTools
-from rollout_actors.environments.clients.openai import ask, knows_rollouts, merged, require_asynchronous
+from rollout_actors.environments.clients.openai import (
+    ask,
+    knows_rollouts,
+    merged,
+    require_asynchronous,
+)
 from rollout_actors.environments.datasets import (
     Examples,
     GenerateOutputs,
@@ -28,22 +41,35 @@ from rollout_actors.environments.datasets import (
     rows_of,
 )
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
-from rollout_actors.environments.lifecycle import Event, Handler, all_of, awaited, close_at_exit, forget, handlers, to_the_end
+from rollout_actors.environments.lifecycle import (
+    Event,
+    Handler,
+    all_of,
+    awaited,
+    close_at_exit,
+    forget,
+    handlers,
+    to_the_end,
+)
 from rollout_actors.environments.rubric import Parser, Rubric
 from rollout_actors.environments.scope import client_under_way, new_state, note_begun, note_cleaned
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
 _LOGGER = logging.getLogger(__name__)
 
-_NO_CHAT = "with message_type='completion' the model is sent the row's text alone, and nothing of this"
+_NO_CHAT = (
+    "with message_type='completion' the model is sent the row's text alone, and nothing of this"
+)
 
 
 class Environment(ABC):
-    """Data, what a rollout on one row of it is, and what it is worth. Subclasses say what a rollout is."""
+    """Data, what a rollout on one row of it is, and what it is worth. Subclasses say what a rollout
+    is.
+    """
 
     cleanup_timeout_s = 300.0
-    """Longest time for all that is marked with `@cleanup` after one rollout, and with `@teardown`, where those behind one that is late have as long again. A
-    subclass may allow more."""
+    """Longest time for all that is marked with `@cleanup` after one rollout, and with `@teardown`,
+    where those behind one that is late have as long again. A subclass may allow more."""
 
     def __init__(
         self,
@@ -62,32 +88,48 @@ class Environment(ABC):
     ) -> None:
         """
         Args:
-            dataset: rows with `prompt` (messages, or text) or `question`, and where there are any, `answer`, `info`, `task` and `example_id`: a Hugging Face
+            dataset: rows with `prompt` (messages, or text) or `question`, and where there are any,
+            `answer`, `info`, `task` and `example_id`: a Hugging Face
                 `Dataset`, or a sequence of mappings.
             eval_dataset: the same for `evaluate`; None: `dataset`.
             sampling_args: of every call; those of a call of `generate` win.
             message_type: `chat`, or `completion` where prompts are plain text.
-            max_seq_len: a rollout ends, as `is_truncated`, where a call's prompt and answer together have so many tokens.
+            max_seq_len: a rollout ends, as `is_truncated`, where a call's prompt and answer
+            together have so many tokens.
         """
         if message_type not in ("chat", "completion"):
             raise ValueError(f"message_type: must be chat or completion, got {message_type!r}")
         if message_type == "completion":
-            for name, value in (("system_prompt", system_prompt), ("few_shot", few_shot), ("oai_tools", oai_tools)):
+            for name, value in (
+                ("system_prompt", system_prompt),
+                ("few_shot", few_shot),
+                ("oai_tools", oai_tools),
+            ):
                 if value:
-                    raise ValueError(f"{name}: {_NO_CHAT}; write it into the prompts, or leave message_type out")
+                    raise ValueError(
+                        f"{name}: {_NO_CHAT}; write it into the prompts, or leave message_type out"
+                    )
         require_roles(few_shot or (), "few_shot")
         if rubric is not None and not isinstance(rubric, Rubric):
-            raise TypeError(f"rubric: is {full_name(rubric)}; give a Rubric of rollout_actors.environments")
+            raise TypeError(
+                f"rubric: is {full_name(rubric)}; give a Rubric of rollout_actors.environments"
+            )
         self.env_id, self.env_args = env_id, dict(env_args or {})
         self.message_type, self.max_seq_len = message_type, max_seq_len
         self.sampling_args = merged(sampling_args)
         self.oai_tools = deepcopy(list(oai_tools or []))
-        self.parser = parser or (rubric.parser if rubric is not None and rubric.parser is not None else Parser())
+        self.parser = parser or (
+            rubric.parser if rubric is not None and rubric.parser is not None else Parser()
+        )
         self.rubric = rubric or Rubric(parser=self.parser)
         self.rubric.lend_parser(self.parser)
-        self.prompt_format = PromptFormat(message_type, system_prompt, tuple(few_shot or ()), env_id or "default")
+        self.prompt_format = PromptFormat(
+            message_type, system_prompt, tuple(few_shot or ()), env_id or "default"
+        )
         self.dataset = None if dataset is None else Examples(dataset, self.prompt_format)
-        self.eval_dataset = None if eval_dataset is None else Examples(eval_dataset, self.prompt_format)
+        self.eval_dataset = (
+            None if eval_dataset is None else Examples(eval_dataset, self.prompt_format)
+        )
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -114,7 +156,11 @@ class Environment(ABC):
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
         """The same of those to evaluate on; where there are none, of those to train on."""
-        return self.get_dataset(n, seed) if self.eval_dataset is None else _chosen(self.eval_dataset, n, seed)
+        return (
+            self.get_dataset(n, seed)
+            if self.eval_dataset is None
+            else _chosen(self.eval_dataset, n, seed)
+        )
 
     @property
     def name(self) -> str:
@@ -129,7 +175,8 @@ class Environment(ABC):
             own["prompt"] = self.prompt_format.prompt(own)
         elif own.get("prompt") is not None and self.message_type == "chat":
             require_roles(own["prompt"], "prompt")
-            own["prompt"] = cleanup_messages(own["prompt"])  # a dataset's own row has its table's nulls
+            # a dataset's own row has its table's nulls
+            own["prompt"] = cleanup_messages(own["prompt"])
         if own.get("info") == "":
             del own["info"]
         elif own.get("info") is not None:
@@ -137,9 +184,13 @@ class Environment(ABC):
         own.setdefault("task", self.env_id or "default")
         state = self._new_state(own)
         tools = (own.get("info") or {}).get("oai_tools")
-        state["oai_tools"] = deeply_copied(self.oai_tools) if tools is None else cleanup_tools(deepcopy(list(tools)))
+        state["oai_tools"] = (
+            deeply_copied(self.oai_tools) if tools is None else cleanup_tools(deepcopy(list(tools)))
+        )
         if state["oai_tools"] and self.message_type == "completion":
-            raise ValueError(f"oai_tools: {_NO_CHAT}; take them out of the row's info, or leave message_type out")
+            raise ValueError(
+                f"oai_tools: {_NO_CHAT}; take them out of the row's info, or leave message_type out"
+            )
         note_begun(self, state)
         return state
 
@@ -153,8 +204,15 @@ class Environment(ABC):
         return state
 
     @abstractmethod
-    async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
-        """From a row to a finished state. Raises whatever goes wrong; `generate` makes data of it."""
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """From a row to a finished state. Raises whatever goes wrong; `generate` makes data of
+        it."""
 
     async def get_model_response(
         self,
@@ -165,14 +223,25 @@ class Environment(ABC):
         sampling_args: SamplingArgs | None = None,
         message_type: str | None = None,
     ) -> Any:
-        """One call of the model: its `ChatCompletion` or `Completion`. Its id is `overlong-prompt` where there is no room for the prompt."""
+        """One call of the model: its `ChatCompletion` or `Completion`. Its id is `overlong-prompt`
+        where there is no room for the prompt.
+        """
         arguments = merged(self.sampling_args, sampling_args)
         if knows_rollouts(client):
             client = client_under_way(self, client)
-        return await ask(client, model, prompt, message_type=message_type or self.message_type, tools=oai_tools, sampling_args=arguments)
+        return await ask(
+            client,
+            model,
+            prompt,
+            message_type=message_type or self.message_type,
+            tools=oai_tools,
+            sampling_args=arguments,
+        )
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:  # noqa: ARG002
-        """Whether a stop condition holds; the first one that does is noted. An override asks this one too."""
+        """Whether a stop condition holds; the first one that does is noted. An override asks this
+        one too.
+        """
         for condition in self._stop_conditions:
             if await awaited(condition(state)):
                 state["is_completed"], state["stop_condition"] = True, condition.__name__
@@ -187,22 +256,30 @@ class Environment(ABC):
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
     async def _render_completion(self, state: State) -> None:
-        """All that came after the prompt. To be overridden where the last call's prompt does not begin with the rollout's."""
+        """All that came after the prompt. To be overridden where the last call's prompt does not
+        begin with the rollout's.
+        """
         if not state["trajectory"]:
             state["completion"] = "" if self.message_type == "completion" else []
             return
         last = state["trajectory"][-1]
         final = state.get("final_env_response")
-        said = concat_messages([last["prompt"], last["completion"], *([] if final is None else [final])])
+        said = concat_messages(
+            [last["prompt"], last["completion"], *([] if final is None else [final])]
+        )
         state["completion"] = said[len(state["prompt"]) :]
 
     async def _cleanup(self, state: State) -> None:
-        """Every `@cleanup`, whatever the others raise; the first error is raised at the end. `generate` calls it where `rollout` has not."""
+        """Every `@cleanup`, whatever the others raise; the first error is raised at the end.
+        `generate` calls it where `rollout` has not.
+        """
         note_cleaned(self, state)
         await all_of(self._cleanups, state)
 
     async def aclose(self) -> None:
-        """Every `@teardown`, once. Also the end of `async with environment`. Where this is cancelled, so is the one under way; the others are called."""
+        """Every `@teardown`, once. Also the end of `async with environment`. Where this is
+        cancelled, so is the one under way; the others are called.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -220,7 +297,10 @@ class Environment(ABC):
             if left:
                 await to_the_end(all_of(left), limit_s)
         if timeout.expired():
-            raise TimeoutError(f"the teardown is not done after {limit_s:g} s; check what it waits for, or allow more (cleanup_timeout_s)")
+            raise TimeoutError(
+                f"the teardown is not done after {limit_s:g} s; check what it waits for, or allow"
+                " more (cleanup_timeout_s)"
+            )
 
     async def __aenter__(self) -> Environment:
         return self
@@ -248,28 +328,41 @@ class Environment(ABC):
         rollout_timeout_s: float | None = None,
         scoring_timeout_s: float | None = None,
     ) -> GenerateOutputs:
-        """A rollout for each of `inputs` (a dataset, rows, or columns), and its reward; results in the order of the inputs.
+        """A rollout for each of `inputs` (a dataset, rows, or columns), and its reward; results in
+        the order of the inputs.
 
         A rollout that fails is data: `state["error"]` says why, and its reward is 0.
 
         Args:
-            max_concurrent: most rollouts that are generated, and that are scored, at a time; -1: all.
+            max_concurrent: most rollouts that are generated, and that are scored, at a time; -1:
+            all.
             max_concurrent_generation: the same of generating alone; None: `max_concurrent`.
             max_concurrent_scoring: the same of scoring alone; None: `max_concurrent`.
-            interleave_scoring: a rollout (or where the rubric compares them, an example's group) is scored as soon as it is there; False: when all are.
-            state_columns: fields of the state that are saved too, `timing.total_ms` for one inside another. What no rollout has is left out, with a warning.
-            save_path: a folder for the results, which is made before the first rollout. StorageError where it cannot be written.
-            on_rollout: called with the place and the state of each rollout that is done, in the order in which they are.
-            rollout_timeout_s: a rollout that is not done so many seconds after its begin, waits for the model counted and scoring not, is cancelled, cleans up,
-                and has failed; None: none is. Results depend on the machine's load then. Waits for a thread do not count: a tool that hangs costs its own
+            interleave_scoring: a rollout (or where the rubric compares them, an example's group) is
+            scored as soon as it is there; False: when all are.
+            state_columns: fields of the state that are saved too, `timing.total_ms` for one inside
+            another. What no rollout has is left out, with a warning.
+            save_path: a folder for the results, which is made before the first rollout.
+            StorageError where it cannot be written.
+            on_rollout: called with the place and the state of each rollout that is done, in the
+            order in which they are.
+            rollout_timeout_s: a rollout that is not done so many seconds after its begin, waits for
+            the model counted and scoring not, is cancelled, cleans up,
+                and has failed; None: none is. Results depend on the machine's load then. Waits for
+                a thread do not count: a tool that hangs costs its own
                 rollout alone.
-            scoring_timeout_s: the same of each call of a reward function, which has no figure then (`state["reward_errors"]`); None: `rollout_timeout_s`.
+            scoring_timeout_s: the same of each call of a reward function, which has no figure then
+            (`state["reward_errors"]`); None: `rollout_timeout_s`.
         """
         require_asynchronous(client)
         if save_path is not None:
             made_folder(save_path)  # better known now than when all is done
         columns = column_names(state_columns)
-        examples = inputs if isinstance(inputs, Examples) else Examples(rows_of(inputs), self.prompt_format)
+        examples = (
+            inputs
+            if isinstance(inputs, Examples)
+            else Examples(rows_of(inputs), self.prompt_format)
+        )
         call = GenerateCall(
             client,
             model,
@@ -308,7 +401,9 @@ class Environment(ABC):
         rollouts_per_example: int = 1,
         **generate_kwargs: Any,
     ) -> GenerateOutputs:
-        """`generate` on the held-out rows, each `rollouts_per_example` times: row i is of example i // rollouts_per_example."""
+        """`generate` on the held-out rows, each `rollouts_per_example` times: row i is of example i
+        // rollouts_per_example.
+        """
         if rollouts_per_example < 1:
             raise ValueError(f"rollouts_per_example: must be 1 or more, got {rollouts_per_example}")
         # Saved here, when all is known that is saved.
@@ -316,9 +411,14 @@ class Environment(ABC):
         if save_path is not None:
             made_folder(save_path)
         examples = self.get_eval_dataset(num_examples)
-        repeated = examples.select([i for i in range(len(examples)) for _ in range(rollouts_per_example)])
+        repeated = examples.select(
+            [i for i in range(len(examples)) for _ in range(rollouts_per_example)]
+        )
         results = await self.generate(repeated, client, model, sampling_args, **generate_kwargs)
-        results.metadata.num_examples, results.metadata.rollouts_per_example = len(examples), rollouts_per_example
+        results.metadata.num_examples, results.metadata.rollouts_per_example = (
+            len(examples),
+            rollouts_per_example,
+        )
         if save_path is not None:
             self._save(results, save_path)
         return results
@@ -341,22 +441,37 @@ class Environment(ABC):
         hub_name: str | None = None,
     ) -> Any:
         """The results as a Hugging Face `Dataset`, a row for each rollout."""
-        made = build_dataset_from_outputs(results, include_ids=include_ids, state_columns=state_columns)
+        made = build_dataset_from_outputs(
+            results, include_ids=include_ids, state_columns=state_columns
+        )
         if push_to_hf_hub:
             push_dataset(made, hub_name or f"{self.name}-results")
         return made
 
 
 def full_name(value: object) -> str:
-    """The class of a value, with its module: a class of another library may have the name of one here."""
+    """The class of a value, with its module: a class of another library may have the name of one
+    here.
+    """
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
-def _run(method: Callable[..., Coroutine[Any, Any, GenerateOutputs]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GenerateOutputs:
+def _run(
+    method: Callable[..., Coroutine[Any, Any, GenerateOutputs]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> GenerateOutputs:
     if asyncio._get_running_loop() is not None:
         name = method.__name__
-        raise RuntimeError(f"{name}_sync: an event loop runs here, as in a notebook; write `await environment.{name}(...)`")
+        raise RuntimeError(
+            f"{name}_sync: an event loop runs here, as in a notebook; write `await"
+            f" environment.{name}(...)`"
+        )
     return asyncio.run(method(*args, **kwargs))
 
 
@@ -365,9 +480,14 @@ def _info(given: Any) -> Mapping[str, Any]:
     try:
         info = json.loads(given) if isinstance(given, str) else given
     except json.JSONDecodeError as error:
-        raise ValueError(f"info: is not JSON ({error}): {given[:60]!r}; give a mapping, or its JSON") from error
+        raise ValueError(
+            f"info: is not JSON ({error}): {given[:60]!r}; give a mapping, or its JSON"
+        ) from error
     if not isinstance(info, Mapping):
-        raise ValueError(f"info: must be a mapping, or the JSON of one, got {type(info).__name__}: {str(given)[:60]!r}")
+        raise ValueError(
+            f"info: must be a mapping, or the JSON of one, got {type(info).__name__}:"
+            f" {str(given)[:60]!r}"
+        )
     return info
 
 

@@ -1,4 +1,6 @@
-"""Many rollouts at once: generation and scoring overlap, each within its own bound, and results come in the order of the inputs (spec: orchestration)."""
+"""Many rollouts at once: generation and scoring overlap, each within its own bound, and results
+come in the order of the inputs (spec: orchestration).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,22 @@ from tqdm import tqdm
 from rollout_actors.environments.chat.tool_calls import num_tool_calls
 from rollout_actors.environments.clients.openai import knows_rollouts
 from rollout_actors.environments.concurrency import GIVEN_UP, WAITED, ScoringSlot, Stopwatch, within
-from rollout_actors.environments.datasets import Examples, GenerateMetadata, GenerateOutputs, mean, placed, require_one_row_per_id, require_own_positions
-from rollout_actors.environments.failures import FAILURES, in_own_task, is_cancelled, is_of_signal, told
+from rollout_actors.environments.datasets import (
+    Examples,
+    GenerateMetadata,
+    GenerateOutputs,
+    mean,
+    placed,
+    require_one_row_per_id,
+    require_own_positions,
+)
+from rollout_actors.environments.failures import (
+    FAILURES,
+    in_own_task,
+    is_cancelled,
+    is_of_signal,
+    told,
+)
 from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
 from rollout_actors.environments.rubric import (
     Rubric,
@@ -32,7 +48,15 @@ from rollout_actors.environments.rubric import (
     score_by,
     settle,
 )
-from rollout_actors.environments.scope import Begun, Inside, call_begins, require_state, rollout_begins, scoring_begins, whole
+from rollout_actors.environments.scope import (
+    Begun,
+    Inside,
+    call_begins,
+    require_state,
+    rollout_begins,
+    scoring_begins,
+    whole,
+)
 from rollout_actors.environments.types import RolloutInput, State
 
 if TYPE_CHECKING:
@@ -71,12 +95,17 @@ class GenerateCall:
     scoring_timeout_s: float | None = None
 
 
-async def generate(environment: Environment, examples: Examples, call: GenerateCall) -> GenerateOutputs:
-    """See `Environment.generate`. When it is cancelled, so is every rollout, and each cleans up after itself."""
+async def generate(
+    environment: Environment, examples: Examples, call: GenerateCall
+) -> GenerateOutputs:
+    """See `Environment.generate`. When it is cancelled, so is every rollout, and each cleans up
+    after itself.
+    """
     started, began_s = datetime.now().astimezone(), time.perf_counter()
     with tqdm(total=len(examples), disable=not call.shows_progress, unit="rollout") as bar:
         rollouts = _Rollouts(environment, examples, call, bar)
-        # A plain reward function that hangs in a thread would else keep it, and tools that wait for one are in no limit.
+        # A plain reward function that hangs in a thread would else keep it, and tools that wait for
+        # one are in no limit.
         key = "rollout_timeout_s" if call.scoring_timeout_s is None else "scoring_timeout_s"
         with limited(getattr(call, key), key):
             await rollouts.run()
@@ -96,16 +125,33 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
         num_truncated=sum(bool(state["is_truncated"]) for state in states),
         avg_reward=mean(scored),
         # Those that failed do not have it, nor do those of another environment of a group.
-        avg_metrics={name: mean([state["metrics"][name] for state in states if name in (state["metrics"] or {})]) for name in names},
+        avg_metrics={
+            name: mean(
+                [state["metrics"][name] for state in states if name in (state["metrics"] or {})]
+            )
+            for name in names
+        },
         time_ms=1000 * (time.perf_counter() - began_s),
         date=started.isoformat(timespec="seconds"),
-        num_reward_errors=dict(Counter(name for state in states for name in state.get("reward_errors", {}))),
+        num_reward_errors=dict(
+            Counter(name for state in states for name in state.get("reward_errors", {}))
+        ),
         num_given_up=dict(Counter(name for state in states for name in state.get("given_up", ()))),
     )
     if metadata.num_errors:
         first = next(state for state in states if state["error"] is not None)
-        _LOGGER.warning("%d of %d rollouts failed, the first of example %r: %s", metadata.num_errors, len(states), first["example_id"], first["error"])
-    tool_calls = [calls for state in states if state["trajectory"] and (calls := num_tool_calls(state)) is not None]
+        _LOGGER.warning(
+            "%d of %d rollouts failed, the first of example %r: %s",
+            metadata.num_errors,
+            len(states),
+            first["example_id"],
+            first["error"],
+        )
+    tool_calls = [
+        calls
+        for state in states
+        if state["trajectory"] and (calls := num_tool_calls(state)) is not None
+    ]
     if problem := environment._uncalled_tools.problem(len(tool_calls), sum(tool_calls)):
         _LOGGER.warning("%s: %s", environment.name, problem)
     for name, number in metadata.num_reward_errors.items():
@@ -124,7 +170,9 @@ async def generate(environment: Environment, examples: Examples, call: GenerateC
 class _Rollouts:
     """Those of one call, while they are made."""
 
-    def __init__(self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any) -> None:
+    def __init__(
+        self, environment: Environment, examples: Examples, call: GenerateCall, bar: Any
+    ) -> None:
         self._environment, self._call, self._bar = environment, call, bar
         self._inside = call_begins()
         caller = asyncio.current_task()
@@ -151,10 +199,14 @@ class _Rollouts:
         places = range(len(self._inputs))
         groups = groups_of((one["task"], one["example_id"]) for one in self._inputs)
         if not self._call.scores:
-            await self._generate_all([[place] for place in places], lambda unit, _: self._tell(unit[0]))
+            await self._generate_all(
+                [[place] for place in places], lambda unit, _: self._tell(unit[0])
+            )
             return
         if self._call.interleaves:
-            await self._generate_all(self._units(groups), partial(self._begin_scoring, context=copy_context()))
+            await self._generate_all(
+                self._units(groups), partial(self._begin_scoring, context=copy_context())
+            )
         else:
             await self._generate_all([[place] for place in places], lambda *_: None)
             for together in groups_of(id(self._rubric([place])) for place in places):
@@ -163,17 +215,30 @@ class _Rollouts:
             compare_rollouts([self._state(place) for place in group])
 
     def _units(self, groups: Iterable[list[int]]) -> list[list[int]]:
-        """Return what is scored at once, of the places of each example: a rollout, or where they are compared, all of it."""
+        """Return what is scored at once, of the places of each example: a rollout, or where they
+        are compared, all of it.
+        """
         return sorted(
-            unit for group in groups for unit in ([group] if len(group) == 1 or self._rubric(group).compares_rollouts else [[place] for place in group])
+            unit
+            for group in groups
+            for unit in (
+                [group]
+                if len(group) == 1 or self._rubric(group).compares_rollouts
+                else [[place] for place in group]
+            )
         )
 
     def _rubric(self, unit: Sequence[int]) -> Rubric:
         """Of rollouts of one example."""
         return self._environment.rubric.for_task(self._inputs[unit[0]]["task"])
 
-    async def _generate_all(self, units: Sequence[Sequence[int]], then: Callable[[Sequence[int], asyncio.TaskGroup], None]) -> None:
-        """Generate each rollout in a task of its own, and call `then` with each unit whose rollouts are all there.
+    async def _generate_all(
+        self,
+        units: Sequence[Sequence[int]],
+        then: Callable[[Sequence[int], asyncio.TaskGroup], None],
+    ) -> None:
+        """Generate each rollout in a task of its own, and call `then` with each unit whose rollouts
+        are all there.
 
         An error that no rollout can be blamed for, or a cancellation, ends all tasks.
         """
@@ -190,9 +255,11 @@ class _Rollouts:
                 for place in unit:
                     tasks.create_task(generate_one(number, place))
 
-    def _begin_scoring(self, unit: Sequence[int], tasks: asyncio.TaskGroup, *, context: Context) -> None:
-        """Score a rollout, or those of an example, in a task and a context of its own: what a rollout has left in its own, such as a timer that cancels the
-        task, is not there."""
+    def _begin_scoring(
+        self, unit: Sequence[int], tasks: asyncio.TaskGroup, *, context: Context
+    ) -> None:
+        """Score a rollout, or those of an example, in a task and a context of its own: what a
+        rollout has left in its own, such as a timer that cancels the task, is not there."""
         if sound := self._set_failed_apart(unit):
             tasks.create_task(self._score_and_finish(unit, sound), context=context.copy())
         else:
@@ -212,7 +279,9 @@ class _Rollouts:
             GIVEN_UP.set(self._given_up[place])
             state = await self._rolled_out(place)
             timing = state["timing"]
-            timing["generation_ms"] = timing["total_ms"] = 1000 * (time.perf_counter() - began_s - waited.total_s)
+            timing["generation_ms"] = timing["total_ms"] = 1000 * (
+                time.perf_counter() - began_s - waited.total_s
+            )
         finally:
             if self._generation is not None:
                 self._generation.release()
@@ -228,7 +297,9 @@ class _Rollouts:
                 state = await self._cleaned_up(one, begun)
             else:
                 remedy = "check what its turns, tools and cleanups wait for, or allow more"
-                async with within(self._call.rollout_timeout_s, "not done after rollout_timeout_s", remedy):
+                async with within(
+                    self._call.rollout_timeout_s, "not done after rollout_timeout_s", remedy
+                ):
                     state = await self._cleaned_up(one, begun)
         except FAILURES as error:  # of one rollout: it is data, and the others go on
             self._raise_if_for_all(error)
@@ -248,38 +319,51 @@ class _Rollouts:
             try:
                 async with asyncio.timeout(environment.cleanup_timeout_s):
                     await environment._render_completion(state)
-            except FAILURES as again:  # perhaps the failure itself: the steps are kept, in their own words
+            # perhaps the failure itself: the steps are kept, in their own words
+            except FAILURES as again:
                 self._raise_if_for_all(again)
                 state["completion"] = "" if environment.message_type == "completion" else []
 
     async def _cleaned_up(self, one: RolloutInput, begun: Begun) -> State:
-        """A rollout, and however it ended, after it every `@cleanup`, if the environment's own `rollout` has not called them."""
+        """A rollout, and however it ended, after it every `@cleanup`, if the environment's own
+        `rollout` has not called them.
+        """
         call, environment = self._call, self._environment
         state: State | None = None
         try:
-            made = await awaited(environment.rollout(one, call.client, call.model, call.sampling_args))
+            made = await awaited(
+                environment.rollout(one, call.client, call.model, call.sampling_args)
+            )
             state = _filled(require_state(made, "rollout", environment), one)
             if (num_splits := begun.num_splits) is not None:
                 state["num_splits"] = num_splits  # it may be another state than the client knows
         finally:
             member = environment.member(one["task"])
             if member._cleanups and (left := begun.left(state)):
-                await to_the_end(all_of(map(partial, repeat(member._cleanup), left)), member.cleanup_timeout_s)
+                await to_the_end(
+                    all_of(map(partial, repeat(member._cleanup), left)), member.cleanup_timeout_s
+                )
         return state
 
     async def _meet_cancellation(self) -> None:
-        """Let a cancellation of this task come before it goes on, where its rollout or its rubric has asked for one."""
+        """Let a cancellation of this task come before it goes on, where its rollout or its rubric
+        has asked for one.
+        """
         if is_cancelled():
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
             self._raise_if_for_all(None)
 
     def _raise_if_for_all(self, error: BaseException | None) -> None:
-        """Raise the end of the process, and a cancellation of `generate`: that of one task alone is the failure of its rollout, or of its rubric."""
+        """Raise the end of the process, and a cancellation of `generate`: that of one task alone is
+        the failure of its rollout, or of its rubric.
+        """
         if isinstance(error, SystemExit) and is_of_signal(error):
             raise error
         if self._caller.cancelling() > self._num_cancellations:
-            raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
+            raise (
+                error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError
+            ) from error
 
     async def _score_all(self, places: Sequence[int]) -> None:
         """Score the rollouts of one rubric by its `score_rollouts`, when all are generated."""
@@ -290,7 +374,9 @@ class _Rollouts:
         is_overridden = rubric.scores_all_at_once
         in_units = set[int]()
 
-        async def score_unit(by: Rubric, of_unit: Sequence[State], turns: asyncio.Semaphore | None) -> None:
+        async def score_unit(
+            by: Rubric, of_unit: Sequence[State], turns: asyncio.Semaphore | None
+        ) -> None:
             unit = [place_of[id(state)] for state in of_unit]
             await self._score_unit(by, unit, turns)
             in_units.update(unit)
@@ -312,7 +398,9 @@ class _Rollouts:
         if not is_overridden:
             self._finish(place for place in places if place not in in_units)
             return
-        named = groups_of((self._inputs[place]["task"], self._inputs[place]["example_id"]) for place in sound)
+        named = groups_of(
+            (self._inputs[place]["task"], self._inputs[place]["example_id"]) for place in sound
+        )
         for unit in self._units([sound[number] for number in group] for group in named):
             self._settle(rubric, unit)
         for place in sound:
@@ -321,7 +409,9 @@ class _Rollouts:
                 self._state(place)["timing"]["scoring_ms"] = took_ms
         self._finish(places)
 
-    async def _score_unit(self, rubric: Rubric, unit: Sequence[int], turns: asyncio.Semaphore | None) -> None:
+    async def _score_unit(
+        self, rubric: Rubric, unit: Sequence[int], turns: asyncio.Semaphore | None
+    ) -> None:
         """Score rollouts that have not failed: one, or where they are compared, an example's."""
         states, turn = list(map(self._state, unit)), ScoringSlot(turns)
         async with turn:
@@ -340,10 +430,15 @@ class _Rollouts:
     async def _scored(self, rubric: Rubric, states: Sequence[State], place: int) -> None:
         """In this task, whose context says what is scored. `place` is the first one's."""
         one = self._inputs[place]
-        GIVEN_UP.set(self._given_up[place])  # those of a group's function are noted once, with its first rollout
+        # those of a group's function are noted once, with its first rollout
+        GIVEN_UP.set(self._given_up[place])
         score_by(None, self._environment.member(one["task"]).parser)
         scoring_begins(one, self._inside_at(place))
-        await awaited(rubric.score_group(states) if rubric.compares_rollouts else rubric.score_rollout(states[0]))
+        await awaited(
+            rubric.score_group(states)
+            if rubric.compares_rollouts
+            else rubric.score_rollout(states[0])
+        )
 
     def _settle(self, rubric: Rubric, unit: Sequence[int]) -> None:
         states = [self._state(place) for place in unit]

@@ -16,42 +16,85 @@ from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
 
 
 class EnvGroup(Environment):
-    """The rows of all its environments, one environment after the other; a row's `task` says whose it is, its `example_id` is its place among all, and an
-    `id` that it had is still there."""
+    """The rows of all its environments, one environment after the other; a row's `task` says whose
+    it is, its `example_id` is its place among all, and an `id` that it had is still there."""
 
-    def __init__(self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
         """
         Args:
-            envs: of one `message_type`. They keep their prompts, rubrics, sampling arguments and bounds, and are closed with the group.
+            envs: of one `message_type`. They keep their prompts, rubrics, sampling arguments and
+            bounds, and are closed with the group.
             env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
-            kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the environments. The rest is theirs to have.
+            kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the
+            environments. The rest is theirs to have.
         """
         if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
-            raise TypeError(f"envs: has {', '.join(foreign)}; put environments of rollout_actors.environments into a group")
+            raise TypeError(
+                f"envs: has {', '.join(foreign)}; put environments of rollout_actors.environments"
+                " into a group"
+            )
         self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
-        self.cleanup_timeout_s = max(type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs))
+        self.cleanup_timeout_s = max(
+            type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs)
+        )
         message_types = sorted({env.message_type for env in envs})
-        if unused := [name for name in kwargs if name not in ("env_id", "env_args", "sampling_args")]:
-            raise TypeError(f"{', '.join(unused)}: a group has none of its own; give it to its environments")
+        if unused := [
+            name for name in kwargs if name not in ("env_id", "env_args", "sampling_args")
+        ]:
+            raise TypeError(
+                f"{', '.join(unused)}: a group has none of its own; give it to its environments"
+            )
         if len(message_types) > 1:
-            raise ValueError(f"envs: message_type is {' of some and '.join(message_types)} of others; make a group of each")
-        theirs: dict[str, Any] = {"dataset": None, "eval_dataset": None, "system_prompt": None, "few_shot": None, "parser": None, "oai_tools": None}
-        super().__init__(**theirs, max_seq_len=None, message_type=message_types[0], rubric=_RoutedRubric(self.envs), **kwargs)
-        self.prompt_format = _RoutedFormat(self.message_type, forms={name: env.prompt_format for name, env in self.envs.items()})
+            raise ValueError(
+                f"envs: message_type is {' of some and '.join(message_types)} of others; make a"
+                " group of each"
+            )
+        theirs: dict[str, Any] = {
+            "dataset": None,
+            "eval_dataset": None,
+            "system_prompt": None,
+            "few_shot": None,
+            "parser": None,
+            "oai_tools": None,
+        }
+        super().__init__(
+            **theirs,
+            max_seq_len=None,
+            message_type=message_types[0],
+            rubric=_RoutedRubric(self.envs),
+            **kwargs,
+        )
+        self.prompt_format = _RoutedFormat(
+            self.message_type, forms={name: env.prompt_format for name, env in self.envs.items()}
+        )
         self.dataset = _joined({name: env.dataset for name, env in self.envs.items()})
-        self.eval_dataset = _joined({name: env.dataset if env.eval_dataset is None else env.eval_dataset for name, env in self.envs.items()})
+        self.eval_dataset = _joined(
+            {
+                name: env.dataset if env.eval_dataset is None else env.eval_dataset
+                for name, env in self.envs.items()
+            }
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if own := [handler.__name__ for handler in (*self._stop_conditions, *self._cleanups)]:
             raise TypeError(
-                f"{', '.join(own)}: a group has no @stop and no @cleanup of its own, since its environments make its rollouts; mark methods of those"
+                f"{', '.join(own)}: a group has no @stop and no @cleanup of its own, since its"
+                " environments make its rollouts; mark methods of those"
             )
 
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
         return await self._env(input.get("task")).init_state(input, **kwargs)
 
-    async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
         """Of the environment that the input's task names. ValueError where it names none."""
         return await self._env(input.get("task")).rollout(input, client, model, sampling_args)
 
@@ -62,8 +105,9 @@ class EnvGroup(Environment):
         await self._env(state["task"])._render_completion(state)
 
     async def aclose(self) -> None:
-        """The group's own `@teardown`, and then each environment's, one after the other and each within its own limit, whatever the others raise; the first
-        error is raised at the end. Where this is cancelled, so is the one under way; the others are closed."""
+        """The group's own `@teardown`, and then each environment's, one after the other and each
+        within its own limit, whatever the others raise; the first error is raised at the end. Where
+        this is cancelled, so is the one under way; the others are closed."""
         left = [super().aclose, *(env.aclose for env in self.envs.values())]
         try:
             await all_of(left.pop(0) for _ in range(len(left)))
@@ -85,11 +129,16 @@ class _RoutedRubric(Rubric):
         self._envs = envs
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> NoReturn:  # noqa: ARG002
-        raise ValueError("a group of environments has no reward functions of its own; add them to the rubrics of its environments")
+        raise ValueError(
+            "a group of environments has no reward functions of its own; add them to the rubrics of"
+            " its environments"
+        )
 
     @property
     def reward_names(self) -> list[str]:
-        return list(dict.fromkeys(name for env in self._envs.values() for name in env.rubric.reward_names))
+        return list(
+            dict.fromkeys(name for env in self._envs.values() for name in env.rubric.reward_names)
+        )
 
     def for_task(self, task: str) -> Rubric:
         return self._envs[task].rubric if task in self._envs else self
@@ -106,7 +155,11 @@ class _RoutedRubric(Rubric):
     async def score_group(self, states: Sequence[State]) -> None:
         for task in dict.fromkeys(state["task"] for state in states):
             with lent(self._envs[task].parser):
-                await awaited(self._envs[task].rubric.score_group([state for state in states if state["task"] == task]))
+                await awaited(
+                    self._envs[task].rubric.score_group(
+                        [state for state in states if state["task"] == task]
+                    )
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +210,11 @@ def _joined(datasets: Mapping[str, Examples | None]) -> Examples | None:
 def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str]:
     if not envs:
         raise ValueError("envs: a group has at least one")
-    names = [env.env_id or f"env_{place}" for place, env in enumerate(envs)] if given is None else list(given)
+    names = (
+        [env.env_id or f"env_{place}" for place, env in enumerate(envs)]
+        if given is None
+        else list(given)
+    )
     if len(names) != len(envs):
         raise ValueError(f"env_names: {len(names)} for {len(envs)} environments; give one to each")
     if len(set(names)) != len(names):
@@ -170,4 +227,6 @@ def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str
 
 
 def _refuse_task(task: object, names: Mapping[str, Any], where: str = "") -> NoReturn:
-    raise ValueError(f"{where}task {task!r} is no environment of the group, which has {', '.join(names)}")
+    raise ValueError(
+        f"{where}task {task!r} is no environment of the group, which has {', '.join(names)}"
+    )

@@ -7,16 +7,28 @@ from abc import abstractmethod
 from typing import Any
 
 from rollout_actors.environments.chat.messages import concat_messages, copied, said
-from rollout_actors.environments.chat.responses import parse_response_messages, parse_response_tokens
+from rollout_actors.environments.chat.responses import (
+    parse_response_messages,
+    parse_response_tokens,
+)
 from rollout_actors.environments.clients.openai import OVERLONG
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import awaited, stop, to_the_end
 from rollout_actors.environments.scope import InsideARollout, note_cleaned, require_state
-from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State, TrajectoryStep, TrajectoryStepTokens
+from rollout_actors.environments.types import (
+    Messages,
+    RolloutInput,
+    SamplingArgs,
+    State,
+    TrajectoryStep,
+    TrajectoryStepTokens,
+)
 
 
 class MultiTurnEnv(Environment):
-    """A subclass says what the environment answers (`env_response`), and with `@stop`, when a rollout is over."""
+    """A subclass says what the environment answers (`env_response`), and with `@stop`, when a
+    rollout is over.
+    """
 
     def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
         """`max_turns`: most calls of the model in a rollout; -1: any number."""
@@ -25,8 +37,9 @@ class MultiTurnEnv(Environment):
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """What the environment says to the conversation so far, whose last message is the model's. May write to the state, and as `final_env_response` its
-        last word, with which the rollout ends."""
+        """What the environment says to the conversation so far, whose last message is the model's.
+        May write to the state, and as `final_env_response` its last word, with which the rollout
+        ends."""
 
     @stop
     async def max_turns_reached(self, state: State) -> bool:
@@ -42,23 +55,32 @@ class MultiTurnEnv(Environment):
 
     @stop
     async def environment_has_ended_it(self, state: State) -> bool:
-        """`env_response` has noted its last word, which nobody answers, in `state["final_env_response"]`."""
+        """`env_response` has noted its last word, which nobody answers, in
+        `state["final_env_response"]`.
+        """
         return dict.get(state, "final_env_response") is not None
 
     async def get_prompt_messages(self, state: State) -> Messages:
-        """Of the next call: the rollout's prompt, and then the conversation so far with what the environment says to it."""
+        """Of the next call: the rollout's prompt, and then the conversation so far with what the
+        environment says to it.
+        """
         trajectory = state["trajectory"]
         if not trajectory:
             return concat_messages([state["prompt"]])
         last = trajectory[-1]
-        # A copy: what the environment does to it is said in the next call, and was not said in the last one.
+        # A copy: what the environment does to it is said in the next call, and was not said in the
+        # last one.
         messages = copied(concat_messages([last["prompt"], last["completion"]]))
         answer = said(await awaited(self.env_response(messages, state)), "env_response", self)
         if dict.get(state, "final_env_response") is not None:
-            state["final_env_response"] = said(state["final_env_response"], "final_env_response", self)
+            state["final_env_response"] = said(
+                state["final_env_response"], "final_env_response", self
+            )
         return concat_messages([messages, answer])
 
-    async def add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
+    async def add_model_response(
+        self, state: State, prompt_messages: Messages, response: Any
+    ) -> None:
         """Note a call of the model as a step of the trajectory."""
         if response is not None and response.id == OVERLONG:
             state["prompt_too_long"] = state["is_truncated"] = True
@@ -78,8 +100,16 @@ class MultiTurnEnv(Environment):
         }
         state["trajectory"].append(step)
 
-    async def rollout(self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None = None) -> State:
-        """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however that ends."""
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however
+        that ends.
+        """
         state = require_state(await awaited(self.init_state(input)), "init_state", self)
         try:
             with InsideARollout(self, state) as inside:
@@ -92,14 +122,21 @@ class MultiTurnEnv(Environment):
                 await to_the_end(self._cleanup(state), self.cleanup_timeout_s)
         return state
 
-    async def _take_turns(self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None) -> None:
+    async def _take_turns(
+        self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None
+    ) -> None:
         while not await awaited(self.is_completed(state)):
             prompt = await awaited(self.get_prompt_messages(state))
             if dict.get(state, "final_env_response") is not None:
                 await awaited(self.is_completed(state))
                 break
             response = await self.get_model_response(
-                client, model, prompt, oai_tools=state["oai_tools"], sampling_args=sampling_args, message_type=self.message_type
+                client,
+                model,
+                prompt,
+                oai_tools=state["oai_tools"],
+                sampling_args=sampling_args,
+                message_type=self.message_type,
             )
             await awaited(self.add_model_response(state, prompt, response))
         if not state["is_completed"] or state.get("completion") is None:
@@ -108,9 +145,11 @@ class MultiTurnEnv(Environment):
             await self._render_timing(state)
             await self._render_completion(state)
 
-    def _within_max_seq_len(self, tokens: TrajectoryStepTokens | None, response: Any, state: State) -> TrajectoryStepTokens | None:
-        """The step's tokens as far as there is room; None where there is none for any that was sampled. Without tokens the endpoint's own count of them holds,
-        where it has one."""
+    def _within_max_seq_len(
+        self, tokens: TrajectoryStepTokens | None, response: Any, state: State
+    ) -> TrajectoryStepTokens | None:
+        """The step's tokens as far as there is room; None where there is none for any that was
+        sampled. Without tokens the endpoint's own count of them holds, where it has one."""
         assert self.max_seq_len is not None
         if tokens is not None:
             length = len(tokens["prompt_ids"]) + len(tokens["completion_ids"])

@@ -1,8 +1,10 @@
 """What a rollout is worth: reward functions with weights.
 
-A reward function is called with the arguments that it names: any field of the state (`prompt`, `completion`, `answer`, `info`, `task`, ...), `state` itself,
-`parser`, or whatever `class_objects` holds; with `**kwargs`, all of them. One that names `states`, or another plural, is of a group: it is called once with
-the rollouts of one example, and returns a reward for each. Plain functions run in a thread, so that they do not hold up the others.
+A reward function is called with the arguments that it names: any field of the state (`prompt`,
+`completion`, `answer`, `info`, `task`, ...), `state` itself, `parser`, or whatever `class_objects`
+holds; with `**kwargs`, all of them. One that names `states`, or another plural, is of a group: it
+is called once with the rollouts of one example, and returns a reward for each. Plain functions run
+in a thread, so that they do not hold up the others.
 
 A function that raises, or returns no finite number, loses only its own figure: `state["metrics"]`
 goes without it, and `state["reward_errors"]` says by name what was wrong. Where its weight is not 0
@@ -49,14 +51,24 @@ class Parser:
         return self.parse(text_of(said[-1])) if said else None
 
     def assistant_messages(self, completion: Messages) -> list[Message]:
-        return [] if isinstance(completion, str) else [message for message in completion if message["role"] == "assistant"]
+        return (
+            []
+            if isinstance(completion, str)
+            else [message for message in completion if message["role"] == "assistant"]
+        )
 
     def format_reward_func(self) -> Callable[..., float]:
         """A reward function: the share of the model's messages from which an answer can be read."""
 
         def format_reward(completion: Messages) -> float:
-            texts = [completion] if isinstance(completion, str) else [text_of(message) for message in self.assistant_messages(completion)]
-            return sum(self.parse(text) is not None for text in texts) / len(texts) if texts else 0.0
+            texts = (
+                [completion]
+                if isinstance(completion, str)
+                else [text_of(message) for message in self.assistant_messages(completion)]
+            )
+            return (
+                sum(self.parse(text) is not None for text in texts) / len(texts) if texts else 0.0
+            )
 
         return format_reward
 
@@ -72,15 +84,25 @@ class ThinkParser(Parser):
 class XMLParser(Parser):
     """The answer stands between `<answer>` and `</answer>`, or another of `fields`."""
 
-    def __init__(self, fields: Sequence[str] = ("think", "answer"), answer_field: str = "answer", extract_fn: Callable[[str], Any] = str) -> None:
+    def __init__(
+        self,
+        fields: Sequence[str] = ("think", "answer"),
+        answer_field: str = "answer",
+        extract_fn: Callable[[str], Any] = str,
+    ) -> None:
         if answer_field not in fields:
-            raise ValueError(f"answer_field: {answer_field!r} is none of the fields {', '.join(fields)}")
+            raise ValueError(
+                f"answer_field: {answer_field!r} is none of the fields {', '.join(fields)}"
+            )
         super().__init__(extract_fn)
         self.fields, self.answer_field = tuple(fields), answer_field
 
     def parse_fields(self, text: str) -> dict[str, str | None]:
         """What stands last in each field; None where the field is not there, or not closed."""
-        found = {field: re.findall(rf"<{re.escape(field)}>(.*?)</{re.escape(field)}>", text, re.DOTALL) for field in self.fields}
+        found = {
+            field: re.findall(rf"<{re.escape(field)}>(.*?)</{re.escape(field)}>", text, re.DOTALL)
+            for field in self.fields
+        }
         return {field: values[-1].strip() if values else None for field, values in found.items()}
 
     def parse(self, text: str) -> Any:
@@ -101,7 +123,22 @@ RewardFunction = Callable[..., Any]
 
 PLURALS = {
     "trajectories": "trajectory",
-    **{f"{name}s": name for name in ("state", "prompt", "completion", "answer", "task", "info", "example_id", "id", "timing", "stop_condition", "input")},
+    **{
+        f"{name}s": name
+        for name in (
+            "state",
+            "prompt",
+            "completion",
+            "answer",
+            "task",
+            "info",
+            "example_id",
+            "id",
+            "timing",
+            "stop_condition",
+            "input",
+        )
+    },
 }
 """What a reward function of a group may name, and what each of its items is."""
 
@@ -115,7 +152,8 @@ _SCORE_UNIT: ContextVar[ScoreUnit | None] = ContextVar("score_unit", default=Non
 
 
 def score_by(score_unit: ScoreUnit | None, parser: Parser) -> None:
-    """Have `Rubric.score_rollouts` score each unit by this in this task, which has a context of its own, and lend the parser there (`lent`).
+    """Have `Rubric.score_rollouts` score each unit by this in this task, which has a context of its
+    own, and lend the parser there (`lent`).
 
     Args:
         score_unit: None: by the rubric alone.
@@ -127,7 +165,9 @@ def score_by(score_unit: ScoreUnit | None, parser: Parser) -> None:
 
 @contextmanager
 def lent(parser: Parser) -> Iterator[None]:
-    """What rubrics score meanwhile is of an environment with this parser, which functions get that ask for one where their rubric has none."""
+    """What rubrics score meanwhile is of an environment with this parser, which functions get that
+    ask for one where their rubric has none.
+    """
     token = _PARSER.set(parser)
     try:
         yield
@@ -140,7 +180,9 @@ _LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("limit", default=(None
 
 @contextmanager
 def limited(limit_s: float | None, key: str) -> Iterator[None]:
-    """Bound each call of a reward function meanwhile, without its wait for a thread; None: no bound. `key` is what the bound is called."""
+    """Bound each call of a reward function meanwhile, without its wait for a thread; None: no
+    bound. `key` is what the bound is called.
+    """
     token = _LIMIT.set((limit_s, key))
     try:
         yield
@@ -151,11 +193,18 @@ def limited(limit_s: float | None, key: str) -> Iterator[None]:
 class Rubric:
     """Reward functions and their weights; one with the weight 0 is measured alone."""
 
-    def __init__(self, funcs: Sequence[RewardFunction] | None = None, weights: Sequence[float] | None = None, parser: Parser | None = None) -> None:
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunction] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+    ) -> None:
         functions = list(funcs or ())
         given = [1.0] * len(functions) if weights is None else list(weights)
         if len(given) != len(functions):
-            raise ValueError(f"weights: {len(given)} for {len(functions)} reward functions; give one to each")
+            raise ValueError(
+                f"weights: {len(given)} for {len(functions)} reward functions; give one to each"
+            )
         self.parser = parser
         self.class_objects: dict[str, Any] = {} if parser is None else {"parser": parser}
         """Further arguments, by name."""
@@ -166,18 +215,29 @@ class Rubric:
             self.add_reward_func(function, weight)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """Also as `@rubric.add_reward_func`. What has no name of its own (a lambda, a partial) is numbered from the second of its kind."""
+        """Also as `@rubric.add_reward_func`. What has no name of its own (a lambda, a partial) is
+        numbered from the second of its kind.
+        """
         reward = _Reward.of(func, weight)
         if reward.is_nameless:
-            names = (reward.name if number == 1 else f"{reward.name}_{number}" for number in count(1))
-            reward = replace(reward, name=next(name for name in names if name not in self.reward_names))
+            names = (
+                reward.name if number == 1 else f"{reward.name}_{number}" for number in count(1)
+            )
+            reward = replace(
+                reward, name=next(name for name in names if name not in self.reward_names)
+            )
         if reward.name in self.reward_names:
-            raise ValueError(f"reward function {reward.name} is there already; metrics go by the functions' names")
+            raise ValueError(
+                f"reward function {reward.name} is there already; metrics go by the functions'"
+                " names"
+            )
         self._rewards.append(reward)
         self._has_group_function = self._has_group_function or reward.is_of_group
 
     def lend_parser(self, parser: Parser) -> None:
-        """The first environment's, for functions that ask for one where the rubric has none. While an environment scores its rollouts, it is that one's own."""
+        """The first environment's, for functions that ask for one where the rubric has none. While
+        an environment scores its rollouts, it is that one's own.
+        """
         self._lent.setdefault("parser", parser)
 
     @property
@@ -191,7 +251,9 @@ class Rubric:
 
     @property
     def compares_rollouts(self) -> bool:
-        """Whether a function needs all rollouts of an example, or the subclass has a `score_group` of its own."""
+        """Whether a function needs all rollouts of an example, or the subclass has a `score_group`
+        of its own.
+        """
         return self._needs_group or type(self).score_group is not Rubric.score_group
 
     @property
@@ -206,7 +268,8 @@ class Rubric:
     async def score_rollout(self, state: State) -> None:
         """Write the state's `reward` and `metrics`, and the reward of the steps that have none."""
         if self._needs_group:
-            # Without an advantage: there is nothing to compare with, and a subclass's `score_group` that calls this compares them itself.
+            # Without an advantage: there is nothing to compare with, and a subclass's `score_group`
+            # that calls this compares them itself.
             await self._score([state])
         else:
             await self._score_alone(state)
@@ -259,7 +322,11 @@ class Rubric:
 
     def _objects(self) -> dict[str, Any]:
         parser = _PARSER.get()
-        return {**self._lent, **({} if parser is None else {"parser": parser}), **self.class_objects}
+        return {
+            **self._lent,
+            **({} if parser is None else {"parser": parser}),
+            **self.class_objects,
+        }
 
     def _credit(self, state: State, figures: Sequence[Figure]) -> None:
         reward, metrics, failed, error = 0.0, {}, {}, None
@@ -285,7 +352,9 @@ class RubricGroup(Rubric):
     def __init__(self, rubrics: Sequence[Rubric]) -> None:
         if not rubrics:
             raise ValueError("rubrics: a group has at least one")
-        super().__init__(parser=next((rubric.parser for rubric in rubrics if rubric.parser is not None), None))
+        super().__init__(
+            parser=next((rubric.parser for rubric in rubrics if rubric.parser is not None), None)
+        )
         self.rubrics = tuple(rubrics)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
@@ -357,9 +426,7 @@ class RubricGroup(Rubric):
         await self._add_up(states, score)
 
     async def _add_up(
-        self,
-        states: Sequence[State],
-        score: Callable[[Rubric, Sequence[State]], Awaitable[None]],
+        self, states: Sequence[State], score: Callable[[Rubric, Sequence[State]], Awaitable[None]]
     ) -> None:
         """Write the sums of what each rubric gives when it is asked by `score`."""
         totals = [0.0] * len(states)
@@ -404,7 +471,9 @@ def _examples_of(states: Sequence[State]) -> list[list[State]]:
 
 
 def groups_of(names: Iterable[Any]) -> list[list[int]]:
-    """The places of each name among them. An example's name is its task and its id: two environments may number their rows alike."""
+    """The places of each name among them. An example's name is its task and its id: two
+    environments may number their rows alike.
+    """
     groups: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         groups.setdefault(repr(name), []).append(place)  # an id may be of any type
@@ -412,11 +481,13 @@ def groups_of(names: Iterable[Any]) -> list[list[int]]:
 
 
 def settle(states: Sequence[State], rubric: Rubric) -> None:
-    """The end of scoring: what a rubric, which may be of a class of the user's, has changed since it was given is that of the steps too, and where it has
-    changed rewards since they were compared, they are compared again; advantages that it has set itself stay.
+    """The end of scoring: what a rubric, which may be of a class of the user's, has changed since
+    it was given is that of the steps too, and where it has changed rewards since they were
+    compared, they are compared again; advantages that it has set itself stay.
 
     Raises:
-        ValueError: it has left a rollout without a reward that can be compared, or with a metric that is no number.
+        ValueError: it has left a rollout without a reward that can be compared, or with a metric
+        that is no number.
     """
     who = type(rubric).__name__
     for state in states:
@@ -424,7 +495,10 @@ def settle(states: Sequence[State], rubric: Rubric) -> None:
             raise ValueError(f"{who} gave the reward {reward!r}; give a finite number")
         for name, value in (state.get("metrics") or {}).items():
             if not _is_finite(value):
-                raise ValueError(f"{who} gave the metric {name} = {value!r}; give a finite number, or leave it out")
+                raise ValueError(
+                    f"{who} gave the metric {name} = {value!r}; give a finite number, or leave"
+                    " it out"
+                )
     _compare_again(states)
     for state in states:
         for field in ("reward", "advantage"):
@@ -462,7 +536,8 @@ def compare_rollouts(states: Sequence[State]) -> None:
 
 
 def _note_reward_errors(state: State, failed: Mapping[str, str], error: str | None) -> None:
-    """Write which functions failed, by name, and where one with a weight did, the rollout's error."""
+    """Write which functions failed, by name, and where one with a weight did, the rollout's
+    error."""
     former = state.pop("reward_errors", None)
     if former and state.get("error") in former.values():
         state["error"] = None  # it was of an earlier scoring
@@ -488,7 +563,10 @@ def _compare_again(states: Sequence[State]) -> None:
         return
     for places in groups_of(id(_given(state, "advantage").compared) for state in states):
         group = [states[place] for place in places]
-        rewards, compared = [state["reward"] for state in group], _given(group[0], "advantage").compared
+        rewards, compared = (
+            [state["reward"] for state in group],
+            _given(group[0], "advantage").compared,
+        )
         if len(compared) != len(group) or compared == rewards:
             continue  # never compared, or not with these alone; or still true
         for state, advantage in zip(group, group_advantages(rewards), strict=True):
@@ -503,7 +581,9 @@ class _Given(NamedTuple):
     steps: Sequence[int] = ()
     """Those that were given it too."""
     compared: Sequence[float] = ()
-    """The rewards that an advantage was computed from, in one list for all of the group; empty where it is of another kind."""
+    """The rewards that an advantage was computed from, in one list for all of the group; empty
+    where it is of another kind.
+    """
 
 
 _NOTHING_GIVEN = _Given()
@@ -521,12 +601,16 @@ def _is_as_given(state: State, field: str) -> bool:
 def _inheriting(state: State, field: str) -> list[int]:
     """Steps that hold what they were given, and nothing that somebody has set since."""
     given, steps = _given(state, field), state.get("trajectory") or ()
-    return [number for number in given.steps if number < len(steps) and _is_same(steps[number].get(field), given.value)]
+    return [
+        number
+        for number in given.steps
+        if number < len(steps) and _is_same(steps[number].get(field), given.value)
+    ]
 
 
 def _give(state: State, field: str, value: float | None, compared: Sequence[float] = ()) -> None:
-    """To a rollout, and to those of its steps that have nothing, or what they were given before. States and steps may be of users, who leave out what is not
-    known yet."""
+    """To a rollout, and to those of its steps that have nothing, or what they were given before.
+    States and steps may be of users, who leave out what is not known yet."""
     inherited = state.get("_inherited")
     if inherited is None:
         inherited = state["_inherited"] = {}
@@ -595,20 +679,48 @@ class _Reward:
         parameters = inspect.signature(called).parameters.values()
         # What a partial has bound is given already.
         bound = called.keywords if isinstance(called, partial) else {}
-        given = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in bound]
-        named, required = tuple(one.name for one in given), tuple(one.name for one in given if one.default is one.empty)
+        given = [
+            one
+            for one in parameters
+            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in bound
+        ]
+        named, required = (
+            tuple(one.name for one in given),
+            tuple(one.name for one in given if one.default is one.empty),
+        )
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         name = getattr(function, "__name__", type(function).__name__)
-        if unnamed := [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.default is one.empty]:
-            raise ValueError(f"reward function {name}: {', '.join(unnamed)} can only be given by position; arguments are given by name, so leave out the slash")
+        if unnamed := [
+            one.name
+            for one in parameters
+            if one.kind is one.POSITIONAL_ONLY and one.default is one.empty
+        ]:
+            raise ValueError(
+                f"reward function {name}: {', '.join(unnamed)} can only be given by position;"
+                " arguments are given by name, so leave out the slash"
+            )
         is_nameless = name == "<lambda>" or not hasattr(function, "__name__")
         is_of_group = any(argument in PLURALS for argument in named)
         is_asynchronous = inspect.iscoroutinefunction(function)
-        return cls(function, name, float(weight), named, required, takes_all, frozenset(bound), is_of_group, is_asynchronous, is_nameless)
+        return cls(
+            function,
+            name,
+            float(weight),
+            named,
+            required,
+            takes_all,
+            frozenset(bound),
+            is_of_group,
+            is_asynchronous,
+            is_nameless,
+        )
 
     async def of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
         try:
-            return _number(await self._called(objects, {"state": state}, state, {"answer": "", "info": {}}), self.name)
+            return _number(
+                await self._called(objects, {"state": state}, state, {"answer": "", "info": {}}),
+                self.name,
+            )
         except FAILURES as error:
             return Failed.of(error)
 
@@ -633,9 +745,15 @@ class _Reward:
         columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
         values = await self._called({**columns, "states": states, **objects})
         if not hasattr(values, "__len__"):
-            raise ValueError(f"reward function {self.name} returned {values!r} for a group of {len(states)} rollouts; return a list with one reward for each")
+            raise ValueError(
+                f"reward function {self.name} returned {values!r} for a group of {len(states)}"
+                " rollouts; return a list with one reward for each"
+            )
         if len(values) != len(states):
-            raise ValueError(f"reward function {self.name} returned {len(values)} rewards for a group of {len(states)} rollouts; return one for each")
+            raise ValueError(
+                f"reward function {self.name} returned {len(values)} rewards for a group of"
+                f" {len(states)} rollouts; return one for each"
+            )
         return list(values)
 
     def _arguments(self, *there: Mapping[str, Any]) -> dict[str, Any]:
@@ -648,7 +766,10 @@ class _Reward:
                     break
         if missing := [name for name in self.required if name not in arguments]:
             known = ", ".join(sorted(set().union(*there)))
-            raise TypeError(f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add others to the rubric's class_objects")
+            raise TypeError(
+                f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add"
+                " others to the rubric's class_objects"
+            )
         for name in self.bound:
             arguments.pop(name, None)
         return arguments
@@ -656,7 +777,11 @@ class _Reward:
     async def _called(self, *there: Mapping[str, Any]) -> Any:
         arguments = self._arguments(*there)
         limit_s, key = _LIMIT.get()
-        async with within(limit_s, f"reward function {self.name} is not done after {key}", "check what it waits for, or allow more with scoring_timeout_s"):
+        async with within(
+            limit_s,
+            f"reward function {self.name} is not done after {key}",
+            "check what it waits for, or allow more with scoring_timeout_s",
+        ):
             if self.is_asynchronous:
                 return await self.function(**arguments)
             return await awaited(await in_thread(self.function, **arguments))

@@ -1,4 +1,6 @@
-"""How rollouts begin: with which fields, and where their states are noted, so that one that fails leaves what it had, and each is cleaned up after."""
+"""How rollouts begin: with which fields, and where their states are noted, so that one that fails
+leaves what it had, and each is cleaned up after.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rollout_actors.environments.types import State
 
 
 class _Noted:
-    """A state of a rollout that is being made, as whatever object the environment has it now, and what its calls go to."""
+    """A state of a rollout that is being made, as whatever object the environment has it now, and
+    what its calls go to.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -27,16 +31,27 @@ class _Noted:
 class Begun:
     """What is known of a rollout while an environment makes it."""
 
-    def __init__(self, environment: object, row: Mapping[str, Any], within: Inside | None = None, *, mark: str = "") -> None:
+    def __init__(
+        self,
+        environment: object,
+        row: Mapping[str, Any],
+        within: Inside | None = None,
+        *,
+        mark: str = "",
+    ) -> None:
         """
         Args:
-            within: where it begins in another one, whose environment asks another one (or itself) for it; None: in none.
+            within: where it begins in another one, whose environment asks another one (or itself)
+            for it; None: in none.
             mark: of what is none, and has calls of its own all the same.
         """
         self.environment = environment
         self._path = mark if within is None else within.path + mark
-        # None: this one. No reference to itself: what it holds goes with it, and is not left to the collector.
-        self._around: Begun | None = None if within is None else within.parent._around or within.parent
+        # None: this one. No reference to itself: what it holds goes with it, and is not left to the
+        # collector.
+        self._around: Begun | None = (
+            None if within is None else within.parent._around or within.parent
+        )
         self._row = row
         self._num_children = 0
         self._states: tuple[_Noted, ...] = ()
@@ -47,7 +62,9 @@ class Begun:
         return self._around is not None
 
     def inside(self) -> Inside:
-        """Where the next one begins that its environment asks for. By their order: those of coroutines that are gathered are numbered as they begin."""
+        """Where the next one begins that its environment asks for. By their order: those of
+        coroutines that are gathered are numbered as they begin.
+        """
         self._num_children += 1
         return Inside(self, f"{self._path}/{self._num_children - 1}")
 
@@ -58,8 +75,15 @@ class Begun:
 
     @property
     def num_splits(self) -> int | None:
-        """Calls whose prompt did not go on from the tokens of the one before; None where its clients count none."""
-        counted = [getattr(own, "num_splits", None) for one in self._states for given, own in one.clients if own is not given]
+        """Calls whose prompt did not go on from the tokens of the one before; None where its
+        clients count none.
+        """
+        counted = [
+            getattr(own, "num_splits", None)
+            for one in self._states
+            for given, own in one.clients
+            if own is not given
+        ]
         numbers = [number for number in counted if number is not None]
         return sum(numbers) if numbers else None
 
@@ -71,7 +95,9 @@ class Begun:
         return one
 
     def note_successor(self, state: State, former: _Noted | None = None) -> _Noted:
-        """What the environment has made of a former one, or of the last; nothing new, where it is an object that was noted."""
+        """What the environment has made of a former one, or of the last; nothing new, where it is
+        an object that was noted.
+        """
         for one in self._states:
             if one.state is state:
                 return one
@@ -97,7 +123,12 @@ class Begun:
         for known, own in one.clients:
             if known is given:
                 return own
-        own = client_of(given, State(input=dict(self._row)) if one.state is None else one.state, of=(self._around or self)._input(), path=one.path)
+        own = client_of(
+            given,
+            State(input=dict(self._row)) if one.state is None else one.state,
+            of=(self._around or self)._input(),
+            path=one.path,
+        )
         one.clients = (*one.clients, (given, own))
         return own
 
@@ -139,7 +170,11 @@ class _Called(Begun):
         for begun, _ in before:
             if isinstance(begun, _Called) and not begun.is_taken:
                 # Or each would keep the one before it.
-                begun._before = tuple(place for place in begun._before if not isinstance(place[0], _Called) or place[0].is_taken)
+                begun._before = tuple(
+                    place
+                    for place in begun._before
+                    if not isinstance(place[0], _Called) or place[0].is_taken
+                )
 
     def take(self) -> tuple[_Place, ...]:
         """By what ends it. Returns what was under way before."""
@@ -148,7 +183,9 @@ class _Called(Begun):
 
 
 _Place = tuple[Begun, _Noted | None]
-"""A rollout, and its state in this context: coroutines that are gathered have contexts of their own."""
+"""A rollout, and its state in this context: coroutines that are gathered have contexts of their
+own.
+"""
 
 _BEGUN: ContextVar[Begun | None] = ContextVar("begun", default=None)
 """The one that states of its environment are noted of."""
@@ -168,7 +205,12 @@ def _fields() -> dict[str, Any]:
         "advantage": None,
         "metrics": None,
         "error": None,
-        "timing": {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0, "start_time": time.time()},
+        "timing": {
+            "generation_ms": 0.0,
+            "scoring_ms": 0.0,
+            "total_ms": 0.0,
+            "start_time": time.time(),
+        },
     }
 
 
@@ -184,7 +226,9 @@ def new_state(given: dict[str, Any]) -> State:
 
 
 def whole(state: State) -> State:
-    """With every field of a rollout, as it begins, that it does not have: an environment's own `init_state` may leave out some."""
+    """With every field of a rollout, as it begins, that it does not have: an environment's own
+    `init_state` may leave out some.
+    """
     # None of them is the input's, so the state's own table tells.
     own = dict.keys(state)
     if not own >= _FIELDS or state["trajectory"] is None or state["timing"] is None:
@@ -197,9 +241,14 @@ def whole(state: State) -> State:
 
 
 def require_state(made: Any, method: str, environment: Any) -> State:
-    """TypeError where an environment's method returned anything else, which is what one without a `return` does."""
+    """TypeError where an environment's method returned anything else, which is what one without a
+    `return` does.
+    """
     if not isinstance(made, State):
-        raise TypeError(f"{method} of {environment.name} returned {'nothing' if made is None else type(made).__name__}; return the state")
+        raise TypeError(
+            f"{method} of {environment.name} returned"
+            f" {'nothing' if made is None else type(made).__name__}; return the state"
+        )
     return made
 
 
@@ -207,7 +256,8 @@ def note_begun(environment: object, state: State) -> None:
     """Of a rollout that may fail from here on."""
     begun = _BEGUN.get()
     if begun is None or begun.environment is not environment:
-        # Somebody calls `rollout` himself, and where that is one of his own, nothing says when it ends: until the next one of this environment.
+        # Somebody calls `rollout` himself, and where that is one of his own, nothing says when it
+        # ends: until the next one of this environment.
         begun = _Called(environment, _UNDER_WAY.get())
     _UNDER_WAY.set(_with(begun, begun.note(state)))
 
@@ -232,15 +282,18 @@ def rollout_begins(begun: Begun) -> None:
 
 
 def scoring_begins(row: Mapping[str, Any], within: Inside | None) -> None:
-    """Note that this task, which has a context of its own, scores a rollout, or those of an example: a reward function may ask for rollouts too."""
+    """Note that this task, which has a context of its own, scores a rollout, or those of an
+    example: a reward function may ask for rollouts too.
+    """
     if _BEGUN.get() is not None:
         _BEGUN.set(None)
     _UNDER_WAY.set(((Begun(None, row, within, mark="="), None),))
 
 
 class InsideARollout:
-    """The part of a rollout in which the environment and the model speak. Rollouts that begin inside it (of another environment, or of this one, that are
-    asked for some) are none of its states."""
+    """The part of a rollout in which the environment and the model speak. Rollouts that begin
+    inside it (of another environment, or of this one, that are asked for some) are none of its
+    states."""
 
     def __init__(self, environment: object, state: State) -> None:
         self._before, self._outer = _UNDER_WAY.get(), _BEGUN.get()
@@ -269,17 +322,27 @@ class InsideARollout:
 
 
 def client_under_way(environment: object, client: Any) -> Any:
-    """The one that a call by this environment goes to. RuntimeError where none of its rollouts, or of others, is being made here."""
+    """The one that a call by this environment goes to. RuntimeError where none of its rollouts, or
+    of others, is being made here.
+    """
     under_way = _UNDER_WAY.get()
     if not under_way:
         name = type(client).__name__
-        raise RuntimeError(f"{name} has to know of which rollout a call is, and none is under way here; call init_state first, or give another client")
-    begun, one = next((place for place in under_way if place[0].environment is environment), under_way[0])
+        raise RuntimeError(
+            f"{name} has to know of which rollout a call is, and none is under way here; call"
+            " init_state first, or give another client"
+        )
+    begun, one = next(
+        (place for place in under_way if place[0].environment is environment), under_way[0]
+    )
     return begun.client(client, one)
 
 
 def _with(begun: Begun, one: _Noted) -> tuple[_Place, ...]:
-    return ((begun, one), *[place for place in _UNDER_WAY.get() if place[0].environment is not begun.environment])
+    return (
+        (begun, one),
+        *[place for place in _UNDER_WAY.get() if place[0].environment is not begun.environment],
+    )
 
 
 def _here(begun: Begun) -> _Noted | None:
@@ -291,12 +354,26 @@ def _here(begun: Begun) -> _Noted | None:
 
 
 def _taken(environment: object, under_way: tuple[_Place, ...]) -> tuple[Begun, tuple[_Place, ...]]:
-    """The rollout that this environment's `rollout` makes, called by hand, and what was under way before."""
-    noted = (begun for begun, _ in under_way if begun.environment is environment and isinstance(begun, _Called) and not begun.is_taken)
-    called = next(noted, None) or _Called(environment, under_way)  # not noted where `init_state` does not ask Environment's
+    """The rollout that this environment's `rollout` makes, called by hand, and what was under way
+    before.
+    """
+    noted = (
+        begun
+        for begun, _ in under_way
+        if begun.environment is environment and isinstance(begun, _Called) and not begun.is_taken
+    )
+    # not noted where `init_state` does not ask Environment's
+    called = next(noted, None) or _Called(environment, under_way)
     return called, called.take()
 
 
 def _parent(under_way: tuple[_Place, ...]) -> Begun | None:
     """The innermost, but for one that may have ended long ago, in nothing that goes on."""
-    return next((begun for begun, _ in under_way if not isinstance(begun, _Called) or begun.is_taken or begun.is_inside), None)
+    return next(
+        (
+            begun
+            for begun, _ in under_way
+            if not isinstance(begun, _Called) or begun.is_taken or begun.is_inside
+        ),
+        None,
+    )

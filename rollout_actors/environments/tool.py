@@ -1,4 +1,6 @@
-"""Rollouts in which the model calls Python functions: each turn the environment answers the calls of the last one (spec: environment setup pattern)."""
+"""Rollouts in which the model calls Python functions: each turn the environment answers the calls
+of the last one (spec: environment setup pattern).
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,35 @@ from rollout_actors.environments.types import Message, Messages, State
 
 
 class ToolEnv(MultiTurnEnv):
-    """The model may call the tools as often as it likes; its first message without a call is its last.
+    """The model may call the tools as often as it likes; its first message without a call is its
+    last.
 
-    A row's own `info["oai_tools"]` replaces what the model is shown of the tools, not who answers the calls.
+    A row's own `info["oai_tools"]` replaces what the model is shown of the tools, not who answers
+    the calls.
     """
 
     _completes = False
     """Whether `_completed` fills in what the model has left out."""
 
-    def __init__(self, tools: Sequence[Callable[..., Any]] = (), max_turns: int = 10, error_formatter: Callable[[Exception], str] = str, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]] = (),
+        max_turns: int = 10,
+        error_formatter: Callable[[Exception], str] = str,
+        **kwargs: Any,
+    ) -> None:
         """
         Args:
-            tools: functions whose parameters have type hints, plain or asynchronous; their docstrings are what the model is told. Plain ones run in a thread,
-                at the same time as those of other rollouts; of them and of plain reward functions together, min(32, cores + 4) in a process. More wait for
+            tools: functions whose parameters have type hints, plain or asynchronous; their
+            docstrings are what the model is told. Plain ones run in a thread,
+                at the same time as those of other rollouts; of them and of plain reward functions
+                together, min(32, cores + 4) in a process. More wait for
                 a thread: what waits for a network had better be asynchronous. A
-                `functools.partial` goes by the name and the docstring of what it wraps, unless it is given its own, and what it binds is not shown.
+                `functools.partial` goes by the name and the docstring of what it wraps, unless it
+                is given its own, and what it binds is not shown.
             max_turns: most calls of the model in a rollout; -1: any number.
-            error_formatter: what the model is told of a tool that is unknown, that cannot be called so, or that raises. Where that is nothing, the name
+            error_formatter: what the model is told of a tool that is unknown, that cannot be called
+            so, or that raises. Where that is nothing, the name
                 of the error's class.
         """
         super().__init__(max_turns=max_turns, **kwargs)
@@ -54,14 +68,24 @@ class ToolEnv(MultiTurnEnv):
     async def no_tools_called(self, state: State) -> bool:
         return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"][-1])
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         """A tool message for each call of the last message, one call after the other."""
         last: Any = messages[-1]
-        return [{"role": "tool", "tool_call_id": call["id"], "content": await self._answer(call["function"], messages, state)} for call in calls_of(last)]
+        return [
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "content": await self._answer(call["function"], messages, state),
+            }
+            for call in calls_of(last)
+        ]
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self._tools:
-            raise ValueError(f"tool {tool.name} is there already; tools go by the functions' names: give one of the two a __name__ of its own")
+            raise ValueError(
+                f"tool {tool.name} is there already; tools go by the functions' names: give one of"
+                " the two a __name__ of its own"
+            )
         self._tools[tool.name] = tool
         self.oai_tools = [*self.oai_tools, tool.schema]
 
@@ -76,48 +100,68 @@ class ToolEnv(MultiTurnEnv):
         try:
             tool.require_whole(arguments)
             return await tool.call(arguments)
-        except Exception as error:  # whatever a tool raises is told to the model, which may try another way
+        # whatever a tool raises is told to the model, which may try another way
+        except Exception as error:
             return self._refusal(error, state)
         except SystemExit as error:
             return self._refusal(called_exit(error), state)
 
     def _called(self, name: str) -> Tool:
         if name not in self._tools:
-            raise ValueError(f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}")
+            raise ValueError(
+                f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}"
+            )
         return self._tools[name]
 
     def _refusal(self, error: Exception, state: State) -> str:
         state["num_tool_errors"] = state.get("num_tool_errors", 0) + 1
         return self.error_formatter(error) or type(error).__name__
 
-    async def _completed(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
+    async def _completed(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> dict[str, Any]:
         """What a tool is called with, from what the model gave."""
         return tool_args
 
 
 class StatefulToolEnv(ToolEnv):
-    """Tools with parameters that the environment sets: what belongs to the rollout, and is none of the model's business."""
+    """Tools with parameters that the environment sets: what belongs to the rollout, and is none of
+    the model's business.
+    """
 
     _completes = True
 
     def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
-        """`args_to_skip` are the parameters that the model neither sees nor sets; `update_tool_args` does."""
+        """`args_to_skip` are the parameters that the model neither sees nor sets;
+        `update_tool_args` does.
+        """
         self._add(Tool.of(tool, args_to_skip))
 
-    async def update_tool_args(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
-        """What the tool is called with, from what the model gave: to be overridden, to add the skipped ones, and others that the model has left out. What
-        it raises fails the rollout: the model cannot help it."""
+    async def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> dict[str, Any]:
+        """What the tool is called with, from what the model gave: to be overridden, to add the
+        skipped ones, and others that the model has left out. What it raises fails the rollout: the
+        model cannot help it."""
         return tool_args
 
-    async def _completed(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
+    async def _completed(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> dict[str, Any]:
         return await awaited(self.update_tool_args(tool_name, tool_args, messages, state))
 
 
 class ToolRubric(Rubric):
-    """Metrics, with the weight 0: `num_tool_calls`, `num_tool_errors`, and of each tool, `num_calls_of_<name>`."""
+    """Metrics, with the weight 0: `num_tool_calls`, `num_tool_errors`, and of each tool,
+    `num_calls_of_<name>`.
+    """
 
     def __init__(self, tool_names: Iterable[str] = ()) -> None:
-        functions: list[RewardFunction] = [num_tool_calls, num_tool_errors, *(_counter_of(name) for name in tool_names)]
+        functions: list[RewardFunction] = [
+            num_tool_calls,
+            num_tool_errors,
+            *(_counter_of(name) for name in tool_names),
+        ]
         super().__init__(functions, [0.0] * len(functions))
 
 
@@ -144,4 +188,9 @@ def _counter_of(name: str) -> RewardFunction:
 
 
 def _counted(completion: Messages) -> Counter[str]:
-    return Counter(call["function"]["name"] for message in completion if isinstance(message, dict) for call in calls_of(message))
+    return Counter(
+        call["function"]["name"]
+        for message in completion
+        if isinstance(message, dict)
+        for call in calls_of(message)
+    )

@@ -1,4 +1,6 @@
-"""What a rollout of an environment is made of (spec: trajectories). They are dictionaries because environments of users read and extend them by key."""
+"""What a rollout of an environment is made of (spec: trajectories). They are dictionaries because
+environments of users read and extend them by key.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, TypedDict
 
 Message = dict[str, Any]
-"""As the OpenAI API has it: `role`, `content`, and `tool_calls` or `tool_call_id` where there are any."""
+"""As the OpenAI API has it: `role`, `content`, and `tool_calls` or `tool_call_id` where there are
+any.
+"""
 Messages = list[Message] | str
 """A conversation, or where `message_type` is `completion`, plain text."""
 SamplingArgs = Mapping[str, Any]
@@ -29,11 +33,15 @@ class RolloutInput(BaseRolloutInput, total=False):
     answer: str
     info: dict[str, Any]
     position: int
-    """The rollout's place in its step of training, from which the seeds of its calls follow. Without it, `generate` takes its place among the inputs."""
+    """The rollout's place in its step of training, from which the seeds of its calls follow.
+    Without it, `generate` takes its place among the inputs.
+    """
 
 
 class TrajectoryStepTokens(TypedDict):
-    """What the engine read and sampled in one call, by token. Masks are 1 where a token may be learned."""
+    """What the engine read and sampled in one call, by token. Masks are 1 where a token may be
+    learned.
+    """
 
     prompt_ids: list[int]
     prompt_mask: list[int]
@@ -55,13 +63,17 @@ class TrajectoryStep(TypedDict):
     tokens: TrajectoryStepTokens | None
     """None where the engine did not return them: nothing can be learned from the step then."""
     reward: float | None
-    """None until it is scored; then the step's own, which an environment or a rubric has set, or else the rollout's."""
+    """None until it is scored; then the step's own, which an environment or a rubric has set, or
+    else the rollout's.
+    """
     advantage: float | None
     extras: dict[str, Any]
 
 
 class RolloutTiming(TypedDict):
-    """Milliseconds; waiting for a turn at the model or at the rubric, or for a thread of a plain reward function, is in none of them."""
+    """Milliseconds; waiting for a turn at the model or at the rubric, or for a thread of a plain
+    reward function, is in none of them.
+    """
 
     generation_ms: float
     scoring_ms: float
@@ -74,8 +86,9 @@ class RolloutTiming(TypedDict):
 class State(dict[str, Any]):
     """All that is known of a rollout.
 
-    The keys of `INPUT_FIELDS` are those of `state["input"]`, if there is one: however the state is read, iterated over, copied or written, they look like its
-    own. An environment adds keys of its own; those with an underscore in front are the package's.
+    The keys of `INPUT_FIELDS` are those of `state["input"]`, if there is one: however the state is
+    read, iterated over, copied or written, they look like its own. An environment adds keys of its
+    own; those with an underscore in front are the package's.
     """
 
     INPUT_FIELDS: ClassVar[list[str]] = ["prompt", "answer", "task", "info", "example_id"]
@@ -91,7 +104,8 @@ class State(dict[str, Any]):
         self.update(*args, **kwargs)
 
     def __missing__(self, key: str) -> Any:
-        # Reading is the dictionary's own, which is quick, and comes here for what its table does not have.
+        # Reading is the dictionary's own, which is quick, and comes here for what its table does
+        # not have.
         if (held := self._held(key)) is None:
             raise KeyError(key)
         return held[key]
@@ -128,7 +142,11 @@ class State(dict[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         yield from dict.__iter__(self)
-        yield from (key for key in self.INPUT_FIELDS if self._held(key) is not None and not dict.__contains__(self, key))
+        yield from (
+            key
+            for key in self.INPUT_FIELDS
+            if self._held(key) is not None and not dict.__contains__(self, key)
+        )
 
     def __reversed__(self) -> Iterator[str]:
         return reversed(list(self))
@@ -141,7 +159,10 @@ class State(dict[str, Any]):
 
     def copy(self) -> State:
         """Writing to the copy, also of an input's field, leaves this one as it is."""
-        return _state(type(self), {key: dict(value) if key == "input" else value for key, value in dict.items(self)})
+        return _state(
+            type(self),
+            {key: dict(value) if key == "input" else value for key, value in dict.items(self)},
+        )
 
     __copy__ = copy
 
@@ -158,7 +179,9 @@ class State(dict[str, Any]):
         return _state, (type(self), dict(dict.items(self)))
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """An input among what is given is copied: what is written to its fields here leaves its owner's as they are."""
+        """An input among what is given is copied: what is written to its fields here leaves its
+        owner's as they are.
+        """
         for key, value in dict(*args, **kwargs).items():
             self[key] = dict(value) if key == "input" and isinstance(value, dict) else value
 

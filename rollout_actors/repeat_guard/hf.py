@@ -12,10 +12,13 @@ from shared.tokens.repeat_guard import RepeatGuard, RepeatRule
 
 
 class HFRepeatGuard(LogitsProcessor):
-    """Ends the rows that exceed the rule's thresholds; for one call of `generate`. To stand before whatever chooses a token.
+    """Ends the rows that exceed the rule's thresholds; for one call of `generate`. To stand before
+    whatever chooses a token.
 
-    A row that goes on from its place in the last step costs one token. One that does not, as in a beam search, where rows change places and copy each other, is
-    read anew. What it leaves of an ended row is a log-probability of 0 for the stop token, so it may be given logits and log-probabilities (beams) alike.
+    A row that goes on from its place in the last step costs one token. One that does not, as in a
+    beam search, where rows change places and copy each other, is read anew. What it leaves of an
+    ended row is a log-probability of 0 for the stop token, so it may be given logits and
+    log-probabilities (beams) alike.
     """
 
     def __init__(self, rule: RepeatRule, *, prompt_length: int, stop_token_id: int) -> None:
@@ -44,7 +47,9 @@ class HFRepeatGuard(LogitsProcessor):
             goes_on = (tokens_BT[:, :-1] == self._last_BT).all(1).tolist()
         newest = tokens_BT[:, -1].tolist() if num_tokens else []
         over = [False] * num_rows
-        self._guards = [self._guards[row] if goes_on[row] else self._rule.guard() for row in range(num_rows)]
+        self._guards = [
+            self._guards[row] if goes_on[row] else self._rule.guard() for row in range(num_rows)
+        ]
         for row, guard in enumerate(self._guards):
             for token_id in [newest[row]] if goes_on[row] else tokens_BT[row].tolist():
                 over[row] = guard.push(token_id)

@@ -1,16 +1,17 @@
 """The routes of a rollout server (spec: server mode), each with and without its last slash::
 
-    GET  /health/                         200 when rollouts can be asked for, and how far the engine is with them; no token needed
-    GET  /get_world_size/                 rollout devices
-    GET  /version/  /info/                weight version; what the server was started with
-    POST /infer/                          `messages.InferCall` -> `messages.InferAnswer`
-    POST /init_communicator/              phase rendezvous of a sync: `messages.SyncCall` -> `messages.SyncAnswer`
-    POST /sync/{phase}/                   its other phases
-    /v1/...                               `openai_routes`
+    GET  /health/                         200 when rollouts can be asked for, and how far the engine
+    is with them; no token needed GET  /get_world_size/                 rollout devices GET
+    /version/  /info/                weight version; what the server was started with POST /infer/
+    `messages.InferCall` -> `messages.InferAnswer` POST /init_communicator/              phase
+    rendezvous of a sync: `messages.SyncCall` -> `messages.SyncAnswer` POST /sync/{phase}/
+    its other phases /v1/...                               `openai_routes`
 
-Errors are `messages.ErrorAnswer`, and under /v1/ of OpenAI's form: 400 what was sent is wrong, 401 no token or another, 403 an image that may not be read, 404,
-405, 408 a body that stalls, 409 not now, 413 too large, 415 not JSON, 422 what the engine answered contradicts the call, and would again, 499 the caller has
-gone (nobody reads it), 500 the engine failed, 503 it is not there yet or no longer.
+Errors are `messages.ErrorAnswer`, and under /v1/ of OpenAI's form: 400 what was sent is wrong, 401
+no token or another, 403 an image that may not be read, 404, 405, 408 a body that stalls, 409 not
+now, 413 too large, 415 not JSON, 422 what the engine answered contradicts the call, and would
+again, 499 the caller has gone (nobody reads it), 500 the engine failed, 503 it is not there yet or
+no longer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rollout_actors.server import messages
 from rollout_actors.server.calls import check_token, read_body, while_there
-from rollout_actors.server.openai_routes import PREFIX, OpenAIRoute, OpenAIRoutes, OpenAIServing, error_content
+from rollout_actors.server.openai_routes import (
+    PREFIX,
+    OpenAIRoute,
+    OpenAIRoutes,
+    OpenAIServing,
+    error_content,
+)
 from rollout_actors.server.service import RefusalError, RolloutService
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync.phases import SyncPhase
@@ -34,12 +41,19 @@ from shared.weight_sync.phases import SyncPhase
 Route = Callable[[Request], Awaitable[messages.WireMessage | Response]]
 
 
-def make_app(service: RolloutService, *, openai: OpenAIServing | None = None, token: str | None = None, only_from: tuple[str, ...] = ("*",)) -> FastAPI:
+def make_app(
+    service: RolloutService,
+    *,
+    openai: OpenAIServing | None = None,
+    token: str | None = None,
+    only_from: tuple[str, ...] = ("*",),
+) -> FastAPI:
     """
     Args:
         openai: what answers the routes of the OpenAI API; None: there are none.
         token: what every call but `/health/` has to bring; None: nothing.
-        only_from: host names by which the server may be called. For a server without a token on this machine's own address, that address: or a page in
+        only_from: host names by which the server may be called. For a server without a token on
+        this machine's own address, that address: or a page in
             this machine's browser could call it by a name of its own.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -53,7 +67,10 @@ def make_app(service: RolloutService, *, openai: OpenAIServing | None = None, to
         ("POST", "/init_communicator", routes.rendezvous, False),
         ("POST", "/sync/{phase}", routes.sync, False),
     )
-    for method, path, route, is_open in (*ours, *([] if openai is None else _openai_routes(service, openai))):
+    for method, path, route, is_open in (
+        *ours,
+        *([] if openai is None else _openai_routes(service, openai)),
+    ):
         endpoint = _endpoint(route, None if is_open else token)
         for form in (path, f"{path}/"):
             app.add_api_route(form, endpoint, methods=[method])
@@ -66,7 +83,9 @@ def make_app(service: RolloutService, *, openai: OpenAIServing | None = None, to
     return app
 
 
-def _openai_routes(service: RolloutService, openai: OpenAIServing) -> Iterator[tuple[str, str, Route, bool]]:
+def _openai_routes(
+    service: RolloutService, openai: OpenAIServing
+) -> Iterator[tuple[str, str, Route, bool]]:
     routes = OpenAIRoutes(service, openai)
     yield "GET", OpenAIRoute.MODELS, routes.models, False
     yield "POST", OpenAIRoute.CHAT, routes.chat, False
@@ -102,13 +121,20 @@ class _Routes:
         name = request.path_params["phase"]
         phases = [phase for phase in SyncPhase if phase is not SyncPhase.RENDEZVOUS]
         if name not in phases:
-            raise RefusalError(404, f"{name} is no phase; there are {', '.join(phases)}, and {SyncPhase.RENDEZVOUS} is /init_communicator/")
+            raise RefusalError(
+                404,
+                f"{name} is no phase; there are {', '.join(phases)}, and {SyncPhase.RENDEZVOUS} is"
+                " /init_communicator/",
+            )
         return await self._run_phase(SyncPhase(name), request)
 
     async def _run_phase(self, phase: SyncPhase, request: Request) -> messages.WireMessage:
         call = await self._read(messages.SyncCall, request)
-        # Its caller may go: a phase has a limit of its own, and half of one is worse than all of it.
-        return messages.SyncAnswer(report=await asyncio.shield(self._service.run_sync_phase(phase, call)))
+        # Its caller may go: a phase has a limit of its own, and half of one is worse than all of
+        # it.
+        return messages.SyncAnswer(
+            report=await asyncio.shield(self._service.run_sync_phase(phase, call))
+        )
 
     async def _read(self, form: type[messages.M], request: Request) -> messages.M:
         body = await read_body(request, self._service.limits.max_request_bytes)
@@ -139,15 +165,24 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {
-        404: "no such route; POST /infer/, GET /health/, /get_world_size/, /info/, /version/, and the OpenAI API's under /v1/",
+        404: (
+            "no such route; POST /infer/, GET /health/, /get_world_size/, /info/, /version/, and"
+            " the OpenAI API's under /v1/"
+        ),
         405: "POST /infer/ and the phases of a sync, GET the rest",
     }
-    message = said[error.status_code] if error.status_code in said else HTTPStatus(error.status_code).phrase
+    message = (
+        said[error.status_code]
+        if error.status_code in said
+        else HTTPStatus(error.status_code).phrase
+    )
     return _error(request, error.status_code, messages.ErrorKind.REFUSED, message)
 
 
 async def _contradicted(request: Request, error: Exception) -> Response:
-    """An image that cannot be decoded, other weights, no repeat guard: asked again, here or of another server, it would be covered up at best."""
+    """An image that cannot be decoded, other weights, no repeat guard: asked again, here or of
+    another server, it would be covered up at best.
+    """
     assert isinstance(error, RolloutError)
     return _json(422, messages.ErrorAnswer.of(error))
 
@@ -166,7 +201,9 @@ def _error(request: Request, status: int, kind: messages.ErrorKind, message: str
     if request.url.path.startswith(PREFIX):
         answer: Response = JSONResponse(error_content(status, message), status)
     else:
-        answer = _json(status, messages.ErrorAnswer(error=messages.ErrorDetail(kind=kind, message=message)))
+        answer = _json(
+            status, messages.ErrorAnswer(error=messages.ErrorDetail(kind=kind, message=message))
+        )
     if status == HTTPStatus.REQUEST_TIMEOUT:
         # The rest of the body would be read as the next call.
         answer.headers["Connection"] = "close"

@@ -1,4 +1,6 @@
-"""What every POST route of a rollout server asks of a call before it looks at it, and while it works on it."""
+"""What every POST route of a rollout server asks of a call before it looks at it, and while it
+works on it.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,33 @@ GONE_S = 1.0
 def check_token(request: Request, token: str | None) -> None:
     """Raises RefusalError where a token is asked for and not brought."""
     # compare_digest: the time it takes does not tell how much of a guess was right.
-    if token is None or hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {token}".encode()):
+    if token is None or hmac.compare_digest(
+        request.headers.get("authorization", "").encode(), f"Bearer {token}".encode()
+    ):
         return
-    raise RefusalError(401, "this server asks for its bearer token; send it as `Authorization: Bearer ...` (a run: rollout_matching.vllm.server.token_env)")
+    raise RefusalError(
+        401,
+        "this server asks for its bearer token; send it as `Authorization: Bearer ...` (a run:"
+        " rollout_matching.vllm.server.token_env)",
+    )
 
 
 async def read_body(request: Request, limit: int) -> bytes:
     """A body of JSON of at most `limit` bytes. Raises RefusalError."""
-    # Asked for by name, because a page in a browser may send any other type to any address without asking.
+    # Asked for by name, because a page in a browser may send any other type to any address without
+    # asking.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise RefusalError(415, f"the body's type is {kind or 'not said'}; send JSON with `Content-Type: application/json`")
-    too_large = RefusalError(413, f"the body is larger than max_request_bytes = {limit}; send less at a time, or start the server with a larger one")
+        raise RefusalError(
+            415,
+            f"the body's type is {kind or 'not said'}; send JSON with `Content-Type:"
+            " application/json`",
+        )
+    too_large = RefusalError(
+        413,
+        f"the body is larger than max_request_bytes = {limit}; send less at a time, or start the"
+        " server with a larger one",
+    )
     if int(request.headers.get("content-length", "0")) > limit:
         raise too_large
     parts, size = [], 0
@@ -50,17 +67,32 @@ async def read_body(request: Request, limit: int) -> bytes:
                 parts.append(part)
                 stall.reschedule(asyncio.get_running_loop().time() + STALL_S)
     except TimeoutError:
-        _LOGGER.warning("a caller of %r has stalled for %g s after %d bytes of its body", request.url.path, STALL_S, size)
-        raise RefusalError(408, f"no more of the body has come for {STALL_S:g} s after {size} bytes; send it again, without a pause") from None
+        _LOGGER.warning(
+            "a caller of %r has stalled for %g s after %d bytes of its body",
+            request.url.path,
+            STALL_S,
+            size,
+        )
+        raise RefusalError(
+            408,
+            f"no more of the body has come for {STALL_S:g} s after {size} bytes; send it again,"
+            " without a pause",
+        ) from None
     except ClientDisconnect:
         # In a line: a traceback for each of thousands would keep the server from its other callers.
-        _LOGGER.warning("a caller of %r has gone after %d bytes of its body", request.url.path, size)
+        _LOGGER.warning(
+            "a caller of %r has gone after %d bytes of its body", request.url.path, size
+        )
         raise RefusalError(499, "the caller has gone") from None
     return b"".join(parts)
 
 
-async def while_there(request: Request, work: Awaitable[T], check: Callable[[], None] = lambda: None) -> T:
-    """`work`, cancelled when the caller has gone, for whom an engine would go on to decode, or when `check`, which is asked as often, raises."""
+async def while_there(
+    request: Request, work: Awaitable[T], check: Callable[[], None] = lambda: None
+) -> T:
+    """`work`, cancelled when the caller has gone, for whom an engine would go on to decode, or when
+    `check`, which is asked as often, raises.
+    """
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

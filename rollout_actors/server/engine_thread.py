@@ -1,4 +1,6 @@
-"""An engine on an event loop of its own, so that a server's loop answers `/health/` while the engine loads or decodes images."""
+"""An engine on an event loop of its own, so that a server's loop answers `/health/` while the
+engine loads or decodes images.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """A `ServedEngine` whose work happens in a thread. Its own methods belong to the loop that calls them; cancelling one cancels the work."""
+    """A `ServedEngine` whose work happens in a thread. Its own methods belong to the loop that
+    calls them; cancelling one cancels the work.
+    """
 
     def __init__(self, make_engine: Callable[[], ServedEngine]) -> None:
-        """`make_engine` is called in the thread, by `start`: it may import vllm, which takes seconds."""
+        """`make_engine` is called in the thread, by `start`: it may import vllm, which takes
+        seconds.
+        """
         self._make_engine = make_engine
         self._engine: ServedEngine | None = None
         self._loop = asyncio.new_event_loop()
@@ -71,7 +77,9 @@ class EngineThread:
         return self._made.why_dead
 
     def close(self, within_s: float = CLOSED_S) -> None:
-        """End the engine and the thread; the thread goes on where it is stuck, or is making the engine for longer than that. Twice is harmless."""
+        """End the engine and the thread; the thread goes on where it is stuck, or is making the
+        engine for longer than that. Twice is harmless.
+        """
         engine, self._engine = self._engine, None
         if engine is not None:
             self._loop.call_soon_threadsafe(engine.close)
@@ -113,10 +121,15 @@ class OpenAIThread:
         assert serving is not None, "start comes first"
         answer = await self._thread.run(lambda _: serving.answer(route, call))
         content = answer.content
-        return answer if isinstance(content, dict) else OpenAIAnswer(answer.status, self._here(content))
+        return (
+            answer
+            if isinstance(content, dict)
+            else OpenAIAnswer(answer.status, self._here(content))
+        )
 
     async def _here(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        # A generator that is at work cannot be closed: where the caller goes, what it waited for has to end first.
+        # A generator that is at work cannot be closed: where the caller goes, what it waited for
+        # has to end first.
         turn = asyncio.Lock()
 
         async def following(_: ServedEngine) -> str | None:

@@ -1,6 +1,8 @@
-"""Grammars that callers bring for an answer, each compiled in a process apart before the engine has it: some take minutes.
+"""Grammars that callers bring for an answer, each compiled in a process apart before the engine has
+it: some take minutes.
 
-vLLM reads a grammar in the thread that answers everybody, and compiles it in a few threads of the engine's process, without a limit that holds for every kind.
+vLLM reads a grammar in the thread that answers everybody, and compiles it in a few threads of the
+engine's process, without a limit that holds for every kind.
 """
 
 from __future__ import annotations
@@ -65,13 +67,21 @@ class XgrammarSpec:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.model_path)
-        compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self.vocab_size), cache_enabled=False)
+        compiler = xgrammar.GrammarCompiler(
+            xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self.vocab_size),
+            cache_enabled=False,
+        )
 
         def compile_tag(text: str) -> object:
             tag = json.loads(text)
             if "structures" not in tag:
                 return compiler.compile_structural_tag(text)
-            items = [xgrammar.StructuralTagItem(begin=one["begin"], schema=json.dumps(one["schema"]), end=one["end"]) for one in tag["structures"]]
+            items = [
+                xgrammar.StructuralTagItem(
+                    begin=one["begin"], schema=json.dumps(one["schema"]), end=one["end"]
+                )
+                for one in tag["structures"]
+            ]
             return compiler.compile_structural_tag(items, tag["triggers"])
 
         by_kind: dict[GrammarKind, Callable[[str], object]] = {
@@ -85,12 +95,16 @@ class XgrammarSpec:
 
 
 class GrammarTrial:
-    """Compiles one grammar at a time in a process of its own, which starts with the first one and is ended where one takes too long.
+    """Compiles one grammar at a time in a process of its own, which starts with the first one and
+    is ended where one takes too long.
 
-    (That of a `ProcessPoolExecutor` would stay when the server is killed: it holds both ends of its pipe.)
+    (That of a `ProcessPoolExecutor` would stay when the server is killed: it holds both ends of its
+    pipe.)
     """
 
-    def __init__(self, make_compile: Callable[[], Compile], *, compile_s: float = COMPILE_S) -> None:
+    def __init__(
+        self, make_compile: Callable[[], Compile], *, compile_s: float = COMPILE_S
+    ) -> None:
         """`make_compile` is called in the process, and travels there, so it is picklable."""
         self._make_compile, self._compile_s = make_compile, compile_s
         # One thread, and not of those that others wait for: calls stand in line here.
@@ -101,14 +115,22 @@ class GrammarTrial:
         """What became of grammars, the newest last; None: it has passed."""
 
     async def require(self, grammars: Iterable[Grammar]) -> None:
-        """Raises RefusalError for a grammar that takes too long. What is no grammar at all passes: vLLM says what is wrong with it."""
+        """Raises RefusalError for a grammar that takes too long. What is no grammar at all passes:
+        vLLM says what is wrong with it.
+        """
         for grammar in grammars:
             if grammar.key not in self._known:
                 try:
                     async with asyncio.timeout(TURN_S):
-                        refusal = await asyncio.get_running_loop().run_in_executor(self._line, self._try, grammar)
+                        refusal = await asyncio.get_running_loop().run_in_executor(
+                            self._line, self._try, grammar
+                        )
                 except TimeoutError as error:
-                    raise RefusalError(503, f"the grammars of other calls are being compiled for {TURN_S:g} s; ask again") from error
+                    raise RefusalError(
+                        503,
+                        f"the grammars of other calls are being compiled for {TURN_S:g} s; ask"
+                        " again",
+                    ) from error
                 self._known[grammar.key] = refusal
                 while len(self._known) > NUM_KNOWN:
                     del self._known[next(iter(self._known))]
@@ -118,7 +140,9 @@ class GrammarTrial:
                 raise RefusalError(refusal.status, str(refusal))
 
     def _try(self, grammar: Grammar) -> RefusalError | None:
-        """Return why the grammar is refused; None: it passes. Raises RefusalError where that cannot be told now."""
+        """Return why the grammar is refused; None: it passes. Raises RefusalError where that cannot
+        be told now.
+        """
         pipe = self._connected()
         try:
             pipe.send(grammar)
@@ -127,7 +151,11 @@ class GrammarTrial:
             has_ended = False
         if not has_ended:
             self._end()
-            return RefusalError(400, f"the {grammar.kind} of this call takes more than {self._compile_s:g} s or too much memory to compile; send a simpler one")
+            return RefusalError(
+                400,
+                f"the {grammar.kind} of this call takes more than {self._compile_s:g} s or too much"
+                " memory to compile; send a simpler one",
+            )
         return None
 
     def _connected(self) -> Connection:
@@ -135,7 +163,12 @@ class GrammarTrial:
             return self._pipe
         context = multiprocessing.get_context("spawn")
         self._pipe, its_end = context.Pipe()
-        self._process = context.Process(target=_compile_all, args=(its_end, self._make_compile, self._compile_s), name="grammars", daemon=True)
+        self._process = context.Process(
+            target=_compile_all,
+            args=(its_end, self._make_compile, self._compile_s),
+            name="grammars",
+            daemon=True,
+        )
         self._process.start()
         its_end.close()
         try:
@@ -144,7 +177,11 @@ class GrammarTrial:
             is_ready = False
         if not is_ready:
             self._end()
-            raise RefusalError(503, "the process that compiles grammars did not start; see the server's output, or send no grammar")
+            raise RefusalError(
+                503,
+                "the process that compiles grammars did not start; see the server's output, or send"
+                " no grammar",
+            )
         return self._pipe
 
     def _end(self) -> None:
@@ -157,7 +194,9 @@ class GrammarTrial:
 
 
 def _compile_all(pipe: Connection, make_compile: Callable[[], Compile], compile_s: float) -> None:
-    """Be the process: answer None when it is ready, and for each grammar. It ends with the one that started it."""
+    """Be the process: answer None when it is ready, and for each grammar. It ends with the one that
+    started it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     compile_one = make_compile()
     pipe.send(None)
@@ -166,9 +205,11 @@ def _compile_all(pipe: Connection, make_compile: Callable[[], Compile], compile_
             grammar = pipe.recv()
         except EOFError:
             return
-        # Whoever would end it may have been killed. The system does, and so whatever this process is busy with.
+        # Whoever would end it may have been killed. The system does, and so whatever this process
+        # is busy with.
         signal.setitimer(signal.ITIMER_REAL, 2 * compile_s)
-        with suppress(Exception):  # whatever is wrong with a grammar vLLM finds, too, and tells its caller
+        # whatever is wrong with a grammar vLLM finds, too, and tells its caller
+        with suppress(Exception):
             compile_one(grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send(None)

@@ -1,6 +1,8 @@
-"""What a rollout server and its client say to each other, as JSON: the dataclasses of `shared`, closed and strictly typed. No pickle.
+"""What a rollout server and its client say to each other, as JSON: the dataclasses of `shared`,
+closed and strictly typed. No pickle.
 
-Bytes are base64, and numbers keep every bit, NaN and infinities included: a canary that met one has to arrive to be refused.
+Bytes are base64, and numbers keep every bit, NaN and infinities included: a canary that met one has
+to arrive to be refused.
 """
 
 from __future__ import annotations
@@ -25,9 +27,18 @@ from shared.weight_sync.transports import TransportKind
 
 
 class WireMessage(BaseModel):
-    """A closed mapping: nothing unknown is accepted, nothing is converted. The settings hold for the dataclasses in it too."""
+    """A closed mapping: nothing unknown is accepted, nothing is converted. The settings hold for
+    the dataclasses in it too.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        ser_json_bytes="base64",
+        val_json_bytes="base64",
+        ser_json_inf_nan="constants",
+    )
 
     def body(self) -> bytes:
         return self.model_dump_json().encode()
@@ -41,7 +52,9 @@ class InferCall(WireMessage):
 
     requests: tuple[RolloutRequest, ...]
     seed: int
-    """Of the call: its first request's. Every request brings its own; this one is in the run's plan (spec: determinism in server mode)."""
+    """Of the call: its first request's. Every request brings its own; this one is in the run's plan
+    (spec: determinism in server mode).
+    """
     run: str | None = None
     """Who asks; null: nobody in particular. See `SyncCall.run`."""
     version: int | None = None
@@ -60,8 +73,18 @@ class InferCall(WireMessage):
         guard: RepeatGuardSettings | None = None,
     ) -> InferCall:
         """Make the call of these requests; `guard` None: none of them is guarded."""
-        rule = RepeatTerminateSection() if guard is None else RepeatTerminateSection(enabled=True, **asdict(guard))
-        return cls(requests=tuple(requests), seed=requests[0].seed, run=run, version=version, repeat_terminate=rule)
+        rule = (
+            RepeatTerminateSection()
+            if guard is None
+            else RepeatTerminateSection(enabled=True, **asdict(guard))
+        )
+        return cls(
+            requests=tuple(requests),
+            seed=requests[0].seed,
+            run=run,
+            version=version,
+            repeat_terminate=rule,
+        )
 
 
 class InferAnswer(WireMessage):
@@ -70,7 +93,9 @@ class InferAnswer(WireMessage):
 
 
 class Offer(WireMessage):
-    """A `WeightOffer`. An adapter is in it; full weights travel by the process group that the terms name."""
+    """A `WeightOffer`. An adapter is in it; full weights travel by the process group that the terms
+    name.
+    """
 
     transport: str
     terms: FullOffer | None
@@ -93,14 +118,20 @@ class SyncCall(WireMessage):
 
     version: int
     offer: Offer | None
-    """At the first phase, and again at the rendezvous, which so brings host, port and world size; null: as it was."""
+    """At the first phase, and again at the rendezvous, which so brings host, port and world size;
+    null: as it was.
+    """
     run: str | None = None
-    """Whose weights these are: afterwards the server answers this run's requests, and another's only when that has sent its own."""
+    """Whose weights these are: afterwards the server answers this run's requests, and another's
+    only when that has sent its own.
+    """
 
     @classmethod
     def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:
         terms = terms_of(offer)
-        if phase not in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS) or (phase is SyncPhase.RENDEZVOUS and offer.sends_adapter):
+        if phase not in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS) or (
+            phase is SyncPhase.RENDEZVOUS and offer.sends_adapter
+        ):
             return cls(version=offer.version, offer=None, run=run)
         form = Offer(
             transport=offer.transport,
@@ -139,7 +170,9 @@ class Health(WireMessage):
     num_running: int
     """Requests that the engine has been asked for and not answered."""
     num_tokens: int
-    """Sampled since the start, those of unfinished rollouts too: while requests run and this stands still, the engine is stuck."""
+    """Sampled since the start, those of unfinished rollouts too: while requests run and this stands
+    still, the engine is stuck.
+    """
 
 
 IMAGE_PIXELS = 50_000_000
@@ -206,9 +239,23 @@ class ErrorAnswer(WireMessage):
     @classmethod
     def of(cls, error: RolloutError | WeightSyncError) -> ErrorAnswer:
         if isinstance(error, RolloutError):
-            return cls(error=ErrorDetail(kind=ErrorKind.ROLLOUT, message=error.message, actor=error.actor, phase=error.phase))
+            return cls(
+                error=ErrorDetail(
+                    kind=ErrorKind.ROLLOUT,
+                    message=error.message,
+                    actor=error.actor,
+                    phase=error.phase,
+                )
+            )
         return cls(
-            error=ErrorDetail(kind=ErrorKind.WEIGHT_SYNC, message=error.message, actor=error.actor, phase=error.phase, quantity=error.quantity, size=error.size)
+            error=ErrorDetail(
+                kind=ErrorKind.WEIGHT_SYNC,
+                message=error.message,
+                actor=error.actor,
+                phase=error.phase,
+                quantity=error.quantity,
+                size=error.size,
+            )
         )
 
 
@@ -217,12 +264,22 @@ def read(form: type[M], body: bytes) -> M:
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
-        raise ValueError("\n".join(_explained(one["loc"], one["type"], one["msg"]) for one in error.errors(include_url=False, include_input=False))) from None
+        raise ValueError(
+            "\n".join(
+                _explained(one["loc"], one["type"], one["msg"])
+                for one in error.errors(include_url=False, include_input=False)
+            )
+        ) from None
 
 
 _REMEDIES = defaultdict(
     lambda: "send a value of that kind",
-    {"missing": "add it", "unexpected_keyword_argument": "remove it", "extra_forbidden": "remove it", "json_invalid": "send JSON"},
+    {
+        "missing": "add it",
+        "unexpected_keyword_argument": "remove it",
+        "extra_forbidden": "remove it",
+        "json_invalid": "send JSON",
+    },
 )
 
 

@@ -1,12 +1,14 @@
-"""The same engine as an endpoint of the OpenAI API, beside the routes of `rollout_actors.server.app` and behind the same door::
+"""The same engine as an endpoint of the OpenAI API, beside the routes of
+`rollout_actors.server.app` and behind the same door::
 
     GET  /v1/models
     POST /v1/chat/completions
     POST /v1/completions
 
-What they take and say is vLLM's (`rollout_actors.server.vllm_openai`), with `X-Weight-Version` in the header and `weight_version` in the body of an answer.
-What is refused here says it in OpenAI's form, `error_content`: 409 while a weight sync is under way or was not completed, and for what had not been answered
-when new weights began to arrive.
+What they take and say is vLLM's (`rollout_actors.server.vllm_openai`), with `X-Weight-Version` in
+the header and `weight_version` in the body of an answer. What is refused here says it in OpenAI's
+form, `error_content`: 409 while a weight sync is under way or was not completed, and for what had
+not been answered when new weights began to arrive.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ VERSION_FIELD = "weight_version"
 URL_FIELDS = ("url", "image_url", "video_url", "audio_url")
 """Of the parts of a message: where vLLM looks for an address."""
 DEEP_MODES = ("I", "F")
-"""How Pillow's modes of more than 8 bits begin. vLLM's code shows all that is above 255 as white."""
+"""How Pillow's modes of more than 8 bits begin. vLLM's code shows all that is above 255 as white.
+"""
 
 
 class OpenAIRoute(StrEnum):
@@ -47,7 +50,14 @@ class OpenAIRoute(StrEnum):
 
 def error_content(status: int, message: str) -> dict[str, Any]:
     """As OpenAI's callers read an error, and as vLLM writes it."""
-    return {"error": {"message": message, "type": HTTPStatus(status).phrase if status in set(HTTPStatus) else "Error", "param": None, "code": status}}
+    return {
+        "error": {
+            "message": message,
+            "type": HTTPStatus(status).phrase if status in set(HTTPStatus) else "Error",
+            "param": None,
+            "code": status,
+        }
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,9 @@ class OpenAIRoutes:
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002
         assert self._service.world_size
-        return self._response(await self._serving.answer(OpenAIRoute.MODELS, {}), self._service.version)
+        return self._response(
+            await self._serving.answer(OpenAIRoute.MODELS, {}), self._service.version
+        )
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(OpenAIRoute.CHAT, request)
@@ -89,16 +101,24 @@ class OpenAIRoutes:
         with self._service.running(1):
             answer = await while_there(request, self._serving.answer(route, call), admission.check)
         if not isinstance(answer.content, dict):
-            return StreamingResponse(self._stream(answer.content, admission), media_type="text/event-stream", headers=_headers(admission.version))
+            return StreamingResponse(
+                self._stream(answer.content, admission),
+                media_type="text/event-stream",
+                headers=_headers(admission.version),
+            )
         admission.check()
         return self._response(answer, admission.version)
 
     def _response(self, answer: OpenAIAnswer, version: int) -> Response:
         assert isinstance(answer.content, dict)
-        content = answer.content | {VERSION_FIELD: version} if answer.status == 200 else answer.content
+        content = (
+            answer.content | {VERSION_FIELD: version} if answer.status == 200 else answer.content
+        )
         return JSONResponse(content, answer.status, headers=_headers(version))
 
-    async def _stream(self, events: AsyncGenerator[str, None], admission: Admission) -> AsyncGenerator[str, None]:
+    async def _stream(
+        self, events: AsyncGenerator[str, None], admission: Admission
+    ) -> AsyncGenerator[str, None]:
         try:
             with self._service.running(1):
                 async for event in events:
@@ -112,7 +132,11 @@ class OpenAIRoutes:
     def _check_size(self, call: Mapping[str, Any]) -> None:
         number, limit = _num_sequences(call), self._service.limits.max_requests
         if number > limit:
-            raise RefusalError(400, f"the call asks for {number} answers, one call may ask for {limit}; split it, or start the server with max_requests=N")
+            raise RefusalError(
+                400,
+                f"the call asks for {number} answers, one call may ask for {limit}; split it, or"
+                " start the server with max_requests=N",
+            )
 
 
 def _headers(version: int) -> dict[str, str]:
@@ -127,22 +151,33 @@ def _read(body: bytes, max_image_pixels: int) -> dict[str, Any]:
     try:
         call = json.loads(body, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise RefusalError(400, f"the body cannot be read as JSON: {error}; send the JSON of the OpenAI API") from error
+        raise RefusalError(
+            400, f"the body cannot be read as JSON: {error}; send the JSON of the OpenAI API"
+        ) from error
     if not isinstance(call, dict):
-        raise RefusalError(400, f"the body is a JSON {type(call).__name__}; send an object, as the OpenAI API has it")
+        raise RefusalError(
+            400,
+            f"the body is a JSON {type(call).__name__}; send an object, as the OpenAI API has it",
+        )
     for holder, name in _addresses(call.get("messages")):
         url = holder[name]
         # As /infer/ has it. vLLM itself would fetch it from wherever it is, in this server's name.
         if not url[:5].lower() == "data:":
-            raise RefusalError(403, f"messages: name {url[:100]!r}, and this server fetches nothing; send images as data:image/png;base64,...")
+            raise RefusalError(
+                403,
+                f"messages: name {url[:100]!r}, and this server fetches nothing; send images as"
+                " data:image/png;base64,...",
+            )
         holder[name] = _as_shown(url, max_image_pixels)
     return call
 
 
 def _as_shown(url: str, max_image_pixels: int) -> str:
-    """Return the address of a picture of which vLLM's code reads the pixels that ours does, which is the same but for pixels of more than 8 bits.
+    """Return the address of a picture of which vLLM's code reads the pixels that ours does, which
+    is the same but for pixels of more than 8 bits.
 
-    What is no picture is left to vLLM. Raises RefusalError for one that is too large, by its header alone, or that cannot be shown.
+    What is no picture is left to vLLM. Raises RefusalError for one that is too large, by its header
+    alone, or that cannot be shown.
     """
     head, _, body = url.partition(",")
     try:
@@ -152,14 +187,16 @@ def _as_shown(url: str, max_image_pixels: int) -> str:
         return url
     except ValueError as error:
         if isinstance(error.__cause__, Image.DecompressionBombError):
-            raise RefusalError(400, f"messages: an image is too large ({error}); send a smaller one") from error
+            raise RefusalError(
+                400, f"messages: an image is too large ({error}); send a smaller one"
+            ) from error
         return url
     width, height = image.size
     if width * height > max_image_pixels:
         raise RefusalError(
             400,
-            f"messages: an image has {width} x {height} pixels, one may have {max_image_pixels}; send a smaller one, or start the server with "
-            f"max_image_pixels={width * height}",
+            f"messages: an image has {width} x {height} pixels, one may have {max_image_pixels};"
+            f" send a smaller one, or start the server with max_image_pixels={width * height}",
         )
     if image.mode[0] not in DEEP_MODES:
         return url
@@ -173,13 +210,17 @@ def _as_shown(url: str, max_image_pixels: int) -> str:
 
 
 def _addresses(conversation: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the parts of all messages hold one: the mapping and its key. What has another form has none, and is vLLM's to refuse."""
+    """Where the parts of all messages hold one: the mapping and its key. What has another form has
+    none, and is vLLM's to refuse.
+    """
     for message in conversation if isinstance(conversation, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():
             for holder in (part, *part.values()) if isinstance(part, dict) else ():
                 if isinstance(holder, dict):
-                    yield from ((holder, name) for name in URL_FIELDS if isinstance(holder.get(name), str))
+                    yield from (
+                        (holder, name) for name in URL_FIELDS if isinstance(holder.get(name), str)
+                    )
 
 
 def _num_sequences(call: Mapping[str, Any]) -> int:
@@ -188,5 +229,9 @@ def _num_sequences(call: Mapping[str, Any]) -> int:
         # vLLM would read "3" and 3.0 as numbers.
         raise RefusalError(400, f"n: must be a whole number, got {number!r}")
     # Text, or the token ids of one prompt, or several of either.
-    prompts = len(prompt) if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt) else 1
+    prompts = (
+        len(prompt)
+        if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
+        else 1
+    )
     return prompts * (1 if number is None else number)

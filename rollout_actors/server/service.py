@@ -1,4 +1,6 @@
-"""What a rollout server does, apart from HTTP: whom it answers, and in which order it is given weights."""
+"""What a rollout server does, apart from HTTP: whom it answers, and in which order it is given
+weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from shared.config.rollout import RepeatTerminateSection
 from shared.errors import RolloutError
 from shared.protocols import RolloutEngine
 from shared.records import ImageRef
-from shared.rollouts import MAX_TEMPERATURE, REPETITION_PENALTIES, DecodeMode, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import (
+    MAX_TEMPERATURE,
+    REPETITION_PENALTIES,
+    DecodeMode,
+    Rollout,
+    RolloutRequest,
+    SyncReport,
+    WeightOffer,
+)
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.phases import SyncPhase
 
@@ -39,11 +49,14 @@ class RefusalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SyncState:
-    """Which phase of a sync is in turn, and of which run. Every phase goes through `during` and, if it ends well, `after`::
+    """Which phase of a sync is in turn, and of which run. Every phase goes through `during` and, if
+    it ends well, `after`::
 
-    phase           in turn                     while it runs, or after it failed    when it has ended
+    phase           in turn                     while it runs, or after it failed    when it has
+    ended
     pause           always, with an offer       due: pause                           due: rendezvous
-    rendezvous ...  where it is due, for the    due: pause                           due: the following phase; behind canary: pause
+    rendezvous ...  where it is due, for the    due: pause                           due: the
+    following phase; behind canary: pause
                     version of the offer
 
     From pause to the end of canary the engine itself serves no rollouts.
@@ -63,22 +76,35 @@ class SyncState:
         brought = call.weight_offer()
         if phase is SyncPhase.PAUSE:
             if brought is None:
-                raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send its offer")
+                raise RefusalError(
+                    400, f"offer: is null; phase {phase} begins a sync, send its offer"
+                )
             return replace(self, syncing=call.run, offer=brought, due=SyncPhase.PAUSE)
-        if None not in (self.syncing, call.run) and self.syncing != call.run and self.due is not SyncPhase.PAUSE:
-            raise RefusalError(409, f"phase {phase} of version {call.version}: another run's sync is under way; give every run servers of its own")
-        if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
-            begins = self.offer is None or self.due is SyncPhase.PAUSE
+        if (
+            None not in (self.syncing, call.run)
+            and self.syncing != call.run
+            and self.due is not SyncPhase.PAUSE
+        ):
             raise RefusalError(
                 409,
-                f"phase {phase} of version {call.version} is out of turn, the server waits for "
-                f"{SyncPhase.PAUSE if begins or self.offer is None else f'{self.due} of version {self.offer.version}'}; begin with {SyncPhase.PAUSE} "
-                f"and keep the order {', '.join(PHASES)}",
+                f"phase {phase} of version {call.version}: another run's sync is under way; give"
+                " every run servers of its own",
+            )
+        if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
+            expected = str(SyncPhase.PAUSE)
+            if self.offer is not None and self.due is not SyncPhase.PAUSE:
+                expected = f"{self.due} of version {self.offer.version}"
+            raise RefusalError(
+                409,
+                f"phase {phase} of version {call.version} is out of turn, the server waits for"
+                f" {expected}; begin with {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}",
             )
         return replace(self, offer=brought or self.offer, due=SyncPhase.PAUSE)
 
     def after(self, phase: SyncPhase) -> SyncState:
-        return replace(self, due=FOLLOWING[phase], run=self.syncing if phase is PHASES[-1] else self.run)
+        return replace(
+            self, due=FOLLOWING[phase], run=self.syncing if phase is PHASES[-1] else self.run
+        )
 
 
 # What is wrong with a request that is well formed.
@@ -90,9 +116,12 @@ MAX_SEED = 2**63 - 1
 """Of vLLM's seeds. It takes -1 for none at all."""
 
 
-def request_problems(requests: Sequence[RolloutRequest], settings: EngineSettings, image_token_id: int | None = None) -> Iterator[str]:
-    """What the types allow and the engine cannot do: one line each, `path: what is wrong; what to do`. `image_token_id` is the model's placeholder of an image,
-    one of which stands for each; None: it has none, or it is not known."""
+def request_problems(
+    requests: Sequence[RolloutRequest], settings: EngineSettings, image_token_id: int | None = None
+) -> Iterator[str]:
+    """What the types allow and the engine cannot do: one line each, `path: what is wrong; what to
+    do`. `image_token_id` is the model's placeholder of an image, one of which stands for each;
+    None: it has none, or it is not known."""
     least, most = REPETITION_PENALTIES
     for index, request in enumerate(requests):
         path, decode = f"requests[{index}]", request.decode
@@ -100,18 +129,23 @@ def request_problems(requests: Sequence[RolloutRequest], settings: EngineSetting
             yield f"{path}.prompt_token_ids: is empty; send at least one token"
         if len(request.prompt_token_ids) >= settings.max_model_len:
             yield (
-                f"{path}.prompt_token_ids: has {len(request.prompt_token_ids)} tokens, and the server's max_model_len is {settings.max_model_len} with "
-                "the response; send a shorter prompt, or start the server with a larger max_model_len"
+                f"{path}.prompt_token_ids: has {len(request.prompt_token_ids)} tokens, and the"
+                f" server's max_model_len is {settings.max_model_len} with the response; send a"
+                " shorter prompt, or start the server with a larger max_model_len"
             )
         if len(request.images) > settings.max_images_per_prompt:
             yield (
-                f"{path}.images: has {len(request.images)} images, the server takes {settings.max_images_per_prompt}; "
-                f"start it with max_images_per_prompt={len(request.images)}"
+                f"{path}.images: has {len(request.images)} images, the server takes"
+                f" {settings.max_images_per_prompt}; start it with"
+                f" max_images_per_prompt={len(request.images)}"
             )
-        if image_token_id is not None and (number := request.prompt_token_ids.count(image_token_id)) < len(request.images):
+        if image_token_id is not None and (
+            number := request.prompt_token_ids.count(image_token_id)
+        ) < len(request.images):
             yield (
-                f"{path}.images: has {len(request.images)} images, and prompt_token_ids has {number} of the placeholder {image_token_id} that stands for one; "
-                "send one placeholder for each image"
+                f"{path}.images: has {len(request.images)} images, and prompt_token_ids has"
+                f" {number} of the placeholder {image_token_id} that stands for one; send one"
+                " placeholder for each image"
             )
         for key, token_ids in (
             ("prompt_token_ids", request.prompt_token_ids),
@@ -119,19 +153,45 @@ def request_problems(requests: Sequence[RolloutRequest], settings: EngineSetting
             ("decode.banned_token_ids", decode.banned_token_ids),
         ):
             if wrong := [token_id for token_id in token_ids if not 0 <= token_id <= MAX_INT]:
-                yield f"{path}.{key}: has {wrong[0]}, which is no token; send ids of the model's tokenizer"
+                yield (
+                    f"{path}.{key}: has {wrong[0]}, which is no token; send ids of the model's"
+                    " tokenizer"
+                )
         if decode.mode is DecodeMode.BEAM:
-            yield f"{path}.decode.mode: 'beam' is not served; send greedy or sample, or decode beams with rollout_backend: hf or vllm.mode: colocate"
+            yield (
+                f"{path}.decode.mode: 'beam' is not served; send greedy or sample, or decode beams"
+                " with rollout_backend: hf or vllm.mode: colocate"
+            )
         bounds = {
-            "temperature": (0 <= decode.temperature <= MAX_TEMPERATURE, decode.temperature, f"from 0 to {MAX_TEMPERATURE:g}"),
+            "temperature": (
+                0 <= decode.temperature <= MAX_TEMPERATURE,
+                decode.temperature,
+                f"from 0 to {MAX_TEMPERATURE:g}",
+            ),
             "top_p": (0 < decode.top_p <= 1, decode.top_p, "within (0, 1]"),
-            "top_k": (-1 <= decode.top_k <= MAX_INT, decode.top_k, f"-1 or 0 (no limit) or from 1 to {MAX_INT}"),
-            "repetition_penalty": (least <= decode.repetition_penalty <= most, decode.repetition_penalty, f"from {least:g} to {most:g}"),
-            "max_new_tokens": (1 <= decode.max_new_tokens <= MAX_INT, decode.max_new_tokens, f"from 1 to {MAX_INT}"),
+            "top_k": (
+                -1 <= decode.top_k <= MAX_INT,
+                decode.top_k,
+                f"-1 or 0 (no limit) or from 1 to {MAX_INT}",
+            ),
+            "repetition_penalty": (
+                least <= decode.repetition_penalty <= most,
+                decode.repetition_penalty,
+                f"from {least:g} to {most:g}",
+            ),
+            "max_new_tokens": (
+                1 <= decode.max_new_tokens <= MAX_INT,
+                decode.max_new_tokens,
+                f"from 1 to {MAX_INT}",
+            ),
         }
         if not 0 <= request.seed <= MAX_SEED:
             yield f"{path}.seed: is {request.seed}; send a value from 0 to {MAX_SEED}"
-        yield from (f"{path}.decode.{key}: is {value}; send a value {wanted}" for key, (sound, value, wanted) in bounds.items() if not sound)
+        yield from (
+            f"{path}.decode.{key}: is {value}; send a value {wanted}"
+            for key, (sound, value, wanted) in bounds.items()
+            if not sound
+        )
 
 
 MAX_PROBLEMS = 20
@@ -145,7 +205,9 @@ class Admission:
     version: int
     """Of the weights."""
     check: Callable[[], None]
-    """Raises RefusalError where the engine has died, or other weights have begun to arrive: what has no answer yet would get one of those, verified or not."""
+    """Raises RefusalError where the engine has died, or other weights have begun to arrive: what
+    has no answer yet would get one of those, verified or not.
+    """
 
 
 class ServedEngine(RolloutEngine, Protocol):
@@ -169,12 +231,16 @@ class ServedEngine(RolloutEngine, Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Sampled since the start. May be asked from any thread, also while the engine's own is stuck."""
+        """Sampled since the start. May be asked from any thread, also while the engine's own is
+        stuck.
+        """
         ...
 
 
 class RolloutService:
-    """One engine behind a door: open from its start, and from the end of each sync, to the beginning of the next."""
+    """One engine behind a door: open from its start, and from the end of each sync, to the
+    beginning of the next.
+    """
 
     def __init__(
         self,
@@ -189,7 +255,8 @@ class RolloutService:
     ) -> None:
         """
         Args:
-            image_root: the folder of the images that may be named by path, resolved; None: images come as data alone.
+            image_root: the folder of the images that may be named by path, resolved; None: images
+            come as data alone.
             image_token_id: the model's placeholder of an image; None: it has none.
         """
         self.limits = limits
@@ -209,7 +276,9 @@ class RolloutService:
         self._door = SyncState()
 
     async def start(self, then: Callable[[], Awaitable[None]] | None = None) -> None:
-        """`then`: what else has to be there before anybody is answered. Raises what the engine raises, and it."""
+        """`then`: what else has to be there before anybody is answered. Raises what the engine
+        raises, and it.
+        """
         world_size = await self._engine.start()
         if then is not None:
             await then()
@@ -219,7 +288,10 @@ class RolloutService:
     def world_size(self) -> int:
         """Raises RefusalError while the engine loads, and when it has died."""
         if self._engine.is_dead:
-            raise RefusalError(503, f"the engine of {self._name} has died; see the server's output, and start it again")
+            raise RefusalError(
+                503,
+                f"the engine of {self._name} has died; see the server's output, and start it again",
+            )
         if self._world_size is None:
             raise RefusalError(503, f"{self._name} is starting; ask /health/ until it answers 200")
         return self._world_size
@@ -242,7 +314,11 @@ class RolloutService:
         return self._engine.version
 
     def health(self) -> messages.Health:
-        return messages.Health(world_size=self.world_size, num_running=self._num_running, num_tokens=self._engine.num_tokens)
+        return messages.Health(
+            world_size=self.world_size,
+            num_running=self._num_running,
+            num_tokens=self._engine.num_tokens,
+        )
 
     def info(self) -> messages.ServerInfo:
         settings = self._settings
@@ -268,7 +344,10 @@ class RolloutService:
         admission = self.admit(call.run, call.version)
         wrong = list(request_problems(call.requests, self._settings, self._image_token_id))
         if len(call.requests) > self.limits.max_requests:
-            wrong.append(f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests}; split it, or start the server with max_requests=N")
+            wrong.append(
+                f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests};"
+                " split it, or start the server with max_requests=N"
+            )
         if wrong:
             raise RefusalError(400, "\n".join(wrong[:MAX_PROBLEMS]))
         requests = await asyncio.to_thread(self._with_image_data, call.requests)
@@ -296,22 +375,28 @@ class RolloutService:
             if self._num_guarded:
                 raise RefusalError(
                     409,
-                    f"repeat_terminate: {self._name} answers {self._num_guarded} requests under another one; give every run servers of its own, or ask when "
-                    "these are done",
+                    f"repeat_terminate: {self._name} answers {self._num_guarded} requests under"
+                    " another one; give every run servers of its own, or ask when these are done",
                 )
             self._guard = None  # until the engine has said so: this call may be given up on the way
             await self._engine.guard_by(rule.settings())
             self._guard = rule
 
     def admit(self, run: str | None = None, version: int | None = None) -> Admission:
-        """Let in a call that names these. Raises RefusalError while no rollouts are served, or others than of this run and version."""
+        """Let in a call that names these. Raises RefusalError while no rollouts are served, or
+        others than of this run and version.
+        """
         self._check_open(run, version)
         before, held = self._num_arrivals, self.version
 
         def check() -> None:
             assert self.world_size
             if self._num_arrivals != before:
-                raise RefusalError(409, f"{self._name} was given other weights than version {held} before it had answered; ask again")
+                raise RefusalError(
+                    409,
+                    f"{self._name} was given other weights than version {held} before it had"
+                    " answered; ask again",
+                )
 
         return Admission(held, check)
 
@@ -325,16 +410,21 @@ class RolloutService:
             self._num_running -= number
 
     async def run_sync_phase(self, phase: SyncPhase, call: messages.SyncCall) -> SyncReport | None:
-        """Raises RefusalError for a phase out of turn, and what the engine raises: then the sync begins anew. `pause` is always in turn."""
+        """Raises RefusalError for a phase out of turn, and what the engine raises: then the sync
+        begins anew. `pause` is always in turn.
+        """
         self._check_group(call)
         # A later sync may begin while this phase runs: then the door is another.
         door = self._door = self._door.during(phase, call)
         assert door.offer is not None
-        # What was running has ended by then, with `pause`; what was queued would be answered under what arrives now.
+        # What was running has ended by then, with `pause`; what was queued would be answered under
+        # what arrives now.
         self._num_arrivals += phase is SyncPhase.WIRE
         report = await self._engine.run_sync_phase(phase, door.offer)
         if self._door is not door:
-            raise RefusalError(409, f"the sync to version {call.version} was given up: another one has begun")
+            raise RefusalError(
+                409, f"the sync to version {call.version} was given up: another one has begun"
+            )
         self._door = door.after(phase)
         return report
 
@@ -346,7 +436,8 @@ class RolloutService:
         if sizes != [1 + num_workers]:
             raise RefusalError(
                 400,
-                f"offer.terms.groups: have {sizes} ranks; this server's group is the sender and {num_workers} of its workers, and no other server's",
+                f"offer.terms.groups: have {sizes} ranks; this server's group is the sender and"
+                f" {num_workers} of its workers, and no other server's",
             )
 
     def _check_open(self, run: str | None, version: int | None) -> None:
@@ -354,17 +445,27 @@ class RolloutService:
         if shut := self._engine.shut:
             raise RefusalError(409, f"{self._name} serves no rollouts: {shut}; complete a sync")
         if None not in (self._door.run, run) and self._door.run != run:
-            raise RefusalError(409, f"{self._name} holds version {self.version} of another run's weights; sync first, and give every run servers of its own")
+            raise RefusalError(
+                409,
+                f"{self._name} holds version {self.version} of another run's weights; sync first,"
+                " and give every run servers of its own",
+            )
         if version is not None and version != self.version:
             raise RefusalError(
                 409,
-                f"{self._name} holds version {self.version} of the weights, not {version}: if it was started again, start the run again, too, from its "
-                "last checkpoint",
+                f"{self._name} holds version {self.version} of the weights, not {version}: if it"
+                " was started again, start the run again, too, from its last checkpoint",
             )
 
     def _with_image_data(self, requests: tuple[RolloutRequest, ...]) -> list[RolloutRequest]:
         return [
-            replace(request, images=tuple(self._loaded(image, f"requests[{i}].images[{j}]", request.sample_id) for j, image in enumerate(request.images)))
+            replace(
+                request,
+                images=tuple(
+                    self._loaded(image, f"requests[{i}].images[{j}]", request.sample_id)
+                    for j, image in enumerate(request.images)
+                ),
+            )
             for i, request in enumerate(requests)
         ]
 
@@ -375,30 +476,57 @@ class RolloutService:
             # Its header alone: a small file can decode to more memory than there is.
             width, height = open_image(loaded.data).size
         except ValueError as error:
-            raise RefusalError(400, f"{path}: is no image that can be read ({error}); send a PNG, JPEG or WebP file") from error
+            raise RefusalError(
+                400,
+                f"{path}: is no image that can be read ({error}); send a PNG, JPEG or WebP file",
+            ) from error
         if width * height > self.limits.max_image_pixels:
             raise RefusalError(
                 413,
-                f"{path}: of sample {sample_id} has {width} x {height} pixels, one image may have {self.limits.max_image_pixels}; send a smaller one, or "
-                f"start the server with max_image_pixels={width * height}",
+                f"{path}: of sample {sample_id} has {width} x {height} pixels, one image may have"
+                f" {self.limits.max_image_pixels}; send a smaller one, or start the server with"
+                f" max_image_pixels={width * height}",
             )
         return loaded
 
     def _from_file(self, image: ImageRef, path: str) -> ImageRef:
         root = self._image_root
         if image.path is None:
-            raise RefusalError(400, f"{path}: has neither data nor path; send data (base64), or a path under the server's image_root")
+            raise RefusalError(
+                400,
+                f"{path}: has neither data nor path; send data (base64), or a path under the"
+                " server's image_root",
+            )
         if root is None:
-            raise RefusalError(403, f"{path}.path: this server reads no files; send data (base64), or start it with image_root=FOLDER")
+            raise RefusalError(
+                403,
+                f"{path}.path: this server reads no files; send data (base64), or start it with"
+                " image_root=FOLDER",
+            )
         try:
             # Resolved first: neither `..` nor a link leads out of the root.
             resolved = (root / image.path).resolve()
             if not resolved.is_relative_to(root):
-                raise RefusalError(403, f"{path}.path: is outside the server's image_root; name a file inside, or send data (base64)")
+                raise RefusalError(
+                    403,
+                    f"{path}.path: is outside the server's image_root; name a file inside, or send"
+                    " data (base64)",
+                )
             if not resolved.is_file():
-                raise RefusalError(400, f"{path}.path: {image.path} is no file under the server's image_root; correct it, or send data (base64)")
+                raise RefusalError(
+                    400,
+                    f"{path}.path: {image.path} is no file under the server's image_root; correct"
+                    " it, or send data (base64)",
+                )
             if resolved.stat().st_size > self.limits.max_request_bytes:
-                raise RefusalError(413, f"{path}.path: {image.path} is larger than max_request_bytes = {self.limits.max_request_bytes}; send a smaller image")
+                raise RefusalError(
+                    413,
+                    f"{path}.path: {image.path} is larger than max_request_bytes ="
+                    f" {self.limits.max_request_bytes}; send a smaller image",
+                )
             return replace(image, path=resolved).with_data()
-        except (OSError, ValueError) as error:  # no permission, a name that no file can have, other bytes than the digest's
-            raise RefusalError(400, f"{path}.path: {error}; correct it, or send data (base64)") from error
+        # no permission, a name that no file can have, other bytes than the digest's
+        except (OSError, ValueError) as error:
+            raise RefusalError(
+                400, f"{path}.path: {error}; correct it, or send data (base64)"
+            ) from error

@@ -1,4 +1,6 @@
-"""How one engine takes an adapter: from the offer through memory into vLLM, beside base weights that stay as they are (DESIGN 9)."""
+"""How one engine takes an adapter: from the offer through memory into vLLM, beside base weights
+that stay as they are (DESIGN 9).
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,16 @@ class AdapterLoader:
         """For every request and every canary; None: the base weights alone."""
 
     async def take(self, terms: AdapterOffer) -> None:
-        """Serve this adapter in place of what was there. Raises what `_arriving` does, and what vLLM finds wrong with it."""
+        """Serve this adapter in place of what was there. Raises what `_arriving` does, and what
+        vLLM finds wrong with it.
+        """
         with self._arriving(terms) as request:
             await self._llm.add_lora(request)
 
     async def verify(self) -> None:
-        """RuntimeError where vLLM does not hold it. That it is the learner's is for the canary to say."""
+        """RuntimeError where vLLM does not hold it. That it is the learner's is for the canary to
+        say.
+        """
         if set(await self._llm.list_loras()) != {ADAPTER_ID}:
             raise RuntimeError("vLLM does not hold the adapter that it was given")
 
@@ -55,17 +61,24 @@ class AdapterLoader:
 
     @contextmanager
     def _arriving(self, terms: AdapterOffer) -> Iterator[LoRARequest]:
-        """The adapter as files, for as long as vLLM takes to load them: what to load, in place of what was there. Afterwards it is what is served.
+        """The adapter as files, for as long as vLLM takes to load them: what to load, in place of
+        what was there. Afterwards it is what is served.
 
-        Raises ValueError for an adapter that is not as it was sent, and OSError where the files cannot be written.
+        Raises ValueError for an adapter that is not as it was sent, and OSError where the files
+        cannot be written.
         """
         if not self._enabled:
-            raise ValueError("the engine was started without LoRA; set rollout_matching.vllm.enable_lora: true, or sync.mode: full")
+            raise ValueError(
+                "the engine was started without LoRA; set rollout_matching.vllm.enable_lora: true,"
+                " or sync.mode: full"
+            )
         if not terms.is_intact:
             raise ValueError("the adapter did not arrive as it was sent: its sha256 differs")
         self.request = None
         # Gone before the engine serves it: an actor that is killed later leaves nothing in memory.
-        with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-", dir=_memory_folder(terms.num_bytes)) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="rollmatch-adapter-", dir=_memory_folder(terms.num_bytes)
+        ) as folder:
             terms.files.save(Path(folder))
             yield LoRARequest(_NAME, ADAPTER_ID, folder, load_inplace=True)
             # Without `load_inplace`, or vLLM would load it again with every request.
@@ -73,5 +86,11 @@ class AdapterLoader:
 
 
 def _memory_folder(num_bytes: int) -> Path | None:
-    """Where files are kept in memory, if there is room (containers give 64 MB by default); None: the folder for temporary files."""
-    return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes else None
+    """Where files are kept in memory, if there is room (containers give 64 MB by default); None:
+    the folder for temporary files.
+    """
+    return (
+        _SHARED_MEMORY
+        if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
+        else None
+    )

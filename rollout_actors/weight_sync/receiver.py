@@ -1,4 +1,6 @@
-"""How one engine takes weights: the receiver's phases of `shared.weight_sync.phases.phases.phases`, driven through vLLM's weight-transfer API (DESIGN 9)."""
+"""How one engine takes weights: the receiver's phases of `shared.weight_sync.phases.phases.phases`,
+driven through vLLM's weight-transfer API (DESIGN 9).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from shared.weight_sync.offer import AdapterOffer, FullOffer, terms_of
 from shared.weight_sync.phases import ENGINE_MARGIN_S, SyncPhase, phase_limit
 from shared.weight_sync.transports import TransportKind
 
-# What a worker of an engine says it loaded in one update, and the check of it that every way of taking weights makes (DESIGN 9.3).
+# What a worker of an engine says it loaded in one update, and the check of it that every way of
+# taking weights makes (DESIGN 9.3).
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +40,50 @@ class LoadReport:
     verify_s: float
     """Seconds in which checksums were computed."""
     logprobs: list[str]
-    """The learner's of the canary; empty where the offer has them. As text: they may be NaN, for which the JSON of a stock server has no number."""
+    """The learner's of the canary; empty where the offer has them. As text: they may be NaN, for
+    which the JSON of a stock server has no number.
+    """
 
 
 def check_receipts(receipts: Sequence[LoadReport], actor: str) -> None:
-    """Every worker loaded every parameter of its model and nothing else, and each bucket as it was sent. Raises WeightSyncError(phase="verify")."""
+    """Every worker loaded every parameter of its model and nothing else, and each bucket as it was
+    sent. Raises WeightSyncError(phase="verify").
+    """
     for receipt in receipts:
-        names = [f"not loaded: {name}" for name in receipt.missing] + [f"not a parameter: {name}" for name in receipt.unexpected]
+        names = [f"not loaded: {name}" for name in receipt.missing] + [
+            f"not a parameter: {name}" for name in receipt.unexpected
+        ]
         if names:
             shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            raise WeightSyncError(shown, actor=actor, phase=SyncPhase.VERIFY, quantity="set of loaded names", size=len(names))
+            raise WeightSyncError(
+                shown,
+                actor=actor,
+                phase=SyncPhase.VERIFY,
+                quantity="set of loaded names",
+                size=len(names),
+            )
         if len(receipt.checksums) != len(receipt.sent):
-            counted = f"{len(receipt.checksums)} buckets arrived with {len(receipt.sent)} checksums; check that learner and engine run the same version"
-            raise WeightSyncError(counted, actor=actor, phase=SyncPhase.VERIFY, quantity="number of buckets")
-        wrong = [i for i, (got, sent) in enumerate(zip(receipt.checksums, receipt.sent, strict=True)) if got != sent]
+            counted = (
+                f"{len(receipt.checksums)} buckets arrived with {len(receipt.sent)} checksums;"
+                " check that learner and engine run the same version"
+            )
+            raise WeightSyncError(
+                counted, actor=actor, phase=SyncPhase.VERIFY, quantity="number of buckets"
+            )
+        wrong = [
+            i
+            for i, (got, sent) in enumerate(zip(receipt.checksums, receipt.sent, strict=True))
+            if got != sent
+        ]
         if wrong:
             arrived = f"buckets {wrong} of {len(receipt.sent)} did not arrive as they were sent"
-            raise WeightSyncError(arrived, actor=actor, phase=SyncPhase.VERIFY, quantity="bucket checksums", size=len(wrong))
+            raise WeightSyncError(
+                arrived,
+                actor=actor,
+                phase=SyncPhase.VERIFY,
+                quantity="bucket checksums",
+                size=len(wrong),
+            )
 
 
 # One engine's place in the sender's process group, by vLLM's weight-transfer API (DESIGN 9).
@@ -61,7 +91,9 @@ def check_receipts(receipts: Sequence[LoadReport], actor: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InitRequest:
-    """As vLLM reads its `WeightTransferInitRequest`, which is not to be had without importing all of vLLM."""
+    """As vLLM reads its `WeightTransferInitRequest`, which is not to be had without importing all
+    of vLLM.
+    """
 
     init_info: dict[str, Any]
 
@@ -112,19 +144,25 @@ class TransferGroup:
 
 class ScoreProbe(Protocol):
     async def __call__(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
-        """What the engine thinks of the probe, with the adapter that it serves, if it has one, or without."""
+        """What the engine thinks of the probe, with the adapter that it serves, if it has one, or
+        without.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """As vLLM reads its `WeightTransferUpdateRequest`, which is not to be had without importing all of vLLM."""
+    """As vLLM reads its `WeightTransferUpdateRequest`, which is not to be had without importing all
+    of vLLM.
+    """
 
     update_info: dict[str, Any]
 
 
 class UpdatedEngine(Protocol):
-    """What a sync asks of an engine: these methods of vLLM's `AsyncLLM`, by itself, by the routes of a server, or by its `LLM`. They raise what went wrong."""
+    """What a sync asks of an engine: these methods of vLLM's `AsyncLLM`, by itself, by the routes
+    of a server, or by its `LLM`. They raise what went wrong.
+    """
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
@@ -139,7 +177,9 @@ class UpdatedEngine(Protocol):
 
 
 class TakesAdapters(Protocol):
-    """`rollout_actors.weight_sync.adapters.AdapterIntake`, or whatever stands for it where an engine takes none."""
+    """`rollout_actors.weight_sync.adapters.AdapterIntake`, or whatever stands for it where an
+    engine takes none.
+    """
 
     @property
     def request(self) -> Any:
@@ -171,9 +211,18 @@ class WeightReceiver:
     """One engine's part in every sync, and its door: what it serves, and whether it does."""
 
     def __init__(
-        self, name: str, llm: UpdatedEngine, group: TransferGroup | None, *, score: ScoreProbe, adapter: TakesAdapters, fatal: tuple[type[Exception], ...] = ()
+        self,
+        name: str,
+        llm: UpdatedEngine,
+        group: TransferGroup | None,
+        *,
+        score: ScoreProbe,
+        adapter: TakesAdapters,
+        fatal: tuple[type[Exception], ...] = (),
     ) -> None:
-        """`group` None: the weights pass from hand to hand. `fatal` errors mean that the engine is gone, and pass through every phase as they are."""
+        """`group` None: the weights pass from hand to hand. `fatal` errors mean that the engine is
+        gone, and pass through every phase as they are.
+        """
         self.version = 0
         """Of the weights; 0: the checkpoint's."""
         self.shut = ""
@@ -211,15 +260,22 @@ class WeightReceiver:
         is_first = offer.version == 1 and self.version == 0 and not self.shut
         return is_first and probe.tolerance is None and probe.noise is None
 
-    async def take(self, offer: WeightOffer, handed: ChecksummedWeights | None = None) -> SyncReport:
-        """Every phase in order. `handed`: the weights of the offer, where they pass from hand to hand."""
+    async def take(
+        self, offer: WeightOffer, handed: ChecksummedWeights | None = None
+    ) -> SyncReport:
+        """Every phase in order. `handed`: the weights of the offer, where they pass from hand to
+        hand.
+        """
         for phase in SyncPhase:
             report = await self.run(phase, offer, handed)
         assert report is not None
         return report
 
-    async def run(self, phase: SyncPhase, offer: WeightOffer, handed: ChecksummedWeights | None = None) -> SyncReport | None:
-        """One phase of `SyncPhase`, which must come in order. From the first one on the door is shut; the last one opens it, and gives the report.
+    async def run(
+        self, phase: SyncPhase, offer: WeightOffer, handed: ChecksummedWeights | None = None
+    ) -> SyncReport | None:
+        """One phase of `SyncPhase`, which must come in order. From the first one on the door is
+        shut; the last one opens it, and gives the report.
 
         Raises WeightSyncError naming the phase, at the latest after the phase's limit, and what is
         fatal.
@@ -231,7 +287,9 @@ class WeightReceiver:
                 if offer.version == 1:
                     # What is left is of a first sync that failed, or, on a server, of another run.
                     self._noise = None
-                self.shut = f"its sync to version {offer.version} is under way, or was not completed"
+                self.shut = (
+                    f"its sync to version {offer.version} is under way, or was not completed"
+                )
             started = time.perf_counter()
             try:
                 await self._bounded(phase, self._phases[phase](offer), limit)
@@ -246,15 +304,16 @@ class WeightReceiver:
             return self._report(offer, handed)
 
     def _report(self, offer: WeightOffer, handed: ChecksummedWeights | None) -> SyncReport:
-        """Receiving, checksums and loading alternate within the one call to vLLM that the clock of `wire` measures, and the worker's own account takes them
-        apart; so does the sender's, where the weights pass from hand to hand and it works within that call too:
+        """Receiving, checksums and loading alternate within the one call to vLLM that the clock of
+        `wire` measures, and the worker's own account takes them apart; so does the sender's, where
+        the weights pass from hand to hand and it works within that call too:
 
-            reported   clock of the phase   and from the worker                                        from hand to hand
-            wire       wire                 - load - checksums - finish: what is left is waiting       not reported
-            gather     not reported         nothing                                                    the sender's
-            load                            load + finish (vLLM's `finish_weight_update`)
-            verify     names and numbers    + checksums                                                + the sender's
-            others     their own            nothing
+            reported   clock of the phase   and from the worker
+            from hand to hand wire       wire                 - load - checksums - finish: what is
+            left is waiting       not reported gather     not reported         nothing
+            the sender's load                            load + finish (vLLM's
+            `finish_weight_update`) verify     names and numbers    + checksums
+            + the sender's others     their own            nothing
 
         An adapter is read and loaded by one call, reported as `load`, and nothing is waited for.
         """
@@ -274,7 +333,9 @@ class WeightReceiver:
             )
         load_s = max(receipt.load_s for receipt in sync.receipts) + sync.finish_s
         verify_s = max(receipt.verify_s for receipt in sync.receipts)
-        waited = {"wire": wire_s - load_s - verify_s} if handed is None else {"gather": handed.gather_s}
+        waited = (
+            {"wire": wire_s - load_s - verify_s} if handed is None else {"gather": handed.gather_s}
+        )
         verify_s += phase_s["verify"] + (0.0 if handed is None else handed.verify_s)
         return SyncReport(
             offer.version,
@@ -286,8 +347,16 @@ class WeightReceiver:
         )
 
     async def _pause(self, offer: WeightOffer) -> None:
-        if self._group is not None and not offer.sends_adapter and offer.transport != self._group.transport:
-            raise self._error(f"the learner offers {offer.transport}, the engine was started for {self._group.transport}", SyncPhase.PAUSE)
+        if (
+            self._group is not None
+            and not offer.sends_adapter
+            and offer.transport != self._group.transport
+        ):
+            raise self._error(
+                f"the learner offers {offer.transport}, the engine was started for"
+                f" {self._group.transport}",
+                SyncPhase.PAUSE,
+            )
         if self._sync.measures_noise:
             self._sync.scores_before = await self._score(_probe_of(offer), adapted=True)
         # "wait": what still runs ends under the weights it began with.
@@ -308,12 +377,18 @@ class WeightReceiver:
         await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
         tensors = terms.sent
-        update = {"names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors]}
+        update = {
+            "names": [t.name for t in tensors],
+            "dtype_names": [t.dtype for t in tensors],
+            "shapes": [list(t.shape) for t in tensors],
+        }
         await self._llm.update_weights(UpdateRequest(update_info=update))
         started = time.perf_counter()
         await self._llm.finish_weight_update()
         self._sync.finish_s = time.perf_counter() - started
-        self._sync.receipts = [LoadReport(**receipt) for receipt in await self._llm.collective_rpc("receipt")]
+        self._sync.receipts = [
+            LoadReport(**receipt) for receipt in await self._llm.collective_rpc("receipt")
+        ]
 
     async def _verify(self, offer: WeightOffer) -> None:
         if offer.sends_adapter:
@@ -339,12 +414,15 @@ class WeightReceiver:
         scores = await self._score(probe, adapted=True)
         self._sync.canary = probe.check(self._name, *scores)
         if offer.sends_adapter:
-            self._sync.adapter_effect = probe.check_adapter(self._name, scores, await self._score(probe, adapted=False))
+            self._sync.adapter_effect = probe.check_adapter(
+                self._name, scores, await self._score(probe, adapted=False)
+            )
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))
 
     async def _abandon(self, limit: Timeout) -> None:
-        """Leave the group, so that the sender's wait ends, and make the model whole, so that its next forward does not kill the process.
+        """Leave the group, so that the sender's wait ends, and make the model whole, so that its
+        next forward does not kill the process.
 
         An engine that cannot do even this is stuck inside a collective: its actor has to be ended.
         """
@@ -362,7 +440,8 @@ class WeightReceiver:
             raise self._error(told, phase) from error
         except RolloutError as error:
             raise self._error(error.message, phase) from error
-        except Exception as error:  # vLLM reports whatever failed in its worker as a plain Exception
+        # vLLM reports whatever failed in its worker as a plain Exception
+        except Exception as error:
             raise self._error(str(error), phase) from error
 
     def _error(self, message: str, phase: SyncPhase) -> WeightSyncError:

@@ -1,4 +1,6 @@
-"""The transports for weights in host memory and in this very process, inside vLLM's worker, which its plugin tells of them (DESIGN 9, FACTS 5)."""
+"""The transports for weights in host memory and in this very process, inside vLLM's worker, which
+its plugin tells of them (DESIGN 9, FACTS 5).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from shared.weight_sync.gloo import GlooReceiver
 from shared.weight_sync.offer import TensorSpec, offsets
@@ -44,7 +53,9 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(
-            TensorSpec(name, dtype, tuple(shape), torch.Size(shape).numel() * torch_dtype(dtype).itemsize)
+            TensorSpec(
+                name, dtype, tuple(shape), torch.Size(shape).numel() * torch_dtype(dtype).itemsize
+            )
             for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
         )
 
@@ -61,7 +72,8 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     def start_weight_update(self) -> None:
-        # Linear weights are packed on CPU, so nothing may be copied into them directly: the reload unpacks and repacks each layer.
+        # Linear weights are packed on CPU, so nothing may be copied into them directly: the reload
+        # unpacks and repacks each layer.
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -70,8 +82,9 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # Tied embeddings: the reload fills the embedding, whose memory the head shares, but on CPU the head multiplies with a packed
-        # copy of its own, which nobody renews. Without this the engine samples with the old head, silently.
+        # Tied embeddings: the reload fills the embedding, whose memory the head shares, but on CPU
+        # the head multiplies with a packed copy of its own, which nobody renews. Without this the
+        # engine samples with the old head, silently.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
@@ -92,15 +105,26 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.packed_buffer_size_bytes
         self._group = GlooReceiver(
-            init_info.master_address, init_info.master_port, rank=rank, world_size=init_info.world_size, join_s=init_info.join_s, timeout_s=init_info.timeout_s
+            init_info.master_address,
+            init_info.master_port,
+            rank=rank,
+            world_size=init_info.world_size,
+            join_s=init_info.join_s,
+            timeout_s=init_info.timeout_s,
         )
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._group is None:
             raise RuntimeError("the weight transfer group was not joined")
-        # One call for all of them: at the beginning of each vLLM's loader walks the whole model several times.
+        # One call for all of them: at the beginning of each vLLM's loader walks the whole model
+        # several times.
         self.model.load_weights(
-            (spec.name, packed[start : start + spec.num_bytes].view(torch_dtype(spec.dtype)).view(spec.shape))
+            (
+                spec.name,
+                packed[start : start + spec.num_bytes]
+                .view(torch_dtype(spec.dtype))
+                .view(spec.shape),
+            )
             for bucket, packed in self._group.receive(update_info.tensors(), self._bucket_bytes)
             for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True)
         )
@@ -121,7 +145,9 @@ class InProcessUpdateInfo(WeightTransferUpdateInfo):
     """One sync's weights, from hand to hand."""
 
     weights: Iterable[tuple[str, torch.Tensor]]
-    """The weights themselves, and their checksums behind them. One layer's must stay as they are until the next layer's have come."""
+    """The weights themselves, and their checksums behind them. One layer's must stay as they are
+    until the next layer's have come.
+    """
 
 
 class InProcessWeightReceiver(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):

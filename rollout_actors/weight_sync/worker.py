@@ -1,4 +1,6 @@
-"""What vLLM's worker does in a weight sync whatever the transport: it watches what goes into the model, and writes a receipt (DESIGN 9, FACTS 5)."""
+"""What vLLM's worker does in a weight sync whatever the transport: it watches what goes into the
+model, and writes a receipt (DESIGN 9, FACTS 5).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ Named = tuple[str, torch.Tensor]
 
 
 class ChecksumLoader(nn.Module):
-    """Stands in for the model while an update runs: passes the tensors on one by one, and keeps account of them."""
+    """Stands in for the model while an update runs: passes the tensors on one by one, and keeps
+    account of them.
+    """
 
     def __init__(self, model: Any, bucket_bytes: int) -> None:
         super().__init__()
         self.model = model
-        # An engine that serves adapters has put wrappers around its layers; loading reaches through them, under the layers' own names.
+        # An engine that serves adapters has put wrappers around its layers; loading reaches through
+        # them, under the layers' own names.
         self.expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         self.loaded: set[str] = set()
         self.checksums: list[int] = []
@@ -40,7 +45,9 @@ class ChecksumLoader(nn.Module):
         self._checksum = BucketChecksum(torch)
 
     def load_weights(self, weights: Iterable[Named]) -> set[str]:
-        """Called with as much of the weights as the transport likes; what this call brought is loaded when it returns."""
+        """Called with as much of the weights as the transport likes; what this call brought is
+        loaded when it returns.
+        """
         started, elsewhere_s = time.perf_counter(), self._wait_s + self.verify_s
         loaded = self.hand_over(self._checked(weights))
         self.loaded |= loaded
@@ -48,7 +55,9 @@ class ChecksumLoader(nn.Module):
         return loaded
 
     def hand_over(self, tensors: Iterator[Named]) -> set[str]:
-        """Tensors, each after its checksum, to vLLM's loader; the names of the parameters it filled. What goes wrong from here on, only the canary sees."""
+        """Tensors, each after its checksum, to vLLM's loader; the names of the parameters it
+        filled. What goes wrong from here on, only the canary sees.
+        """
         loaded: set[str] = self.model.load_weights(tensors)
         return loaded
 
@@ -83,13 +92,17 @@ class ChecksumLoader(nn.Module):
 
 
 class VerifyingWorker(GuardedWorker):
-    """What a rollout engine asks of its worker besides vLLM's own update calls. Becomes a base class of vLLM's `Worker` (`worker_extension_cls`)."""
+    """What a rollout engine asks of its worker besides vLLM's own update calls. Becomes a base
+    class of vLLM's `Worker` (`worker_extension_cls`).
+    """
 
     weight_transfer_engine: WeightTransferEngine[Any, Any]
     _watch: ChecksumLoader
 
     def begin_verified_load(self, bucket_bytes: int) -> None:
-        """Before `start_weight_update`: while the parameters are still in place, and their names known."""
+        """Before `start_weight_update`: while the parameters are still in place, and their names
+        known.
+        """
         engine = self.weight_transfer_engine
         self._watch = self.make_watch(engine.model, bucket_bytes)
         engine.set_weight_update_target(self._watch, engine.model_config)
@@ -98,7 +111,9 @@ class VerifyingWorker(GuardedWorker):
         return ChecksumLoader(model, bucket_bytes)
 
     def receipt(self) -> dict[str, Any]:
-        """After `finish_weight_update`: the fields of `rollout_actors.weight_sync.receiver.Receipt`."""
+        """After `finish_weight_update`: the fields of
+        `rollout_actors.weight_sync.receiver.Receipt`.
+        """
         watch = self._watch
         return {
             "checksums": watch.checksums,
@@ -111,16 +126,19 @@ class VerifyingWorker(GuardedWorker):
         }
 
     def abandon_update(self) -> None:
-        """After a failure: leave the group, which ends the sender's wait, and bring the model back from the meta device.
+        """After a failure: leave the group, which ends the sender's wait, and bring the model back
+        from the meta device.
 
-        The weights are then the old ones, the new ones, or some of each: good for nothing but a full sync.
+        The weights are then the old ones, the new ones, or some of each: good for nothing but a
+        full sync.
         """
         self.weight_transfer_engine.shutdown()
         if not self._weight_update_active:
             self.start_weight_update()
         self.finish_weight_update()
 
-    # vLLM's, declared for the type checker alone: a definition here would collide with the worker's.
+    # vLLM's, declared for the type checker alone: a definition here would collide with the
+    # worker's.
     _weight_update_active: bool
     start_weight_update: Any
     finish_weight_update: Any

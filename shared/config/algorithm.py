@@ -7,7 +7,14 @@ from fractions import Fraction
 from math import floor
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from shared.config.base import Fraction01, Section, refusal
 from shared.config.pipeline import Channel
@@ -47,17 +54,23 @@ def _no_former_name(value: Any) -> Any:
 
 
 class CustomSection(Section):
-    trainer_variant: Annotated[TrainerVariant, Field(strict=False, examples=["stage2_two_channel"]), BeforeValidator(_no_former_name)]
+    trainer_variant: Annotated[
+        TrainerVariant,
+        Field(strict=False, examples=["stage2_two_channel"]),
+        BeforeValidator(_no_former_name),
+    ]
     """The training loop."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
     """Order of the fields of each serialised ground-truth object."""
 
 
-# `stage2_ab`: which channel a step of `stage2_two_channel` runs, and how a channel-B step is made (spec/channel-b-pipeline-spec.md).
+# `stage2_ab`: which channel a step of `stage2_two_channel` runs, and how a channel-B step is made
+# (spec/channel-b-pipeline-spec.md).
 #
-# Under `stage2_rollout_aligned` every step is channel B and takes the effective batch size: a schedule has no effect there, and a budget of
-# rollouts other than that size is refused (`shared.config.checks.general.general.algorithm`).
+# Under `stage2_rollout_aligned` every step is channel B and takes the effective batch size: a
+# schedule has no effect there, and a budget of rollouts other than that size is refused
+# (`shared.config.checks.general.general.algorithm`).
 
 
 class ScheduleSection(Section):
@@ -68,28 +81,37 @@ class ScheduleSection(Section):
     """Channel-A steps before the ratio applies."""
 
     def channel(self, step: int) -> Channel:
-        """The channel of a step (from 0): B where `floor((s + 1) b) > floor(s b)`, `s` counting steps after the warm-up."""
+        """The channel of a step (from 0): B where `floor((s + 1) b) > floor(s b)`, `s` counting
+        steps after the warm-up.
+        """
         since_warmup = step - self.warmup_steps
         if since_warmup < 0:
             return Channel.A
-        return Channel.B if self._floor_b(since_warmup + 1) > self._floor_b(since_warmup) else Channel.A
+        return (
+            Channel.B
+            if self._floor_b(since_warmup + 1) > self._floor_b(since_warmup)
+            else Channel.A
+        )
 
     def num_b_steps(self, num_steps: int) -> int:
         """How many of the first `num_steps` steps are channel B."""
         return self._floor_b(max(0, num_steps - self.warmup_steps))
 
     def _floor_b(self, s: int) -> int:
-        # Exact, for the ratio as it is written (in floats 100 * 0.29 is less than 29) or meant: the digits of 1 / 3 end, a third does not.
+        # Exact, for the ratio as it is written (in floats 100 * 0.29 is less than 29) or meant: the
+        # digits of 1 / 3 end, a third does not.
         return floor(s * Fraction(str(self.b_ratio)).limit_denominator(10**6))
 
 
 class ChannelBSection(Section):
     mode: Literal["step"] = "step"
-    """A step is budgeted in raw rollouts, learned to completion, and updates once. The only mode."""
+    """A step is budgeted in raw rollouts, learned to completion, and updates once. The only mode.
+    """
 
     rollouts_per_step: PositiveInt | None = None
-    """Raw rollouts per update over all learner ranks; null: the effective batch size, the only one that `stage2_rollout_aligned` takes. Under `trajectory_pg`
-    a multiple of `environment.rollouts_per_example`."""
+    """Raw rollouts per update over all learner ranks; null: the effective batch size, the only one
+    that `stage2_rollout_aligned` takes. Under `trajectory_pg` a multiple of
+    `environment.rollouts_per_example`."""
 
     enable_pipeline: bool = False
     """Generate round k + 1 while round k is learned. Needs rollouts on dedicated devices."""
@@ -97,7 +119,9 @@ class ChannelBSection(Section):
 
 class Stage2ABSection(Section):
     schedule: ScheduleSection = ScheduleSection()
-    """Which steps are channel B. No effect but under `stage2_two_channel`: the other variants have one channel."""
+    """Which steps are channel B. No effect but under `stage2_two_channel`: the other variants have
+    one channel.
+    """
 
     channel_b: ChannelBSection = ChannelBSection()
     """How a channel-B step is made."""
@@ -105,51 +129,69 @@ class Stage2ABSection(Section):
 
 class EnvironmentSection(Section):
     id: Annotated[str, Field(min_length=1, examples=["guess_number"])]
-    """An example environment, an installed one, a module, or the path of a `.py` file: whatever has `load_environment`."""
+    """An example environment, an installed one, a module, or the path of a `.py` file: whatever has
+    `load_environment`.
+    """
 
     args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments of its `load_environment`."""
 
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
-    """Rollouts of each drawn example: the group whose mean reward is taken off the reward of each. Steps, and the learner ranks' parts of them, have whole
-    groups."""
+    """Rollouts of each drawn example: the group whose mean reward is taken off the reward of each.
+    Steps, and the learner ranks' parts of them, have whole groups."""
 
     drop_equal_groups: bool = False
-    """Learn nothing from groups whose rewards are all equal, and count them (`rollout/num_left_out`). They have no gradient; a row spares itself their tokens.
+    """Learn nothing from groups whose rewards are all equal, and count them
+    (`rollout/num_left_out`). They have no gradient; a row spares itself their tokens.
 
     The step's loss is divided by its raw rollouts in either case.
     """
 
     num_eval_examples: NonNegativeInt | None = None
-    """Held-out reports take the first this many rows of the environment's evaluation data, greedily; null: all of them; 0: there are no reports."""
+    """Held-out reports take the first this many rows of the environment's evaluation data,
+    greedily; null: all of them; 0: there are no reports.
+    """
 
     max_images_per_prompt: NonNegativeInt = 0
-    """Most images that one call shows the model, all turns of its conversation counted; 0: none, and engines make no room for them. They come in the messages
-    themselves (`image_url` with a data URL), and are learned with the tokens that follow them."""
+    """Most images that one call shows the model, all turns of its conversation counted; 0: none,
+    and engines make no room for them. They come in the messages themselves (`image_url` with a data
+    URL), and are learned with the tokens that follow them."""
 
     num_actors: PositiveInt = 1
-    """Processes that environments run in, at most `rollout_matching.decode_batch_size`. The examples of a round are shared out among them."""
+    """Processes that environments run in, at most `rollout_matching.decode_batch_size`. The
+    examples of a round are shared out among them.
+    """
 
     cpus_per_actor: NonNegativeFloat = 0.0
-    """CPU cores that Ray reserves for each of them. 0: they run on the driver's node, beside whatever else does."""
+    """CPU cores that Ray reserves for each of them. 0: they run on the driver's node, beside
+    whatever else does.
+    """
 
     max_concurrent_scoring: PositiveInt | None = None
-    """Most rollouts that an actor scores at a time, for rubrics that ask services; null: no bound."""
+    """Most rollouts that an actor scores at a time, for rubrics that ask services; null: no bound.
+    """
 
     rollout_timeout_s: PositiveFloat | None = None
-    """A rollout that is not done after this has failed, as one whose tool raised: the others go on, and it is counted. Its waits for an engine count, scoring
-    has a limit of its own. null: no rollout is cut off, and one that hangs ends the run after 2 x `timeouts.generate_s`.
+    """A rollout that is not done after this has failed, as one whose tool raised: the others go on,
+    and it is counted. Its waits for an engine count, scoring has a limit of its own. null: no
+    rollout is cut off, and one that hangs ends the run after 2 x `timeouts.generate_s`.
 
-    A rollout that is cut off on a slow machine is not on a fast one: losses repeat to the bit where none is.
+    A rollout that is cut off on a slow machine is not on a fast one: losses repeat to the bit where
+    none is.
     """
 
     scoring_timeout_s: PositiveFloat | None = None
-    """A call of a reward function that is not done after this has failed (`rollout/num_reward_errors`), as one that raised. null: after
-    `rollout_timeout_s`; where that is null too, one that hangs ends the run after 2 x `timeouts.generate_s`. Waits for a thread are in neither limit."""
+    """A call of a reward function that is not done after this has failed
+    (`rollout/num_reward_errors`), as one that raised. null: after `rollout_timeout_s`; where that
+    is null too, one that hangs ends the run after 2 x `timeouts.generate_s`. Waits for a thread are
+    in neither limit."""
 
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    """What the checkpoint's chat template asks for besides messages and tools: `{enable_thinking: false}` of a Qwen3."""
+    """What the checkpoint's chat template asks for besides messages and tools: `{enable_thinking:
+    false}` of a Qwen3.
+    """
 
     tool_call_parser: str | None = None
-    """vLLM's name of what reads tool calls in the model's answers; null: what the checkpoint's tokenizer names, without which environments have no tools.
-    Environments look for it when they start, and not before: vllm is slow to import."""
+    """vLLM's name of what reads tool calls in the model's answers; null: what the checkpoint's
+    tokenizer names, without which environments have no tools. Environments look for it when they
+    start, and not before: vllm is slow to import."""

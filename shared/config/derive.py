@@ -1,4 +1,6 @@
-"""What follows from the configuration: where rollouts are generated, what a process is called, and how much a step takes."""
+"""What follows from the configuration: where rollouts are generated, what a process is called, and
+how much a step takes.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def is_sharded(run: RunConfig) -> bool:
 
 
 def rank_name(rank: int, world_size: int) -> str:
-    """What a learner rank is called: its actor, its track on the timeline, and whatever generates in it."""
+    """What a learner rank is called: its actor, its track on the timeline, and whatever generates
+    in it.
+    """
     return "learner" if world_size == 1 else f"learner-{rank}"
 
 
@@ -87,7 +91,9 @@ def server_name(index: int) -> str:
 
 
 def engine_devices(run: RunConfig) -> tuple[int, ...] | None:
-    """Rollout devices of each engine, in the order in which rounds are split; None where servers have to be asked, or the cluster for its GPUs."""
+    """Rollout devices of each engine, in the order in which rounds are split; None where servers
+    have to be asked, or the cluster for its GPUs.
+    """
     matching = run.rollout_matching
     if matching.rollout_backend == "hf":
         return (1,) * run.learner.world_size
@@ -110,7 +116,9 @@ def tokens_beside_adapter(run: RunConfig) -> FreshTokens | None:
 
 
 def resolved_sync_mode(run: RunConfig) -> Literal["full", "adapter"]:
-    """What a sync sends (spec: weight sync modes): `auto` is `adapter` where the engines serve the learner's adapters and can (LoRA, one rank)."""
+    """What a sync sends (spec: weight sync modes): `auto` is `adapter` where the engines serve the
+    learner's adapters and can (LoRA, one rank).
+    """
     vllm = run.rollout_matching.vllm
     if vllm.sync.mode != "auto":
         return vllm.sync.mode
@@ -124,27 +132,48 @@ def _serves_lora(run: RunConfig) -> bool:
 
 
 def may_send_full(run: RunConfig) -> bool:
-    """Whether a sync of this run may be of full weights: each is, or the first one behind an adapter that failed."""
+    """Whether a sync of this run may be of full weights: each is, or the first one behind an
+    adapter that failed.
+    """
     return resolved_sync_mode(run) == "full" or run.rollout_matching.vllm.sync.fallback_to_full
 
 
 def remarks(run: RunConfig) -> tuple[str, ...]:
-    """What is allowed, since a run that was shortened to try it out or has left its servers has it, and hardly meant in a whole one."""
+    """What is allowed, since a run that was shortened to try it out or has left its servers has it,
+    and hardly meant in a whole one.
+    """
     found = []
     warm, steps = run.training.lr_warmup_steps, run.training.max_steps
     if warm >= steps:
-        found.append(f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises and the schedule after it never comes")
-    if run.rollout_matching.vllm.server is not None and rollout_servers(run) is None:
-        found.append("rollout_matching.vllm.server: no effect, because the learner generates itself; servers need rollout_backend: vllm and vllm.mode: server")
-    if run.rollout_matching.offload.enabled and not (run.rollout_matching.rollout_backend == "vllm" and run.rollout_matching.vllm.mode == "colocate"):
         found.append(
-            "rollout_matching.offload: no effect, because nothing shares the learner's device; only rollout_backend: vllm with vllm.mode: colocate has it"
+            f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises"
+            " and the schedule after it never comes"
+        )
+    if run.rollout_matching.vllm.server is not None and rollout_servers(run) is None:
+        found.append(
+            "rollout_matching.vllm.server: no effect, because the learner generates itself; servers"
+            " need rollout_backend: vllm and vllm.mode: server"
+        )
+    if run.rollout_matching.offload.enabled and not (
+        run.rollout_matching.rollout_backend == "vllm"
+        and run.rollout_matching.vllm.mode == "colocate"
+    ):
+        found.append(
+            "rollout_matching.offload: no effect, because nothing shares the learner's device; only"
+            " rollout_backend: vllm with vllm.mode: colocate has it"
         )
     decoding = run.rollout_matching.decoding
     if decoding.effective_temperature != decoding.temperature:
-        found.append(f"rollout_matching.decoding.temperature: {decoding.temperature:g} is sampled at {decoding.effective_temperature:g}, vLLM's lowest")
+        found.append(
+            f"rollout_matching.decoding.temperature: {decoding.temperature:g} is sampled at"
+            f" {decoding.effective_temperature:g}, vLLM's lowest"
+        )
     tokens = FreshTokens.of(Path(run.model.path))
-    if tokens is not None and run.model.adapter is None and run.training.parts.language_model.frozen:
+    if (
+        tokens is not None
+        and run.model.adapter is None
+        and run.training.parts.language_model.frozen
+    ):
         found.append(
             f"training.parts.language_model.frozen: the embeddings of {tokens.count:,} tokens in "
             f"{run.model.path} were made and not learned ({FILE}), and stay so; unfreeze the part, "
@@ -159,20 +188,41 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
     if run.environment is not None:
         idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))
         if idle:
-            found.append(f"{idle}: no effect under {run.custom.trainer_variant}, which learns from an environment")
-        devices, size, ranks = engine_devices(run), run.rollout_matching.decode_batch_size, run.learner.world_size
+            found.append(
+                f"{idle}: no effect under {run.custom.trainer_variant}, which learns from an"
+                " environment"
+            )
+        devices, size, ranks = (
+            engine_devices(run),
+            run.rollout_matching.decode_batch_size,
+            run.learner.world_size,
+        )
         if devices is not None and chunk_size(size, devices, ranks) < group_size(run):
             found.append(
-                f"rollout_matching.decode_batch_size: {size} x {sum(devices)} rollout devices decode fewer rollouts at a time than one example for each "
-                f"learner rank has, {group_size(run)} x {ranks}, so they take turns"
+                f"rollout_matching.decode_batch_size: {size} x {sum(devices)} rollout devices"
+                " decode fewer rollouts at a time than one example for each learner rank has,"
+                f" {group_size(run)} x {ranks}, so they take turns"
             )
     return tuple(found)
 
 
 _OF_SAMPLES = (
-    *(f"data.{key}" for key in ("on_bad_row", "sort_objects", "check_images", "system_prompt", "user_prompt", "max_val_samples")),
+    *(
+        f"data.{key}"
+        for key in (
+            "on_bad_row",
+            "sort_objects",
+            "check_images",
+            "system_prompt",
+            "user_prompt",
+            "max_val_samples",
+        )
+    ),
     "custom.object_field_order",
-    *(f"rollout_matching.{key}" for key in ("geometry", "candidate_top_k", "maskiou_", "fp_cost", "fn_cost", "ot_")),
+    *(
+        f"rollout_matching.{key}"
+        for key in ("geometry", "candidate_top_k", "maskiou_", "fp_cost", "fn_cost", "ot_")
+    ),
     "stage2_ab.schedule.",
     "evaluation.",
 )
@@ -193,11 +243,17 @@ def row_rule(run: RunConfig) -> RowRule:
     """How the segments of the run's steps come to rows."""
     if not run.training.packing:
         return RowRule.SEGMENT
-    return RowRule.CARRY if run.custom.trainer_variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED else RowRule.STEP
+    return (
+        RowRule.CARRY
+        if run.custom.trainer_variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED
+        else RowRule.STEP
+    )
 
 
 def num_b_steps(run: RunConfig) -> int:
-    """How many steps of the run are channel B: by the schedule where the variant has two channels, else all or none."""
+    """How many steps of the run are channel B: by the schedule where the variant has two channels,
+    else all or none.
+    """
     if run.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL:
         return run.stage2_ab.schedule.num_b_steps(run.training.max_steps)
     return run.training.max_steps if run.custom.trainer_variant.uses_rollouts else 0
@@ -210,25 +266,37 @@ def warmup_steps(run: RunConfig) -> int:
 
 
 def effective_batch_size(run: RunConfig) -> int:
-    """Samples per update over all ranks where micro-steps count them; see `launch.runtime.batch_algebra`."""
-    return run.training.per_device_train_batch_size * run.learner.world_size * accumulation_steps(run)
+    """Samples per update over all ranks where micro-steps count them; see
+    `launch.runtime.batch_algebra`.
+    """
+    return (
+        run.training.per_device_train_batch_size * run.learner.world_size * accumulation_steps(run)
+    )
 
 
 def raw_rollouts_per_step(run: RunConfig) -> int:
-    """Rollouts per channel-B update over all ranks: as given, or the effective batch size. 0 where the variant uses none."""
+    """Rollouts per channel-B update over all ranks: as given, or the effective batch size. 0 where
+    the variant uses none.
+    """
     if not run.custom.trainer_variant.uses_rollouts:
         return 0
     return run.stage2_ab.channel_b.rollouts_per_step or effective_batch_size(run)
 
 
 def group_size(run: RunConfig) -> int:
-    """Rollouts of a step that stay together in rounds and shares: those of one example where they are compared with each other, else each by itself."""
+    """Rollouts of a step that stay together in rounds and shares: those of one example where they
+    are compared with each other, else each by itself.
+    """
     return 1 if run.environment is None else run.environment.rollouts_per_example
 
 
 def has_held_out(run: RunConfig) -> bool:
     """Whether there is anything to make held-out reports on."""
-    return run.data.val is not None if run.environment is None else run.environment.num_eval_examples != 0
+    return (
+        run.data.val is not None
+        if run.environment is None
+        else run.environment.num_eval_examples != 0
+    )
 
 
 def environment_name(index: int) -> str:
@@ -237,11 +305,17 @@ def environment_name(index: int) -> str:
 
 
 def accumulation_steps(run: RunConfig) -> int:
-    """Micro-steps per update: as given, or as many as `effective_batch_size` needs (rounded up), or 1."""
+    """Micro-steps per update: as given, or as many as `effective_batch_size` needs (rounded up), or
+    1.
+    """
     training = run.training
     if training.gradient_accumulation_steps is not None:
         return training.gradient_accumulation_steps
-    return 1 if training.effective_batch_size is None else needed_accumulation_steps(run, training.effective_batch_size)
+    return (
+        1
+        if training.effective_batch_size is None
+        else needed_accumulation_steps(run, training.effective_batch_size)
+    )
 
 
 def needed_accumulation_steps(run: RunConfig, num_samples: int) -> int:

@@ -48,7 +48,9 @@ class KeyPath:
     parent: type[Section]
     """The section that holds the last key."""
     sections: tuple[type[Section], ...]
-    """What the place itself may be, where it is a section: more than one where it is an entry of several kinds, and its kind is not known."""
+    """What the place itself may be, where it is a section: more than one where it is an entry of
+    several kinds, and its kind is not known.
+    """
 
     @property
     def path(self) -> str:
@@ -76,7 +78,9 @@ class KeyPath:
 
 
 def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
-    """The place of a pydantic error. Tags that discriminated unions put into `loc` are no keys, and are left out."""
+    """The place of a pydantic error. Tags that discriminated unions put into `loc` are no keys, and
+    are left out.
+    """
     keys: list[str | int] = []
     fields: list[FieldInfo | None] = []
     parent, inside = root, sections_in(root)
@@ -108,21 +112,42 @@ def explain(root: type[Section], error: ErrorDetails) -> Problem:
             return Problem(_under(place, context["key"]), context["wrong"], context["remedy"])
         case "literal_error" | "enum":
             options = _options(place.field.annotation)
-            return Problem(place.path, f"must be {_one_of(options)}, got {shown(value)}", _instead(str(value), options, "choose one of"))
+            return Problem(
+                place.path,
+                f"must be {_one_of(options)}, got {shown(value)}",
+                _instead(str(value), options, "choose one of"),
+            )
         case "union_tag_invalid":
-            return Problem(_under(place, "name"), f"{context['tag']!r} is not an objective module", _instead(context["tag"], place.modules, "choose one of"))
+            return Problem(
+                _under(place, "name"),
+                f"{context['tag']!r} is not an objective module",
+                _instead(context["tag"], place.modules, "choose one of"),
+            )
         case "union_tag_not_found":
-            return Problem(_under(place, "name"), MISSING, f"choose one of {', '.join(place.modules)}")
+            return Problem(
+                _under(place, "name"), MISSING, f"choose one of {', '.join(place.modules)}"
+            )
         case "finite_number":
-            return Problem(place.path, f"must be a finite number, got {value}", "write an ordinary number")
+            return Problem(
+                place.path, f"must be a finite number, got {value}", "write an ordinary number"
+            )
         case "string_too_short":
             return Problem(place.path, "must not be empty", _fill(place))
         case _ if kind in _BOUNDS:
             words, key = _BOUNDS[kind]
             bound = context[key]
-            return Problem(place.path, f"must be {words} {f'{bound:g}' if isinstance(bound, float) else bound}, got {shown(value)}", _fill(place))
+            return Problem(
+                place.path,
+                f"must be {words} {f'{bound:g}' if isinstance(bound, float) else bound}, got"
+                f" {shown(value)}",
+                _fill(place),
+            )
         case _ if kind in _EXPECTED:
-            return Problem(place.path, f"must be {_EXPECTED[kind]}, got {shown(value)}", _convert(place, kind, value))
+            return Problem(
+                place.path,
+                f"must be {_EXPECTED[kind]}, got {shown(value)}",
+                _convert(place, kind, value),
+            )
         case _:
             return Problem(place.path, error["msg"][0].lower() + error["msg"][1:], _fill(place))
 
@@ -140,7 +165,8 @@ def suggestion(word: str, known: Sequence[str]) -> str | None:
 
 
 def meant(above: str, word: str, known: Iterable[str]) -> str | None:
-    """The path of the key that an unknown one was probably meant to be: one of its section, or one that was moved out of it.
+    """The path of the key that an unknown one was probably meant to be: one of its section, or one
+    that was moved out of it.
 
     `above` is the section's dotted path, `known` its keys.
     """
@@ -228,12 +254,18 @@ def _add(place: KeyPath) -> str:
     options, field = _options(place.field.annotation), place.field
     if options:
         return f"add it, {_one_of(options)} ({_doc(field)})"
-    example = f", for example `{place.keys[-1]}: {as_yaml(field.examples[0])}`" if field.examples else ""
+    example = (
+        f", for example `{place.keys[-1]}: {as_yaml(field.examples[0])}`" if field.examples else ""
+    )
     return f"add it{example} ({_doc(field)})"
 
 
 def _fill(place: KeyPath) -> str:
-    default = "" if place.field.is_required() else f"; without the key it is {as_yaml(place.field.default)}"
+    default = (
+        ""
+        if place.field.is_required()
+        else f"; without the key it is {as_yaml(place.field.default)}"
+    )
     return f"change it ({_doc(place.field)}{default})"
 
 
@@ -255,7 +287,9 @@ def _convert(place: KeyPath, kind: str, value: object) -> str:
             return "write {}, it has no keys"
         if place.field.is_required():
             return f"write its keys ({keys})"
-        return f"write its keys ({keys}), or remove it" + ("" if place.field.default is None else " for the defaults")
+        return f"write its keys ({keys}), or remove it" + (
+            "" if place.field.default is None else " for the defaults"
+        )
     if value is None and not place.field.is_required():
         return f"remove the key for the default, {as_yaml(place.field.default)}"
     return _fill(place)

@@ -13,7 +13,8 @@ from shared.prompts import DEFAULT_USER_PROMPT
 class AdapterSection(Section):
     """Low-rank adaptation (peft) of the language model's linear layers; everything else is frozen.
 
-    Where `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are trained too.
+    Where `launch.add_coord_tokens` has made the checkpoint, the embeddings of its tokens are
+    trained too.
     """
 
     kind: Literal["lora", "dora"]
@@ -39,10 +40,13 @@ class AdapterSection(Section):
 
 class ModelSection(Section):
     path: Annotated[str, Field(min_length=1, examples=["outputs/demo/model"])]
-    """Local directory of an ordinary checkpoint (configuration, tokenizer, processor, safetensors)."""
+    """Local directory of an ordinary checkpoint (configuration, tokenizer, processor, safetensors).
+    """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number type of the weights in every forward, of the learner and of the engines. Under bfloat16 the optimizer keeps float32 master weights."""
+    """Number type of the weights in every forward, of the learner and of the engines. Under
+    bfloat16 the optimizer keeps float32 master weights.
+    """
 
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention of the learner's forward.
@@ -63,23 +67,29 @@ class ModelSection(Section):
 
 class DataSection(Section):
     train: ConfigPath | None = None
-    """JSONL file of training samples; image paths in it are relative to the file. Required, but under `trajectory_pg`, whose environment has its own data."""
+    """JSONL file of training samples; image paths in it are relative to the file. Required, but
+    under `trajectory_pg`, whose environment has its own data.
+    """
 
     val: ConfigPath | None = None
     """JSONL file of held-out samples; null: no validation."""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """A bad row, also one that the tokenizer or the image processor refuses, stops the start (`error`), or is counted and logged (`skip`)."""
+    """A bad row, also one that the tokenizer or the image processor refuses, stops the start
+    (`error`), or is counted and logged (`skip`).
+    """
 
     sort_objects: bool = True
     """Put objects into reading order (min y, min x); false: a row out of order is a bad row."""
 
     check_images: bool = True
-    """Decode every image before the start; false: a bad image is found when its sample is used. What was found is kept in `~/.cache/rollmatch` (or below
-    `$XDG_CACHE_HOME`), where it took more than a second, for files whose path, size and time of change stay the same."""
+    """Decode every image before the start; false: a bad image is found when its sample is used.
+    What was found is kept in `~/.cache/rollmatch` (or below `$XDG_CACHE_HOME`), where it took more
+    than a second, for files whose path, size and time of change stay the same."""
 
     shuffle: bool = True
-    """Visit the samples of every epoch in a seeded random order; false: in the order of the file."""
+    """Visit the samples of every epoch in a seeded random order; false: in the order of the file.
+    """
 
     system_prompt: str | None = None
     """Text of the system message; null: no system message."""

@@ -1,4 +1,5 @@
-"""`rollout_matching.pipeline`: the objective, and nothing but what is declared here (DESIGN 5, decision 2, and section 8).
+"""`rollout_matching.pipeline`: the objective, and nothing but what is declared here (DESIGN 5,
+decision 2, and section 8).
 
 Every entry is written out in full: none of its keys has a default, but for `advantage_epsilon`.
 """
@@ -9,7 +10,14 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+)
 
 from shared.config.base import Fraction01, Section, refusal
 
@@ -23,7 +31,11 @@ EXAMPLE_PIPELINE = {
             "enabled": True,
             "weight": 1.0,
             "channels": ["A", "B"],
-            "config": {"desc_ce_weight": 1.0, "rollout_fn_desc_weight": 1.0, "rollout_matched_prefix_struct_weight": 1.0},
+            "config": {
+                "desc_ce_weight": 1.0,
+                "rollout_fn_desc_weight": 1.0,
+                "rollout_matched_prefix_struct_weight": 1.0,
+            },
         }
     ],
     "diagnostics": [],
@@ -34,7 +46,13 @@ EXAMPLE_POLICY_GRADIENT = {
     "enabled": True,
     "weight": 1.0,
     "channels": ["B"],
-    "config": {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "step", "advantage_std": True},
+    "config": {
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "ratio_cap": 2.0,
+        "normalize": "step",
+        "advantage_std": True,
+    },
 }
 """All that trajectories are learned by."""
 
@@ -48,7 +66,9 @@ class Channel(StrEnum):
 
 def _some_channels_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
     if not channels:
-        raise refusal("must not be empty", "name A, B or both; to switch an entry off set enabled: false")
+        raise refusal(
+            "must not be empty", "name A, B or both; to switch an entry off set enabled: false"
+        )
     if len(set(channels)) < len(channels):
         raise refusal(f"names a channel twice: [{', '.join(channels)}]", "name each channel once")
     return channels
@@ -56,7 +76,11 @@ def _some_channels_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
 
 def _b_alone(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
     if channels != (Channel.B,):
-        raise refusal(f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has a policy gradient", "write [B]")
+        raise refusal(
+            f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has a"
+            " policy gradient",
+            "write [B]",
+        )
     return channels
 
 
@@ -71,13 +95,19 @@ def _not_by_segment(normalize: Any) -> Any:
 
 def _module_name(entry: Any) -> str | None:
     """The `name` of an entry that was not validated yet; None where it has none."""
-    return entry["name"] if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) else None
+    return (
+        entry["name"] if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) else None
+    )
 
 
 def _in_the_objective(entry: Any) -> Any:
     name = _module_name(entry)
     if name in _DIAGNOSTICS:
-        raise refusal(f"'{name}' is a diagnostic, which nothing is learned from", "move the entry to rollout_matching.pipeline.diagnostics", key="name")
+        raise refusal(
+            f"'{name}' is a diagnostic, which nothing is learned from",
+            "move the entry to rollout_matching.pipeline.diagnostics",
+            key="name",
+        )
     return entry
 
 
@@ -85,7 +115,9 @@ def _in_the_diagnostics(entry: Any) -> Any:
     name = _module_name(entry)
     if name in _OBJECTIVES:
         raise refusal(
-            f"'{name}' is an objective module, and would not be learned from here", "move the entry to rollout_matching.pipeline.objective", key="name"
+            f"'{name}' is an objective module, and would not be learned from here",
+            "move the entry to rollout_matching.pipeline.objective",
+            key="name",
         )
     return entry
 
@@ -99,7 +131,11 @@ class PipelineEntry(Section):
     weight: NonNegativeFloat
     """Factor of the module's loss in the step's loss."""
 
-    channels: Annotated[tuple[Annotated[Channel, Field(strict=False)], ...], Field(strict=False), AfterValidator(_some_channels_once)]
+    channels: Annotated[
+        tuple[Annotated[Channel, Field(strict=False)], ...],
+        Field(strict=False),
+        AfterValidator(_some_channels_once),
+    ]
     """The channels in whose steps the module takes part."""
 
 
@@ -143,7 +179,9 @@ class CoordRegConfig(Section):
     """Weight of the probability that leaks out of the coord vocabulary at coord slots, in nats."""
 
     text_gate_weight: NonNegativeFloat
-    """Weight of the probability of coord tokens at text positions, in nats. Text is what the channel's `token_ce` weighs, so it needs one."""
+    """Weight of the probability of coord tokens at text positions, in nats. Text is what the
+    channel's `token_ce` weighs, so it needs one.
+    """
 
     temperature: PositiveFloat
     """Divides the logits of `soft_ce`, `w1` and both gates."""
@@ -168,7 +206,13 @@ class CoordRegEntry(PipelineEntry):
     def teaches(self) -> bool:
         """Whether its loss can be other than 0."""
         config = self.config
-        terms = (config.coord_ce_weight, config.soft_ce_weight, config.w1_weight, config.coord_gate_weight, config.text_gate_weight)
+        terms = (
+            config.coord_ce_weight,
+            config.soft_ce_weight,
+            config.w1_weight,
+            config.coord_gate_weight,
+            config.text_gate_weight,
+        )
         return self.weight > 0 and max(terms) > 0
 
 
@@ -197,8 +241,8 @@ class BboxGeoEntry(PipelineEntry):
 
 class PolicyGradientConfig(Section):
     clip_low: Fraction01
-    """A sampled token with a negative advantage is learned while its ratio is at least 1 minus this. The ratio is of the learner's probability to the
-    engine's."""
+    """A sampled token with a negative advantage is learned while its ratio is at least 1 minus
+    this. The ratio is of the learner's probability to the engine's."""
 
     clip_high: NonNegativeFloat
     """One with a positive advantage while its ratio is at most 1 plus this."""
@@ -227,7 +271,12 @@ class PolicyGradientEntry(PipelineEntry):
     name: Literal["policy_gradient"]
     """The module."""
 
-    channels: Annotated[tuple[Annotated[Channel, Field(strict=False)], ...], Field(strict=False), AfterValidator(_some_channels_once), AfterValidator(_b_alone)]
+    channels: Annotated[
+        tuple[Annotated[Channel, Field(strict=False)], ...],
+        Field(strict=False),
+        AfterValidator(_some_channels_once),
+        AfterValidator(_b_alone),
+    ]
     """[B]: it learns from the model's own samples."""
 
     config: PolicyGradientConfig
@@ -260,16 +309,32 @@ ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry | PolicyGradientEnt
 
 
 class PipelineSection(Section):
-    objective: Annotated[tuple[Annotated[Annotated[ObjectiveEntry, Field(discriminator="name")], BeforeValidator(_in_the_objective)], ...], Field(strict=False)]
+    objective: Annotated[
+        tuple[
+            Annotated[
+                Annotated[ObjectiveEntry, Field(discriminator="name")],
+                BeforeValidator(_in_the_objective),
+            ],
+            ...,
+        ],
+        Field(strict=False),
+    ]
     """The modules whose weighted losses are summed."""
 
-    diagnostics: Annotated[tuple[Annotated[CoordDiagEntry, BeforeValidator(_in_the_diagnostics)], ...], Field(strict=False)]
+    diagnostics: Annotated[
+        tuple[Annotated[CoordDiagEntry, BeforeValidator(_in_the_diagnostics)], ...],
+        Field(strict=False),
+    ]
     """Modules that are logged and not learned from."""
 
     def active(self, channel: Channel) -> tuple[ObjectiveEntry, ...]:
         """The enabled entries of the objective for a step of this channel, as declared."""
-        return tuple(entry for entry in self.objective if entry.enabled and channel in entry.channels)
+        return tuple(
+            entry for entry in self.objective if entry.enabled and channel in entry.channels
+        )
 
     def active_diagnostics(self, channel: Channel) -> tuple[CoordDiagEntry, ...]:
         """The enabled diagnostics for a step of this channel, as declared."""
-        return tuple(entry for entry in self.diagnostics if entry.enabled and channel in entry.channels)
+        return tuple(
+            entry for entry in self.diagnostics if entry.enabled and channel in entry.channels
+        )

@@ -7,7 +7,14 @@ from ipaddress import ip_address
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from shared.config.base import Fraction01, Section, WholeGPUs, refusal
 from shared.config.pipeline import EXAMPLE_PIPELINE, PipelineSection
@@ -16,7 +23,8 @@ from shared.records import GeometryKind
 from shared.rollouts import REPETITION_PENALTIES, DecodeMode, DecodeSettings
 from shared.tokens.repeat_guard import RepeatGuardSettings
 
-# `rollout_matching.repeat_terminate`: the one source of the repeat guard's settings, for transformers and vLLM alike.
+# `rollout_matching.repeat_terminate`: the one source of the repeat guard's settings, for
+# transformers and vLLM alike.
 
 
 class RepeatTerminateSection(Section):
@@ -33,7 +41,9 @@ class RepeatTerminateSection(Section):
     """Length of the sequences of tokens that are compared."""
 
     ngram_repeats: Annotated[int, Field(ge=2)] = 4
-    """The same sequence of `ngram_size` tokens this many times, one after the other, is a repetition."""
+    """The same sequence of `ngram_size` tokens this many times, one after the other, is a
+    repetition.
+    """
 
     max_object_keys: PositiveInt | None = None
     """More `object_{n}` keys than this are a repetition; null: no limit."""
@@ -42,7 +52,13 @@ class RepeatTerminateSection(Section):
         """What a guard is made with; None where it is off."""
         if not self.enabled:
             return None
-        return RepeatGuardSettings(self.min_new_tokens, self.max_consecutive_token_repeats, self.ngram_size, self.ngram_repeats, self.max_object_keys)
+        return RepeatGuardSettings(
+            self.min_new_tokens,
+            self.max_consecutive_token_repeats,
+            self.ngram_size,
+            self.ngram_repeats,
+            self.max_object_keys,
+        )
 
 
 # `rollout_matching.vllm.server`: rollout servers launched elsewhere (spec: server mode).
@@ -56,14 +72,26 @@ def _http_url(url: str) -> str:
     remedy = "write it as http://127.0.0.1:8000"
     if "@" in url:
         # Not repeated: what stands before it may be a secret.
-        raise refusal("must hold no user and password, which no server is sent", "write it without, and name the variable with the servers' token in token_env")
+        raise refusal(
+            "must hold no user and password, which no server is sent",
+            "write it without, and name the variable with the servers' token in token_env",
+        )
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname or ""
-        host.encode("idna")  # what opens a connection does it, and fails with no error of the network
+        # what opens a connection does it, and fails with no error of the network
+        host.encode("idna")
     except ValueError as error:
-        raise refusal(f"must be an http(s) URL, got {url!r}: {' '.join(str(error).split())}", remedy) from error
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or not _CHARACTERS.fullmatch(url):
+        raise refusal(
+            f"must be an http(s) URL, got {url!r}: {' '.join(str(error).split())}", remedy
+        ) from error
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or parts.query
+        or parts.fragment
+        or not _CHARACTERS.fullmatch(url)
+    ):
         raise refusal(f"must be an http(s) URL without query, got {url!r}", remedy)
     if port == 0:
         raise refusal(f"must name a port that can be called, got {url!r}", remedy)
@@ -85,7 +113,9 @@ class ServerEntry(Section):
     """Prefix of the server's routes."""
 
     group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
-    """Port on the first learner rank's node where this server's engines join the weight transfer; 0: any free one."""
+    """Port on the first learner rank's node where this server's engines join the weight transfer;
+    0: any free one.
+    """
 
     @property
     def is_loopback(self) -> bool:
@@ -100,25 +130,35 @@ def _addresses(url: str) -> set[tuple[str, int, str]]:
     parts = urlsplit(url)
     assert parts.hostname is not None, "checked when it was read"
     hosts = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname,)
-    return {(host, parts.port or (443 if parts.scheme == "https" else 80), parts.path) for host in hosts}
+    return {
+        (host, parts.port or (443 if parts.scheme == "https" else 80), parts.path) for host in hosts
+    }
 
 
 def _each_once(servers: tuple[ServerEntry, ...]) -> tuple[ServerEntry, ...]:
     if not servers:
-        raise refusal("must list at least one server, got an empty list", "write [{base_url: http://127.0.0.1:8000, group_port: 0}]")
+        raise refusal(
+            "must list at least one server, got an empty list",
+            "write [{base_url: http://127.0.0.1:8000, group_port: 0}]",
+        )
     for index, server in enumerate(servers):
         for earlier in servers[:index]:
             if _addresses(server.base_url) & _addresses(earlier.base_url):
                 also = "" if server.base_url == earlier.base_url else f", as {earlier.base_url} too"
                 raise refusal(f"{server.base_url} is listed twice{also}", "list every server once")
             if server.group_port and server.group_port == earlier.group_port:
-                raise refusal(f"group_port {server.group_port} is listed twice", "give every server its own, or 0 for any free one")
+                raise refusal(
+                    f"group_port {server.group_port} is listed twice",
+                    "give every server its own, or 0 for any free one",
+                )
     return servers
 
 
 class ServerSection(Section):
     servers: Annotated[
-        tuple[ServerEntry, ...], Field(strict=False, examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 0}]]), AfterValidator(_each_once)
+        tuple[ServerEntry, ...],
+        Field(strict=False, examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 0}]]),
+        AfterValidator(_each_once),
     ]
     """In the order in which a round is split over them."""
 
@@ -126,14 +166,19 @@ class ServerSection(Section):
     """`python -m launch.serve`, or a stock `vllm serve` with this package installed."""
 
     timeout_s: PositiveFloat = 240.0
-    """Until every server answers `/health/` at the start, until the weight transfer is set up, and, where `infer_timeout_s` sets no limit, until a server
-    that generates has to answer or to sample another token."""
+    """Until every server answers `/health/` at the start, until the weight transfer is set up, and,
+    where `infer_timeout_s` sets no limit, until a server that generates has to answer or to sample
+    another token."""
 
     infer_timeout_s: float | None = None
-    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead, for answers and for progress."""
+    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead, for
+    answers and for progress.
+    """
 
     token_env: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the environment variable that holds the servers' bearer token; null: they ask for none."""
+    """Name of the environment variable that holds the servers' bearer token; null: they ask for
+    none.
+    """
 
     @property
     def join_limit(self) -> Timeout:
@@ -145,22 +190,33 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM samples lower positive temperatures at this one; so does every backend, and the learner
 reads their log-probabilities as of this one."""
 HIGHEST_TEMPERATURE = 5.0
-"""Ids are banned by a logit bias of -100, which the temperature divides: here e^-20 of a token's probability is left, at 50 it is e^-2."""
+"""Ids are banned by a logit bias of -100, which the temperature divides: here e^-20 of a token's
+probability is left, at 50 it is e^-2.
+"""
 LEAST_BUCKET_BYTES = 1 << 16
-"""A smaller bucket would hold one tensor at most, norms too, and every bucket costs a message and a checksum."""
+"""A smaller bucket would hold one tensor at most, norms too, and every bucket costs a message and a
+checksum.
+"""
 DEDICATED_MEMORY_UTILIZATION = 0.85
 """Fraction of the device's memory for an engine that does not share it."""
 
 
 def _boxes_at_least(kinds: tuple[GeometryKind, ...]) -> tuple[GeometryKind, ...]:
     if GeometryKind.BBOX not in kinds or len(set(kinds)) < len(kinds):
-        raise refusal(f"must hold bbox_2d, and no kind twice, got [{', '.join(kinds)}]", "write [bbox_2d] or [bbox_2d, poly]")
+        raise refusal(
+            f"must hold bbox_2d, and no kind twice, got [{', '.join(kinds)}]",
+            "write [bbox_2d] or [bbox_2d, poly]",
+        )
     return kinds
 
 
 def _keeps_bans(temperature: float) -> float:
     if temperature > HIGHEST_TEMPERATURE:
-        raise refusal(f"must be at most {HIGHEST_TEMPERATURE:g}, got {temperature:g}: higher ones let banned token ids through", "lower it")
+        raise refusal(
+            f"must be at most {HIGHEST_TEMPERATURE:g}, got {temperature:g}: higher ones let banned"
+            " token ids through",
+            "lower it",
+        )
     return temperature
 
 
@@ -186,7 +242,9 @@ class ActorsSection(Section):
     """Rollout actors, one engine each."""
 
     gpus_per_actor: WholeGPUs | None = None
-    """Whole GPUs that Ray reserves for each actor; null: `tensor_parallel_size` where the cluster has GPUs, else 0."""
+    """Whole GPUs that Ray reserves for each actor; null: `tensor_parallel_size` where the cluster
+    has GPUs, else 0.
+    """
 
     cpus_per_actor: NonNegativeFloat | None = None
     """CPU cores that Ray reserves for each actor; null: 1."""
@@ -197,21 +255,25 @@ class ActorsSection(Section):
 
 class SyncSection(Section):
     mode: Literal["full", "adapter", "auto"] = "full"
-    """What a weight sync sends: all merged weights, the LoRA tensors alone, or the second where it can."""
+    """What a weight sync sends: all merged weights, the LoRA tensors alone, or the second where it
+    can.
+    """
 
     fallback_to_full: bool = True
     """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
 
     transport: Literal["auto", "nccl", "ipc", "rollmatch_gloo", "inproc"] = "auto"
-    """How weights travel: nccl between GPUs, ipc to an engine on the learner's own GPU, rollmatch_gloo between processes on CPU, inproc within one process.
+    """How weights travel: nccl between GPUs, ipc to an engine on the learner's own GPU,
+    rollmatch_gloo between processes on CPU, inproc within one process.
 
-    No placement has more than one that works, and auto takes it. Any other value chooses nothing: it says which it has to be, and other runs are refused.
+    No placement has more than one that works, and auto takes it. Any other value chooses nothing:
+    it says which it has to be, and other runs are refused.
     """
 
     bucket_bytes: Annotated[int, Field(ge=LEAST_BUCKET_BYTES)] | None = None
-    """Bytes of one packed bucket, at least 64 KiB; null: 256 MiB between GPUs (nccl, ipc), where the engine's loader
-    is called once for each, and 16 MiB on CPU, where larger ones are slower: the system takes their
-    memory back after each and hands it out page by page."""
+    """Bytes of one packed bucket, at least 64 KiB; null: 256 MiB between GPUs (nccl, ipc), where
+    the engine's loader is called once for each, and 16 MiB on CPU, where larger ones are slower:
+    the system takes their memory back after each and hands it out page by page."""
 
     canary_tolerance: PositiveFloat | None = None
     """Largest absolute difference of a canary log-probability, in nats, between the learner and an
@@ -222,27 +284,35 @@ class SyncSection(Section):
 
 class VllmSection(Section):
     mode: Literal["colocate", "server", "actors"] = "colocate"
-    """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run (DESIGN 5, decision 4)."""
+    """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run
+    (DESIGN 5, decision 4).
+    """
 
     tensor_parallel_size: PositiveInt | None = None
-    """Mode `colocate`: devices of one engine; null: 4, or the largest of 2 and 1 that each rank can have on its node. Refused in the other modes, in which
-    `actors.tensor_parallel_size` says it, or the servers' own command line."""
+    """Mode `colocate`: devices of one engine; null: 4, or the largest of 2 and 1 that each rank can
+    have on its node. Refused in the other modes, in which `actors.tensor_parallel_size` says it, or
+    the servers' own command line."""
 
     enable_lora: bool = False
-    """Let the engines serve the adapter beside the base weights, which `sync.mode: adapter` needs."""
+    """Let the engines serve the adapter beside the base weights, which `sync.mode: adapter` needs.
+    """
 
     sleep: bool = True
-    """Mode `colocate`: give the engine's memory back while the learner learns, where the platform can (GPUs)."""
+    """Mode `colocate`: give the engine's memory back while the learner learns, where the platform
+    can (GPUs).
+    """
 
     max_model_len: PositiveInt | None = None
     """Longest prompt + response an engine takes, in tokens; null: `global_max_length`."""
 
     kv_cache_memory_bytes: PositiveInt | None = None
-    """Bytes of each engine's key-value cache on each of its devices; null: what `gpu_memory_utilization` leaves, and on CPU, where that would be of the whole
-    machine, room for the longest sequences that are decoded at a time."""
+    """Bytes of each engine's key-value cache on each of its devices; null: what
+    `gpu_memory_utilization` leaves, and on CPU, where that would be of the whole machine, room for
+    the longest sequences that are decoded at a time."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Fraction of the device's memory an engine may use; null: 0.45 in mode `colocate`, which shares the device with the learner, else 0.85.
+    """Fraction of the device's memory an engine may use; null: 0.45 in mode `colocate`, which
+    shares the device with the learner, else 0.85.
 
     Ignored where `kv_cache_memory_bytes` is given.
     """
@@ -251,7 +321,8 @@ class VllmSection(Section):
     """No compilation and no graph capture: a quicker start, a slower decode."""
 
     actors: ActorsSection = ActorsSection()
-    """Mode `actors`: how many, and where. For a run of any other mode, those of `launch.evaluate`."""
+    """Mode `actors`: how many, and where. For a run of any other mode, those of `launch.evaluate`.
+    """
 
     server: ServerSection | None = None
     """Mode `server`: which, and how long to wait for them."""
@@ -267,7 +338,9 @@ class VllmSection(Section):
 
 
 class OffloadSection(Section):
-    """What leaves the learner's device while rollouts are generated. Only mode `colocate` has it: elsewhere it is ignored."""
+    """What leaves the learner's device while rollouts are generated. Only mode `colocate` has it:
+    elsewhere it is ignored.
+    """
 
     enabled: bool = False
     """Move away what the other two keys name; both where they name nothing."""
@@ -303,19 +376,31 @@ class RolloutMatchingSection(Section):
     """greedy, sample or beam; null: by the temperature."""
 
     num_beams: PositiveInt = 1
-    """Beams of `decode_mode: beam`: at most decode_batch_size under `rollout_backend: hf`, at most 10 in a vLLM engine."""
+    """Beams of `decode_mode: beam`: at most decode_batch_size under `rollout_backend: hf`, at most
+    10 in a vLLM engine.
+    """
 
     max_new_tokens: PositiveInt = 1024
     """Longest response, in tokens; of environments, the longest answer to one call of the model."""
 
-    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] = 1.0
+    repetition_penalty: Annotated[
+        float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    ] = 1.0
     """1: none."""
 
     decoding: DecodingSection = DecodingSection()
     """How a token is chosen."""
 
-    geometry: Annotated[tuple[Annotated[GeometryKind, Field(strict=False)], ...], Field(strict=False), AfterValidator(_boxes_at_least)] | None = None
-    """Kinds of shapes that are taught and read; null: bbox_2d alone for stage2_two_channel, bbox_2d and poly for the other variants.
+    geometry: (
+        Annotated[
+            tuple[Annotated[GeometryKind, Field(strict=False)], ...],
+            Field(strict=False),
+            AfterValidator(_boxes_at_least),
+        ]
+        | None
+    ) = None
+    """Kinds of shapes that are taught and read; null: bbox_2d alone for stage2_two_channel, bbox_2d
+    and poly for the other variants.
 
     A ground truth of another kind is a bad row; a predicted one is dropped and counted.
     """
@@ -336,21 +421,28 @@ class RolloutMatchingSection(Section):
     """Cost of an unmatched ground truth."""
 
     ot_cost: Literal["l1", "l2"] = "l2"
-    """Distance between points, in bins, that the transport between a polygon and its match minimises."""
+    """Distance between points, in bins, that the transport between a polygon and its match
+    minimises.
+    """
 
     ot_epsilon: PositiveFloat = 10.0
-    """Entropic regularisation of that transport, in bins. It blends neighbouring vertices: shapes not much larger than it are taught smaller than they are."""
+    """Entropic regularisation of that transport, in bins. It blends neighbouring vertices: shapes
+    not much larger than it are taught smaller than they are.
+    """
 
     ot_iters: PositiveInt = 30
     """Sinkhorn iterations of that transport."""
 
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """Updates by which a rollout's weights may be older than the learner's. 1: the next step's first round is generated while this step's last is learned."""
+    """Updates by which a rollout's weights may be older than the learner's. 1: the next step's
+    first round is generated while this step's last is learned.
+    """
 
     logprob_tolerance: PositiveFloat | None = None
-    """Largest absolute difference, in nats, between the learner's and the engine's log-probability of a sampled token; null: by `model.dtype`,
-    1e-4 for float32 and 1 for bfloat16. In float32 the first token beyond it ends the run; in bfloat16, where an improbable one may round to anything, more
-    than 1 in 1,000 of a step's compared tokens and more than 10 do."""
+    """Largest absolute difference, in nats, between the learner's and the engine's log-probability
+    of a sampled token; null: by `model.dtype`, 1e-4 for float32 and 1 for bfloat16. In float32 the
+    first token beyond it ends the run; in bfloat16, where an improbable one may round to anything,
+    more than 1 in 1,000 of a step's compared tokens and more than 10 do."""
 
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
     """When a response that repeats itself is ended early, in every backend alike."""
@@ -368,8 +460,12 @@ class RolloutMatchingSection(Section):
             return self.decode_mode
         return DecodeMode.SAMPLE if self.decoding.temperature > 0 else DecodeMode.GREEDY
 
-    def decode_settings(self, *, stop_token_ids: tuple[int, ...], banned_token_ids: tuple[int, ...]) -> DecodeSettings:
-        """How every response of the run is decoded, given the ids that end one and the ids that may not occur in one."""
+    def decode_settings(
+        self, *, stop_token_ids: tuple[int, ...], banned_token_ids: tuple[int, ...]
+    ) -> DecodeSettings:
+        """How every response of the run is decoded, given the ids that end one and the ids that may
+        not occur in one.
+        """
         return DecodeSettings(
             mode=self.resolved_decode_mode,
             temperature=self.decoding.effective_temperature,

@@ -6,7 +6,12 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from shared.config.algorithm import CustomSection, EnvironmentSection, Stage2ABSection, TrainerVariant
+from shared.config.algorithm import (
+    CustomSection,
+    EnvironmentSection,
+    Stage2ABSection,
+    TrainerVariant,
+)
 from shared.config.base import Section
 from shared.config.job import ClusterSection, EvaluationSection, TelemetrySection, TimeoutsSection
 from shared.config.model import DataSection, ModelSection
@@ -19,12 +24,14 @@ _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
 """In nats. In bfloat16 both sides round every logit: between 16 and 32, where those of trained
 models lie, to an eighth. No largest difference is bounded there (`shared.weight_sync.canary`)."""
 _LOGPROB_TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}
-"""In nats. The demo's trained model, in bfloat16 on CPU, differs by 0.004 on average and by 0.11 at most over 2,000 sampled tokens (1e-5 in float32); a run
-compares millions, of deeper models."""
+"""In nats. The demo's trained model, in bfloat16 on CPU, differs by 0.004 on average and by 0.11 at
+most over 2,000 sampled tokens (1e-5 in float32); a run compares millions, of deeper models."""
 
 
 class RunConfig(Section):
-    """One run, validated. Made by `shared.config.load_config`, never by hand: cross-section checks are done there."""
+    """One run, validated. Made by `shared.config.load_config`, never by hand: cross-section checks
+    are done there.
+    """
 
     model: ModelSection
     """The checkpoint that is trained and served."""
@@ -33,7 +40,9 @@ class RunConfig(Section):
     """Training and validation samples; under `trajectory_pg` the environment has them."""
 
     global_max_length: Annotated[PositiveInt, Field(examples=[2048])]
-    """Longest prompt + target of one sample, or prompt + answer of one call of an environment, and the capacity of a packed row, in tokens."""
+    """Longest prompt + target of one sample, or prompt + answer of one call of an environment, and
+    the capacity of a packed row, in tokens.
+    """
 
     training: TrainingSection
     """Batch, optimizer, schedule and packing."""
@@ -45,7 +54,9 @@ class RunConfig(Section):
     """Rollouts, matching and objective."""
 
     environment: EnvironmentSection | None = None
-    """What trajectories are of, under `custom.trainer_variant: trajectory_pg`; null under the others."""
+    """What trajectories are of, under `custom.trainer_variant: trajectory_pg`; null under the
+    others.
+    """
 
     stage2_ab: Stage2ABSection = Stage2ABSection()
     """Which channel a step runs."""
@@ -73,13 +84,20 @@ class RunConfig(Section):
         """Kinds of shapes that are taught and read (DESIGN 5, decision 8)."""
         if self.rollout_matching.geometry is not None:
             return frozenset(self.rollout_matching.geometry)
-        return frozenset({GeometryKind.BBOX}) if self.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL else ALL_GEOMETRY
+        return (
+            frozenset({GeometryKind.BBOX})
+            if self.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL
+            else ALL_GEOMETRY
+        )
 
     @property
     def canary_tolerance(self) -> float | None:
-        """Return `rollout_matching.vllm.sync.canary_tolerance` or, where it is null, what two correct
-        implementations differ by at most in float32; None in bfloat16, where the noise is measured."""
-        return self.rollout_matching.vllm.sync.canary_tolerance or _CANARY_TOLERANCE[self.model.dtype]
+        """Return `rollout_matching.vllm.sync.canary_tolerance` or, where it is null, what two
+        correct implementations differ by at most in float32; None in bfloat16, where the noise is
+        measured."""
+        return (
+            self.rollout_matching.vllm.sync.canary_tolerance or _CANARY_TOLERANCE[self.model.dtype]
+        )
 
     @property
     def logprob_tolerance(self) -> float:

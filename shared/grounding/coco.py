@@ -1,10 +1,13 @@
-"""COCO's numbers and this project's: boxes, polygons, annotations, results. Pure; reading and writing files is `launch`'s part.
+"""COCO's numbers and this project's: boxes, polygons, annotations, results. Pure; reading and
+writing files is `launch`'s part.
 
-Both ways use one rule, that of DESIGN section 4: a COCO coordinate `v`, in pixels along an axis of length `W`, is the bin
-`v / (W - 1) * 999`. A COCO box `[x, y, w, h]` is the half-open extent `[x, x + w) x [y, y + h)`, and its far edge `x + w` is a
-coordinate like any other, as it is for the vertices of polygons. So boxes and polygons of one object stay aligned, and the overlap of
-two boxes is the same number in bins and in pixels. The price: the last pixel of an axis, `W - 1` to `W`, is bin 999 throughout, so a
-box that ends at the far border of its image comes back up to one pixel shorter.
+Both ways use one rule, that of DESIGN section 4: a COCO coordinate `v`, in pixels along an axis of
+length `W`, is the bin `v / (W - 1) * 999`. A COCO box `[x, y, w, h]` is the half-open extent `[x, x
++ w) x [y, y + h)`, and its far edge `x + w` is a coordinate like any other, as it is for the
+vertices of polygons. So boxes and polygons of one object stay aligned, and the overlap of two boxes
+is the same number in bins and in pixels. The price: the last pixel of an axis, `W - 1` to `W`, is
+bin 999 throughout, so a box that ends at the far border of its image comes back up to one pixel
+shorter.
 """
 
 from __future__ import annotations
@@ -47,20 +50,26 @@ class CocoResults:
     """The content of a COCO results file, and what could not go into it."""
 
     results: list[dict[str, Any]]
-    """`{"image_id", "category_id", "bbox", "segmentation", "score"}` per object, in the order of the predictions."""
+    """`{"image_id", "category_id", "bbox", "segmentation", "score"}` per object, in the order of
+    the predictions.
+    """
     unknown_names: Mapping[str, int]
     """Objects left out because no category has their name, counted by name."""
 
 
 def coco_box(bins: Sequence[int], width: int, height: int) -> list[float]:
-    """`[x, y, w, h]` in pixels of a box (4 bins), or of the box around a polygon (6 bins or more), on an image of that size."""
+    """`[x, y, w, h]` in pixels of a box (4 bins), or of the box around a polygon (6 bins or more),
+    on an image of that size.
+    """
     pixels = pixels_of(bins, width=width, height=height)
     xs, ys = pixels[::2], pixels[1::2]
     return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
 
 
 def coco_segmentation(bins: Sequence[int], width: int, height: int) -> list[list[float]]:
-    """`[[x, y, ...]]`, one ring in pixels: the vertices of a polygon, or the four corners of a box (4 bins), clockwise from (x1, y1)."""
+    """`[[x, y, ...]]`, one ring in pixels: the vertices of a polygon, or the four corners of a box
+    (4 bins), clockwise from (x1, y1).
+    """
     if len(bins) == 4:
         x1, y1, x2, y2 = bins
         bins = (x1, y1, x2, y1, x2, y2, x1, y2)
@@ -76,25 +85,33 @@ def coco_area(bins: Sequence[int], width: int, height: int) -> float:
 
 
 def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int, int, int, int]:
-    """(x1, y1, x2, y2) of `[x, y, w, h]`, rounded outwards and clamped to 0..999. ValueError for an image with an axis under 2 pixels."""
+    """(x1, y1, x2, y2) of `[x, y, w, h]`, rounded outwards and clamped to 0..999. ValueError for an
+    image with an axis under 2 pixels.
+    """
     x, y, w, h = box
     return bin_box(_within((x, y, x + w, y + h), width, height), width=width, height=height)
 
 
 def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[int, ...]:
-    """x, y per vertex of one ring, to the nearest bin and clamped to 0..999. Of neighbours on the same bin one is kept,
-    and a first vertex that is repeated at the end is one vertex.
+    """x, y per vertex of one ring, to the nearest bin and clamped to 0..999. Of neighbours on the
+    same bin one is kept, and a first vertex that is repeated at the end is one vertex.
 
     ValueError for an image with an axis under 2 pixels.
     """
     bins = bin_points(_within(ring, width, height), width=width, height=height)
     points = list(zip(bins[::2], bins[1::2], strict=True))
-    kept = [point for point, following in zip(points, [*points[1:], *points[:1]], strict=True) if point != following]
+    kept = [
+        point
+        for point, following in zip(points, [*points[1:], *points[:1]], strict=True)
+        if point != following
+    ]
     return tuple(bin for point in kept for bin in point)
 
 
 def _within(pixels: Sequence[float], width: int, height: int) -> list[float]:
-    """x, y, ... moved into the image. Its bins are the same ones; but a number as large as 1e308 times 999 would not be finite."""
+    """x, y, ... moved into the image. Its bins are the same ones; but a number as large as 1e308
+    times 999 would not be finite.
+    """
     return [min(max(value, 0.0), (width, height)[i % 2]) for i, value in enumerate(pixels)]
 
 
@@ -110,8 +127,11 @@ def number_categories(names: Iterable[str]) -> dict[str, int]:
     return {name: number for number, name in enumerate(sorted(set(names)), 1)}
 
 
-def samples_to_coco(samples: Sequence[Sample], image_ids: Sequence[int], category_ids: Mapping[str, int]) -> dict[str, Any]:
-    """A COCO data set of the samples' ground truth: `images`, `annotations` (numbered from 1), `categories`. One image per sample.
+def samples_to_coco(
+    samples: Sequence[Sample], image_ids: Sequence[int], category_ids: Mapping[str, int]
+) -> dict[str, Any]:
+    """A COCO data set of the samples' ground truth: `images`, `annotations` (numbered from 1),
+    `categories`. One image per sample.
 
     `image_ids` are one per sample. KeyError for an object whose name is not in `category_ids`.
     """
@@ -126,15 +146,31 @@ def samples_to_coco(samples: Sequence[Sample], image_ids: Sequence[int], categor
             "iscrowd": 0,
         }
         for number, (image_id, sample, found) in enumerate(
-            ((image_id, sample, found) for image_id, sample in zip(image_ids, samples, strict=True) for found in sample.objects), 1
+            (
+                (image_id, sample, found)
+                for image_id, sample in zip(image_ids, samples, strict=True)
+                for found in sample.objects
+            ),
+            1,
         )
     ]
-    images = [{"id": image_id, "width": sample.width, "height": sample.height} for image_id, sample in zip(image_ids, samples, strict=True)]
-    return {"images": images, "annotations": annotations, "categories": [{"id": id, "name": name} for name, id in category_ids.items()]}
+    images = [
+        {"id": image_id, "width": sample.width, "height": sample.height}
+        for image_id, sample in zip(image_ids, samples, strict=True)
+    ]
+    return {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": id, "name": name} for name, id in category_ids.items()],
+    }
 
 
-def predictions_to_coco(predictions: Iterable[ImagePredictions], category_ids: Mapping[str, int]) -> CocoResults:
-    """COCO results of predictions. `category_ids` maps the name that an object's `desc` must equal to the category's id."""
+def predictions_to_coco(
+    predictions: Iterable[ImagePredictions], category_ids: Mapping[str, int]
+) -> CocoResults:
+    """COCO results of predictions. `category_ids` maps the name that an object's `desc` must equal
+    to the category's id.
+    """
     results: list[dict[str, Any]] = []
     unknown: Counter[str] = Counter()
     for image in predictions:

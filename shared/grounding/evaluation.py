@@ -1,6 +1,8 @@
-"""How well objects are found on held-out scenes: pairs, counts, tables. IoU belongs here and to no training-time number (spec: training-time counters).
+"""How well objects are found on held-out scenes: pairs, counts, tables. IoU belongs here and to no
+training-time number (spec: training-time counters).
 
-Two shapes overlap by the exact areas of their boxes in norm1000 or, where one of them is a polygon, by the mask IoU of the matching, on its default canvas.
+Two shapes overlap by the exact areas of their boxes in norm1000 or, where one of them is a polygon,
+by the mask IoU of the matching, on its default canvas.
 
 Shape legend: P predictions, G ground truths.
 """
@@ -46,7 +48,9 @@ class Scene:
 
 
 class Outcome(Protocol):
-    """What became of one held-out sample: a `Scene`, or a rollout of an environment (`shared.trajectory`)."""
+    """What became of one held-out sample: a `Scene`, or a rollout of an environment
+    (`shared.trajectory`).
+    """
 
     @property
     def position(self) -> int:
@@ -148,7 +152,9 @@ class DetectionSummary:
     thresholds: tuple[ThresholdCounts, ...]
     """In rising order, at least one."""
     classes: Mapping[str, DetectionCounts]
-    """By name, in alphabetical order: pairs of equal names at the first threshold. Dropped entries have no class."""
+    """By name, in alphabetical order: pairs of equal names at the first threshold. Dropped entries
+    have no class.
+    """
     dropped: Mapping[DropReason, int]
     """Reasons that occurred, the most frequent first."""
     num_truncated: int
@@ -157,7 +163,9 @@ class DetectionSummary:
     num_length_limited: int
     """Responses that ended at `max_new_tokens`."""
     scene_f1: tuple[float, ...]
-    """One per scene: F1 at the first threshold whatever the class; 1 where there is nothing to find and nothing was found."""
+    """One per scene: F1 at the first threshold whatever the class; 1 where there is nothing to find
+    and nothing was found.
+    """
 
 
 def summarise(scenes: Sequence[Scene], iou_thresholds: Sequence[float]) -> DetectionSummary:
@@ -165,10 +173,20 @@ def summarise(scenes: Sequence[Scene], iou_thresholds: Sequence[float]) -> Detec
     any_class = [_Overlaps.of(scene) for scene in scenes]
     same_class = [overlaps.of_equal_names() for overlaps in any_class]
     first = iou_thresholds[0]
-    f1 = [overlaps.counts(first).f1 if overlaps.scene.objects or overlaps.scene.sample.objects else 1.0 for overlaps in any_class]
+    f1 = [
+        (
+            overlaps.counts(first).f1
+            if overlaps.scene.objects or overlaps.scene.sample.objects
+            else 1.0
+        )
+        for overlaps in any_class
+    ]
     dropped = Counter(reason for scene in scenes for reason in scene.dropped)
     return DetectionSummary(
-        thresholds=tuple(ThresholdCounts(threshold, _total(any_class, threshold), _total(same_class, threshold)) for threshold in iou_thresholds),
+        thresholds=tuple(
+            ThresholdCounts(threshold, _total(any_class, threshold), _total(same_class, threshold))
+            for threshold in iou_thresholds
+        ),
         classes=_class_table(same_class, first),
         dropped=dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0]))),
         num_truncated=sum(scene.truncated for scene in scenes),
@@ -179,15 +197,23 @@ def summarise(scenes: Sequence[Scene], iou_thresholds: Sequence[float]) -> Detec
 
 
 def worst_scenes(summary: DetectionSummary, count: int) -> list[int]:
-    """The indices of the `count` scenes with the lowest F1, lowest first, ties in their order; none for a scene without a mistake."""
-    ranked = sorted(range(len(summary.scene_f1)), key=lambda index: (summary.scene_f1[index], index))
+    """The indices of the `count` scenes with the lowest F1, lowest first, ties in their order; none
+    for a scene without a mistake.
+    """
+    ranked = sorted(
+        range(len(summary.scene_f1)), key=lambda index: (summary.scene_f1[index], index)
+    )
     return [index for index in ranked[:count] if summary.scene_f1[index] < 1.0]
 
 
-def pair_objects(predictions: Sequence[Shape], ground_truth: Sequence[Shape], *, iou_threshold: float) -> list[Pair]:
-    """Which prediction found which ground truth, whatever their class: greedily, in order of falling IoU, ties by prediction and then by ground truth.
+def pair_objects(
+    predictions: Sequence[Shape], ground_truth: Sequence[Shape], *, iou_threshold: float
+) -> list[Pair]:
+    """Which prediction found which ground truth, whatever their class: greedily, in order of
+    falling IoU, ties by prediction and then by ground truth.
 
-    A pair has at least `iou_threshold`, which must be above 0, and both of its objects were free before it.
+    A pair has at least `iou_threshold`, which must be above 0, and both of its objects were free
+    before it.
     """
     return _greedy_pairs(_iou(predictions, ground_truth), iou_threshold)
 
@@ -206,20 +232,29 @@ class _Overlaps:
     def of_equal_names(self) -> _Overlaps:
         """The same where names are equal, and 0 elsewhere."""
         truth = [one.desc for one in self.scene.sample.objects]
-        same_PG = np.array([[found.desc == desc for desc in truth] for found in self.scene.objects], dtype=bool).reshape(self.iou_PG.shape)
+        same_PG = np.array(
+            [[found.desc == desc for desc in truth] for found in self.scene.objects], dtype=bool
+        ).reshape(self.iou_PG.shape)
         return _Overlaps(self.scene, np.where(same_PG, self.iou_PG, 0.0))
 
     def pairs(self, iou_threshold: float) -> list[Pair]:
         return _greedy_pairs(self.iou_PG, iou_threshold)
 
     def counts(self, iou_threshold: float) -> DetectionCounts:
-        predictions, ground_truth, pairs = self.scene.objects, self.scene.sample.objects, self.pairs(iou_threshold)
+        predictions, ground_truth, pairs = (
+            self.scene.objects,
+            self.scene.sample.objects,
+            self.pairs(iou_threshold),
+        )
         return DetectionCounts(
             num_predictions=len(predictions),
             num_dropped=len(self.scene.dropped),
             num_ground_truth=len(ground_truth),
             num_matched=len(pairs),
-            num_class_correct=sum(predictions[pair.prediction].desc == ground_truth[pair.ground_truth].desc for pair in pairs),
+            num_class_correct=sum(
+                predictions[pair.prediction].desc == ground_truth[pair.ground_truth].desc
+                for pair in pairs
+            ),
         )
 
 
@@ -227,12 +262,25 @@ def _total(scenes: Sequence[_Overlaps], iou_threshold: float) -> DetectionCounts
     return sum((overlaps.counts(iou_threshold) for overlaps in scenes), DetectionCounts())
 
 
-def _class_table(same_class: Sequence[_Overlaps], iou_threshold: float) -> dict[str, DetectionCounts]:
+def _class_table(
+    same_class: Sequence[_Overlaps], iou_threshold: float
+) -> dict[str, DetectionCounts]:
     predicted = Counter(found.desc for overlaps in same_class for found in overlaps.scene.objects)
-    there = Counter(truth.desc for overlaps in same_class for truth in overlaps.scene.sample.objects)
-    matched = Counter(overlaps.scene.objects[pair.prediction].desc for overlaps in same_class for pair in overlaps.pairs(iou_threshold))
+    there = Counter(
+        truth.desc for overlaps in same_class for truth in overlaps.scene.sample.objects
+    )
+    matched = Counter(
+        overlaps.scene.objects[pair.prediction].desc
+        for overlaps in same_class
+        for pair in overlaps.pairs(iou_threshold)
+    )
     return {
-        name: DetectionCounts(num_predictions=predicted[name], num_ground_truth=there[name], num_matched=matched[name], num_class_correct=matched[name])
+        name: DetectionCounts(
+            num_predictions=predicted[name],
+            num_ground_truth=there[name],
+            num_matched=matched[name],
+            num_class_correct=matched[name],
+        )
         for name in sorted(predicted | there)
     }
 
@@ -241,7 +289,10 @@ def _iou(predictions: Sequence[Shape], ground_truth: Sequence[Shape]) -> np.ndar
     """float64 [P, G]."""
     if not predictions or not ground_truth:
         return np.zeros((len(predictions), len(ground_truth)))
-    iou_PG = box_iou(np.array([aabb(shape) for shape in predictions]), np.array([aabb(shape) for shape in ground_truth]))
+    iou_PG = box_iou(
+        np.array([aabb(shape) for shape in predictions]),
+        np.array([aabb(shape) for shape in ground_truth]),
+    )
     for i, j in np.argwhere(iou_PG > 0).tolist():
         if GeometryKind.POLY in (predictions[i].kind, ground_truth[j].kind):
             iou_PG[i, j] = mask_iou(predictions[i], ground_truth[j])

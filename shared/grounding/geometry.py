@@ -1,7 +1,9 @@
-"""Shapes in norm1000: pixels to bins and back, boxes around shapes, and how much two shapes overlap (DESIGN 4 and 7.4).
+"""Shapes in norm1000: pixels to bins and back, boxes around shapes, and how much two shapes overlap
+(DESIGN 4 and 7.4).
 
-Shape legend: P predictions, G ground truths, K candidates of each prediction, N shapes, V vertices of all of them, R canvas pixels per axis,
-W words of 64 pixels per canvas row, T edges, C crossings of edges with canvas rows.
+Shape legend: P predictions, G ground truths, K candidates of each prediction, N shapes, V vertices
+of all of them, R canvas pixels per axis, W words of 64 pixels per canvas row, T edges, C crossings
+of edges with canvas rows.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from shared.tokens.vocabulary import NUM_BINS
 
 Point: TypeAlias = tuple[int, int]
 
-# Squared bins. Sums of floats over 999 x 999 bins are wrong by less than 1e-9; what is under this is a line or a point.
+# Squared bins. Sums of floats over 999 x 999 bins are wrong by less than 1e-9; what is under this
+# is a line or a point.
 _NO_AREA = 1e-6
-# Right of every bin: where an edge that does not cross a slab is put, so that it bounds nothing there.
+# Right of every bin: where an edge that does not cross a slab is put, so that it bounds nothing
+# there.
 _BEYOND = 1000.0
 # Slabs times edges at once, about 8 MB per array.
 _MAX_CELLS = 1_000_000
 
 
 def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
-    """IoU, 0..1, of the areas that two rings in 0..999 enclose (even-odd rule). Without any area: 1 for the same vertices, else 0."""
+    """IoU, 0..1, of the areas that two rings in 0..999 enclose (even-odd rule). Without any area: 1
+    for the same vertices, else 0.
+    """
     edges_a, edges_b = _edges(a), _edges(b)
     edges_T4 = np.array(edges_a + edges_b, dtype=np.float64).reshape(-1, 4)
     is_a_T = np.arange(len(edges_T4)) < len(edges_a)
@@ -51,8 +57,13 @@ def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
 
 
 def _edges(ring: Sequence[Point]) -> list[tuple[int, int, int, int]]:
-    """(ax, ay, bx, by) upwards. Left out is what bounds no area: horizontal edges, and those walked an even number of times."""
-    times = Counter((*a, *b) if a[1] < b[1] else (*b, *a) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
+    """(ax, ay, bx, by) upwards. Left out is what bounds no area: horizontal edges, and those walked
+    an even number of times.
+    """
+    times = Counter(
+        (*a, *b) if a[1] < b[1] else (*b, *a)
+        for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
+    )
     return [edge for edge, count in times.items() if edge[1] != edge[3] and count % 2]
 
 
@@ -62,7 +73,12 @@ def _levels(edges_T4: np.ndarray) -> np.ndarray:
     cx, cy, dx, dy = edges_T4.T[:, None, :]
     determinant_TT = (bx - ax) * (dy - cy) - (by - ay) * (dx - cx)
     numerator_TT = (by - ay) * ((cx - ax) * (dy - cy) - (cy - ay) * (dx - cx))
-    crossings_TT = ay + np.divide(numerator_TT, determinant_TT, out=np.full(determinant_TT.shape, np.inf), where=determinant_TT != 0)
+    crossings_TT = ay + np.divide(
+        numerator_TT,
+        determinant_TT,
+        out=np.full(determinant_TT.shape, np.inf),
+        where=determinant_TT != 0,
+    )
     is_on_both_TT = (np.maximum(ay, cy) < crossings_TT) & (crossings_TT < np.minimum(by, dy))
     return np.unique(np.concatenate([edges_T4[:, 1], edges_T4[:, 3], crossings_TT[is_on_both_TT]]))
 
@@ -78,10 +94,15 @@ def _slab_areas(levels: np.ndarray, edges_T4: np.ndarray, is_a_T: np.ndarray) ->
     order_LT = np.argsort(x_LT, axis=1, kind="stable")
     gaps = np.diff(x_LT[np.arange(len(x_LT))[:, None], order_LT], axis=1)
     is_a_LT = is_a_T[order_LT]
-    in_a, in_b = (np.logical_xor.accumulate(is_mine_LT, axis=1)[:, :-1] for is_mine_LT in (is_a_LT, ~is_a_LT))
+    in_a, in_b = (
+        np.logical_xor.accumulate(is_mine_LT, axis=1)[:, :-1] for is_mine_LT in (is_a_LT, ~is_a_LT)
+    )
     heights = np.diff(levels)
-    # Where both rings are the same, all three sums are of the same numbers: their IoU is 1 without rounding.
-    return np.array([float(heights @ (gaps * inside).sum(axis=1)) for inside in (in_a, in_b, in_a & in_b)])
+    # Where both rings are the same, all three sums are of the same numbers: their IoU is 1 without
+    # rounding.
+    return np.array(
+        [float(heights @ (gaps * inside).sum(axis=1)) for inside in (in_a, in_b, in_a & in_b)]
+    )
 
 
 # Polygons with fewer vertices: each vertex costs tokens.
@@ -92,14 +113,19 @@ Number = TypeVar("Number", int, float)
 MIN_VERTICES = 3
 
 
-def simplify_ring(points: Sequence[tuple[Number, Number]], max_vertices: int) -> list[tuple[Number, Number]]:
-    """The ring with at most `max_vertices` of its vertices, in their order (Visvalingam and Whyatt).
+def simplify_ring(
+    points: Sequence[tuple[Number, Number]], max_vertices: int
+) -> list[tuple[Number, Number]]:
+    """The ring with at most `max_vertices` of its vertices, in their order (Visvalingam and
+    Whyatt).
 
-    The vertex whose triangle with its two neighbours is smallest goes first, ties by index; so those that matter least to the area go.
-    ValueError for fewer than 3.
+    The vertex whose triangle with its two neighbours is smallest goes first, ties by index; so
+    those that matter least to the area go. ValueError for fewer than 3.
     """
     if max_vertices < MIN_VERTICES:
-        raise ValueError(f"a polygon of {max_vertices} vertices has no area; keep at least {MIN_VERTICES}")
+        raise ValueError(
+            f"a polygon of {max_vertices} vertices has no area; keep at least {MIN_VERTICES}"
+        )
     ring = list(points)
     areas = [_area_at(ring, i) for i in range(len(ring))]
     while len(ring) > max_vertices:
@@ -134,7 +160,9 @@ class Shape(Protocol):
 
 
 def bin_box(box: Sequence[float], *, width: int, height: int) -> Box:
-    """Pixels (x1, y1, x2, y2) of an image to bins, rounded outwards and clamped to 0..999. ValueError for an axis under 2 pixels."""
+    """Pixels (x1, y1, x2, y2) of an image to bins, rounded outwards and clamped to 0..999.
+    ValueError for an axis under 2 pixels.
+    """
     x1, y1, x2, y2 = box
     x_scale, y_scale = _last_pixel(width), _last_pixel(height)
     return (
@@ -146,9 +174,13 @@ def bin_box(box: Sequence[float], *, width: int, height: int) -> Box:
 
 
 def bin_points(points: Sequence[float], *, width: int, height: int) -> tuple[int, ...]:
-    """Polygon vertices x, y, ... in pixels to the nearest bins (a half goes up), clamped to 0..999. ValueError as for `bin_box`."""
+    """Polygon vertices x, y, ... in pixels to the nearest bins (a half goes up), clamped to 0..999.
+    ValueError as for `bin_box`.
+    """
     scales = _last_pixel(width), _last_pixel(height)
-    return tuple(_clamp(math.floor(value * MAX_BIN / scales[i % 2] + 0.5)) for i, value in enumerate(points))
+    return tuple(
+        _clamp(math.floor(value * MAX_BIN / scales[i % 2] + 0.5)) for i, value in enumerate(points)
+    )
 
 
 def pixels_of(bins: Sequence[int], *, width: int, height: int) -> tuple[float, ...]:
@@ -158,7 +190,9 @@ def pixels_of(bins: Sequence[int], *, width: int, height: int) -> tuple[float, .
 
 
 def vertices(shape: Shape) -> list[Point]:
-    """The ring of a shape, bins clamped to 0..999; a box as its four corners, clockwise from (x1, y1) as an image shows it."""
+    """The ring of a shape, bins clamped to 0..999; a box as its four corners, clockwise from (x1,
+    y1) as an image shows it.
+    """
     values = [_clamp(bin) for bin in _ring(shape)]
     return list(zip(values[::2], values[1::2], strict=True))
 
@@ -170,15 +204,19 @@ def aabb(shape: Shape) -> Box:
 
 
 def box_iou(a_P4: np.ndarray, b_G4: np.ndarray) -> np.ndarray:
-    """[P, 4] and [G, 4] boxes to float64 [P, G]: IoU of their continuous areas. Identical boxes have 1, also without area."""
+    """[P, 4] and [G, 4] boxes to float64 [P, G]: IoU of their continuous areas. Identical boxes
+    have 1, also without area.
+    """
     return _paired_box_iou(a_P4[:, None], b_G4[None])
 
 
 def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
-    """IoU of two shapes rasterised on a canvas of `resolution` x `resolution` pixels, 0..1. ValueError for a canvas under 2 pixels.
+    """IoU of two shapes rasterised on a canvas of `resolution` x `resolution` pixels, 0..1.
+    ValueError for a canvas under 2 pixels.
 
-    Bins are scaled by `(resolution - 1) / 999`; a pixel is covered where its centre lies in the half-open shape (even-odd rule). Where
-    either shape covers fewer than 16 pixels the ratio of the exact areas takes the place of the raster's; identical shapes have 1.
+    Bins are scaled by `(resolution - 1) / 999`; a pixel is covered where its centre lies in the
+    half-open shape (even-odd rule). Where either shape covers fewer than 16 pixels the ratio of the
+    exact areas takes the place of the raster's; identical shapes have 1.
     """
     return float(Rasters.of([a, b], resolution).mask_iou(np.array([0]), np.array([[1]]))[0, 0])
 
@@ -196,7 +234,9 @@ class Rasters:
     windows_N4: np.ndarray
     """int64 [N, 4]: the pixels of that box as half-open column and row ranges (x1, y1, x2, y2)."""
     words_NRW: np.ndarray | None
-    """uint64 [N, R, W]: the covered pixels, one bit each, rows first, the lowest bit leftmost; None where all shapes are boxes: they are their windows."""
+    """uint64 [N, R, W]: the covered pixels, one bit each, rows first, the lowest bit leftmost; None
+    where all shapes are boxes: they are their windows.
+    """
     num_pixels_N: np.ndarray
     """int64 [N]: covered pixels."""
 
@@ -204,37 +244,63 @@ class Rasters:
     def of(cls, shapes: Sequence[Shape], resolution: int) -> Rasters:
         """ValueError for a canvas under 2 pixels per axis."""
         if resolution < 2:
-            raise ValueError(f"a canvas of {resolution} pixels per axis shows nothing; use at least 2")
+            raise ValueError(
+                f"a canvas of {resolution} pixels per axis shows nothing; use at least 2"
+            )
         rings = [_ring(shape) for shape in shapes]
         is_box_N = np.array([shape.kind is GeometryKind.BBOX for shape in shapes], dtype=bool)
-        points_V2 = np.array([*chain.from_iterable(rings)], dtype=np.int64).clip(0, MAX_BIN).reshape(-1, 2)
+        points_V2 = (
+            np.array([*chain.from_iterable(rings)], dtype=np.int64).clip(0, MAX_BIN).reshape(-1, 2)
+        )
         stops_N = np.cumsum([len(ring) // 2 for ring in rings])
         starts_N = np.array([0, *stops_N[:-1]])
-        boxes_N4 = np.hstack([np.minimum.reduceat(points_V2, starts_N), np.maximum.reduceat(points_V2, starts_N)])
+        boxes_N4 = np.hstack(
+            [np.minimum.reduceat(points_V2, starts_N), np.maximum.reduceat(points_V2, starts_N)]
+        )
         windows_N4 = _first_pixel(boxes_N4, resolution)
         if is_box_N.all():
             return cls(shapes, is_box_N, boxes_N4, windows_N4, None, _box_area(windows_N4))
         words_NRW = _rasterise(points_V2, starts_N, stops_N, resolution)
-        return cls(shapes, is_box_N, boxes_N4, windows_N4, words_NRW, np.bitwise_count(words_NRW).sum(axis=(1, 2), dtype=np.int64))
+        return cls(
+            shapes,
+            is_box_N,
+            boxes_N4,
+            windows_N4,
+            words_NRW,
+            np.bitwise_count(words_NRW).sum(axis=(1, 2), dtype=np.int64),
+        )
 
     def mask_iou(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
-        """`mask_iou` of shape `left[p]` with each `right[p, k]`, indices into the shapes: float64 [P, K]."""
+        """`mask_iou` of shape `left[p]` with each `right[p, k]`, indices into the shapes: float64
+        [P, K].
+        """
         left_P1 = left_P[:, None]
         common_PK = self._common_pixels(left_P, right_PK)
         union_PK = self.num_pixels_N[left_P1] + self.num_pixels_N[right_PK] - common_PK
         iou_PK = np.divide(common_PK, union_PK, out=np.zeros(union_PK.shape), where=union_PK > 0)
 
-        small_PK = np.minimum(self.num_pixels_N[left_P1], self.num_pixels_N[right_PK]) < MIN_RASTER_PIXELS
+        small_PK = (
+            np.minimum(self.num_pixels_N[left_P1], self.num_pixels_N[right_PK]) < MIN_RASTER_PIXELS
+        )
         if small_PK.any():
-            # For two boxes this is the answer. For others only its zeros are: their boxes share no area and differ.
-            iou_PK[small_PK] = _paired_box_iou(self.boxes_N4[left_P1], self.boxes_N4[right_PK])[small_PK]
-            for p, k in np.argwhere(small_PK & (iou_PK > 0) & ~(self.is_box_N[left_P1] & self.is_box_N[right_PK])):
-                iou_PK[p, k] = polygon_iou(vertices(self.shapes[left_P[p]]), vertices(self.shapes[right_PK[p, k]]))
+            # For two boxes this is the answer. For others only its zeros are: their boxes share no
+            # area and differ.
+            iou_PK[small_PK] = _paired_box_iou(self.boxes_N4[left_P1], self.boxes_N4[right_PK])[
+                small_PK
+            ]
+            for p, k in np.argwhere(
+                small_PK & (iou_PK > 0) & ~(self.is_box_N[left_P1] & self.is_box_N[right_PK])
+            ):
+                iou_PK[p, k] = polygon_iou(
+                    vertices(self.shapes[left_P[p]]), vertices(self.shapes[right_PK[p, k]])
+                )
         return iou_PK
 
     def _common_pixels(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
         if self.words_NRW is None:
-            return _box_area(_intersection(self.windows_N4[left_P][:, None], self.windows_N4[right_PK]))
+            return _box_area(
+                _intersection(self.windows_N4[left_P][:, None], self.windows_N4[right_PK])
+            )
         common_PK = np.empty(right_PK.shape, dtype=np.int64)
         for p, left in enumerate(left_P):
             x1, y1, x2, y2 = self.windows_N4[left]
@@ -244,30 +310,47 @@ class Rasters:
         return common_PK
 
 
-def _rasterise(points_V2: np.ndarray, starts_N: np.ndarray, stops_N: np.ndarray, resolution: int) -> np.ndarray:
-    """uint64 [N, R, W] of the pixels whose centres lie inside the rings `points[start:stop]`: left of them is an odd number of edges.
+def _rasterise(
+    points_V2: np.ndarray, starts_N: np.ndarray, stops_N: np.ndarray, resolution: int
+) -> np.ndarray:
+    """uint64 [N, R, W] of the pixels whose centres lie inside the rings `points[start:stop]`: left
+    of them is an odd number of edges.
 
-    In integers, so without rounding. The unit is 1 / 1998 of a pixel: a bin is `2 * (R - 1)` of them, a pixel's centre `(2 k + 1) * 999`.
+    In integers, so without rounding. The unit is 1 / 1998 of a pixel: a bin is `2 * (R - 1)` of
+    them, a pixel's centre `(2 k + 1) * 999`.
     """
     next_V = np.arange(1, len(points_V2) + 1)
     next_V[stops_N - 1] = starts_N
     ring_V = np.repeat(np.arange(len(starts_N)), stops_N - starts_N)
     is_up_V1 = points_V2[:, 1:] <= points_V2[next_V, 1:]
-    low_V2, high_V2 = np.where(is_up_V1, points_V2, points_V2[next_V]), np.where(is_up_V1, points_V2[next_V], points_V2)
+    low_V2, high_V2 = (
+        np.where(is_up_V1, points_V2, points_V2[next_V]),
+        np.where(is_up_V1, points_V2[next_V], points_V2),
+    )
 
-    first_V, last_V = _first_pixel(low_V2[:, 1], resolution), _first_pixel(high_V2[:, 1], resolution)
+    first_V, last_V = (
+        _first_pixel(low_V2[:, 1], resolution),
+        _first_pixel(high_V2[:, 1], resolution),
+    )
     edge_C = np.repeat(np.arange(len(points_V2)), last_V - first_V)
-    row_C = np.arange(len(edge_C)) - np.repeat(np.cumsum(last_V - first_V) - last_V, last_V - first_V)
+    row_C = np.arange(len(edge_C)) - np.repeat(
+        np.cumsum(last_V - first_V) - last_V, last_V - first_V
+    )
     pixel, scale = 2 * MAX_BIN, 2 * (resolution - 1)
     (ax_C, ay_C), (dx_C, dy_C) = (low_V2[edge_C] * scale).T, ((high_V2 - low_V2)[edge_C] * scale).T
     numerator_C = (ax_C - MAX_BIN) * dy_C + ((2 * row_C + 1) * MAX_BIN - ay_C) * dx_C
     column_C = -(-numerator_C // (pixel * dy_C)).clip(-resolution, 0)
 
-    # A row has an even number of crossings, so a pixel with an odd number of them to its right has an odd number to its left.
-    row_C, column_C = np.divmod(np.sort((ring_V[edge_C] * resolution + row_C) * (resolution + 1) + column_C), resolution + 1)
+    # A row has an even number of crossings, so a pixel with an odd number of them to its right has
+    # an odd number to its left.
+    row_C, column_C = np.divmod(
+        np.sort((ring_V[edge_C] * resolution + row_C) * (resolution + 1) + column_C), resolution + 1
+    )
     starts = np.flatnonzero(np.diff(row_C, prepend=-1))
     words_NRW = np.zeros((len(starts_N), resolution, -(-resolution // 64)), dtype=np.uint64)
-    words_NRW.reshape(-1, words_NRW.shape[-1])[row_C[starts]] = np.bitwise_xor.reduceat(_words_left_of(resolution)[column_C], starts)
+    words_NRW.reshape(-1, words_NRW.shape[-1])[row_C[starts]] = np.bitwise_xor.reduceat(
+        _words_left_of(resolution)[column_C], starts
+    )
     return words_NRW
 
 
@@ -280,7 +363,9 @@ def _words_left_of(resolution: int) -> np.ndarray:
 
 
 def _first_pixel(bins: np.ndarray, resolution: int) -> np.ndarray:
-    """The first pixels whose centres are not before `bins`: ceil(bin * (R - 1) / 999 - 1/2), in integers."""
+    """The first pixels whose centres are not before `bins`: ceil(bin * (R - 1) / 999 - 1/2), in
+    integers.
+    """
     return -((MAX_BIN - 2 * bins * (resolution - 1)) // (2 * MAX_BIN))
 
 
@@ -293,7 +378,9 @@ def _paired_box_iou(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """[..., 4]: what two boxes have in common; x1 > x2 or y1 > y2 where that is nothing."""
-    return np.concatenate([np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])], axis=-1)
+    return np.concatenate(
+        [np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])], axis=-1
+    )
 
 
 def _box_area(boxes: np.ndarray) -> np.ndarray:
@@ -311,7 +398,9 @@ def _ring(shape: Shape) -> Sequence[int]:
 
 def _last_pixel(length: int) -> int:
     if length < 2:
-        raise ValueError(f"an axis of {length} pixels has no scale; images need at least 2 pixels per axis")
+        raise ValueError(
+            f"an axis of {length} pixels has no scale; images need at least 2 pixels per axis"
+        )
     return length - 1
 
 

@@ -1,4 +1,5 @@
-"""Which prediction is which ground truth: Hungarian assignment by maskIoU, whatever the class (DESIGN 7.4).
+"""Which prediction is which ground truth: Hungarian assignment by maskIoU, whatever the class
+(DESIGN 7.4).
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N = P + G.
 """
@@ -46,19 +47,29 @@ def match_objects(
     fp_cost: float = 1.0,
     fn_cost: float = 1.0,
 ) -> MatchResult:
-    """The assignment of least cost: `1 - maskIoU` for a pair, `fp_cost` for a prediction and `fn_cost` for a ground truth left alone.
+    """The assignment of least cost: `1 - maskIoU` for a pair, `fp_cost` for a prediction and
+    `fn_cost` for a ground truth left alone.
 
-    Only the `candidate_top_k` nearest ground truths of each prediction are compared, and of those only pairs with maskIoU of at least
-    `maskiou_gate` are possible. ValueError for a top k under 1.
+    Only the `candidate_top_k` nearest ground truths of each prediction are compared, and of those
+    only pairs with maskIoU of at least `maskiou_gate` are possible. ValueError for a top k under 1.
     """
     if candidate_top_k < 1:
-        raise ValueError(f"candidate_top_k is {candidate_top_k}; every prediction needs at least 1 candidate")
+        raise ValueError(
+            f"candidate_top_k is {candidate_top_k}; every prediction needs at least 1 candidate"
+        )
     num_predictions, num_ground_truth = len(predictions), len(ground_truth)
     iou_PG = np.full((num_predictions, num_ground_truth), np.nan)
     if iou_PG.size:
-        rasters, predictions_P = Rasters.of([*predictions, *ground_truth], maskiou_resolution), np.arange(num_predictions)
-        candidates_PK = candidates(rasters.boxes_N4[:num_predictions], rasters.boxes_N4[num_predictions:], candidate_top_k)
-        iou_PG[predictions_P[:, None], candidates_PK] = rasters.mask_iou(predictions_P, num_predictions + candidates_PK)
+        rasters, predictions_P = (
+            Rasters.of([*predictions, *ground_truth], maskiou_resolution),
+            np.arange(num_predictions),
+        )
+        candidates_PK = candidates(
+            rasters.boxes_N4[:num_predictions], rasters.boxes_N4[num_predictions:], candidate_top_k
+        )
+        iou_PG[predictions_P[:, None], candidates_PK] = rasters.mask_iou(
+            predictions_P, num_predictions + candidates_PK
+        )
     feasible_PG = iou_PG >= maskiou_gate  # false where a pair was not compared: NaN
 
     cost_NN = np.zeros((num_predictions + num_ground_truth,) * 2)
@@ -80,7 +91,9 @@ def match_objects(
 
 
 def candidates(boxes_P4: np.ndarray, boxes_G4: np.ndarray, top_k: int) -> np.ndarray:
-    """int [P, K]: the ground truths to compare each prediction with: overlapping boxes by IoU, then the others by distance; ties by index."""
+    """int [P, K]: the ground truths to compare each prediction with: overlapping boxes by IoU, then
+    the others by distance; ties by index.
+    """
     iou_PG = box_iou(boxes_P4, boxes_G4)
     # Twice the centres, in integers: equal distances are ties, not rounding.
     centres_P2, centres_G2 = boxes_P4[:, :2] + boxes_P4[:, 2:], boxes_G4[:, :2] + boxes_G4[:, 2:]

@@ -9,10 +9,14 @@ from shared.records import GeometryKind
 
 
 class DropReason(StrEnum):
-    """Why a complete entry is not an object. An entry has the first reason, in this order, that holds."""
+    """Why a complete entry is not an object. An entry has the first reason, in this order, that
+    holds.
+    """
 
     MALFORMED = "malformed"
-    """Not JSON apart from unquoted coord tokens, not an object, or without one comma in front of it."""
+    """Not JSON apart from unquoted coord tokens, not an object, or without one comma in front of
+    it.
+    """
     KEY_INVALID = "key_invalid"
     """A key that does not belong there, `desc` twice, two geometries, or a nested object."""
     UNKNOWN_GEOM = "unknown_geom"
@@ -33,7 +37,9 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParsedObject:
-    """One valid object. All positions count tokens of `ParsedRollout.prefix_token_ids`, which are those of the response up to `num_unchanged`."""
+    """One valid object. All positions count tokens of `ParsedRollout.prefix_token_ids`, which are
+    those of the response up to `num_unchanged`.
+    """
 
     key: str
     index: int
@@ -55,7 +61,9 @@ class ParsedObject:
 
 @dataclass(frozen=True, slots=True)
 class DroppedObject:
-    """An entry of the kept prefix that is no valid object. What lies behind the cut is not kept and not counted."""
+    """An entry of the kept prefix that is no valid object. What lies behind the cut is not kept and
+    not counted.
+    """
 
     key: str
     reason: DropReason
@@ -63,7 +71,9 @@ class DroppedObject:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
-    """A response as far as it can be used. `prefix_token_ids` is an open JSON object that ground truth can be appended to."""
+    """A response as far as it can be used. `prefix_token_ids` is an open JSON object that ground
+    truth can be appended to.
+    """
 
     prefix_token_ids: tuple[int, ...]
     prefix_text: str
@@ -79,4 +89,6 @@ class ParsedRollout:
     fallback: bool
     """Nothing could be kept: the prefix is `{`."""
     num_unchanged: int = 0
-    """How many leading prefix tokens are the response's own; the replaced end of a fused token, and the fallback's `{`, are not."""
+    """How many leading prefix tokens are the response's own; the replaced end of a fused token, and
+    the fallback's `{`, are not.
+    """

@@ -1,7 +1,8 @@
 """Token ids of a response to the objects it names and the prefix that is kept of it (DESIGN 7.2).
 
-The bytes of the tokens are scanned as one text; offsets lead back to tokens, so nothing is decoded and encoded again except the end
-of one fused token. A malformed response is data: nothing here raises on account of what a model wrote.
+The bytes of the tokens are scanned as one text; offsets lead back to tokens, so nothing is decoded
+and encoded again except the end of one fused token. A malformed response is data: nothing here
+raises on account of what a model wrote.
 """
 
 from __future__ import annotations
@@ -28,14 +29,21 @@ class _Prefix:
     """Bytes of the response that are kept; 0 in the fallback."""
 
 
-def parse_rollout(token_ids: Sequence[int], codec: TokenCodec, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> ParsedRollout:
-    """The valid objects of a response and the prefix to append to. Linear in the response's bytes; never raises on its content.
+def parse_rollout(
+    token_ids: Sequence[int], codec: TokenCodec, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY
+) -> ParsedRollout:
+    """The valid objects of a response and the prefix to append to. Linear in the response's bytes;
+    never raises on its content.
 
-    `token_ids` is the response, with or without its stop token. `geometry` says which kinds are wanted; boxes always are, and without
-    `poly` every sound polygon is dropped. ValueError for a set without boxes.
+    `token_ids` is the response, with or without its stop token. `geometry` says which kinds are
+    wanted; boxes always are, and without `poly` every sound polygon is dropped. ValueError for a
+    set without boxes.
     """
     if GeometryKind.BBOX not in geometry:
-        raise ValueError(f"geometry {sorted(geometry)} lacks {GeometryKind.BBOX}; boxes are always read, add {GeometryKind.BBOX}")
+        raise ValueError(
+            f"geometry {sorted(geometry)} lacks {GeometryKind.BBOX}; boxes are always read, add"
+            f" {GeometryKind.BBOX}"
+        )
     response = Response.read(token_ids, codec)
     container = scan_container(response.text) or Container((), closed=False)
     prefix = _prefix(response, container.entries, codec)
@@ -76,7 +84,9 @@ def parse_rollout(token_ids: Sequence[int], codec: TokenCodec, *, geometry: froz
 
 
 def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec) -> _Prefix:
-    """The response up to the brace that ends its last complete entry; only the token that the cut falls into is replaced."""
+    """The response up to the brace that ends its last complete entry; only the token that the cut
+    falls into is replaced.
+    """
     for entry in reversed(entries):
         if entry.value is None:
             continue
@@ -88,10 +98,13 @@ def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec) -> 
         needed = response.text[start:cut]
         replacement = codec.encode(needed.decode(errors="replace"))
         pieces = [codec.piece_bytes(token_id) for token_id in replacement]
-        # Where the token begins inside a character, its first part has no tokens of its own: the cut moves to the entry before.
+        # Where the token begins inside a character, its first part has no tokens of its own: the
+        # cut moves to the entry before.
         if b"".join(pieces) == needed:
             ends = [start + end for end in accumulate(map(len, pieces))]
-            return _Prefix(response.token_ids[:last] + replacement, response.ends[:last] + ends, last, cut)
+            return _Prefix(
+                response.token_ids[:last] + replacement, response.ends[:last] + ends, last, cut
+            )
     return _Prefix(codec.encode("{"), [], 0, 0)
 
 
@@ -101,7 +114,9 @@ def _tokens(ends: list[int], span: tuple[int, int]) -> tuple[int, int]:
 
 
 def _max_index(text: bytes, entries: Sequence[Entry]) -> int | None:
-    """The largest n of an `object_{n}` key in the kept text, at any depth, or of one of its entries, which need no colon."""
+    """The largest n of an `object_{n}` key in the kept text, at any depth, or of one of its
+    entries, which need no colon.
+    """
     others: list[bytes] = []
     position = 0
     for entry in entries:

@@ -35,41 +35,70 @@ class SerializedText:
     """Byte span of the closing top-level brace."""
 
 
-def serialize_objects(objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1) -> str:
-    """`{"object_1": {...}, ...}` on one line, as `json.dumps(ensure_ascii=False)` writes it; `{}` for no objects."""
+def serialize_objects(
+    objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
+) -> str:
+    """`{"object_1": {...}, ...}` on one line, as `json.dumps(ensure_ascii=False)` writes it; `{}`
+    for no objects.
+    """
     return layout_objects(objects, field_order=field_order, start_index=start_index).text
 
 
-def serialize_append(prefix_text: str, objects: Sequence[GroundTruthObject], *, start_index: int, field_order: str = DESC_FIRST) -> str:
-    """What follows `prefix_text` so that the whole is closed and holds `objects`, numbered from `start_index`.
+def serialize_append(
+    prefix_text: str,
+    objects: Sequence[GroundTruthObject],
+    *,
+    start_index: int,
+    field_order: str = DESC_FIRST,
+) -> str:
+    """What follows `prefix_text` so that the whole is closed and holds `objects`, numbered from
+    `start_index`.
 
-    ValueError where `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or ends in `,` with nothing to append. Brackets are not
-    counted: like the parser, this goes by braces and strings.
+    ValueError where `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
+    ends in `,` with nothing to append. Brackets are not counted: like the parser, this goes by
+    braces and strings.
     """
-    return layout_append(prefix_text, objects, start_index=start_index, field_order=field_order).text
+    return layout_append(
+        prefix_text, objects, start_index=start_index, field_order=field_order
+    ).text
 
 
-def layout_objects(objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1) -> SerializedText:
+def layout_objects(
+    objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
+) -> SerializedText:
     """`serialize_objects` with the place of everything in it."""
     return _layout("{", objects, start_index, field_order)
 
 
-def layout_append(prefix_text: str, objects: Sequence[GroundTruthObject], *, start_index: int, field_order: str = DESC_FIRST) -> SerializedText:
+def layout_append(
+    prefix_text: str,
+    objects: Sequence[GroundTruthObject],
+    *,
+    start_index: int,
+    field_order: str = DESC_FIRST,
+) -> SerializedText:
     """`serialize_append` with the place of everything in it, counted from where the prefix ends."""
     last = prefix_text.rstrip(" \t\n\r")[-1:]
     if last not in ("{", ",", "}") or not is_open_container(prefix_text.encode(errors="replace")):
         raise ValueError(
-            f"cannot append behind {prefix_text[-40:]!r}: the prefix must be a JSON object that is still open and ends in '{{', ',' or '}}'; "
-            "use ParsedRollout.prefix_text"
+            f"cannot append behind {prefix_text[-40:]!r}: the prefix must be a JSON object that is"
+            " still open and ends in '{', ',' or '}'; use ParsedRollout.prefix_text"
         )
     if last == "," and not objects:
-        raise ValueError(f"cannot close behind {prefix_text[-40:]!r}: a comma promises another entry; remove it or append an object")
+        raise ValueError(
+            f"cannot close behind {prefix_text[-40:]!r}: a comma promises another entry; remove it"
+            " or append an object"
+        )
     return _layout(", " if last == "}" and objects else "", objects, start_index, field_order)
 
 
-def _layout(opening: str, objects: Sequence[GroundTruthObject], start_index: int, field_order: str) -> SerializedText:
+def _layout(
+    opening: str, objects: Sequence[GroundTruthObject], start_index: int, field_order: str
+) -> SerializedText:
     if field_order not in FIELD_ORDERS:
-        raise ValueError(f"unknown field_order {field_order!r}; use one of {', '.join(FIELD_ORDERS)}")
+        raise ValueError(
+            f"unknown field_order {field_order!r}; use one of {', '.join(FIELD_ORDERS)}"
+        )
     text = _Text(opening)
     layouts: list[ObjectLayout] = []
     for index, object_ in enumerate(objects, start_index):

@@ -10,11 +10,19 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from shared.grounding.objects import DropReason
-from shared.grounding.scanner import COORD_START, SPACE, STRING_CHARACTERS, Entry, PlainFields, unescape
+from shared.grounding.scanner import (
+    COORD_START,
+    SPACE,
+    STRING_CHARACTERS,
+    Entry,
+    PlainFields,
+    unescape,
+)
 from shared.records import ALL_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import END_OF_TURN, TokenCodec
 
-# One entry's value, read as strict JSON in which coord tokens may stand without quotes (DESIGN 7.2).
+# One entry's value, read as strict JSON in which coord tokens may stand without quotes (DESIGN
+# 7.2).
 
 
 _LITERAL = rb"true|false|null|-?(?:0|[1-9][0-9]*+)(?>(?:\.[0-9]++)?)(?>(?:[eE][+-]?[0-9]++)?)"
@@ -22,7 +30,8 @@ _PUNCTUATION = SPACE + rb"([,\]}])"
 
 _EMPTY = re.compile(rb"\{" + SPACE + rb"\}")
 _KEY = re.compile(SPACE + rb'"(' + STRING_CHARACTERS + rb')"' + SPACE + rb":")
-# A value that opens nothing comes with the punctuation behind it; the number of the last group says what it is.
+# A value that opens nothing comes with the punctuation behind it; the number of the last group says
+# what it is.
 _VALUE = re.compile(
     SPACE
     + rb"(?:"
@@ -38,7 +47,9 @@ _BEHIND = re.compile(_PUNCTUATION)
 
 
 class Leaf(NamedTuple):
-    """A string, a coord token, a number or a word. The span is half-open, in bytes of the object's text, without quotes."""
+    """A string, a coord token, a number or a word. The span is half-open, in bytes of the object's
+    text, without quotes.
+    """
 
     start: int
     end: int
@@ -53,22 +64,27 @@ Value: TypeAlias = "Leaf | list[Value]"
 @dataclass(frozen=True, slots=True)
 class Fields:
     fields: tuple[tuple[str, Value], ...]
-    """Key and value of each member, in order; keys may repeat. A nested object is an empty list here, see `nested`."""
+    """Key and value of each member, in order; keys may repeat. A nested object is an empty list
+    here, see `nested`.
+    """
     nested: bool
     """There is an object inside, at any depth."""
 
 
 def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | None:
-    """The members of the object that `text` is; None where it is not JSON apart from unquoted coord tokens.
+    """The members of the object that `text` is; None where it is not JSON apart from unquoted coord
+    tokens.
 
-    `coords` maps the byte span of each coord token in it to a number of the caller's. The same characters spelled by other tokens are
-    a string like any other between quotes, and not JSON without.
+    `coords` maps the byte span of each coord token in it to a number of the caller's. The same
+    characters spelled by other tokens are a string like any other between quotes, and not JSON
+    without.
     """
     if _EMPTY.fullmatch(text):
         return Fields((), nested=False)
     fields: list[tuple[str, Value]] = []
     nested = False
-    opened: list[list[Value] | None] = [None]  # the containers around `position`, innermost last; None for an object
+    # the containers around `position`, innermost last; None for an object
+    opened: list[list[Value] | None] = [None]
     position = 1
     while opened:
         array, name = opened[-1], b""
@@ -99,8 +115,12 @@ def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | 
     return Fields(tuple(fields), nested) if position == len(text) else None
 
 
-def _value(found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], int]) -> Value | None:
-    """What a match of `_VALUE` holds, containers still empty; None for an unquoted coord token that is not a token."""
+def _value(
+    found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], int]
+) -> Value | None:
+    """What a match of `_VALUE` holds, containers still empty; None for an unquoted coord token that
+    is not a token.
+    """
     if what >= _EMPTY_ARRAY:
         return []
     span = found.span(what - 1)
@@ -108,8 +128,12 @@ def _value(found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], i
     return None if what == _COORD and coord is None else Leaf(*span, what == _STRING, coord)
 
 
-def _close(text: bytes, position: int, punctuation: bytes, opened: list[list[Value] | None]) -> int | None:
-    """Closes containers up to the next comma or the outermost brace; where reading goes on, or None where brackets do not pair."""
+def _close(
+    text: bytes, position: int, punctuation: bytes, opened: list[list[Value] | None]
+) -> int | None:
+    """Closes containers up to the next comma or the outermost brace; where reading goes on, or None
+    where brackets do not pair.
+    """
     while punctuation != b",":
         if (opened.pop() is None) != (punctuation == b"}"):
             return None
@@ -127,7 +151,9 @@ _MIN_POLY_COORDS = 6
 
 
 class ValidValue(NamedTuple):
-    """Of an object: its geometry and where things lie. The desc span is bytes, the positions are tokens."""
+    """Of an object: its geometry and where things lie. The desc span is bytes, the positions are
+    tokens.
+    """
 
     kind: GeometryKind
     desc: str
@@ -136,11 +162,19 @@ class ValidValue(NamedTuple):
     bins: tuple[int, ...]
 
 
-def validate_entry(entry: Entry, response: Response, geometry: frozenset[GeometryKind]) -> ValidValue | DropReason:
-    """What a complete entry holds, or the first reason why it is no object. `geometry`: the kinds that are wanted."""
+def validate_entry(
+    entry: Entry, response: Response, geometry: frozenset[GeometryKind]
+) -> ValidValue | DropReason:
+    """What a complete entry holds, or the first reason why it is no object. `geometry`: the kinds
+    that are wanted.
+    """
     shape = None if entry.plain is None else _plain_shape(entry.plain, response)
     found = shape or _judge_members(entry, response)
-    return DropReason.POLY_UNSUPPORTED if isinstance(found, ValidValue) and found.kind not in geometry else found
+    return (
+        DropReason.POLY_UNSUPPORTED
+        if isinstance(found, ValidValue) and found.kind not in geometry
+        else found
+    )
 
 
 def _plain_shape(plain: PlainFields, response: Response) -> ValidValue | None:
@@ -148,10 +182,16 @@ def _plain_shape(plain: PlainFields, response: Response) -> ValidValue | None:
     raw = response.text[slice(*plain.desc)]
     coords = response.coords_in(plain.array)
     positions, bins = response.coord_positions[coords], response.coord_bins[coords]
-    if not (raw.isascii() or _is_utf8(raw)) or len(positions) != response.text.count(COORD_START, *plain.array):
+    if not (raw.isascii() or _is_utf8(raw)) or len(positions) != response.text.count(
+        COORD_START, *plain.array
+    ):
         return None
     desc = unescape(raw)
-    if not desc.strip() or not _fits(plain.kind, len(bins)) or (plain.kind is GeometryKind.BBOX and not _is_box(bins)):
+    if (
+        not desc.strip()
+        or not _fits(plain.kind, len(bins))
+        or (plain.kind is GeometryKind.BBOX and not _is_box(bins))
+    ):
         return None
     return ValidValue(plain.kind, desc, plain.desc, tuple(positions), tuple(bins))
 
@@ -189,11 +229,19 @@ def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
     bins = [response.coord_bins[coord] for coord in coords]
     if kind is GeometryKind.BBOX and not _is_box(bins):
         return DropReason.BBOX_INVALID
-    return ValidValue(kind, desc, desc_span, tuple([response.coord_positions[coord] for coord in coords]), tuple(bins))
+    return ValidValue(
+        kind,
+        desc,
+        desc_span,
+        tuple([response.coord_positions[coord] for coord in coords]),
+        tuple(bins),
+    )
 
 
 def _judge_keys(members: Fields) -> DropReason | None:
-    """`key_invalid` and `unknown_geom`: what can be said from the keys and the kind of their values."""
+    """`key_invalid` and `unknown_geom`: what can be said from the keys and the kind of their
+    values.
+    """
     keys = [key for key, _ in members.fields]
     unknown = [value for key, value in members.fields if key != "desc" and key not in ALL_GEOMETRY]
     lone_array = len(unknown) == 1 and isinstance(unknown[0], list)
@@ -204,12 +252,22 @@ def _judge_keys(members: Fields) -> DropReason | None:
 
 
 def _holds_only_coords(array: list[Value], *, nested: bool) -> bool:
-    """Whether every leaf is a coord token; arrays inside are allowed one level deep where `nested`."""
-    return all(value.coord is not None if isinstance(value, Leaf) else nested and _holds_only_coords(value, nested=False) for value in array)
+    """Whether every leaf is a coord token; arrays inside are allowed one level deep where
+    `nested`."""
+    return all(
+        (
+            value.coord is not None
+            if isinstance(value, Leaf)
+            else nested and _holds_only_coords(value, nested=False)
+        )
+        for value in array
+    )
 
 
 def _coords(array: list[Value]) -> list[int] | None:
-    """The leaves of a geometry that holds only coord tokens; None where some are grouped into points and others are not."""
+    """The leaves of a geometry that holds only coord tokens; None where some are grouped into
+    points and others are not.
+    """
     rows = [value for value in array if isinstance(value, list)]
     if rows and (len(rows) < len(array) or any(len(row) != 2 for row in rows)):
         return None
@@ -218,7 +276,11 @@ def _coords(array: list[Value]) -> list[int] | None:
 
 
 def _fits(kind: GeometryKind, num_coords: int) -> bool:
-    return num_coords == _NUM_BOX_COORDS if kind is GeometryKind.BBOX else num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0
+    return (
+        num_coords == _NUM_BOX_COORDS
+        if kind is GeometryKind.BBOX
+        else num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0
+    )
 
 
 def _is_box(bins: Sequence[int]) -> bool:
@@ -238,7 +300,9 @@ def _is_utf8(data: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response up to its hard stop. Lists by coord token have one element per coord token of the response, wherever it stands."""
+    """A response up to its hard stop. Lists by coord token have one element per coord token of the
+    response, wherever it stands.
+    """
 
     token_ids: list[int]
     text: bytes
@@ -259,19 +323,30 @@ class Response:
             del kept[kept.index(codec.eos_token_id) :]
         # The codec is asked once per distinct token: a response repeats few of them over and over.
         pieces = {token_id: codec.piece_bytes(token_id) for token_id in set(kept)}
-        bins = {token_id: bin for token_id in pieces if (bin := codec.coord_bin(token_id)) is not None}
+        bins = {
+            token_id: bin for token_id in pieces if (bin := codec.coord_bin(token_id)) is not None
+        }
         parts = list(map(pieces.__getitem__, kept))
         ends = list(accumulate(map(len, parts)))
         positions = [position for position, token_id in enumerate(kept) if token_id in bins]
         text, _, _ = b"".join(parts).partition(END_OF_TURN.encode())
-        return cls(kept, text, ends, positions, [ends[position] for position in positions], [bins[kept[position]] for position in positions])
+        return cls(
+            kept,
+            text,
+            ends,
+            positions,
+            [ends[position] for position in positions],
+            [bins[kept[position]] for position in positions],
+        )
 
     def coords_in(self, span: tuple[int, int]) -> slice:
         """The coord tokens that end in a span of bytes, as a slice of the lists by coord token."""
         return slice(bisect_right(self.coord_ends, span[0]), bisect_right(self.coord_ends, span[1]))
 
     def coord_spans(self, span: tuple[int, int]) -> dict[tuple[int, int], int]:
-        """Byte span, counted from the start of `span`, of each coord token that ends in it; to its index in the lists by coord token."""
+        """Byte span, counted from the start of `span`, of each coord token that ends in it; to its
+        index in the lists by coord token.
+        """
         spans: dict[tuple[int, int], int] = {}
         coords = self.coords_in(span)
         for coord in range(coords.start, coords.stop):

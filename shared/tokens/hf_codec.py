@@ -1,4 +1,6 @@
-"""The codec of a `tokenizers`-backed tokenizer of transformers. It is used by its methods alone; transformers is not imported."""
+"""The codec of a `tokenizers`-backed tokenizer of transformers. It is used by its methods alone;
+transformers is not imported.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ ADD_TOKENS = "`python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLD
 
 
 def add_coord_tokens(tokenizer: Any) -> int:
-    """Adds those of the 1,000 coord tokens and `<|im_end|>` that `tokenizer` lacks, and returns how many they were.
+    """Adds those of the 1,000 coord tokens and `<|im_end|>` that `tokenizer` lacks, and returns how
+    many they were.
 
     The model's embeddings have to grow with it, and the tokenizer is to be saved beside the model.
     """
@@ -23,7 +26,9 @@ def add_coord_tokens(tokenizer: Any) -> int:
 def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
     """`piece_table` of a byte-level BPE tokenizer; ValueError for any other."""
     added: dict[int, Any] = tokenizer.added_tokens_decoder
-    return piece_table(tokenizer.get_vocab(), {token_id: token.content for token_id, token in added.items()})
+    return piece_table(
+        tokenizer.get_vocab(), {token_id: token.content for token_id, token in added.items()}
+    )
 
 
 class MissingTokensError(ValueError):
@@ -33,13 +38,14 @@ class MissingTokensError(ValueError):
 class HFTokenCodec:
     """`TokenCodec` of a byte-level BPE tokenizer (Qwen's family).
 
-    The piece of every token is computed once, here. Raises MissingTokensError where the tokenizer has no `<|im_end|>` or lacks coord tokens, ValueError
-    where it is not byte-level or does not encode each coord token as one token.
+    The piece of every token is computed once, here. Raises MissingTokensError where the tokenizer
+    has no `<|im_end|>` or lacks coord tokens, ValueError where it is not byte-level or does not
+    encode each coord token as one token.
     """
 
     def __init__(self, tokenizer: Any, *, has_coord_tokens: bool = True) -> None:
-        """Without `has_coord_tokens` there need be none, and the tokenizer may be of any kind: of a model that writes text alone, in whose tokens nobody looks
-        for pieces of it."""
+        """Without `has_coord_tokens` there need be none, and the tokenizer may be of any kind: of a
+        model that writes text alone, in whose tokens nobody looks for pieces of it."""
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         added: dict[int, Any] = tokenizer.added_tokens_decoder
@@ -47,21 +53,39 @@ class HFTokenCodec:
 
         coord_tokens = COORD_TOKENS if has_coord_tokens else ()
         if END_OF_TURN not in vocabulary:
-            raise MissingTokensError(f"its tokenizer has no {END_OF_TURN}, which ends a response; give a chat (Instruct) checkpoint")
+            raise MissingTokensError(
+                f"its tokenizer has no {END_OF_TURN}, which ends a response; give a chat (Instruct)"
+                " checkpoint"
+            )
         if absent := [token for token in coord_tokens if token not in vocabulary]:
-            missing = f"{len(absent)} of the {len(coord_tokens)} coord tokens, {absent[0]} first" if len(absent) < len(coord_tokens) else "the coord tokens"
-            raise MissingTokensError(f"its tokenizer lacks {missing}, which boxes are written in; make a checkpoint that has them with {ADD_TOKENS}")
+            missing = (
+                f"{len(absent)} of the {len(coord_tokens)} coord tokens, {absent[0]} first"
+                if len(absent) < len(coord_tokens)
+                else "the coord tokens"
+            )
+            raise MissingTokensError(
+                f"its tokenizer lacks {missing}, which boxes are written in; make a checkpoint that"
+                f" has them with {ADD_TOKENS}"
+            )
         self._coord_ids = tuple(vocabulary[token] for token in coord_tokens)
         self._coord_bins = {token_id: bin for bin, token_id in enumerate(self._coord_ids)}
         if self.encode("".join(coord_tokens)) != list(self._coord_ids):
-            raise ValueError(f"the tokenizer splits coord tokens when it encodes them; make the checkpoint with {ADD_TOKENS}, which adds them whole")
+            raise ValueError(
+                "the tokenizer splits coord tokens when it encodes them; make the checkpoint with"
+                f" {ADD_TOKENS}, which adds them whole"
+            )
 
         self.eos_token_id = vocabulary[END_OF_TURN]
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special) - self._coord_bins.keys()
+        self.special_ids = (
+            frozenset(token_id for token_id, token in added.items() if token.special)
+            - self._coord_bins.keys()
+        )
         """Ids of control tokens (turns, images, padding); coord tokens are not among them."""
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of this token alone. Embeddings are often padded beyond the vocabulary: such an id has no text."""
+        """The UTF-8 bytes of this token alone. Embeddings are often padded beyond the vocabulary:
+        such an id has no text.
+        """
         assert self._pieces is not None, "pieces are of models that write coord tokens"
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 

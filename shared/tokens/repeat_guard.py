@@ -1,14 +1,18 @@
-"""When a sequence repeats itself, and is ended: the one rule for transformers and vLLM (spec: repeat termination).
+"""When a sequence repeats itself, and is ended: the one rule for transformers and vLLM (spec:
+repeat termination).
 
-A sequence is its generated tokens; the prompt does not count. After each of them, once there are `min_new_tokens`, the sequence exceeds its thresholds when
+A sequence is its generated tokens; the prompt does not count. After each of them, once there are
+`min_new_tokens`, the sequence exceeds its thresholds when
 
 - its last `max_consecutive_token_repeats` tokens are all the same token, or
-- its last `ngram_size * ngram_repeats` tokens are the same `ngram_size` tokens, `ngram_repeats` times back to back, or
+- its last `ngram_size * ngram_repeats` tokens are the same `ngram_size` tokens, `ngram_repeats`
+  times back to back, or
 - more than `max_object_keys` keys `object_{n}` are complete in it (`shared.tokens.repeat_guard`).
 
-Then its next token is its stop token, set and not sampled. Repetitions that begin before `min_new_tokens` count with their whole length; those that are over by
-then do not. Whoever applies the rule, at whatever pace, comes to the same end, because it depends on the tokens alone: so the one who receives a response can
-tell what was forced in it (`mark_forced`).
+Then its next token is its stop token, set and not sampled. Repetitions that begin before
+`min_new_tokens` count with their whole length; those that are over by then do not. Whoever applies
+the rule, at whatever pace, comes to the same end, because it depends on the tokens alone: so the
+one who receives a response can tell what was forced in it (`mark_forced`).
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ import numpy as np
 from shared.errors import RolloutError
 from shared.rollouts import FinishReason, Rollout
 
-# Counting the `object_{n}` keys of a response while its tokens come, wherever the tokens split them.
+# Counting the `object_{n}` keys of a response while its tokens come, wherever the tokens split
+# them.
 #
-# A key is `"object_`, one or more digits, `"`, any JSON whitespace and `:`; it is counted when its colon has come. An automaton over bytes, so that nothing has
-# to be decoded: `NEXT[state, byte]` is the next state, `FOUND[state, byte]` whether a key is complete.
+# A key is `"object_`, one or more digits, `"`, any JSON whitespace and `:`; it is counted when its
+# colon has come. An automaton over bytes, so that nothing has to be decoded: `NEXT[state, byte]` is
+# the next state, `FOUND[state, byte]` whether a key is complete.
 #
 # Shape legend: S states, V token ids.
 
@@ -35,7 +41,9 @@ PieceBytes = Callable[[int], bytes]
 _OPENING = b'"object_'
 _NUMBER = len(_OPENING)
 _DIGITS, _CLOSED, _SPACED = _NUMBER + 1, _NUMBER + 2, _NUMBER + 3
-"""States after: the opening (a lower state is how much of it has come), at least one digit, the closing quote, whitespace behind it."""
+"""States after: the opening (a lower state is how much of it has come), at least one digit, the
+closing quote, whitespace behind it.
+"""
 START = 0
 NUM_STATES = _SPACED + 1
 
@@ -49,7 +57,8 @@ def _step(state: int, byte: int) -> tuple[int, bool]:
         return _CLOSED, False
     if state in (_CLOSED, _SPACED) and byte in b" \t\r\n":
         return _SPACED, False
-    if state == _CLOSED and byte == _OPENING[1]:  # the closing quote of one was the opening quote of the next
+    # the closing quote of one was the opening quote of the next
+    if state == _CLOSED and byte == _OPENING[1]:
         return 2, False
     return int(byte in b'"'), state in (_CLOSED, _SPACED) and byte in b":"
 
@@ -60,7 +69,9 @@ FOUND = np.array([[found for _, found in row] for row in _STEPS], dtype=np.uint8
 
 
 class ObjectKeys:
-    """The automaton over tokens of one vocabulary. Holds no sequence; remembers what each token did, so that a token costs one look-up."""
+    """The automaton over tokens of one vocabulary. Holds no sequence; remembers what each token
+    did, so that a token costs one look-up.
+    """
 
     def __init__(self, piece_bytes: PieceBytes) -> None:
         self.piece_bytes = piece_bytes
@@ -82,7 +93,9 @@ class ObjectKeys:
 
 
 def token_steps(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """`ObjectKeys.step` of every state and every token at once, for whoever looks it up on a device: (next state, keys completed), each uint8 [S, V]."""
+    """`ObjectKeys.step` of every state and every token at once, for whoever looks it up on a
+    device: (next state, keys completed), each uint8 [S, V].
+    """
     lengths = np.array([len(piece) for piece in pieces])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     data = np.frombuffer(b"".join(pieces), dtype=np.uint8)
@@ -114,28 +127,54 @@ class RepeatGuardSettings:
 
 
 class RepeatRule:
-    """The settings and, where keys are limited, the vocabulary they are read in: makes one guard per sequence."""
+    """The settings and, where keys are limited, the vocabulary they are read in: makes one guard
+    per sequence.
+    """
 
-    def __init__(self, settings: RepeatGuardSettings, piece_bytes: PieceBytes | None = None) -> None:
+    def __init__(
+        self, settings: RepeatGuardSettings, piece_bytes: PieceBytes | None = None
+    ) -> None:
         """`piece_bytes` is needed exactly where `max_object_keys` is set."""
-        assert piece_bytes is not None or settings.max_object_keys is None, "keys are read in the bytes of tokens"
+        assert piece_bytes is not None or settings.max_object_keys is None, (
+            "keys are read in the bytes of tokens"
+        )
         self.settings = settings
-        self.object_keys = None if piece_bytes is None or settings.max_object_keys is None else ObjectKeys(piece_bytes)
+        self.object_keys = (
+            None
+            if piece_bytes is None or settings.max_object_keys is None
+            else ObjectKeys(piece_bytes)
+        )
 
     def guard(self) -> RepeatGuard:
         """For a sequence that begins."""
         return RepeatGuard(self)
 
     def first_repetition(self, token_ids: Sequence[int]) -> int | None:
-        """How many of these tokens there were when the sequence was to be ended; None where it was not."""
+        """How many of these tokens there were when the sequence was to be ended; None where it was
+        not.
+        """
         guard = self.guard()
-        return next((number for number, token_id in enumerate(token_ids, 1) if guard.push(token_id)), None)
+        return next(
+            (number for number, token_id in enumerate(token_ids, 1) if guard.push(token_id)), None
+        )
 
 
 class RepeatGuard:
     """Watches one sequence, at constant cost per token."""
 
-    __slots__ = ("_key_state", "_keys", "_lag", "_max_keys", "_min_tokens", "_needed_lag", "_needed_run", "_num_keys", "_num_periodic", "_run", "_tokens")
+    __slots__ = (
+        "_key_state",
+        "_keys",
+        "_lag",
+        "_max_keys",
+        "_min_tokens",
+        "_needed_lag",
+        "_needed_run",
+        "_num_keys",
+        "_num_periodic",
+        "_run",
+        "_tokens",
+    )
 
     def __init__(self, rule: RepeatRule) -> None:
         settings = rule.settings
@@ -157,32 +196,47 @@ class RepeatGuard:
         tokens = self._tokens
         num_before = len(tokens)
         self._run = self._run + 1 if num_before and tokens[-1] == token_id else 1
-        self._num_periodic = self._num_periodic + 1 if num_before >= self._lag and tokens[-self._lag] == token_id else 0
+        self._num_periodic = (
+            self._num_periodic + 1
+            if num_before >= self._lag and tokens[-self._lag] == token_id
+            else 0
+        )
         tokens.append(token_id)
         if self._keys is not None:
             self._key_state, num_found = self._keys.step(self._key_state, token_id)
             self._num_keys += num_found
         if num_before + 1 < self._min_tokens:
             return False
-        return self._run >= self._needed_run or self._num_periodic >= self._needed_lag or (self._max_keys is not None and self._num_keys > self._max_keys)
+        return (
+            self._run >= self._needed_run
+            or self._num_periodic >= self._needed_lag
+            or (self._max_keys is not None and self._num_keys > self._max_keys)
+        )
 
 
 def mark_forced(rollout: Rollout, rule: RepeatRule) -> Rollout:
-    """A rollout that was read as if all of it had been sampled, with what the guard did to it: its stop token forced, or nothing.
+    """A rollout that was read as if all of it had been sampled, with what the guard did to it: its
+    stop token forced, or nothing.
 
-    For requests that named a stop token: there is nothing to force in others. Raises RolloutError where the response goes on behind a repetition, which
-    no active guard allows.
+    For requests that named a stop token: there is nothing to force in others. Raises RolloutError
+    where the response goes on behind a repetition, which no active guard allows.
     """
     length = rule.first_repetition(rollout.response_token_ids)
     if length is None:
         return rollout
     if length < len(rollout.response_token_ids):
         raise RolloutError(
-            f"sample {rollout.sample_id} repeats itself after {length} tokens and goes on to {len(rollout.response_token_ids)}: the repeat guard "
-            "(rollout_matching.repeat_terminate) was not active, or had other settings",
+            f"sample {rollout.sample_id} repeats itself after {length} tokens and goes on to"
+            f" {len(rollout.response_token_ids)}: the repeat guard"
+            " (rollout_matching.repeat_terminate) was not active, or had other settings",
             actor=rollout.actor,
             phase="generate",
         )
     if rollout.stop_token_id is None:  # `max_new_tokens` came first
         return rollout
-    return replace(rollout, finish_reason=FinishReason.REPETITION, stop_token_logprob=None, forced_positions=(length,))
+    return replace(
+        rollout,
+        finish_reason=FinishReason.REPETITION,
+        stop_token_logprob=None,
+        forced_positions=(length,),
+    )

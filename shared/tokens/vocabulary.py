@@ -1,4 +1,6 @@
-"""Coord tokens and the view of a tokenizer that the rest of the project has (DESIGN 4 and contracts)."""
+"""Coord tokens and the view of a tokenizer that the rest of the project has (DESIGN 4 and
+contracts).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class TokenCodec(Protocol):
     """The id of `<|im_end|>`."""
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of this token alone; may begin or end inside a character. Empty for an id without a token."""
+        """The UTF-8 bytes of this token alone; may begin or end inside a character. Empty for an id
+        without a token.
+        """
         ...
 
     def encode(self, text: str) -> list[int]:

@@ -14,24 +14,28 @@ it is larger than they are.
 
 What this can see in bfloat16 is a fault that moves log-probabilities by several times the noise:
 layers that were exchanged, a stale head, a share of an engine that was left out, weights fifty
-steps old (tests/learner/weight_sync/test_canary.py has each). Weights *one* step old are as a rule within the
-noise, at a much smaller learning rate also older ones, and so is what one small tensor does:
-against those stand names, checksums and versions, and that a sync begins when the update before it
-is complete.
+steps old (tests/learner/weight_sync/test_canary.py has each). Weights *one* step old are as a rule
+within the noise, at a much smaller learning rate also older ones, and so is what one small tensor
+does: against those stand names, checksums and versions, and that a sync begins when the update
+before it is complete.
 
-Where the engine is sent an adapter, agreement alone proves little: in bfloat16 two sound implementations differ by more than a young adapter changes, so
-an engine that holds the adapter and does not apply it agrees as well. Therefore both sides also score the probe without the adapter, and the adapter's
-*effect*, the difference of the two, has to be the same. With one number per token,
+Where the engine is sent an adapter, agreement alone proves little: in bfloat16 two sound
+implementations differ by more than a young adapter changes, so an engine that holds the adapter and
+does not apply it agrees as well. Therefore both sides also score the probe without the adapter, and
+the adapter's *effect*, the difference of the two, has to be the same. With one number per token,
 
     effect   e = learner's with the adapter - learner's without
     served   s = engine's with the adapter - engine's without
     noise    q = engine's without the adapter - learner's without: rounding, and nothing else
 
-the slope `(e . s) / (e . e)` is 1 for the learner's adapter, 0 for one that is not applied, and c for one that is scaled by c. It differs from 1 by at most
-`|s - e| / |e|`; `s - e` is the noise with the adapter less the noise without, so at most `2 |q|` as long as the adapter brings no more noise than the base
-model has by itself. Hence the rule: where `|e| >= EFFECT_OVER_NOISE |q|`, the slope has to be within `2 / EFFECT_OVER_NOISE` of 1. That is the worst case;
-noise of random signs, over the hundred tokens of a probe, moves the slope by a tenth of it. A smaller effect (there is none before the first step) proves
-nothing, and nothing is asked of it: what differs then is what the tolerance allows.
+the slope `(e . s) / (e . e)` is 1 for the learner's adapter, 0 for one that is not applied, and c
+for one that is scaled by c. It differs from 1 by at most `|s - e| / |e|`; `s - e` is the noise with
+the adapter less the noise without, so at most `2 |q|` as long as the adapter brings no more noise
+than the base model has by itself. Hence the rule: where `|e| >= EFFECT_OVER_NOISE |q|`, the slope
+has to be within `2 / EFFECT_OVER_NOISE` of 1. That is the worst case; noise of random signs, over
+the hundred tokens of a probe, moves the slope by a tenth of it. A smaller effect (there is none
+before the first step) proves nothing, and nothing is asked of it: what differs then is what the
+tolerance allows.
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ from shared.weight_sync.phases import SyncPhase
 
 EFFECT_OVER_NOISE = 5.0
 SMALLEST_EFFECT = 1e-4
-"""Root mean square in nats: in float32 the noise may be next to nothing, and the adapter's own rounding must not be taken for its effect."""
+"""Root mean square in nats: in float32 the noise may be next to nothing, and the adapter's own
+rounding must not be taken for its effect.
+"""
 
 BOUND_OVER_NOISE = 3.0
 """Agreement in units of the noise: of its mean for the mean, of its largest for a token."""
@@ -57,18 +63,24 @@ USUAL_MEAN, USUAL_BEYOND = 0.1, 0.5
 """Bounds in nats where the noise was not measured, and the loosest where it was. Of real models
 means up to 0.064 are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352)."""
 SHARE_BEYOND, FEWEST_BEYOND = 0.02, 2
-"""Share of the tokens that may be beyond the bound of a token, and how many may always be: a probe of 40 tokens has its worst one too."""
+"""Share of the tokens that may be beyond the bound of a token, and how many may always be: a probe
+of 40 tokens has its worst one too.
+"""
 
 Scores = tuple[Sequence[int], Sequence[float]]
-"""An engine's answer to a probe: the expanded token ids, and the log-probability of each but the first."""
+"""An engine's answer to a probe: the expanded token ids, and the log-probability of each but the
+first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryProbe:
-    """A fixed sequence (a prompt, with an image where the model has a vision tower, and a short response) and what the learner thinks of it.
+    """A fixed sequence (a prompt, with an image where the model has a vision tower, and a short
+    response) and what the learner thinks of it.
 
-    The log-probabilities are plain `log_softmax(logits)` over the whole vocabulary: temperature 1 and no banned ids, because an engine
-    scores a prompt without any sampling rule. So `DecodeSettings.banned_token_ids` has no part in this comparison.
+    The log-probabilities are plain `log_softmax(logits)` over the whole vocabulary: temperature 1
+    and no banned ids, because an engine scores a prompt without any sampling rule. So
+    `DecodeSettings.banned_token_ids` has no part in this comparison.
     """
 
     token_ids: tuple[int, ...]
@@ -78,13 +90,16 @@ class CanaryProbe:
     expanded_token_ids: tuple[int, ...]
     """What `token_ids` becomes: image placeholders expanded by the learner's processor."""
     expected_logprobs: tuple[float, ...] | None
-    """None: the learner computes them while the engines load, and they come behind the weights (`shared.weight_sync.offer.CANARY`). Else one per expanded token
-    but the first, image placeholders included: `expected_logprobs[i]` is of `expanded_token_ids[i + 1]`."""
+    """None: the learner computes them while the engines load, and they come behind the weights
+    (`shared.weight_sync.offer.CANARY`). Else one per expanded token but the first, image
+    placeholders included: `expected_logprobs[i]` is of `expanded_token_ids[i + 1]`."""
     tolerance: float | None
     """Largest difference of a token that is still agreement, as in float32; None: mean and share
     are compared, by `noise`."""
     base_logprobs: tuple[float, ...] | None = None
-    """What the learner thinks of the same tokens without its adapter, as `expected_logprobs`; None where no adapter is synced by itself."""
+    """What the learner thinks of the same tokens without its adapter, as `expected_logprobs`; None
+    where no adapter is synced by itself.
+    """
     placeholder_ids: tuple[int, ...] = ()
     """Tokens that stand for parts of images: not compared."""
     noise: Differences | None = None
@@ -93,7 +108,10 @@ class CanaryProbe:
     def __post_init__(self) -> None:
         for logprobs in (self.expected_logprobs, self.base_logprobs):
             if logprobs is not None and len(logprobs) != len(self.expanded_token_ids) - 1:
-                raise ValueError(f"{len(self.expanded_token_ids)} canary tokens need one log-probability less, not {len(logprobs)}")
+                raise ValueError(
+                    f"{len(self.expanded_token_ids)} canary tokens need one log-probability less,"
+                    f" not {len(logprobs)}"
+                )
 
     @property
     def num_logprobs(self) -> int:
@@ -116,31 +134,47 @@ class CanaryProbe:
         noise = Differences.of(self._differences(logprobs, self.expected_logprobs))
         return noise if noise.mean <= USUAL_MEAN else None
 
-    def check(self, actor: str, expanded_token_ids: Sequence[int], logprobs: Sequence[float]) -> Differences:
+    def check(
+        self, actor: str, expanded_token_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> Differences:
         """Return how far the engine is from the learner.
 
         Raises WeightSyncError(phase="canary") naming the first token that differs by too much.
         """
         assert self.expected_logprobs is not None, "with_logprobs comes first"
-        return self._agreement(actor, (expanded_token_ids, logprobs), self.expected_logprobs, "weights are not the learner's")
+        return self._agreement(
+            actor,
+            (expanded_token_ids, logprobs),
+            self.expected_logprobs,
+            "weights are not the learner's",
+        )
 
     def check_adapter(self, actor: str, adapted: Scores, base: Scores) -> float | None:
-        """Of an engine that was sent an adapter, after `check`: its answers with and without it. The slope of the adapter's effect (see the module), or None
-        where the learner's own is too small to prove anything. Raises WeightSyncError(phase="canary") where the adapter is not applied as it should be.
+        """Of an engine that was sent an adapter, after `check`: its answers with and without it.
+        The slope of the adapter's effect (see the module), or None where the learner's own is too
+        small to prove anything. Raises WeightSyncError(phase="canary") where the adapter is not
+        applied as it should be.
         """
         assert self.base_logprobs is not None, "an offer of an adapter brings both"
         assert self.expected_logprobs is not None, "an offer of an adapter brings both"
-        self._agreement(actor, base, self.base_logprobs, "weights without the adapter are not the learner's")
+        self._agreement(
+            actor, base, self.base_logprobs, "weights without the adapter are not the learner's"
+        )
         effect = self._compared(self.expected_logprobs, self.base_logprobs)
         served = self._compared(adapted[1], base[1])
         noise = self._compared(base[1], self.base_logprobs)
-        if _norm(effect) < max(EFFECT_OVER_NOISE * _norm(noise), SMALLEST_EFFECT * math.sqrt(len(effect))):
+        if _norm(effect) < max(
+            EFFECT_OVER_NOISE * _norm(noise), SMALLEST_EFFECT * math.sqrt(len(effect))
+        ):
             return None
-        slope = math.fsum(e * s for e, s in zip(effect, served, strict=True)) / math.fsum(e * e for e in effect)
+        slope = math.fsum(e * s for e, s in zip(effect, served, strict=True)) / math.fsum(
+            e * e for e in effect
+        )
         if not abs(slope - 1) <= 2 / EFFECT_OVER_NOISE:
             raise WeightSyncError(
-                f"the adapter's effect on the log-probabilities is {slope:.2f} times the learner's (0: the engine holds it and does not apply it); "
-                f"the engine does not serve the learner's adapter",
+                f"the adapter's effect on the log-probabilities is {slope:.2f} times the learner's"
+                " (0: the engine holds it and does not apply it); the engine does not serve the"
+                " learner's adapter",
                 actor=actor,
                 phase=SyncPhase.CANARY,
                 quantity="effect of the adapter",
@@ -148,21 +182,34 @@ class CanaryProbe:
             )
         return slope
 
-    def _agreement(self, actor: str, scores: Scores, learners: Sequence[float], what: str) -> Differences:
+    def _agreement(
+        self, actor: str, scores: Scores, learners: Sequence[float], what: str
+    ) -> Differences:
         expanded_token_ids, logprobs = scores
         self._check_tokens(actor, expanded_token_ids)
         differences = self._differences(logprobs, learners)
         found = Differences.of(differences)
         allowed_mean, beyond = self._bounds()
         # Written so that NaN on either side counts as a difference.
-        wrong = [i for i, difference in zip(self._places(), differences, strict=True) if not difference <= beyond]
-        num_allowed = max(SHARE_BEYOND * len(differences), FEWEST_BEYOND) if self.tolerance is None else 0
+        wrong = [
+            i
+            for i, difference in zip(self._places(), differences, strict=True)
+            if not difference <= beyond
+        ]
+        num_allowed = (
+            max(SHARE_BEYOND * len(differences), FEWEST_BEYOND) if self.tolerance is None else 0
+        )
         if found.mean <= allowed_mean and len(wrong) <= num_allowed:
             return found
-        differing = f"{len(wrong)} of {len(differences)} log-probabilities differ by more than {beyond:g}"
+        differing = (
+            f"{len(wrong)} of {len(differences)} log-probabilities differ by more than {beyond:g}"
+        )
         if wrong:
             first = wrong[0]
-            differing += f", first at token {first + 1} (id {self.expanded_token_ids[first + 1]}): learner {learners[first]:.6f}, engine {logprobs[first]:.6f}"
+            differing += (
+                f", first at token {first + 1} (id {self.expanded_token_ids[first + 1]}): learner"
+                f" {learners[first]:.6f}, engine {logprobs[first]:.6f}"
+            )
         if self.tolerance is None:
             differing += f", on average by {found.mean:.4f} ({allowed_mean:.4f} is allowed)"
         raise WeightSyncError(
@@ -204,12 +251,16 @@ class CanaryProbe:
         pairs = list(zip(expanded_token_ids, self.expanded_token_ids, strict=False))
         first = next((i for i, (got, expected) in enumerate(pairs) if got != expected), len(pairs))
         raise WeightSyncError(
-            f"the engine expanded the canary prompt to {len(expanded_token_ids)} tokens, the learner to {len(self.expanded_token_ids)}, "
-            f"first difference at token {first}; check that both read the same processor files (image size limits above all)",
+            f"the engine expanded the canary prompt to {len(expanded_token_ids)} tokens, the"
+            f" learner to {len(self.expanded_token_ids)}, first difference at token {first}; check"
+            " that both read the same processor files (image size limits above all)",
             actor=actor,
             phase=SyncPhase.CANARY,
             quantity="canary token ids",
-            size=float(abs(len(expanded_token_ids) - len(self.expanded_token_ids)) + sum(got != expected for got, expected in pairs)),
+            size=float(
+                abs(len(expanded_token_ids) - len(self.expanded_token_ids))
+                + sum(got != expected for got, expected in pairs)
+            ),
         )
 
 

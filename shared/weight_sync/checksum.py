@@ -1,11 +1,15 @@
-"""The checksum of a bucket of weights: exact, of 64 bits, the same number on a GPU, in a cache-sized loop on a CPU and in plain Python (DESIGN 9.3).
+"""The checksum of a bucket of weights: exact, of 64 bits, the same number on a GPU, in a
+cache-sized loop on a CPU and in plain Python (DESIGN 9.3).
 
-A tensor's memory is read as 8-byte words, 512 to a row and 512 rows to a block. The checksum is a hash over the sums of every row and of every
-column of a block, modulo 2**64, and over the bytes that fill no row. Integer sums do not depend on their order, so any parallel reduction agrees.
+A tensor's memory is read as 8-byte words, 512 to a row and 512 rows to a block. The checksum is a
+hash over the sums of every row and of every column of a block, modulo 2**64, and over the bytes
+that fill no row. Integer sums do not depend on their order, so any parallel reduction agrees.
 
-What it tells apart for certain (up to a collision of the hash, 2**-64): any change within one word, one bit or all; two words that change places and
-differ; rows, blocks or tensors that change places and differ in a sum. What it cannot see: changes that leave every row and every column sum of a block as
-it was, for which at least four words, at the corners of a rectangle, have to change by the same amount with alternating signs.
+What it tells apart for certain (up to a collision of the hash, 2**-64): any change within one word,
+one bit or all; two words that change places and differ; rows, blocks or tensors that change places
+and differ in a sum. What it cannot see: changes that leave every row and every column sum of a
+block as it was, for which at least four words, at the corners of a rectangle, have to change by the
+same amount with alternating signs.
 """
 
 from __future__ import annotations
@@ -21,12 +25,16 @@ from numpy.typing import NDArray
 from shared.weight_sync.offer import CANARY, CHECKSUMS, FullOffer, buckets
 
 SIDE = 512
-"""Words of a row and rows of a block: a block is 2 MiB, which stays in a core's cache between its two sums."""
+"""Words of a row and rows of a block: a block is 2 MiB, which stays in a core's cache between its
+two sums.
+"""
 WORD_BYTES = 8
 
 
 Torch = Any
-"""The module `torch`, as an argument: the one place where this package, which imports no torch, works on tensors. Whoever has a tensor has the module."""
+"""The module `torch`, as an argument: the one place where this package, which imports no torch,
+works on tensors. Whoever has a tensor has the module.
+"""
 
 
 class BucketChecksum:
@@ -37,7 +45,9 @@ class BucketChecksum:
         self._hash = blake2b(digest_size=8)
 
     def add(self, tensor: Any) -> None:
-        """A contiguous tensor of any dtype and device. On a device only the sums leave it, 0.4 % of the bytes."""
+        """A contiguous tensor of any dtype and device. On a device only the sums leave it, 0.4 % of
+        the bytes.
+        """
         bytes_N = tensor.reshape(-1).view(self._torch.uint8)
         if bytes_N.storage_offset() % WORD_BYTES:
             # torch reads words at whole words only, and vLLM's own packing puts a tensor anywhere.
@@ -61,7 +71,9 @@ class BucketChecksum:
 
 
 def cached_sums(words_RS: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The sums of all rows [R], and those of each block's columns [B, SIDE], the last block being shorter. One pass over the memory: 0.05 s for a gigabyte."""
+    """The sums of all rows [R], and those of each block's columns [B, SIDE], the last block being
+    shorter. One pass over the memory: 0.05 s for a gigabyte.
+    """
     rows_R = np.empty(len(words_RS), np.int64)
     columns_BS = np.empty((-(-len(words_RS) // SIDE), SIDE), np.int64)
     for block, start in enumerate(range(0, len(words_RS), SIDE)):
@@ -80,14 +92,23 @@ def device_sums(words_RS: Any) -> Iterator[Any]:
         yield words_RS[whole:].sum(0)
 
 
-# Weights on their way out, whoever carries them: counted, and followed by their checksums and the canary's log-probabilities (DESIGN 9.3).
+# Weights on their way out, whoever carries them: counted, and followed by their checksums and the
+# canary's log-probabilities (DESIGN 9.3).
 
 
 class ChecksummedWeights:
     """To be iterated once."""
 
-    def __init__(self, weights: Iterable[tuple[str, Any]], terms: FullOffer, torch: Torch, logprobs: Callable[[], Sequence[float]] | None = None) -> None:
-        """`weights` are named contiguous tensors, the terms' in the terms' order; `logprobs` is asked last, where the terms have some."""
+    def __init__(
+        self,
+        weights: Iterable[tuple[str, Any]],
+        terms: FullOffer,
+        torch: Torch,
+        logprobs: Callable[[], Sequence[float]] | None = None,
+    ) -> None:
+        """`weights` are named contiguous tensors, the terms' in the terms' order; `logprobs` is
+        asked last, where the terms have some.
+        """
         self._weights = iter(weights)
         self.terms = terms
         self._torch = torch
@@ -105,7 +126,9 @@ class ChecksummedWeights:
                 started = time.perf_counter()
                 name, tensor = next(self._weights)
                 gathered = time.perf_counter()
-                assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), f"offered {spec.name} {spec.shape}, sending {name} {tuple(tensor.shape)}"
+                assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), (
+                    f"offered {spec.name} {spec.shape}, sending {name} {tuple(tensor.shape)}"
+                )
                 checksum.add(tensor)
                 self.gather_s += gathered - started
                 self.verify_s += time.perf_counter() - gathered
@@ -116,4 +139,7 @@ class ChecksummedWeights:
         yield CHECKSUMS, tensor.new_tensor(checksums, dtype=self._torch.int64).view(as_bytes)
         if self.terms.num_logprobs:
             assert self._logprobs is not None, "the terms promise them"
-            yield CANARY, tensor.new_tensor(self._logprobs(), dtype=self._torch.float64).view(as_bytes)
+            yield (
+                CANARY,
+                tensor.new_tensor(self._logprobs(), dtype=self._torch.float64).view(as_bytes),
+            )

@@ -39,7 +39,9 @@ class Differences:
         """Summarise them: NaN where one of them is NaN, 0 where there are none."""
         if not differences:
             return cls(0.0, 0.0)
-        largest = max(differences) if all(map(math.isfinite, differences)) else math.fsum(differences)
+        largest = (
+            max(differences) if all(map(math.isfinite, differences)) else math.fsum(differences)
+        )
         return cls(math.fsum(differences) / len(differences), largest)
 
     @classmethod
@@ -61,10 +63,7 @@ class Differences:
         Raises ConfigError naming file and field for a file that says something else.
         """
         return read_record(
-            run_dir / NOISE_FILE,
-            cls,
-            key="telemetry.run_dir",
-            remedy="restore it, or remove it",
+            run_dir / NOISE_FILE, cls, key="telemetry.run_dir", remedy="restore it, or remove it"
         )
 
     def as_json(self) -> str:

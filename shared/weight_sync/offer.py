@@ -1,4 +1,6 @@
-"""What a weight offer says of the weights: `WeightOffer.rendezvous["terms"]`, and how full weights are cut into buckets (DESIGN 9)."""
+"""What a weight offer says of the weights: `WeightOffer.rendezvous["terms"]`, and how full weights
+are cut into buckets (DESIGN 9).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from shared.chunking import cut_past
 from shared.errors import Timeout
 from shared.rollouts import WeightOffer
 
-# LoRA adapters as both ends know them: what vLLM can serve of them, which the configuration knows too, and how one is written down.
+# LoRA adapters as both ends know them: what vLLM can serve of them, which the configuration knows
+# too, and how one is written down.
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What an engine can be started for: an adapter of any other rank takes the next one's room, and none is larger than the last."""
+"""What an engine can be started for: an adapter of any other rank takes the next one's room, and
+none is larger than the last.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +40,17 @@ class AdapterFiles:
 
 
 CHECKSUMS = "rollmatch.checksums"
-"""The tensor behind the weights: one int64 for each bucket, computed while the bucket was packed, so that no pass over the weights comes before.
+"""The tensor behind the weights: one int64 for each bucket, computed while the bucket was packed,
+so that no pass over the weights comes before.
 
-It travels as bytes, and so does `CANARY`: vLLM's packing puts a tensor directly behind the one before, where no number of 8 bytes may begin.
+It travels as bytes, and so does `CANARY`: vLLM's packing puts a tensor directly behind the one
+before, where no number of 8 bytes may begin.
 """
 
 CANARY = "rollmatch.canary"
-"""Behind the checksums: the log-probabilities that the probe in the offer lacks, in double precision."""
+"""Behind the checksums: the log-probabilities that the probe in the offer lacks, in double
+precision.
+"""
 
 
 PHASE_LIMIT = "timeouts.sync_phase_s"
@@ -66,17 +75,25 @@ class ProcessGroupSpec:
     port: int
     """Bound by the sender before it is published here."""
     world_size: int
-    """The sender and every receiving worker. A receiver's rank is 1 plus the number of workers before it in its group."""
+    """The sender and every receiving worker. A receiver's rank is 1 plus the number of workers
+    before it in its group.
+    """
     key: str
-    """Of this opening of the group: whoever has joined under another key has to join again, also where host and port are the same."""
+    """Of this opening of the group: whoever has joined under another key has to join again, also
+    where host and port are the same.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class FullOffer:
-    """Of full weights: what a receiver needs to join and to check. Plain data, so that it can go through JSON."""
+    """Of full weights: what a receiver needs to join and to check. Plain data, so that it can go
+    through JSON.
+    """
 
     groups: tuple[ProcessGroupSpec, ...]
-    """In the order of `learner.model.ranks.LearnerPlace.receivers`; none where nothing goes over a wire."""
+    """In the order of `learner.model.ranks.LearnerPlace.receivers`; none where nothing goes over a
+    wire.
+    """
     timeout_s: float
     """Longest time of any one phase but the joining: the configuration's timeouts.sync_phase_s."""
     bucket_bytes: int
@@ -117,12 +134,16 @@ class FullOffer:
         num_buckets = sum(1 for _ in buckets(self.tensors, self.bucket_bytes))
         checksums = TensorSpec(CHECKSUMS, "uint8", (8 * num_buckets,), 8 * num_buckets)
         canary = TensorSpec(CANARY, "uint8", (8 * self.num_logprobs,), 8 * self.num_logprobs)
-        return (*self.tensors, checksums, canary) if self.num_logprobs else (*self.tensors, checksums)
+        return (
+            (*self.tensors, checksums, canary) if self.num_logprobs else (*self.tensors, checksums)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterOffer:
-    """Of an adapter, which is small enough to travel with the call and needs no process group, and how to check it. Plain data, no pickle."""
+    """Of an adapter, which is small enough to travel with the call and needs no process group, and
+    how to check it. Plain data, no pickle.
+    """
 
     files: AdapterFiles
     sha256: str
@@ -157,16 +178,24 @@ def terms_of(offer: WeightOffer) -> FullOffer | AdapterOffer:
 def offer_for(offer: WeightOffer, index: int) -> WeightOffer:
     """The same sync as the receivers of one group are told of it."""
     terms = terms_of(offer)
-    return replace(offer, rendezvous={"terms": replace(terms, groups=(terms.groups[index],))}) if isinstance(terms, FullOffer) else offer
+    return (
+        replace(offer, rendezvous={"terms": replace(terms, groups=(terms.groups[index],))})
+        if isinstance(terms, FullOffer)
+        else offer
+    )
 
 
 def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
-    """The tensors in order, cut behind the one that takes a bucket past `bucket_bytes`: the rule of vLLM's own packed transfer."""
+    """The tensors in order, cut behind the one that takes a bucket past `bucket_bytes`: the rule of
+    vLLM's own packed transfer.
+    """
     return cut_past(tensors, bucket_bytes, lambda tensor: tensor.num_bytes)
 
 
 def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
-    """Where each tensor of a packed bucket begins, in bytes, and at the end the bucket's size. Aligned, so that any dtype may follow any other."""
+    """Where each tensor of a packed bucket begins, in bytes, and at the end the bucket's size.
+    Aligned, so that any dtype may follow any other.
+    """
     starts = [0]
     for tensor in bucket:
         starts.append(-(-(starts[-1] + tensor.num_bytes) // alignment) * alignment)

@@ -1,19 +1,24 @@
-"""One weight sync as both ends know it: its phases and its conversation (DESIGN 9); `shared.weight_sync.offer` is what they talk about.
+"""One weight sync as both ends know it: its phases and its conversation (DESIGN 9);
+`shared.weight_sync.offer` is what they talk about.
 
 ::
 
     learner                                   every rollout engine
     offer: version, terms, canary
                                               pause        finish what is running, start nothing
-                                                           (before the first weights in bfloat16: score
-                                                           the probe, whose difference then is noise)
+                                                           (before the first weights in bfloat16:
+                                                           score
+                                                           the probe, whose difference then is
+                                                           noise)
     send:  rendezvous  <------------------->  rendezvous   the first time, and after a failure
            wire        ------ buckets ----->  wire         receive and load
            (gather, checksums while packing, the canary's log-probabilities)
            the last two  -- behind them --->
-                                              verify       every parameter loaded, checksums equal the sender's
+                                              verify       every parameter loaded, checksums equal
+                                              the sender's
                                               reset        prefix, multimodal and encoder caches
-                                              canary       resume, score the probe, raise the version
+                                              canary       resume, score the probe, raise the
+                                              version
 """
 
 from __future__ import annotations
@@ -29,8 +34,9 @@ from shared.weight_sync.differences import Differences
 from shared.weight_sync.offer import PHASE_LIMIT, FullOffer, terms_of
 
 ENGINE_MARGIN_S, CLIENT_MARGIN_S, POOL_MARGIN_S, SYNC_MARGIN_S = 2.0, 3.0, 4.0, 6.0
-"""What each layer waits in a phase beyond its `timeout_s`: the engine or the sender, a server's client, the pool or whoever waits for the sender, the whole
-sync. An outer one waits longer, so that the innermost error, which knows most, is the one reported."""
+"""What each layer waits in a phase beyond its `timeout_s`: the engine or the sender, a server's
+client, the pool or whoever waits for the sender, the whole sync. An outer one waits longer, so that
+the innermost error, which knows most, is the one reported."""
 
 
 OFFER = "offer"
@@ -53,8 +59,9 @@ class SendReport:
     """The sender's side of one sync."""
 
     phase_s: dict[str, float]
-    """Empty where nothing was left to send. Else seconds in `send_gather` (materialising the weights), `send_verify` (checksums), `send_canary` (the learner's
-    own scores), `send_rendezvous` (0 when the groups are kept) and `send_wire`."""
+    """Empty where nothing was left to send. Else seconds in `send_gather` (materialising the
+    weights), `send_verify` (checksums), `send_canary` (the learner's own scores), `send_rendezvous`
+    (0 when the groups are kept) and `send_wire`."""
 
 
 def all_phases_s(timeout_s: float) -> float:
@@ -78,7 +85,10 @@ def whole_sync_s(offer: WeightOffer) -> float:
 
 def sender_s(offer: WeightOffer) -> float:
     """The limit of whoever waits for the sender, which takes part in two phases."""
-    return sum(phase_limit(offer, phase).seconds + POOL_MARGIN_S for phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE))
+    return sum(
+        phase_limit(offer, phase).seconds + POOL_MARGIN_S
+        for phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE)
+    )
 
 
 class SendsWeights(Protocol):
@@ -89,7 +99,9 @@ class SendsWeights(Protocol):
 
     @property
     def falls_back(self) -> bool:
-        """What follows on a sync of an adapter that fails, rollout_matching.vllm.sync.fallback_to_full: full ones (true), or the run's end."""
+        """What follows on a sync of an adapter that fails,
+        rollout_matching.vllm.sync.fallback_to_full: full ones (true), or the run's end.
+        """
         ...
 
     def offer_weights(self) -> WeightOffer: ...
@@ -102,16 +114,19 @@ class SendsWeights(Protocol):
         ...
 
     def fall_back_to_full(self) -> None:
-        """Every later offer is of full weights; called only where the last one was to be of an adapter."""
+        """Every later offer is of full weights; called only where the last one was to be of an
+        adapter.
+        """
         ...
 
 
 class TakesWeights(Protocol):
     def settle(self) -> None:
-        """Return when nothing is being generated, within the limit that a round has. Raises RolloutError where that round failed.
+        """Return when nothing is being generated, within the limit that a round has. Raises
+        RolloutError where that round failed.
 
-        Under `max_staleness` the next step's first round may still be running: it ends with the weights it began with, before anyone's limits of a
-        sync begin to count.
+        Under `max_staleness` the next step's first round may still be running: it ends with the
+        weights it began with, before anyone's limits of a sync begin to count.
         """
         ...
 
@@ -119,40 +134,59 @@ class TakesWeights(Protocol):
 
 
 def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
-    """One verified sync; afterwards every engine serves the offered version. Raises WeightSyncError naming phase and engine.
+    """One verified sync; afterwards every engine serves the offered version. Raises WeightSyncError
+    naming phase and engine.
 
-    Where the learner offers its adapter and that fails in any way, a full sync takes its place, now and for the rest of the run, if the configuration
-    permits it (DESIGN 5, decision 20); the report says why.
+    Where the learner offers its adapter and that fails in any way, a full sync takes its place, now
+    and for the rest of the run, if the configuration permits it (DESIGN 5, decision 20); the report
+    says why.
     """
     rollouts.settle()
     try:
         return _sync(learner, rollouts)
-    except Exception as error:  # of any kind: what the engines hold after it is proved by the full sync that follows
+    # of any kind: what the engines hold after it is proved by the full sync that follows
+    except Exception as error:
         if not learner.offers_adapter:
             raise
         # Full weights would be scored by the same canary.
-        if isinstance(error, LearnerError) and (not learner.falls_back or error.phase == SyncPhase.CANARY):
+        if isinstance(error, LearnerError) and (
+            not learner.falls_back or error.phase == SyncPhase.CANARY
+        ):
             raise
         if not learner.falls_back:
             raise _final(error) from error
-        reason = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        )
         learner.fall_back_to_full()
     return replace(_sync(learner, rollouts), fell_back=reason)
 
 
 def _final(error: Exception) -> WeightSyncError:
     """The failure of an adapter sync where it ends the run."""
-    remedy = "set rollout_matching.vllm.sync.fallback_to_full: true to go on with full weights, or sync.mode: full to begin with them"
+    remedy = (
+        "set rollout_matching.vllm.sync.fallback_to_full: true to go on with full weights, or"
+        " sync.mode: full to begin with them"
+    )
     if isinstance(error, WeightSyncError):
-        return WeightSyncError(f"of the adapter: {error.message}; {remedy}", actor=error.actor, phase=error.phase, quantity=error.quantity, size=error.size)
-    return WeightSyncError(f"of the adapter: {type(error).__name__}: {error}; {remedy}", actor=ENGINES, phase=OFFER)
+        return WeightSyncError(
+            f"of the adapter: {error.message}; {remedy}",
+            actor=error.actor,
+            phase=error.phase,
+            quantity=error.quantity,
+            size=error.size,
+        )
+    return WeightSyncError(
+        f"of the adapter: {type(error).__name__}: {error}; {remedy}", actor=ENGINES, phase=OFFER
+    )
 
 
 def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     """One offer, and both sides of it.
 
-    Both futures are bounded by the offer's phase timeout. When one side fails it leaves the group, which ends the other side's wait:
-    a few seconds are given to that, so that the error shown is the receiver's, with the sender's as its cause; a learner that fails by itself is shown first.
+    Both futures are bounded by the offer's phase timeout. When one side fails it leaves the group,
+    which ends the other side's wait: a few seconds are given to that, so that the error shown is
+    the receiver's, with the sender's as its cause; a learner that fails by itself is shown first.
     """
     offer = learner.offer_weights()
     receiving = rollouts.receive_weights(offer)
@@ -168,7 +202,11 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
     for side, who in zip(sides, (ENGINES, LEARNER), strict=True):
         if not side.done():
-            told = late(f"the {who}", Timeout(limit_s, f"the limits of all phases ({PHASE_LIMIT})"), "that its process is alive")
+            told = late(
+                f"the {who}",
+                Timeout(limit_s, f"the limits of all phases ({PHASE_LIMIT})"),
+                "that its process is alive",
+            )
             raise WeightSyncError(told, actor=who, phase=SyncPhase.WIRE)
     sent, report = sending.result(), receiving.result()
     learner.sync_done(report.canary_noise)

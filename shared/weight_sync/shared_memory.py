@@ -1,4 +1,6 @@
-"""Memory that processes of one machine have in common. It has no name anywhere, so that nothing is left behind by a process that is killed at any time."""
+"""Memory that processes of one machine have in common. It has no name anywhere, so that nothing is
+left behind by a process that is killed at any time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Address:
     """Where another process finds the memory: plain numbers, no path."""
 
     process: int
-    """Its id, which may be another process's on another machine or in another container: hence the last two."""
+    """Its id, which may be another process's on another machine or in another container: hence the
+    last two.
+    """
     descriptor: int
     num_bytes: int
     device: int
@@ -50,7 +54,9 @@ class SharedMemory:
     """A mapping that lives as long as `memory` is referred to."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes over the open file. Raises OSError where it cannot be mapped; then the file is still the caller's."""
+        """Takes over the open file. Raises OSError where it cannot be mapped; then the file is
+        still the caller's.
+        """
         self.memory = mmap.mmap(descriptor, 0)
         self._descriptor = descriptor
         self._closing = weakref.finalize(self, os.close, descriptor)
@@ -65,7 +71,8 @@ class SharedMemory:
         except OSError:
             return None
         try:
-            # Taken now: where it turns out later that there is none left, the process that writes is killed.
+            # Taken now: where it turns out later that there is none left, the process that writes
+            # is killed.
             os.posix_fallocate(descriptor, 0, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             return cls(descriptor)
@@ -75,9 +82,12 @@ class SharedMemory:
 
     @classmethod
     def open(cls, address: Address) -> SharedMemory | None:
-        """What another process of this user created; None where this one cannot open it, because it runs elsewhere, or where anything else is there."""
+        """What another process of this user created; None where this one cannot open it, because it
+        runs elsewhere, or where anything else is there.
+        """
         try:
-            # Looked at before it is opened: whoever may name an address may not have any other file opened, and read, in this process.
+            # Looked at before it is opened: whoever may name an address may not have any other file
+            # opened, and read, in this process.
             if not str(address.path.readlink()).startswith(f"/memfd:{NAME}"):
                 return None
             descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
@@ -96,12 +106,15 @@ class SharedMemory:
         return Address(os.getpid(), self._descriptor, found.st_size, found.st_dev, found.st_ino)
 
     def forget(self) -> None:
-        """Take the address away: nobody comes any more, whoever has come goes on. Twice is harmless."""
+        """Take the address away: nobody comes any more, whoever has come goes on. Twice is
+        harmless.
+        """
         self._closing()
 
 
 def this_machine() -> tuple[int, ...]:
-    """The same numbers for all processes that can find each other's memory, and for no others: of one start of one system, and of one container.
+    """The same numbers for all processes that can find each other's memory, and for no others: of
+    one start of one system, and of one container.
 
     Zeros where the system does not say; then trying to open it tells.
     """
@@ -113,7 +126,9 @@ def this_machine() -> tuple[int, ...]:
 
 
 def available_bytes() -> int:
-    """What the system could still give to this process, by its own estimate and by the limit of the container, if there is one; 0 where it does not say."""
+    """What the system could still give to this process, by its own estimate and by the limit of the
+    container, if there is one; 0 where it does not say.
+    """
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
@@ -135,7 +150,8 @@ def _left_in_container() -> float:
 def _is(descriptor: int, address: Address) -> bool:
     found = os.fstat(descriptor)
     return (
-        (found.st_dev, found.st_ino, found.st_size) == (address.device, address.inode, address.num_bytes)
+        (found.st_dev, found.st_ino, found.st_size)
+        == (address.device, address.inode, address.num_bytes)
         and found.st_uid == os.geteuid()
         and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
     )

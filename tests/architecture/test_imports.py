@@ -19,18 +19,30 @@ HEAVY = {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}
 
 def modules_of(package: str) -> list[str]:
     paths = sorted((ROOT / package).rglob("*.py"))
-    return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+    ]
 
 
 def loaded_after(*groups: list[str], python: Sequence[str] = (sys.executable,)) -> list[set[str]]:
-    """Top-level names in `sys.modules` after importing each of these groups, one after the other in one fresh process."""
+    """Top-level names in `sys.modules` after importing each of these groups, one after the other in
+    one fresh process.
+    """
     code = (
         "import importlib, json, sys\n"
         "for group in json.loads(sys.argv[1]):\n"
         "    for name in group: importlib.import_module(name)\n"
         "    print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
-    done = subprocess.run([*python, "-c", code, json.dumps(groups)], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    done = subprocess.run(
+        [*python, "-c", code, json.dumps(groups)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return [set(json.loads(line)) for line in done.stdout.splitlines()[-len(groups) :]]
 
@@ -46,13 +58,21 @@ def test_shared_is_pure():
 
 
 def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_only_in_its_actor_and_the_drivers_end_of_it():
-    loaded = loaded_by([name for name in modules_of("learner") if name not in ("learner.actor", "launch.runtime.learner_client")])
+    loaded = loaded_by(
+        [
+            name
+            for name in modules_of("learner")
+            if name not in ("learner.actor", "launch.runtime.learner_client")
+        ]
+    )
     assert "torch" in loaded
     assert not loaded & {"ray", "vllm", "rollout_actors", "launch", "hydra", "omegaconf"}
 
 
 def imported_at_the_top_of(name: str) -> set[str]:
-    """Modules that importing this one imports: those of statements outside functions and outside `if TYPE_CHECKING`."""
+    """Modules that importing this one imports: those of statements outside functions and outside
+    `if TYPE_CHECKING`.
+    """
     tree = ast.parse((ROOT / name.replace(".", "/")).with_suffix(".py").read_text())
     names: set[str] = set()
     for statement in tree.body:
@@ -60,14 +80,25 @@ def imported_at_the_top_of(name: str) -> set[str]:
             names |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
             assert statement.module is not None, "no relative imports"
-            names |= {statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)}
+            names |= {
+                statement.module,
+                *(f"{statement.module}.{alias.name}" for alias in statement.names),
+            }
     return names
 
 
 def engine_modules() -> set[str]:
-    """What imports vllm at its top, or something that does: left to the engine tests, which import it anyway, ten seconds each."""
-    imports = {name: imported_at_the_top_of(name) for name in modules_of("rollout_actors") if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()}
-    found = {name for name, of in imports.items() if any(each.split(".")[0] == "vllm" for each in of)}
+    """What imports vllm at its top, or something that does: left to the engine tests, which import
+    it anyway, ten seconds each.
+    """
+    imports = {
+        name: imported_at_the_top_of(name)
+        for name in modules_of("rollout_actors")
+        if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
+    }
+    found = {
+        name for name, of in imports.items() if any(each.split(".")[0] == "vllm" for each in of)
+    }
     while more := {name for name, of in imports.items() if name not in found and of & found}:
         found |= more
     return found
@@ -77,7 +108,11 @@ ENGINE_MODULES = engine_modules()
 
 
 def test_the_engine_modules_are_found():
-    assert {"rollout_actors.engine.vllm_engine", "rollout_actors.weight_sync.transfer_engines", "rollout_actors.backends.colocated_llm"} <= ENGINE_MODULES
+    assert {
+        "rollout_actors.engine.vllm_engine",
+        "rollout_actors.weight_sync.transfer_engines",
+        "rollout_actors.backends.colocated_llm",
+    } <= ENGINE_MODULES
     assert not ENGINE_MODULES & {
         "launch.runtime.rollout_client",
         "rollout_actors.engine.actor",
@@ -87,11 +122,19 @@ def test_the_engine_modules_are_found():
 
 
 def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_the_actor_and_in_what_asks_it():
-    with_ray = {"launch.runtime.rollout_client", "rollout_actors.engine.ray_calls", "rollout_actors.engine.actor"} | {
-        f"rollout_actors.environments.{name}" for name in ("ray_engines", "environment_actor", "pool")
+    with_ray = {
+        "launch.runtime.rollout_client",
+        "rollout_actors.engine.ray_calls",
+        "rollout_actors.engine.actor",
+    } | {
+        f"rollout_actors.environments.{name}"
+        for name in ("ray_engines", "environment_actor", "pool")
     }
     names = [name for name in modules_of("rollout_actors") if name not in ENGINE_MODULES]
-    without_ray, everything = loaded_after([name for name in names if name not in with_ray], [name for name in names if name in with_ray])
+    without_ray, everything = loaded_after(
+        [name for name in names if name not in with_ray],
+        [name for name in names if name in with_ray],
+    )
     assert "ray" not in without_ray and "ray" in everything
     assert not everything & {"learner", "launch", "hydra", "omegaconf", "vllm"}
 
@@ -103,14 +146,21 @@ def test_the_engine_modules_import_neither_learner_nor_launch_nor_ray_themselves
         source = (ROOT / name.replace(".", "/")).with_suffix(".py").read_text()
         assert "import ray" not in source
         assert "from ray" not in source
-    assert not loaded_by(sorted(ENGINE_MODULES), warm_python.command()) & {"learner", "launch", "hydra", "omegaconf"}
+    assert not loaded_by(sorted(ENGINE_MODULES), warm_python.command()) & {
+        "learner",
+        "launch",
+        "hydra",
+        "omegaconf",
+    }
 
 
 def test_nobody_imports_launch():
     for package in ("shared", "learner", "rollout_actors"):
         for path in (ROOT / package).rglob("*.py"):
             assert "launch" not in {
-                line.split()[1].split(".")[0] for line in path.read_text().splitlines() if line.lstrip().startswith(("import ", "from "))
+                line.split()[1].split(".")[0]
+                for line in path.read_text().splitlines()
+                if line.lstrip().startswith(("import ", "from "))
             }, path
 
 

@@ -1,4 +1,6 @@
-"""docs/requirements.md names modules and tests that exist, and what is quoted there of a specification is in the names of its tests."""
+"""docs/requirements.md names modules and tests that exist, and what is quoted there of a
+specification is in the names of its tests.
+"""
 
 import ast
 import re
@@ -9,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "requirements.md").read_text()
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| requirement")]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and not line.startswith("| requirement")
+]
 TESTS = [(row[0], test) for row in ROWS for test in re.findall(r"`(tests/[^`]+)`", row[2])]
 
 
@@ -18,9 +24,14 @@ def test_the_tables_were_found_and_their_rows_were_read():
     assert len(TESTS) > 500
 
 
-@pytest.mark.parametrize(("section", "quoted"), [("Rollout matching", 50), ("Trajectories", 8), ("Rollout orchestration", 13)])
+@pytest.mark.parametrize(
+    ("section", "quoted"),
+    [("Rollout matching", 50), ("Trajectories", 8), ("Rollout orchestration", 13)],
+)
 def test_each_specification_is_quoted(section, quoted):
-    """The trajectories' summary has eight points; orchestration has nine points in its testing plan, and four acceptance criteria."""
+    """The trajectories' summary has eight points; orchestration has nine points in its testing
+    plan, and four acceptance criteria.
+    """
     (table,) = (part for part in PAGE.split("\n## ") if part.startswith(f"{section}\n"))
     assert len(re.findall(r'^\| "', table, flags=re.MULTILINE)) >= quoted
 
@@ -36,11 +47,17 @@ def test_the_modules_exist(row):
 @cache
 def functions_of(file):
     """The names of a file's functions, which many rows name."""
-    return {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("requirement", "test"), TESTS, ids=lambda value: value.split("::")[-1][:60])
+@pytest.mark.parametrize(
+    ("requirement", "test"), TESTS, ids=lambda value: value.split("::")[-1][:60]
+)
 def test_the_tests_exist_and_carry_their_scenarios_title(requirement, test):
     file, name = test.split("::")
     assert name in functions_of(file)

@@ -1,4 +1,6 @@
-"""The faults that the tests are tried on, by themselves; what the tests make of them takes an hour: `python -m benchmarks.mutations`."""
+"""The faults that the tests are tried on, by themselves; what the tests make of them takes an hour:
+`python -m benchmarks.mutations`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def mutations(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_fault_fits_the_code_that_it_is_to_be_put_into(mutations: Any) -> None:
-    """Who rewrites a line that one of them changes writes the fault anew (`old` and `new` of the mutant that is named here)."""
+    """Who rewrites a line that one of them changes writes the fault anew (`old` and `new` of the
+    mutant that is named here).
+    """
     assert mutations.problems() == []
 
 
@@ -33,7 +37,9 @@ def test_every_fault_fits_the_code_that_it_is_to_be_put_into(mutations: Any) -> 
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_one_that_does_not_fit_is_named(mutations: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], told: str) -> None:
+def test_one_that_does_not_fit_is_named(
+    mutations: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], told: str
+) -> None:
     sound, spoiled = mutations.MUTANTS[0], replace(mutations.MUTANTS[1], **changes)
     monkeypatch.setattr(mutations, "MUTANTS", (sound, spoiled))
     (problem,) = mutations.problems()

@@ -23,7 +23,11 @@ from rollout_actors.environments.loading import load_environment
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-FILES = {text.partition("\n")[0].removeprefix("# "): text for language, text in BLOCKS if language == "python"}
+FILES = {
+    text.partition("\n")[0].removeprefix("# "): text
+    for language, text in BLOCKS
+    if language == "python"
+}
 COMMANDS = [line for language, text in BLOCKS if not language for line in text.splitlines()]
 
 
@@ -69,26 +73,38 @@ def test_the_file_of_the_page_is_an_environment(folder):
 
 def test_a_right_answer_ends_the_rollout(folder):
     environment = load_environment("sort_words")
-    state = generated(environment, [{"question": "dune apple", "answer": "apple dune"}], ScriptedClient([answered("apple dune")])).state[0]
+    state = generated(
+        environment,
+        [{"question": "dune apple", "answer": "apple dune"}],
+        ScriptedClient([answered("apple dune")]),
+    ).state[0]
     assert (state["stop_condition"], state["reward"]) == ("sorted_at_last", pytest.approx(1.3))
 
 
 def test_the_rollouts_can_be_looked_at_as_the_page_does(folder, capsys):
-    results = asyncio.run(importlib.import_module("look").look(ScriptedClient(sorts_at_last), "my-model"))
+    results = asyncio.run(
+        importlib.import_module("look").look(ScriptedClient(sorts_at_last), "my-model")
+    )
     printed = capsys.readouterr().out
     assert len(results.state) == 3
     assert printed.count("error: None") == 3
     assert "    user: I see no answer." in printed
-    assert "mean reward 1.27" in printed  # of three messages one has no answer: 1 + 0.2 + 0.1 * 2 / 3
+    # of three messages one has no answer: 1 + 0.2 + 0.1 * 2 / 3
+    assert "mean reward 1.27" in printed
 
 
 @pytest.mark.slow
 def test_the_tools_of_the_page_can_be_called(folder):
     environment = load_environment("convert_units")
-    calls = [("to_centimetres", {"length": 3, "unit": "mile"}), ("to_centimetres", {"length": 3, "unit": "foot"})]
+    calls = [
+        ("to_centimetres", {"length": 3, "unit": "mile"}),
+        ("to_centimetres", {"length": 3, "unit": "foot"}),
+    ]
     client = ScriptedClient([Answer(None, tool_calls=calls), "It is 91.44 cm."])
     results = generated(environment, environment.get_dataset(), client)
-    assert [message["content"] for message in results.completion[0] if message["role"] == "tool"] == ["no unit mile; there are inch, foot, yard", "91.44"]
+    assert [
+        message["content"] for message in results.completion[0] if message["role"] == "tool"
+    ] == ["no unit mile; there are inch, foot, yard", "91.44"]
     assert results.reward == [1.0]
     assert results.metadata.avg_metrics["num_tool_errors"] == 1.0
 
@@ -106,24 +122,48 @@ def test_the_group_of_the_page_plays_both(folder):
 
 def replies(text: str) -> str:
     """Sorts words; of a game, always the same guess."""
-    return answered(" ".join(sorted(text.split()))) if re.fullmatch(r"[a-z ]+", text) else "<guess>50</guess>"
+    return (
+        answered(" ".join(sorted(text.split())))
+        if re.fullmatch(r"[a-z ]+", text)
+        else "<guess>50</guess>"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "launch.vf_eval.__main__" in command])
+@pytest.mark.parametrize(
+    "command", [command for command in COMMANDS if "launch.vf_eval.__main__" in command]
+)
 def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
     with serving(FakeOpenAI(reply=replies).app()) as url:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
         places = {"PYTHONPATH": str(ROOT), "PATH": str(Path(sys.executable).parent)}
-        environ |= {"OPENAI_BASE_URL": f"{url}/v1", **{name: f"{place}{os.pathsep}{environ.get(name, '')}" for name, place in places.items()}}
-        done = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+        environ |= {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            **{
+                name: f"{place}{os.pathsep}{environ.get(name, '')}"
+                for name, place in places.items()
+            },
+        }
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("all_right" if "sort_words" in command else "found") in done.stdout
-    assert len(list(folder.glob("outputs/evals/*/*/results.jsonl"))) == (1 if " -s " in command else 0)
+    assert len(list(folder.glob("outputs/evals/*/*/results.jsonl"))) == (
+        1 if " -s " in command else 0
+    )
 
 
 def test_the_page_names_the_examples_that_there_are():
-    there = {path.stem for path in (ROOT / "rollout_actors" / "environments" / "examples").glob("*.py")} - {"__init__"}
+    there = {
+        path.stem for path in (ROOT / "rollout_actors" / "environments" / "examples").glob("*.py")
+    } - {"__init__"}
     assert {name for name in there if f"`{name}` (" in PAGE} == there
 
 

@@ -23,35 +23,74 @@ README = Path(__file__).parents[2] / "README.md"
 
 def commands(models: Path) -> list[tuple[str, list[str]]]:
     """The modules of the section's first block, in order, each with its arguments."""
-    block = README.read_text().partition("## Your model, your data")[2].split("```")[1].replace("/models", str(models))
+    block = (
+        README.read_text()
+        .partition("## Your model, your data")[2]
+        .split("```")[1]
+        .replace("/models", str(models))
+    )
     assignment = re.search(r'^JOB="(.*)"$', block, re.MULTILINE)
     assert assignment is not None
-    lines = [shlex.split(line.replace("$JOB", assignment[1]), comments=True) for line in block.splitlines() if line.startswith(".venv")]
+    lines = [
+        shlex.split(line.replace("$JOB", assignment[1]), comments=True)
+        for line in block.splitlines()
+        if line.startswith(".venv")
+    ]
     assert all(words[:2] == [".venv/bin/python", "-m"] for words in lines)
     return [(words[2], words[3:]) for words in lines]
 
 
 @pytest.mark.slow
-def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stock checkpoint in small and COCO files with polygons; the job itself is looked at and not run."""
+def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stock checkpoint in small and COCO files with polygons; the job itself is looked at and
+    not run.
+    """
     monkeypatch.chdir(tmp_path)
     stock = make_stock_model(tmp_path / "models" / "Qwen3-VL-4B-Instruct", "qwen3_vl")
     config_file = stock / "config.json"
-    config_file.write_text(config_file.read_text().replace('"max_position_embeddings": 4096', '"max_position_embeddings": 262144'))
+    config_file.write_text(
+        config_file.read_text().replace(
+            '"max_position_embeddings": 4096', '"max_position_embeddings": 262144'
+        )
+    )
     (tmp_path / "images").mkdir()
     for part, number in (("train", 1), ("val", 2)):
         Image.new("RGB", (100, 80)).save(tmp_path / "images" / f"{number}.png")
-        box = {"id": 1, "image_id": number, "category_id": 3, "bbox": [10, 20, 30, 40], "iscrowd": 0, "segmentation": [[10, 20, 40, 20, 40, 60]], "area": 600}
+        box = {
+            "id": 1,
+            "image_id": number,
+            "category_id": 3,
+            "bbox": [10, 20, 30, 40],
+            "iscrowd": 0,
+            "segmentation": [[10, 20, 40, 20, 40, 60]],
+            "area": 600,
+        }
         image = {"id": number, "file_name": f"{number}.png", "width": 100, "height": 80}
-        content = {"images": [image], "annotations": [box], "categories": [{"id": 3, "name": "cat"}]}
+        content = {
+            "images": [image],
+            "annotations": [box],
+            "categories": [{"id": 3, "name": "cat"}],
+        }
         (tmp_path / f"instances_{part}.json").write_text(json.dumps(content))
 
-    (*steps, checked, trained) = commands(tmp_path / "models")
+    *steps, checked, trained = commands(tmp_path / "models")
     assert (checked[0], trained) == ("launch.preflight", ("launch.train", checked[1]))
-    assert [module for module, _ in steps] == ["launch.add_coord_tokens", "launch.import_coco", "launch.import_coco"]
+    assert [module for module, _ in steps] == [
+        "launch.add_coord_tokens",
+        "launch.import_coco",
+        "launch.import_coco",
+    ]
     for module, arguments in steps:
         (add_coord_tokens if module == "launch.add_coord_tokens" else import_coco).main(arguments)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = load_config(as_mapping(compose("train", overrides=as_schema_overrides(checked[1]))))
-    findings = preflight(with_absolute_paths(config), nodes_of=lambda _: [Resources(cpus=64, gpus=4)], memory_of=lambda _: None)
+        config = load_config(
+            as_mapping(compose("train", overrides=as_schema_overrides(checked[1])))
+        )
+    findings = preflight(
+        with_absolute_paths(config),
+        nodes_of=lambda _: [Resources(cpus=64, gpus=4)],
+        memory_of=lambda _: None,
+    )
     assert findings.problems == []

@@ -17,8 +17,15 @@ from launch.vf_eval.__main__ import main
 from launch.vf_eval.arguments import read_options, sampling_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vf_eval.md").read_text()
-BLOCKS = [text.splitlines() for text in re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)]
-COMMANDS = [shlex.split(line) for block in BLOCKS for line in block if line.startswith(("vf-eval ", "python -m "))]
+BLOCKS = [
+    text.splitlines() for text in re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+]
+COMMANDS = [
+    shlex.split(line)
+    for block in BLOCKS
+    for line in block
+    if line.startswith(("vf-eval ", "python -m "))
+]
 
 
 @pytest.fixture
@@ -39,15 +46,22 @@ def test_the_server_of_the_page_takes_its_arguments() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_command_of_the_page_evaluates(url: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_of_the_page_evaluates(
+    url: str, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [url if word == "http://127.0.0.1:8000/v1" else word for word in COMMANDS[number][1:]]
     options = read_options(command)
     assert sampling_of(options.sampling_args or {}, "chat") == options.sampling_args
     main(command)
     printed = capsys.readouterr().out
-    assert f"{(options.num_examples or 0) * (options.rollouts_per_example or 0)}, of {options.num_examples} examples" in printed
+    assert (
+        f"{(options.num_examples or 0) * (options.rollouts_per_example or 0)}, of"
+        f" {options.num_examples} examples" in printed
+    )
     if number == 0:
-        assert named(printed.splitlines()) == named(next(block for block in BLOCKS if block[0] == "arithmetic, demo"))
+        assert named(printed.splitlines()) == named(
+            next(block for block in BLOCKS if block[0] == "arithmetic, demo")
+        )
 
 
 def named(lines: list[str]) -> list[str]:
@@ -58,5 +72,10 @@ def named(lines: list[str]) -> list[str]:
 def test_the_files_of_the_page_are_those_that_are_written(url: str, tmp_path: Path) -> None:
     main(["arithmetic", "-b", url, "-n", "1", "-r", "1", "-s"])
     (folder,) = tmp_path.glob("outputs/evals/arithmetic--demo/*")
-    table = set(re.findall(r"`([\w.]+\.jsonl?)`", "".join(line for line in PAGE.splitlines() if line.startswith("| `"))))
+    table = set(
+        re.findall(
+            r"`([\w.]+\.jsonl?)`",
+            "".join(line for line in PAGE.splitlines() if line.startswith("| `")),
+        )
+    )
     assert {path.name for path in folder.iterdir()} == table

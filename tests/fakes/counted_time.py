@@ -1,4 +1,6 @@
-"""An event loop whose seconds are counted, not waited for: a bound, an order or a latency is the same on every machine, however busy it is."""
+"""An event loop whose seconds are counted, not waited for: a bound, an order or a latency is the
+same on every machine, however busy it is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class _Selector(selectors.DefaultSelector):
 
 
 class CountedTime(asyncio.SelectorEventLoop):
-    """Where nothing is ready, its clock goes on to the next timer. What would run in a thread runs in the loop itself, and takes no time."""
+    """Where nothing is ready, its clock goes on to the next timer. What would run in a thread runs
+    in the loop itself, and takes no time.
+    """
 
     def __init__(self) -> None:
         self.selector = _Selector()
@@ -35,7 +39,9 @@ class CountedTime(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.selector.now_s
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -50,6 +56,9 @@ async def _at_once(function: Callable[[], T], name: str) -> T:
 
 def counted(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
     """What it comes to, and the seconds that it would have taken."""
-    with mock.patch.object(THREADS, "call", _at_once), asyncio.Runner(loop_factory=CountedTime) as runner:
+    with (
+        mock.patch.object(THREADS, "call", _at_once),
+        asyncio.Runner(loop_factory=CountedTime) as runner,
+    ):
         done = runner.run(work)
         return done, runner.get_loop().time()

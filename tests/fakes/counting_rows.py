@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROWS_FILE = "ROLLMATCH_TEST_ROWS"
-"""Environment variable of a server whose worker nobody can ask: the file that gets a line per step, from the first sync on."""
+"""Environment variable of a server whose worker nobody can ask: the file that gets a line per step,
+from the first sync on.
+"""
 
 
 @dataclass(frozen=True)

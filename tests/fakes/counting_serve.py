@@ -1,4 +1,6 @@
-"""`python -m launch.serve` with an engine that notes how many sequences it samples for at a time (`counting_worker`)."""
+"""`python -m launch.serve` with an engine that notes how many sequences it samples for at a time
+(`counting_worker`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A vLLM worker that counts how many sequences it samples for at a time. Imported inside the engines' processes."""
+"""A vLLM worker that counts how many sequences it samples for at a time. Imported inside the
+engines' processes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ class CountingWorker(SpoilingWorker):
     def count_rows(self) -> None:
         """From now on: one number per step."""
         self._rows = []
-        (head,) = [module for name, module in self.model_runner.model.named_modules() if name.endswith("logits_processor")]
+        (head,) = [
+            module
+            for name, module in self.model_runner.model.named_modules()
+            if name.endswith("logits_processor")
+        ]
         head.register_forward_pre_hook(lambda module, args: self._note_rows(len(args[1])))
 
     def take_rows(self) -> list[int]:

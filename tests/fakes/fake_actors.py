@@ -1,4 +1,6 @@
-"""Ray actors with the methods of `EngineActor` and no engine: they answer, fail, sleep or die as they are told."""
+"""Ray actors with the methods of `EngineActor` and no engine: they answer, fail, sleep or die as
+they are told.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from shared.weight_sync.phases import SyncPhase
 
 
 class FakeActor:
-    """`trouble` is `slow`, `sleep`, `die`, `fail`, `fail late`, `lose peer`, `surprise`, `unreachable` or nothing.
+    """`trouble` is `slow`, `sleep`, `die`, `fail`, `fail late`, `lose peer`, `surprise`,
+    `unreachable` or nothing.
 
     `phase` is where it comes: `start`, `generate`, `close` or one of a sync.
     """
@@ -35,7 +38,9 @@ class FakeActor:
         await self._reach("start")
         return 1, ""
 
-    async def generate(self, *objects: SentRequests, places: range | None = None, attempt: int = 0) -> tuple[list[Any], int]:
+    async def generate(
+        self, *objects: SentRequests, places: range | None = None, attempt: int = 0
+    ) -> tuple[list[Any], int]:
         await self._reach("generate")
         requests = SentRequests.chosen(objects, places).requests
         return [(self._name, request) for request in requests], len(requests)
@@ -43,7 +48,11 @@ class FakeActor:
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         await self._reach(phase)
         seconds = {"actor-0": 1.0, "actor-1": 2.0}[self._name]
-        return SyncReport(offer.version, 10, {"wire": seconds}, canary_max_abs=seconds * 1e-6) if phase is SyncPhase.CANARY else None
+        return (
+            SyncReport(offer.version, 10, {"wire": seconds}, canary_max_abs=seconds * 1e-6)
+            if phase is SyncPhase.CANARY
+            else None
+        )
 
     async def close(self) -> None:
         await self._reach("close")
@@ -63,14 +72,20 @@ class FakeActor:
             case "surprise":
                 raise OSError("nobody thought of this")
             case "lose peer":
-                raise WeightSyncError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer", actor=self._name, phase=phase)
+                raise WeightSyncError(
+                    "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+                    actor=self._name,
+                    phase=phase,
+                )
             case "fail late":
                 await asyncio.sleep(0.3)
                 raise WeightSyncError("told to fail", actor=self._name, phase=phase)
             case "fail" if phase in ("start", "generate"):
                 raise RolloutError("told to fail", actor=self._name, phase=phase)
             case "fail":
-                raise WeightSyncError("told to fail", actor=self._name, phase=phase, quantity="nothing", size=2.5)
+                raise WeightSyncError(
+                    "told to fail", actor=self._name, phase=phase, quantity="nothing", size=2.5
+                )
 
 
 class EchoEngine:

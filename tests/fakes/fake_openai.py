@@ -40,7 +40,10 @@ class FakeOpenAI:
 
         @app.middleware("http")
         async def check(request: Request, call_next: Any) -> Any:
-            if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            if (
+                self.key is not None
+                and request.headers.get("authorization") != f"Bearer {self.key}"
+            ):
                 return JSONResponse({"error": {"message": "wrong key"}}, 401)
             return await call_next(request)
 
@@ -56,7 +59,13 @@ class FakeOpenAI:
     def list(self) -> Any:
         if self.models is None:
             return JSONResponse({"error": {"message": "there is no such thing"}}, 404)
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "nobody"} for name in self.models]}
+        return {
+            "object": "list",
+            "data": [
+                {"id": name, "object": "model", "created": 0, "owned_by": "nobody"}
+                for name in self.models
+            ],
+        }
 
     async def chat(self, request: Request) -> Any:
         body = await request.json()
@@ -78,19 +87,45 @@ class FakeOpenAI:
         await asyncio.sleep(self.delay_s)
         if self.answers is not None and number > self.answers:
             await asyncio.Event().wait()
-        other = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}.get(self.limit or "")
+        other = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}.get(
+            self.limit or ""
+        )
         if other in body:
-            text = f"Unsupported parameter: '{other}' is not supported with this model. Use '{self.limit}' instead."
-            error = {"message": text, "type": "invalid_request_error", "param": other, "code": "unsupported_parameter"}
+            text = (
+                f"Unsupported parameter: '{other}' is not supported with this model. Use"
+                f" '{self.limit}' instead."
+            )
+            error = {
+                "message": text,
+                "type": "invalid_request_error",
+                "param": other,
+                "code": "unsupported_parameter",
+            }
             return JSONResponse({"error": error}, 400)
         said = self.reply(body["messages"][-1]["content"])
         if isinstance(said, int):
             return JSONResponse({"error": {"message": f"refused with {said}"}}, said)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}, "logprobs": None}
-        made: dict[str, Any] = {"id": "a", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": said},
+            "logprobs": None,
+        }
+        made: dict[str, Any] = {
+            "id": "a",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+            "choices": [choice],
+        }
         if self.counts_tokens:
             made["usage"] = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
         if body.get("return_token_ids"):
             made["prompt_token_ids"], choice["token_ids"] = [1, 2], [3, 4]
-            choice["logprobs"] = {"content": [{"token": f"token_id:{token}", "logprob": -0.5, "top_logprobs": []} for token in (3, 4)]}
+            choice["logprobs"] = {
+                "content": [
+                    {"token": f"token_id:{token}", "logprob": -0.5, "top_logprobs": []}
+                    for token in (3, 4)
+                ]
+            }
         return made

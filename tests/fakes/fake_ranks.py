@@ -1,4 +1,6 @@
-"""Ray actors with the methods of `LearnerActor` and no learner: they fail, wait or die as each method says. Light to import."""
+"""Ray actors with the methods of `LearnerActor` and no learner: they fail, wait or die as each
+method says. Light to import.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ STOPPING = "stopping"
 
 
 class FakeRank:
-    """The methods of `LearnerActor` that misbehave here. What waits does so until the rank is let go."""
+    """The methods of `LearnerActor` that misbehave here. What waits does so until the rank is let
+    go.
+    """
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -50,7 +54,11 @@ class FakeRank:
     def accumulate(self, *shares: Any) -> None:
         """Rank 1 fails at last, rank 0 notices first."""
         time.sleep(0.3 * self._rank)
-        raise RolloutError("a prompt differs", actor="actor-1", phase="check") if self._rank else CollectiveError("rank 1 left", phase="reduce")
+        raise (
+            RolloutError("a prompt differs", actor="actor-1", phase="check")
+            if self._rank
+            else CollectiveError("rank 1 left", phase="reduce")
+        )
 
     def save(self, folder: Any) -> None:
         if self._rank:

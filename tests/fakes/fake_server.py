@@ -1,6 +1,8 @@
-"""What tests of rollout servers share: an engine that does as it is told, and a server over it on a real port.
+"""What tests of rollout servers share: an engine that does as it is told, and a server over it on a
+real port.
 
-As a program it is such a server in a process of its own, to be stopped and killed: `python fake_server.py MODEL`.
+As a program it is such a server in a process of its own, to be stopped and killed: `python
+fake_server.py MODEL`.
 """
 
 from __future__ import annotations
@@ -30,14 +32,33 @@ from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import CallLimits
 from rollout_actors.server.service import RolloutService
 from shared.records import ImageRef
-from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import (
+    DecodeMode,
+    DecodeSettings,
+    FinishReason,
+    Rollout,
+    RolloutRequest,
+    SyncReport,
+    WeightOffer,
+)
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.offer import FullOffer, ProcessGroupSpec, TensorSpec
 from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import Device, TransportKind
 
-DECODE = DecodeSettings(DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 4, 1, stop_token_ids=(9,), banned_token_ids=(), return_logprobs=True)
+DECODE = DecodeSettings(
+    DecodeMode.SAMPLE,
+    1.0,
+    1.0,
+    -1,
+    1.0,
+    4,
+    1,
+    stop_token_ids=(9,),
+    banned_token_ids=(),
+    return_logprobs=True,
+)
 
 
 def make_png(width: int = 2, height: int = 2) -> bytes:
@@ -49,7 +70,13 @@ def make_png(width: int = 2, height: int = 2) -> bytes:
 def image_bomb() -> bytes:
     """A PNG file of a hundred bytes whose header says that it is 30,000 pixels wide and high."""
     head = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + make_png()[33:]
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + head
+        + struct.pack(">I", zlib.crc32(head))
+        + make_png()[33:]
+    )
 
 
 def make_request(position: int, **changes: Any) -> RolloutRequest:
@@ -57,18 +84,30 @@ def make_request(position: int, **changes: Any) -> RolloutRequest:
     return RolloutRequest(3, position, f"sample-{position}", (1, 2), **fields)
 
 
-def make_offer(version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout_s: float = 5.0) -> WeightOffer:
-    groups = tuple(ProcessGroupSpec("127.0.0.1", 29500 + index, world_size, f"key-{index}") for index in range(num_groups))
+def make_offer(
+    version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout_s: float = 5.0
+) -> WeightOffer:
+    groups = tuple(
+        ProcessGroupSpec("127.0.0.1", 29500 + index, world_size, f"key-{index}")
+        for index in range(num_groups)
+    )
     terms = FullOffer(groups, timeout_s, 1 << 20, (TensorSpec("a.weight", "float32", (2, 3), 24),))
     image = ImageRef(None, b"\x89PNG\xff\x00", "ab")
-    return WeightOffer(version, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1, 2), (image,), (1, 2, 3), (-0.1, float("-inf")), 1e-4))
+    return WeightOffer(
+        version,
+        "rollmatch_gloo",
+        {"terms": terms},
+        CanaryProbe((1, 2), (image,), (1, 2, 3), (-0.1, float("-inf")), 1e-4),
+    )
 
 
 class ObedientEngine:
-    """A `ServedEngine` that answers every request with its position and seed, after `latency_s`, or as soon as `goes_on` is set.
+    """A `ServedEngine` that answers every request with its position and seed, after `latency_s`, or
+    as soon as `goes_on` is set.
 
-    `trouble` is raised by the next calls, one each; None lets one through. So many of the next calls as `num_stuck` says have no answer for an hour. Nobody
-    is answered before `meets` requests were under way at once. Remembers what it was asked.
+    `trouble` is raised by the next calls, one each; None lets one through. So many of the next
+    calls as `num_stuck` says have no answer for an hour. Nobody is answered before `meets` requests
+    were under way at once. Remembers what it was asked.
     """
 
     def __init__(self, *, devices: int = 1, latency_s: float = 0.0) -> None:
@@ -139,7 +178,9 @@ class ObedientEngine:
         if self.trouble and (trouble := self.trouble.pop(0)) is not None:
             raise trouble
         await asyncio.sleep(0)
-        while (time.monotonic() < until_s or self.most_at_a_time < self.meets) and not self.goes_on.is_set():
+        while (
+            time.monotonic() < until_s or self.most_at_a_time < self.meets
+        ) and not self.goes_on.is_set():
             await asyncio.sleep(0.01)
 
     def _rollout(self, request: RolloutRequest) -> Rollout:
@@ -180,15 +221,35 @@ def make_settings(folder: Path, **changes: Any) -> EngineSettings:
     return replace(suits, **changes)
 
 
-def make_service(engine: Any, expected: EngineSettings, *, max_request_bytes: int = 1 << 20, image_root: Path | None = None) -> RolloutService:
+def make_service(
+    engine: Any,
+    expected: EngineSettings,
+    *,
+    max_request_bytes: int = 1 << 20,
+    image_root: Path | None = None,
+) -> RolloutService:
     limits = CallLimits(max_request_bytes, max_requests=8, max_image_pixels=10_000)
-    return RolloutService(engine, name="a-server", model_type="qwen3_vl", settings=expected, limits=limits, image_root=image_root)
+    return RolloutService(
+        engine,
+        name="a-server",
+        model_type="qwen3_vl",
+        settings=expected,
+        limits=limits,
+        image_root=image_root,
+    )
 
 
 def make_address(
-    url: str, *, timeout_s: float = 5.0, infer_timeout_s: float | None = 5.0, token: str | None = None, kind: Literal["rollmatch", "vllm"] = "rollmatch"
+    url: str,
+    *,
+    timeout_s: float = 5.0,
+    infer_timeout_s: float | None = 5.0,
+    token: str | None = None,
+    kind: Literal["rollmatch", "vllm"] = "rollmatch",
 ) -> ServerAddress:
-    return ServerAddress("rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, kind, token)
+    return ServerAddress(
+        "rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, kind, token
+    )
 
 
 class QuickServer(uvicorn.Server):
@@ -223,11 +284,15 @@ def serving(app: FastAPI) -> Iterator[str]:
 
 
 HERE: dict[str, Any] = {"trust_env": False, "verify": False}
-"""Options of httpx for an address of this machine: no proxy, and no certificates, which it would read for every client."""
+"""Options of httpx for an address of this machine: no proxy, and no certificates, which it would
+read for every client.
+"""
 
 
 @contextmanager
-def serving_engine(engine: Any, expected: EngineSettings, *, token: str | None = None) -> Iterator[str]:
+def serving_engine(
+    engine: Any, expected: EngineSettings, *, token: str | None = None
+) -> Iterator[str]:
     """A started service over this engine."""
     one = make_service(engine, expected)
     asyncio.run(one.start())
@@ -240,7 +305,9 @@ def asked_and_gone(url: str, body: bytes, is_there: Callable[[], bool]) -> None:
 
     async def ask() -> None:
         async with httpx.AsyncClient(**HERE, timeout=60) as client:
-            asking = asyncio.create_task(client.post(url, content=body, headers={"Content-Type": "application/json"}))
+            asking = asyncio.create_task(
+                client.post(url, content=body, headers={"Content-Type": "application/json"})
+            )
             async with asyncio.timeout(60):
                 while not is_there():
                     assert not asking.done(), "it was answered"

@@ -1,7 +1,9 @@
-"""An endpoint with the surface of `openai.AsyncOpenAI` that answers by a script, with openai's own types and errors, and with tokens when vLLM would.
+"""An endpoint with the surface of `openai.AsyncOpenAI` that answers by a script, with openai's own
+types and errors, and with tokens when vLLM would.
 
-client = ScriptedClient(["first answer", connection_error(), Answer("third", delay_s=0.1)])   # in the order of the calls
-client = ScriptedClient(lambda call: call.text.upper())                                        # or by what was asked; may be async
+client = ScriptedClient(["first answer", connection_error(), Answer("third", delay_s=0.1)])   # in
+the order of the calls client = ScriptedClient(lambda call: call.text.upper())
+# or by what was asked; may be async
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ class Call:
     @property
     def turn(self) -> int:
         """How often the model has spoken in the prompt."""
-        return 0 if isinstance(self.prompt, str) else sum(message["role"] == "assistant" for message in self.prompt)
+        return (
+            0
+            if isinstance(self.prompt, str)
+            else sum(message["role"] == "assistant" for message in self.prompt)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +77,20 @@ Script = Sequence[Reply] | Callable[[Call], Any]
 
 
 class ScriptedClient:
-    """`chat.completions.create` and `completions.create`; both refuse arguments that the real ones do not have."""
+    """`chat.completions.create` and `completions.create`; both refuse arguments that the real ones
+    do not have.
+    """
 
-    def __init__(self, script: Script, *, delay_s: float = 0.0, returns_tokens: bool | None = None) -> None:
+    def __init__(
+        self, script: Script, *, delay_s: float = 0.0, returns_tokens: bool | None = None
+    ) -> None:
         """
         Args:
-            script: answers in the order of the calls (one more is an AssertionError), or a function of the call, which may be asynchronous. An exception is
+            script: answers in the order of the calls (one more is an AssertionError), or a function
+            of the call, which may be asynchronous. An exception is
                 raised; a response of openai's is returned as it is.
-            returns_tokens: token ids and log-probabilities; None: those that the call asks for, as vLLM does.
+            returns_tokens: token ids and log-probabilities; None: those that the call asks for, as
+            vLLM does.
         """
         self._script, self._delay_s, self._returns_tokens = script, delay_s, returns_tokens
         self.calls: list[Call] = []
@@ -92,7 +104,9 @@ class ScriptedClient:
     def num_calls(self) -> int:
         return len(self.calls)
 
-    async def answer(self, model: str, prompt: Any, arguments: dict[str, Any], *, is_chat: bool) -> Any:
+    async def answer(
+        self, model: str, prompt: Any, arguments: dict[str, Any], *, is_chat: bool
+    ) -> Any:
         call = Call(len(self.calls), model, deepcopy(prompt), deepcopy(arguments))
         self.calls.append(call)
         self.num_under_way += 1
@@ -111,13 +125,19 @@ class ScriptedClient:
             raise answer
         if not isinstance(answer, Answer):
             return answer
-        return chat_response(call, answer, self._returns_tokens) if is_chat else text_response(call, answer, self._returns_tokens)
+        return (
+            chat_response(call, answer, self._returns_tokens)
+            if is_chat
+            else text_response(call, answer, self._returns_tokens)
+        )
 
     async def _reply(self, call: Call) -> Any:
         if callable(self._script):
             reply = self._script(call)
             return await reply if inspect.isawaitable(reply) else reply
-        assert call.number < len(self._script), f"call {call.number} of a script of {len(self._script)}: {call.prompt!r}"
+        assert call.number < len(self._script), (
+            f"call {call.number} of a script of {len(self._script)}: {call.prompt!r}"
+        )
         return self._script[call.number]
 
 
@@ -157,31 +177,65 @@ def chat_response(call: Call, answer: Answer, returns_tokens: bool | None = None
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.tool_calls:
         message["tool_calls"] = [
-            {"id": f"call_{call.number}_{place}", "type": "function", "function": {"name": name, "arguments": _as_json(arguments)}}
+            {
+                "id": f"call_{call.number}_{place}",
+                "type": "function",
+                "function": {"name": name, "arguments": _as_json(arguments)},
+            }
             for place, (name, arguments) in enumerate(answer.tool_calls)
         ]
-    choice: dict[str, Any] = {"index": 0, "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason, "message": message}
-    made = {"id": f"chat-{call.number}", "object": "chat.completion", "created": 0, "model": call.model, "choices": [choice]}
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
+        "message": message,
+    }
+    made = {
+        "id": f"chat-{call.number}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": call.model,
+        "choices": [choice],
+    }
     prompt_ids, ids, logprobs = tokens_of(call, answer)
     with_ids, with_logprobs, with_names = _asked(call, returns_tokens)
     if with_ids:
         made["prompt_token_ids"], choice["token_ids"] = prompt_ids, ids
     if with_logprobs:
-        names = [f"token_id:{one}" if with_names else "?" for one in ids] + ["?"] * (len(logprobs) - len(ids))
-        choice["logprobs"] = {"content": [{"token": name, "logprob": value, "top_logprobs": []} for name, value in zip(names, logprobs, strict=False)]}
+        names = [f"token_id:{one}" if with_names else "?" for one in ids] + ["?"] * (
+            len(logprobs) - len(ids)
+        )
+        choice["logprobs"] = {
+            "content": [
+                {"token": name, "logprob": value, "top_logprobs": []}
+                for name, value in zip(names, logprobs, strict=False)
+            ]
+        }
     return ChatCompletion.construct(**{**made, **answer.fields})
 
 
 def text_response(call: Call, answer: Answer, returns_tokens: bool | None = None) -> Completion:
     """As vLLM goes on with a text."""
-    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason, "text": answer.text or ""}
-    made = {"id": f"text-{call.number}", "object": "text_completion", "created": 0, "model": call.model, "choices": [choice]}
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": answer.finish_reason,
+        "text": answer.text or "",
+    }
+    made = {
+        "id": f"text-{call.number}",
+        "object": "text_completion",
+        "created": 0,
+        "model": call.model,
+        "choices": [choice],
+    }
     prompt_ids, ids, logprobs = tokens_of(call, answer)
     with_ids, with_logprobs, with_names = _asked(call, returns_tokens)
     if with_ids:
         choice["prompt_token_ids"], choice["token_ids"] = prompt_ids, ids
     if with_logprobs:
-        choice["logprobs"] = {"tokens": [f"token_id:{one}" if with_names else "?" for one in ids], "token_logprobs": logprobs}
+        choice["logprobs"] = {
+            "tokens": [f"token_id:{one}" if with_names else "?" for one in ids],
+            "token_logprobs": logprobs,
+        }
     return Completion.construct(**{**made, **answer.fields})
 
 
@@ -190,11 +244,17 @@ def _asked(call: Call, returns_tokens: bool | None) -> tuple[bool, bool, bool]:
     if returns_tokens is not None:
         return returns_tokens, returns_tokens, returns_tokens
     body = call.arguments.get("extra_body") or {}
-    return bool(body.get("return_token_ids")), bool(call.arguments.get("logprobs")), bool(body.get("return_tokens_as_token_ids"))
+    return (
+        bool(body.get("return_token_ids")),
+        bool(call.arguments.get("logprobs")),
+        bool(body.get("return_tokens_as_token_ids")),
+    )
 
 
 def tokens_of(call: Call, answer: Answer) -> tuple[list[int], list[int], list[float | None]]:
-    """Of prompt and answer: what is given, or one token for each character of the rendered conversation; a prompt begins with the one before and its answer."""
+    """Of prompt and answer: what is given, or one token for each character of the rendered
+    conversation; a prompt begins with the one before and its answer.
+    """
     prompt_ids = rendered_ids(call.prompt) if answer.prompt_ids is None else list(answer.prompt_ids)
     ids = answer_ids(call, answer) if answer.completion_ids is None else list(answer.completion_ids)
     logprobs = [-0.5] * len(ids) if answer.logprobs is None else list(answer.logprobs)
@@ -202,8 +262,15 @@ def tokens_of(call: Call, answer: Answer) -> tuple[list[int], list[int], list[fl
 
 
 def rendered_ids(prompt: Any) -> list[int]:
-    """A prompt as its characters' numbers; of messages, `<role>content` and a line's end each, and the beginning of an assistant's."""
-    text = prompt if isinstance(prompt, str) else "".join(f"<{message['role']}>{content_of(message)}\n" for message in prompt) + "<assistant>"
+    """A prompt as its characters' numbers; of messages, `<role>content` and a line's end each, and
+    the beginning of an assistant's.
+    """
+    text = (
+        prompt
+        if isinstance(prompt, str)
+        else "".join(f"<{message['role']}>{content_of(message)}\n" for message in prompt)
+        + "<assistant>"
+    )
     return [ord(character) for character in text]
 
 
@@ -218,8 +285,13 @@ def answer_ids(call: Call, answer: Answer) -> list[int]:
 def content_of(message: Mapping[str, Any]) -> str:
     """What a message says, and what it calls."""
     content = message.get("content") or ""
-    said = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    return said + "".join(call["function"]["name"] + call["function"]["arguments"] for call in message.get("tool_calls") or ())
+    said = (
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    )
+    return said + "".join(
+        call["function"]["name"] + call["function"]["arguments"]
+        for call in message.get("tool_calls") or ()
+    )
 
 
 def _as_json(arguments: Any) -> str:
@@ -231,7 +303,9 @@ def _as_json(arguments: Any) -> str:
 
 def connection_error() -> openai.APIConnectionError:
     """Nobody answers."""
-    return openai.APIConnectionError(message="Connection error.", request=httpx.Request("POST", URL))
+    return openai.APIConnectionError(
+        message="Connection error.", request=httpx.Request("POST", URL)
+    )
 
 
 def timeout_error() -> openai.APITimeoutError:
@@ -255,4 +329,8 @@ def status_error(status: int, message: str, code: str | None = None) -> openai.A
 
 def overlong_error() -> openai.APIStatusError:
     """In vLLM's words."""
-    return status_error(400, "This model's maximum context length is 64 tokens. However, your request has 80 input tokens. Please reduce the length.")
+    return status_error(
+        400,
+        "This model's maximum context length is 64 tokens. However, your request has 80 input"
+        " tokens. Please reduce the length.",
+    )

@@ -1,4 +1,6 @@
-"""A Ray actor with the methods of `EngineActor` whose engine answers by a script: what becomes of a rollout's calls follows from their seeds."""
+"""A Ray actor with the methods of `EngineActor` whose engine answers by a script: what becomes of a
+rollout's calls follows from their seeds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from shared.weight_sync.phases import SyncPhase
 class ScriptedEngineActor:
     """Its process ends with a request of the position `dies_at`."""
 
-    def __init__(self, number: int, words: Sequence[Sequence[int]], dies_at: int | None = None) -> None:
+    def __init__(
+        self, number: int, words: Sequence[Sequence[int]], dies_at: int | None = None
+    ) -> None:
         """`words`: answers, of which the seed chooses."""
         self._number, self._words, self._dies_at = number, words, dies_at
         self._version = 0
@@ -25,15 +29,23 @@ class ScriptedEngineActor:
     async def start(self) -> tuple[int, str]:
         return 1, ""
 
-    async def generate(self, *objects: SentRequests, places: range | None = None, attempt: int = 0) -> tuple[list[Rollout], int]:
+    async def generate(
+        self, *objects: SentRequests, places: range | None = None, attempt: int = 0
+    ) -> tuple[list[Rollout], int]:
         requests = SentRequests.chosen(objects, places).requests
         if any(request.position == self._dies_at for request in requests):
             os._exit(1)
-        return [rollout_of(request, self._says(request), self._number) for request in requests], len(requests)
+        return [
+            rollout_of(request, self._says(request), self._number) for request in requests
+        ], len(requests)
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         self._version = offer.version
-        return SyncReport(offer.version, 10, {"wire": 1.0}, canary_max_abs=0.0) if phase is SyncPhase.CANARY else None
+        return (
+            SyncReport(offer.version, 10, {"wire": 1.0}, canary_max_abs=0.0)
+            if phase is SyncPhase.CANARY
+            else None
+        )
 
     async def close(self) -> None:
         pass
@@ -46,5 +58,7 @@ def says(request: RolloutRequest, words: Sequence[Sequence[int]], version: int =
     return Says(words[request.seed % len(words)], version=version)
 
 
-def create_scripted_actor(number: int, words: Sequence[Sequence[int]], dies_at: int | None = None) -> Any:
+def create_scripted_actor(
+    number: int, words: Sequence[Sequence[int]], dies_at: int | None = None
+) -> Any:
     return ray.remote(ScriptedEngineActor).options(num_cpus=0).remote(number, words, dies_at)

@@ -1,4 +1,6 @@
-"""Engines that answer by a script, for the client that asks a run's own: `Engines` of `rollout_actors.environments.clients.engine`, without vllm and Ray."""
+"""Engines that answer by a script, for the client that asks a run's own: `Engines` of
+`rollout_actors.environments.clients.engine`, without vllm and Ray.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +73,16 @@ def says(tokenizer: Any, text: str, **fields: Any) -> Says:
 
 
 class ScriptedEngines:
-    """Each of `script` answers one request, in their order, or it is a function of the request. An exception is raised. A response that is longer than
-    the request allows is cut and ends with `length`."""
+    """Each of `script` answers one request, in their order, or it is a function of the request. An
+    exception is raised. A response that is longer than the request allows is cut and ends with
+    `length`."""
 
-    def __init__(self, script: Sequence[Says | BaseException] | Callable[[RolloutRequest], Says | BaseException], *, number: int = 1) -> None:
+    def __init__(
+        self,
+        script: Sequence[Says | BaseException] | Callable[[RolloutRequest], Says | BaseException],
+        *,
+        number: int = 1,
+    ) -> None:
         self._script, self._number = script, number
         self.requests: list[tuple[int, RolloutRequest]] = []
         """With the engine of each."""
@@ -94,7 +102,11 @@ class ScriptedEngines:
         self.num_under_way[engine] += 1
         self.most_under_way[engine] = max(self.most_under_way[engine], self.num_under_way[engine])
         try:
-            says = self._script(request) if callable(self._script) else self._script[len(self.requests) - 1]
+            says = (
+                self._script(request)
+                if callable(self._script)
+                else self._script[len(self.requests) - 1]
+            )
             if isinstance(says, BaseException):
                 raise says
             await asyncio.sleep(says.delay_s)
@@ -143,9 +155,13 @@ def state_at(position: int | None = 0, **fields: Any) -> State:
 def client_over(engines: Any, tokenizer: Any, **changes: Any) -> EngineClient:
     """Of run seed 7 and step 3."""
     decode = changes.pop("decode", None) or decode_settings(tokenizer)
-    return EngineClient(engines, ChatTemplate(tokenizer), decode, 7, 3, **{"max_model_len": 4096, **changes})
+    return EngineClient(
+        engines, ChatTemplate(tokenizer), decode, 7, 3, **{"max_model_len": 4096, **changes}
+    )
 
 
 def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:
     """One call, in an event loop of its own."""
-    return asyncio.run(conversation.chat.completions.create(model="m", messages=messages, **arguments))
+    return asyncio.run(
+        conversation.chat.completions.create(model="m", messages=messages, **arguments)
+    )

@@ -1,4 +1,6 @@
-"""A vLLM worker that spoils what a sync loads, when told to. Imported inside the engines' processes."""
+"""A vLLM worker that spoils what a sync loads, when told to. Imported inside the engines'
+processes.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,16 @@ class SpoilingWatch(ChecksumLoader):
         self._name = name
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return super().load_weights((name, self._damaged(tensor) if name == self._name else tensor) for name, tensor in weights)
+        return super().load_weights(
+            (name, self._damaged(tensor) if name == self._name else tensor)
+            for name, tensor in weights
+        )
 
     def hand_over(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        return super().hand_over((name, self._spoiled(tensor) if name == self._name else tensor) for name, tensor in tensors)
+        return super().hand_over(
+            (name, self._spoiled(tensor) if name == self._name else tensor)
+            for name, tensor in tensors
+        )
 
     def _spoiled(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._fault is Fault.FAIL:

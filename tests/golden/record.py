@@ -1,10 +1,12 @@
 """Records short runs of six experiments, to see that a change of the code moved no bit of a result.
 
-    python tests/golden/record.py /tmp/golden_before                  # on the commit before
-    python tests/golden/record.py /tmp/golden_after /tmp/golden_before  # on the commit after: runs, then compares
+    python tests/golden/record.py /tmp/golden_before                  # on the commit before python
+    tests/golden/record.py /tmp/golden_after /tmp/golden_before  # on the commit after: runs, then
+    compares
 
-Run by hand: all of it takes some minutes, and pytest does not collect this file. What is compared is `metrics.jsonl`, `plan.jsonl`,
-`evaluations.jsonl` and `rollouts/`, without times. The commit before has to make the model and data of the demo (`make demo-data demo-lm`).
+Run by hand: all of it takes some minutes, and pytest does not collect this file. What is compared
+is `metrics.jsonl`, `plan.jsonl`, `evaluations.jsonl` and `rollouts/`, without times. The commit
+before has to make the model and data of the demo (`make demo-data demo-lm`).
 """
 
 import json
@@ -14,19 +16,34 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The first run makes the model that the runs of samples begin with: from random weights no answer opens.
+# The first run makes the model that the runs of samples begin with: from random weights no answer
+# opens.
 RUNS = {
     "warm": ["+experiment=control_channel_a", "training.max_steps=60"],
-    "demo": ["+experiment=stage2_3v1", "training.max_steps=12", "stage2_ab.schedule.warmup_steps=4"],
+    "demo": [
+        "+experiment=stage2_3v1",
+        "training.max_steps=12",
+        "stage2_ab.schedule.warmup_steps=4",
+    ],
     "env": ["+experiment=env_3v1", "training.max_steps=6"],
     "aligned": ["+experiment=rollout_aligned_3v1", "training.max_steps=4"],
-    "two_learners": ["+experiment=stage2_2learners", "training.max_steps=4", "stage2_ab.schedule.warmup_steps=1"],
-    "colocate": ["+experiment=stage2_colocate", "training.max_steps=4", "stage2_ab.schedule.warmup_steps=1"],
+    "two_learners": [
+        "+experiment=stage2_2learners",
+        "training.max_steps=4",
+        "stage2_ab.schedule.warmup_steps=1",
+    ],
+    "colocate": [
+        "+experiment=stage2_colocate",
+        "training.max_steps=4",
+        "stage2_ab.schedule.warmup_steps=1",
+    ],
     "hf": ["+experiment=stage2_hf", "training.max_steps=4", "stage2_ab.schedule.warmup_steps=1"],
 }
 FROM_WARM = ("demo", "aligned", "two_learners", "colocate", "hf")
 # Times and what follows from them, wherever such a key stands.
-TIMED = re.compile(r"^(time/|sync/|timing|stage/)|(_s|_ms|_per_s|timing|started|ended|idle_share|overlap\w*)$")
+TIMED = re.compile(
+    r"^(time/|sync/|timing|stage/)|(_s|_ms|_per_s|timing|started|ended|idle_share|overlap\w*)$"
+)
 
 
 def record(out):
@@ -38,7 +55,9 @@ def record(out):
         print(" ".join(command[1:]), flush=True)
         log = out / f"{name}.log"
         with log.open("w") as file:
-            if subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False).returncode:
+            if subprocess.run(
+                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
+            ).returncode:
                 sys.exit(f"{name} failed; see {log}")
 
 
@@ -50,11 +69,18 @@ def without_times(value):
 
 def lines_of(run):
     """All compared lines of a run's folder: (file, number of the line) -> its values."""
-    files = [run / "metrics.jsonl", run / "plan.jsonl", run / "evaluations.jsonl", *sorted((run / "rollouts").glob("*.jsonl"))]
+    files = [
+        run / "metrics.jsonl",
+        run / "plan.jsonl",
+        run / "evaluations.jsonl",
+        *sorted((run / "rollouts").glob("*.jsonl")),
+    ]
     found = {}
     for file in files:
         for number, line in enumerate(file.read_text().splitlines() if file.exists() else []):
-            found[f"{run.name}/{file.relative_to(run)}:{number + 1}"] = without_times(json.loads(line))
+            found[f"{run.name}/{file.relative_to(run)}:{number + 1}"] = without_times(
+                json.loads(line)
+            )
     return found
 
 
@@ -67,7 +93,12 @@ def compare(before, after):
         one = old.get(key) or {}
         other = new.get(key) or {}
         changed = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
-        print(f"{key}: " + ", ".join(f"{name}: {one.get(name)!r} -> {other.get(name)!r}" for name in changed)[:400])
+        print(
+            f"{key}: "
+            + ", ".join(f"{name}: {one.get(name)!r} -> {other.get(name)!r}" for name in changed)[
+                :400
+            ]
+        )
     print(f"{len(differing)} of {len(old)} lines differ")
     return not differing
 

@@ -9,7 +9,9 @@ from command_support import Command, adopted_orphans, commands
 
 @pytest.fixture(autouse=True)
 def _handlers_of_the_tests_own_process() -> Iterator[None]:
-    """A command that is called, not started, leaves its signal handlers behind (`launch.cli.end_on_signals`)."""
+    """A command that is called, not started, leaves its signal handlers behind
+    (`launch.cli.end_on_signals`).
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():

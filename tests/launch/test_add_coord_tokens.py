@@ -47,7 +47,9 @@ def options(model: Path, out: Path, **more) -> AddOptions:
 def converted(stock: Path, out: Path, **more):
     """What was said, the stock model and the one that was made, and the latter's processor."""
     lines = make_coord_model(options(stock, out, **more))
-    old, new = (AutoModelForImageTextToText.from_pretrained(folder, dtype="auto") for folder in (stock, out))
+    old, new = (
+        AutoModelForImageTextToText.from_pretrained(folder, dtype="auto") for folder in (stock, out)
+    )
     return lines, old, new, AutoProcessor.from_pretrained(out)
 
 
@@ -57,43 +59,79 @@ def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, tmp_p
     lines, old, new, processor = converted(folder, tmp_path / "out", max_pixels=SCENE)
     tokenizer, old_tokenizer = processor.tokenizer, AutoProcessor.from_pretrained(folder).tokenizer
     first = len(old_tokenizer)
-    assert tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) == list(range(first, first + NUM_BINS))
+    assert tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) == list(
+        range(first, first + NUM_BINS)
+    )
     assert tokenizer.encode('["<|coord_7|>"]', add_special_tokens=False) == [
         *tokenizer.encode('["', add_special_tokens=False),
         first + 7,
         *tokenizer.encode('"]', add_special_tokens=False),
     ]
-    assert tokenizer.decode([first + 999, tokenizer.eos_token_id], skip_special_tokens=True) == "<|coord_999|>"
+    assert (
+        tokenizer.decode([first + 999, tokenizer.eos_token_id], skip_special_tokens=True)
+        == "<|coord_999|>"
+    )
     text = 'A "7" and <|coord_1000|>, <|coord_|> or <|im_start|>user'
     assert tokenizer.encode(text) == old_tokenizer.encode(text)
 
     weight, old_weight = new.get_input_embeddings().weight, old.get_input_embeddings().weight
-    assert weight.shape[0] == new.lm_head.weight.shape[0] == new.config.text_config.vocab_size >= first + NUM_BINS
+    assert (
+        weight.shape[0]
+        == new.lm_head.weight.shape[0]
+        == new.config.text_config.vocab_size
+        >= first + NUM_BINS
+    )
     assert weight.shape[0] % 128 == 0
     assert (new.lm_head.weight is weight) == new.config.tie_word_embeddings == tied
-    for (name, before), (_, after) in zip(old.named_parameters(), new.named_parameters(), strict=True):
-        assert torch.equal(*(tensor[:first] if before.shape != after.shape else tensor for tensor in (before, after))), name
-    assert new.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(END) and new.generation_config.do_sample
-    assert (processor.image_processor.size.shortest_edge, processor.image_processor.size.longest_edge) == (64 * 64, SCENE)
+    for (name, before), (_, after) in zip(
+        old.named_parameters(), new.named_parameters(), strict=True
+    ):
+        assert torch.equal(
+            *(
+                tensor[:first] if before.shape != after.shape else tensor
+                for tensor in (before, after)
+            )
+        ), name
+    assert (
+        new.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(END)
+        and new.generation_config.do_sample
+    )
+    assert (
+        processor.image_processor.size.shortest_edge,
+        processor.image_processor.size.longest_edge,
+    ) == (64 * 64, SCENE)
     assert FreshTokens.of(tmp_path / "out") == FreshTokens(first, NUM_BINS)
-    assert lines[1] == f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, inside JSON quotes too"
-    assert f"100 of {old_weight.shape[0]} embedding rows had no token, 1000 are needed: now {weight.shape[0]}" in lines[2]
+    assert (
+        lines[1]
+        == f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, inside"
+        " JSON quotes too"
+    )
+    assert (
+        f"100 of {old_weight.shape[0]} embedding rows had no token, 1000 are needed: now"
+        f" {weight.shape[0]}" in lines[2]
+    )
     assert ("the head tied to it" if tied else "weights of its own") in lines[3]
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_neighbouring_bins_are_near_each_other_and_all_are_numbers(stock, tmp_path, family, tied):
     _, old, new, processor = converted(stock(family, tied=tied), tmp_path / "out")
-    digits, first = processor.tokenizer.convert_tokens_to_ids([*"0123456789"]), processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
-    for weight, stock_weight in ((new.get_input_embeddings().weight, old.get_input_embeddings().weight), (new.lm_head.weight, old.lm_head.weight)):
+    digits, first = (
+        processor.tokenizer.convert_tokens_to_ids([*"0123456789"]),
+        processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0]),
+    )
+    for weight, stock_weight in (
+        (new.get_input_embeddings().weight, old.get_input_embeddings().weight),
+        (new.lm_head.weight, old.lm_head.weight),
+    ):
         rows = weight[first : first + NUM_BINS].detach()
         distances = torch.cdist(rows, rows)
         assert distances.diagonal(1).max() < 0.2 * distances.diagonal(400).min()
         digit_rows = stock_weight[digits]
         centre = digit_rows.mean(dim=0)
-        assert (rows - centre).square().mean().item() == pytest.approx((digit_rows - centre).square().mean().item(), rel=1e-4), (
-            "as far from their mean as digits are"
-        )
+        assert (rows - centre).square().mean().item() == pytest.approx(
+            (digit_rows - centre).square().mean().item(), rel=1e-4
+        ), "as far from their mean as digits are"
     if not tied:
         assert not torch.equal(new.lm_head.weight, new.get_input_embeddings().weight)
 
@@ -102,7 +140,11 @@ def test_rows_without_a_token_are_used_where_there_are_enough(stock, tmp_path):
     folder = stock("qwen3_vl", padding=1100)
     lines, old, new, _ = converted(folder, tmp_path / "out")
     assert new.config.text_config.vocab_size == old.config.text_config.vocab_size
-    assert lines[2] == f"rows      1100 of {old.config.text_config.vocab_size} embedding rows had no token: enough, none were added"
+    assert (
+        lines[2]
+        == f"rows      1100 of {old.config.text_config.vocab_size} embedding rows had no token:"
+        " enough, none were added"
+    )
     untouched = new.get_input_embeddings().weight[-100:], old.get_input_embeddings().weight[-100:]
     assert torch.equal(*untouched)
 
@@ -110,8 +152,14 @@ def test_rows_without_a_token_are_used_where_there_are_enough(stock, tmp_path):
 def test_rows_that_are_added_without_a_token_are_like_no_token_in_particular(stock, tmp_path):
     folder = stock("qwen3_vl", tied=False)
     _, old, new, processor = converted(folder, tmp_path / "out")
-    num_tokens, num_stock = len(processor.tokenizer), len(AutoProcessor.from_pretrained(folder).tokenizer)
-    for weight, stock_weight in ((new.get_input_embeddings().weight, old.get_input_embeddings().weight), (new.lm_head.weight, old.lm_head.weight)):
+    num_tokens, num_stock = (
+        len(processor.tokenizer),
+        len(AutoProcessor.from_pretrained(folder).tokenizer),
+    )
+    for weight, stock_weight in (
+        (new.get_input_embeddings().weight, old.get_input_embeddings().weight),
+        (new.lm_head.weight, old.lm_head.weight),
+    ):
         added = weight[num_tokens:]
         assert len(added)
         torch.testing.assert_close(added, stock_weight[:num_stock].mean(dim=0).expand_as(added))
@@ -121,7 +169,9 @@ def test_the_mean_of_all_tokens_is_the_other_way_to_begin(stock, tmp_path):
     _, old, new, processor = converted(stock("qwen3_vl"), tmp_path / "out", init="mean")
     first = processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
     rows = new.get_input_embeddings().weight[first : first + NUM_BINS]
-    torch.testing.assert_close(rows, old.get_input_embeddings().weight[:first].mean(dim=0).expand_as(rows))
+    torch.testing.assert_close(
+        rows, old.get_input_embeddings().weight[:first].mean(dim=0).expand_as(rows)
+    )
 
 
 def test_the_number_type_of_the_stock_checkpoint_is_kept_and_bins_stay_apart_in_it(stock, tmp_path):
@@ -132,7 +182,9 @@ def test_the_number_type_of_the_stock_checkpoint_is_kept_and_bins_stay_apart_in_
     _, _, new, processor = converted(folder, tmp_path / "out")
     first = processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
     assert {parameter.dtype for parameter in new.parameters()} == {torch.bfloat16}
-    assert len(new.get_input_embeddings().weight[first : first + NUM_BINS].unique(dim=0)) == NUM_BINS
+    assert (
+        len(new.get_input_embeddings().weight[first : first + NUM_BINS].unique(dim=0)) == NUM_BINS
+    )
 
 
 def test_the_same_arguments_give_the_same_bytes_and_another_seed_others(stock, tmp_path):
@@ -148,14 +200,22 @@ def test_every_problem_is_reported_at_once_and_nothing_is_written(stock, tmp_pat
     make_coord_model(options(stock("qwen3_vl"), tmp_path / "there"))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError) as caught:
-        make_coord_model(options(tmp_path / "there", tmp_path / "there", min_pixels=10, max_pixels=9))
+        make_coord_model(
+            options(tmp_path / "there", tmp_path / "there", min_pixels=10, max_pixels=9)
+        )
     assert caught.value.problems == (
         f"out: {tmp_path / 'there'} exists; remove it, or choose another folder",
         f"model: {tmp_path / 'there'} has the coord tokens already; use it as model.path",
         "max_pixels: 9 is less than one image token (256 pixels); raise it",
         "min_pixels: 10 is more than max_pixels, 9; lower it, or raise max_pixels",
     )
-    with pytest.raises(ConfigError, match=r"model: .*nowhere holds no checkpoint \(no config\.json\); give the folder of a downloaded") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"model: .*nowhere holds no checkpoint \(no config\.json\); give the folder of a"
+            r" downloaded"
+        ),
+    ) as caught:
         make_coord_model(options(tmp_path / "nowhere", tmp_path / "there"))
     assert len(caught.value.problems) == 2
     assert sorted(tmp_path.iterdir()) == before
@@ -166,7 +226,9 @@ def test_another_kind_of_model_and_a_model_without_weights_are_refused(stock, tm
     shutil.copytree(stock("qwen3_vl"), other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match=r"is a llama model; this run trains qwen2_5_vl, qwen3_vl"):
+    with pytest.raises(
+        ConfigError, match=r"is a llama model; this run trains qwen2_5_vl, qwen3_vl"
+    ):
         make_coord_model(options(other, tmp_path / "out"))
     (other / "config.json").write_text(json.dumps(config))
     (other / "model.safetensors").unlink()
@@ -184,15 +246,31 @@ def test_a_folder_that_cannot_be_written_is_named(stock, tmp_path):
 def test_the_command_says_what_it_did(stock, tmp_path, capsys):
     main([f"model={stock('qwen3_vl')}", f"out={tmp_path / 'out'}", f"max_pixels={SCENE}"])
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed] == ["model", "tokens", "rows", "init", "images", "saved"]
+    assert [line.split()[0] for line in printed] == [
+        "model",
+        "tokens",
+        "rows",
+        "init",
+        "images",
+        "saved",
+    ]
     assert printed[4] == "images    4,096 to 9,216 pixels, so at most 36 tokens each"
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, tied):
-    make_coord_model(options(stock(family, tied=tied), tmp_path / "model", min_pixels=SCENE, max_pixels=SCENE))
-    small = {"global_max_length": 1024, "training__max_steps": 4, "training__effective_batch_size": 4, "stage2_ab__schedule__warmup_steps": 4}
-    config = configuration(tmp_path / "model", demo_data, tmp_path / "run", training__learning_rate=1e-3, **small)
+    make_coord_model(
+        options(stock(family, tied=tied), tmp_path / "model", min_pixels=SCENE, max_pixels=SCENE)
+    )
+    small = {
+        "global_max_length": 1024,
+        "training__max_steps": 4,
+        "training__effective_batch_size": 4,
+        "stage2_ab__schedule__warmup_steps": 4,
+    }
+    config = configuration(
+        tmp_path / "model", demo_data, tmp_path / "run", training__learning_rate=1e-3, **small
+    )
     assert len(load_tokens(config).banned_token_ids) == 4
     learner, losses = make_learner(config), []
     for plan in RunSchedule(config).plans():
@@ -202,20 +280,27 @@ def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, ti
     learner.weight_sync.publisher.save(tmp_path / "trained")
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
     assert torch.equal(saved.lm_head.weight, learner.loaded.model.lm_head.weight)
-    assert GenerationConfig.from_pretrained(tmp_path / "trained").eos_token_id == learner.loaded.codec.eos_token_id
+    assert (
+        GenerationConfig.from_pretrained(tmp_path / "trained").eos_token_id
+        == learner.loaded.codec.eos_token_id
+    )
 
 
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "tied"), [("qwen3_vl", True), ("qwen2_5_vl", False)])
-def test_an_engine_serves_what_was_made_and_takes_its_weights(ray_cluster, stock, tmp_path, family, tied):
+def test_an_engine_serves_what_was_made_and_takes_its_weights(
+    ray_cluster, stock, tmp_path, family, tied
+):
     import ray
     from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
     from launch.runtime.rollout_client import ActorPool
     from shared.weight_sync.phases import sync_weights
 
-    make_coord_model(options(stock(family, tied=tied), tmp_path / "model", min_pixels=SCENE, max_pixels=SCENE))
+    make_coord_model(
+        options(stock(family, tied=tied), tmp_path / "model", min_pixels=SCENE, max_pixels=SCENE)
+    )
     actors = {family: create_actor(family, small_settings(tmp_path / "model"), 0)}
     pool = ActorPool(list(actors.values()), list(actors), TIMEOUTS, decode_batch_size=8)
     learner = SmallLearner(tmp_path / "model", num_receivers=1)
@@ -226,7 +311,9 @@ def test_an_engine_serves_what_was_made_and_takes_its_weights(ray_cluster, stock
             if seed is not None:
                 learner.learn(seed)
                 sync_weights(learner, pool)
-            for request, rollout in zip(requests, EnginePool(actors, pool).generate(requests), strict=True):
+            for request, rollout in zip(
+                requests, EnginePool(actors, pool).generate(requests), strict=True
+            ):
                 tokens, logprobs = learner.greedy(request)
                 assert rollout.response_token_ids == tokens
                 assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)

@@ -27,7 +27,12 @@ def test_text_and_paths_are_taken_as_they_are_written(text):
 
 def test_null_is_nothing_where_nothing_is_allowed_and_a_word_elsewhere():
     options = read_arguments(Options, ["name=null", "title=null", "folder=null", "count=null"])
-    assert (options.name, options.title, options.folder, options.count) == (None, "null", None, None)
+    assert (options.name, options.title, options.folder, options.count) == (
+        None,
+        "null",
+        None,
+        None,
+    )
 
 
 def test_other_values_are_yaml_scalars():

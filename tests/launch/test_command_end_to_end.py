@@ -1,4 +1,6 @@
-"""The command itself, on real processes: what it leaves behind when it ends well, is interrupted, or loses an actor (issue 2)."""
+"""The command itself, on real processes: what it leaves behind when it ends well, is interrupted,
+or loses an actor (issue 2).
+"""
 
 import json
 import os
@@ -20,7 +22,9 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def command(start_command, tmp_path, warm_checkpoint, demo_data):
-    return partial(start_command, tmp_path, warm_checkpoint, demo_data, "rollout_matching.decode_batch_size=2")
+    return partial(
+        start_command, tmp_path, warm_checkpoint, demo_data, "rollout_matching.decode_batch_size=2"
+    )
 
 
 @pytest.mark.long
@@ -31,8 +35,16 @@ def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(comman
     folder = run.run_dir
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(step["step"], step["channel"]) for step in steps] == [(1, "A"), (2, "B"), (3, "B")]
-    started = re.findall(r"^start     (.+): \d+\.\d s, \d+ s in all$", run.output, flags=re.MULTILINE)
-    assert started == ["checks", "Ray", "room in the cluster", "learner", "rollout-actor-0, rollout-actor-1, rollout-actor-2"]
+    started = re.findall(
+        r"^start     (.+): \d+\.\d s, \d+ s in all$", run.output, flags=re.MULTILINE
+    )
+    assert started == [
+        "checks",
+        "Ray",
+        "room in the cluster",
+        "learner",
+        "rollout-actor-0, rollout-actor-1, rollout-actor-2",
+    ]
     assert all("loss/total" in step and "time/step_s" in step for step in steps)
     plans = [json.loads(line) for line in (folder / "plan.jsonl").read_text().splitlines()]
     assert plans[1]["engines"] == ["rollout-actor-0", "rollout-actor-1", "rollout-actor-2"]
@@ -50,7 +62,9 @@ def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(comman
 
 
 def assert_loads_elsewhere(checkpoint):
-    """In transformers and in vLLM, in a process that neither sees this project nor loads its plugin."""
+    """In transformers and in vLLM, in a process that neither sees this project nor loads its
+    plugin.
+    """
     code = f"""
 import sys
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -63,8 +77,21 @@ assert len(output[0].outputs[0].token_ids) == 4
 assert not {{"shared", "learner", "rollout_actors"}} & {{name.split(".")[0] for name in sys.modules}}
 print("loaded elsewhere")
 """
-    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run([*warm_python.command(), "-c", code], capture_output=True, text=True, cwd="/", env=environment, timeout=240, check=False)
+    environment = os.environ | {
+        "VLLM_PLUGINS": "",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    done = subprocess.run(
+        [*warm_python.command(), "-c", code],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=environment,
+        timeout=240,
+        check=False,
+    )
     assert "loaded elsewhere" in done.stdout, done.stderr[-3000:]
 
 
@@ -72,30 +99,50 @@ print("loaded elsewhere")
 def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_process(command):
     of_others = set(Path("/tmp").glob("rollmatch-warm-*"))
     one_actor = "rollout_matching.vllm.actors.num_actors=1"
-    run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", one_actor, of_a_user=True)
+    run = command(
+        "training.max_steps=500",
+        "stage2_ab.schedule.warmup_steps=0",
+        "data.val=null",
+        one_actor,
+        of_a_user=True,
+    )
     run.wait_for("step    2/500")
     os.killpg(run.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
     assert run.process.wait(timeout=60) == 130, run.output
     run.assert_nothing_left()
     assert "interrupted" in run.output
     deadline = time.monotonic() + 60
-    while left := set(Path("/tmp").glob("rollmatch-warm-*")) - of_others:  # the run's own server stays for some seconds
+    # the run's own server stays for some seconds
+    while left := set(Path("/tmp").glob("rollmatch-warm-*")) - of_others:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
     (checkpoint,) = run.run_dir.glob("checkpoint_interrupted_*")
     num_steps = int(checkpoint.name.rpartition("_")[2])
     # A step's line is written behind its sync: an update that was interrupted there has none.
-    assert len(run.lines("metrics.jsonl")) in (num_steps - 1, num_steps), "the weights of the last finished update"
+    assert len(run.lines("metrics.jsonl")) in (num_steps - 1, num_steps), (
+        "the weights of the last finished update"
+    )
     assert_loads_elsewhere(checkpoint)
     assert f"saved     {checkpoint}" in run.output
 
 
 @pytest.mark.long
-def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_and_saves_its_weights(command, demo_checkpoint):
+def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_and_saves_its_weights(
+    command, demo_checkpoint
+):
     """The weights would come behind the round, and `timeouts.interrupt_s` would be over."""
     # From random weights no rollout ends by itself: the round takes minutes.
-    large = ["global_max_length=3500", "rollout_matching.max_new_tokens=3000", f"model.path={demo_checkpoint}"]
-    steps = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=1", "data.val=null", "timeouts.interrupt_s=40.0"]
+    large = [
+        "global_max_length=3500",
+        "rollout_matching.max_new_tokens=3000",
+        f"model.path={demo_checkpoint}",
+    ]
+    steps = [
+        "training.max_steps=500",
+        "stage2_ab.schedule.warmup_steps=1",
+        "data.val=null",
+        "timeouts.interrupt_s=40.0",
+    ]
     run = command(*steps, *large, experiment="stage2_hf")
     run.wait_for("step    1/500")
     time.sleep(2.0)  # into the first round
@@ -110,7 +157,9 @@ def test_a_killed_actor_ends_the_run_with_its_name_and_leaves_no_process(command
     run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
     run.wait_for("step    2/500")
     processes = run.processes()
-    assert len([pid for pid, line in processes.items() if is_engine(line)]) == 3, f"{processes}\n{run.output}"
+    assert len([pid for pid, line in processes.items() if is_engine(line)]) == 3, (
+        f"{processes}\n{run.output}"
+    )
     os.kill(run.process_called("EngineActor"), signal.SIGKILL)
     assert run.process.wait(timeout=120) == 1, run.output
     run.assert_nothing_left()

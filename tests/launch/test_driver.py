@@ -1,4 +1,6 @@
-"""The page: what happens in which order, and how long a pipelined step takes (spec channel-b-pipeline; DESIGN 2 and 5, decision 13)."""
+"""The page: what happens in which order, and how long a pipelined step takes (spec
+channel-b-pipeline; DESIGN 2 and 5, decision 13).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Round:
 
 
 class Rollouts:
-    """The driver's view of rollout actors: rounds of fixed latency in virtual time. One learner rank, so that every list of ranks holds one."""
+    """The driver's view of rollout actors: rounds of fixed latency in virtual time. One learner
+    rank, so that every list of ranks holds one.
+    """
 
     def __init__(self, world, round_size):
         self.world, self.round_size, self.round = world, round_size, None
@@ -61,7 +65,9 @@ class Rollouts:
 
     def split(self, requests):
         (requests,) = requests
-        return [[requests[i : i + self.round_size]] for i in range(0, len(requests), self.round_size)]
+        return [
+            [requests[i : i + self.round_size]] for i in range(0, len(requests), self.round_size)
+        ]
 
     def generate(self, round_):
         (requests,) = round_
@@ -115,7 +121,9 @@ class LearnerOfFixedLatency:
     def offer_weights(self):
         self.offered += 1
         terms = FullOffer(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
-        return WeightOffer(self.offered, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1,), (), (1,), (), 1e-4))
+        return WeightOffer(
+            self.offered, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1,), (), (1,), (), 1e-4)
+        )
 
     def send_weights(self, offer):
         self.world.note("sync", offer.version)
@@ -135,7 +143,12 @@ class Notes:
         pass
 
     def evaluation(self, evaluation):
-        self.world.note("evaluate", evaluation.step, evaluation.weight_version, tuple(scene.text for scene in evaluation.outcomes))
+        self.world.note(
+            "evaluate",
+            evaluation.step,
+            evaluation.weight_version,
+            tuple(scene.text for scene in evaluation.outcomes),
+        )
         return 0.5
 
     @contextmanager
@@ -168,15 +181,32 @@ def done(value):
 
 
 def run(tmp_path, world, *, round_size=8, queue=one_ahead, checkpoints=None, **changes):
-    changes = {"training__max_steps": 3, "stage2_ab__schedule__warmup_steps": 1, "stage2_ab__channel_b__rollouts_per_step": 32} | changes
-    config = load_config(mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes))
+    changes = {
+        "training__max_steps": 3,
+        "stage2_ab__schedule__warmup_steps": 1,
+        "stage2_ab__channel_b__rollouts_per_step": 32,
+    } | changes
+    config = load_config(
+        mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
+    )
     notes = Notes(world)
-    train(LearnerOfFixedLatency(world), Rollouts(world, round_size), RunSchedule(config), queue, notes, checkpoints or NoCheckpoints())
+    train(
+        LearnerOfFixedLatency(world),
+        Rollouts(world, round_size),
+        RunSchedule(config),
+        queue,
+        notes,
+        checkpoints or NoCheckpoints(),
+    )
     return notes
 
 
-@pytest.mark.parametrize(("generate_s", "learn_s"), [(1.0, 1.0), (1.0, 0.3), (0.3, 1.0), (1.0, 0.01)])
-def test_a_pipelined_step_takes_at_most_its_longer_half_and_the_first_round(tmp_path, generate_s, learn_s):
+@pytest.mark.parametrize(
+    ("generate_s", "learn_s"), [(1.0, 1.0), (1.0, 0.3), (0.3, 1.0), (1.0, 0.01)]
+)
+def test_a_pipelined_step_takes_at_most_its_longer_half_and_the_first_round(
+    tmp_path, generate_s, learn_s
+):
     notes = run(tmp_path, World(generate_s, learn_s))
     rounds = 4
     for step_s in notes.steps[1:]:
@@ -190,7 +220,11 @@ def test_round_k_plus_1_is_generated_while_round_k_is_learned(tmp_path):
     run(tmp_path, world, round_size=16)
     first, second = tuple((1, i) for i in range(16)), tuple((1, i) for i in range(16, 32))
     events = [event[:2] for event in world.log]
-    assert events.index(("submit", second)) < events.index(("learn", first)) < events.index(("generated", second))
+    assert (
+        events.index(("submit", second))
+        < events.index(("learn", first))
+        < events.index(("generated", second))
+    )
 
 
 def test_nothing_is_generated_for_the_next_step_before_the_sync(tmp_path):
@@ -217,7 +251,8 @@ def test_channel_a_asks_for_nothing_and_syncs_only_before_somebody_generates(tmp
     world = World()
     run(tmp_path, world, training__max_steps=5, stage2_ab__schedule__warmup_steps=4, data__val=None)
     assert next(event for event in world.log if event[0] == "submit")[1][0] == (4, 0)
-    # At the start, and when the warm-up's last update is followed by a step that generates; the run's last weights go nowhere.
+    # At the start, and when the warm-up's last update is followed by a step that generates; the
+    # run's last weights go nowhere.
     assert [event for event in world.log if event[0] == "sync"] == [("sync", 1), ("sync", 2)]
 
 
@@ -229,7 +264,9 @@ def test_the_held_out_report_comes_before_and_after_channel_b(tmp_path):
     assert reports[1][2] == tuple(f"scene of ('val', 3, {i})" for i in range(40))
 
 
-def test_what_came_of_held_out_samples_is_in_their_order_whatever_rank_and_round_they_were_of(tmp_path):
+def test_what_came_of_held_out_samples_is_in_their_order_whatever_rank_and_round_they_were_of(
+    tmp_path,
+):
     class Shuffled(LearnerOfFixedLatency):
         def score(self, done):
             return super().score(done)[::-1]
@@ -242,16 +279,32 @@ def test_what_came_of_held_out_samples_is_in_their_order_whatever_rank_and_round
 
 def test_a_report_at_every_eval_steps_has_the_weights_of_the_steps_before_it(tmp_path):
     world = World()
-    run(tmp_path, world, training__max_steps=6, stage2_ab__schedule__warmup_steps=3, training__eval_steps=2)
+    run(
+        tmp_path,
+        world,
+        training__max_steps=6,
+        stage2_ab__schedule__warmup_steps=3,
+        training__eval_steps=2,
+    )
     reports = [event[1:3] for event in world.log if event[0] == "evaluate"]
     assert [step for step, _ in reports] == [2, 3, 4, 6]
-    updates_before = {event[1]: sum(earlier[0] == "update" for earlier in world.log[:i]) for i, event in enumerate(world.log) if event[0] == "evaluate"}
+    updates_before = {
+        event[1]: sum(earlier[0] == "update" for earlier in world.log[:i])
+        for i, event in enumerate(world.log)
+        if event[0] == "evaluate"
+    }
     assert updates_before == {2: 2, 3: 3, 4: 4, 6: 6}
-    # One sync before everything, then one for each update whose weights generate: after steps 1 to 5.
+    # One sync before everything, then one for each update whose weights generate: after steps 1 to
+    # 5.
     assert reports == [(2, 2), (3, 3), (4, 4), (6, 6)]
 
 
-STALE = {"rollout_matching__max_staleness": 1, "stage2_ab__schedule__warmup_steps": 0, "training__max_steps": 4, "data__val": None}
+STALE = {
+    "rollout_matching__max_staleness": 1,
+    "stage2_ab__schedule__warmup_steps": 0,
+    "training__max_steps": 4,
+    "data__val": None,
+}
 
 
 def submissions(world):
@@ -259,14 +312,21 @@ def submissions(world):
     return [(event[1][0][0], event[2]) for event in world.log if event[0] == "submit"]
 
 
-def test_with_staleness_1_the_next_steps_first_round_is_generated_while_this_steps_last_is_learned(tmp_path):
+def test_with_staleness_1_the_next_steps_first_round_is_generated_while_this_steps_last_is_learned(
+    tmp_path,
+):
     world = World()
     run(tmp_path, world, round_size=16, **STALE)
-    # Two rounds a step: the first of every step but the run's first begins one version early, the second has its own step's weights.
+    # Two rounds a step: the first of every step but the run's first begins one version early, the
+    # second has its own step's weights.
     assert submissions(world) == [(0, 1), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4)]
     events = [event[:2] for event in world.log]
     last_of_0, first_of_1 = tuple((0, i) for i in range(16, 32)), tuple((1, i) for i in range(16))
-    assert events.index(("submit", first_of_1)) < events.index(("learn", last_of_0)) < events.index(("update", 0))
+    assert (
+        events.index(("submit", first_of_1))
+        < events.index(("learn", last_of_0))
+        < events.index(("update", 0))
+    )
 
 
 def test_with_staleness_1_generation_and_learning_wait_for_each_other_only_at_the_start(tmp_path):
@@ -283,7 +343,9 @@ def test_with_staleness_1_no_round_is_begun_early_across_a_channel_a_step(tmp_pa
     channels = [event[2] for event in world.log if event[0] == "begin"]
     assert channels == ["A", "B", "B", "B", "A", "B"]
     versions = dict(submissions(world))
-    assert {step: {version for s, version in submissions(world) if s == step} for step in versions} == {1: {2}, 2: {2, 3}, 3: {3, 4}, 5: {5}}
+    assert {
+        step: {version for s, version in submissions(world) if s == step} for step in versions
+    } == {1: {2}, 2: {2, 3}, 3: {3, 4}, 5: {5}}
 
 
 def test_without_the_queue_or_staleness_every_round_has_its_own_steps_weights(tmp_path):
@@ -292,10 +354,19 @@ def test_without_the_queue_or_staleness_every_round_has_its_own_steps_weights(tm
     assert submissions(world) == [(step, step + 1) for step in range(4) for _ in range(4)]
 
 
-def test_whoever_keeps_checkpoints_hears_of_every_update_every_report_and_the_end_before_the_last_report(tmp_path):
+def test_whoever_keeps_checkpoints_hears_of_every_update_every_report_and_the_end_before_the_last_report(
+    tmp_path,
+):
     checkpoints = NoCheckpoints()
     run(tmp_path, World(), checkpoints=checkpoints)
-    assert checkpoints.told == [("step", 1), ("report", 1, 0.5), ("step", 2), ("step", 3), ("end", 3), ("report", 3, 0.5)]
+    assert checkpoints.told == [
+        ("step", 1),
+        ("report", 1, 0.5),
+        ("step", 2),
+        ("step", 3),
+        ("end", 3),
+        ("report", 3, 0.5),
+    ]
 
 
 def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path):
@@ -306,8 +377,16 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
             "rollout_matching__vllm__actors": {"num_actors": actors},
             "training__per_device_eval_batch_size": per_device_eval_batch_size,
         }
-        config = load_config(mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes))
-        pool = ActorPool([], [], PoolTimeouts.of_actors(config.timeouts), decode_batch_size=decode_batch_size, devices=engine_devices(config))
+        config = load_config(
+            mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
+        )
+        pool = ActorPool(
+            [],
+            [],
+            PoolTimeouts.of_actors(config.timeouts),
+            decode_batch_size=decode_batch_size,
+            devices=engine_devices(config),
+        )
         world = World()
         rollouts = Rollouts(world, round_size=0)
         rollouts.split = pool.split

@@ -1,4 +1,6 @@
-"""`python -m launch.train +experiment=env_3v1` on real processes: what it leaves behind, and what it says where one of them ends (issue 5)."""
+"""`python -m launch.train +experiment=env_3v1` on real processes: what it leaves behind, and what
+it says where one of them ends (issue 5).
+"""
 
 import json
 import os
@@ -16,7 +18,12 @@ from launch.demo.language_model import make_demo_lm
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-SMALL = ["training.max_steps=2", "training.eval_steps=1", "training.effective_batch_size=32", "environment.num_eval_examples=12"]
+SMALL = [
+    "training.max_steps=2",
+    "training.eval_steps=1",
+    "training.effective_batch_size=32",
+    "environment.num_eval_examples=12",
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,14 @@ def checkpoint(tmp_path_factory):
 def by_actors(orphans_are_adopted, tmp_path_factory, checkpoint):
     """A run to its end, with two environment actors, which left no process."""
     with commands() as start:
-        run = start(tmp_path_factory.mktemp("by_actors"), checkpoint, None, *SMALL, "environment.num_actors=2", experiment="env_3v1")
+        run = start(
+            tmp_path_factory.mktemp("by_actors"),
+            checkpoint,
+            None,
+            *SMALL,
+            "environment.num_actors=2",
+            experiment="env_3v1",
+        )
         assert run.process.wait(timeout=300) == 0, run.output
         run.assert_nothing_left()
     return run
@@ -41,26 +55,55 @@ def command(start_command, tmp_path, checkpoint):
     return partial(start_command, tmp_path, checkpoint, None, experiment="env_3v1")
 
 
-def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(by_actors):
+def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(
+    by_actors,
+):
     run = by_actors
     assert [line["rollout/num"] for line in run.lines("metrics.jsonl")] == [32, 32]
     assert all(line["rollout/logprob_max_abs"] < 1e-4 for line in run.lines("metrics.jsonl"))
-    assert [(line["step"], line["num_samples"]) for line in run.lines("evaluations.jsonl")] == [(0, 12), (1, 12), (2, 12)]
+    assert [(line["step"], line["num_samples"]) for line in run.lines("evaluations.jsonl")] == [
+        (0, 12),
+        (1, 12),
+        (2, 12),
+    ]
     dialogues = run.lines("rollouts/step_000002.jsonl")
     assert [line["position"] for line in dialogues] == list(range(32))
     assert {line["actor"] for line in dialogues} == {"environment-0", "environment-1"}
-    assert [message["role"] for message in dialogues[0]["completion"]] == ["assistant", "user", "assistant"]
+    assert [message["role"] for message in dialogues[0]["completion"]] == [
+        "assistant",
+        "user",
+        "assistant",
+    ]
     assert {line["examples"][0]["weight_version"] for line in dialogues} == {2}
-    assert len((run.run_dir / "evaluations" / "step_000002" / "rollouts.jsonl").read_text().splitlines()) == 12
-    tracks = {event["args"]["name"] for event in json.loads((run.run_dir / "timeline.json").read_text()) if event["name"] == "thread_name"}
+    assert (
+        len(
+            (run.run_dir / "evaluations" / "step_000002" / "rollouts.jsonl")
+            .read_text()
+            .splitlines()
+        )
+        == 12
+    )
+    tracks = {
+        event["args"]["name"]
+        for event in json.loads((run.run_dir / "timeline.json").read_text())
+        if event["name"] == "thread_name"
+    }
     assert tracks == {"driver", "learner", "environment-0", "environment-1"}
-    assert re.fullmatch(r"demo: val mean reward first \d\.\d\d -> final \d\.\d\d \(B steps: 2, wall: \d+ s\)", run.output.strip().splitlines()[-1])
+    assert re.fullmatch(
+        r"demo: val mean reward first \d\.\d\d -> final \d\.\d\d \(B steps: 2, wall: \d+ s\)",
+        run.output.strip().splitlines()[-1],
+    )
     AutoTokenizer.from_pretrained(run.run_dir / "checkpoint")
     AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoint")
 
 
 def test_a_killed_environment_actor_ends_the_run_with_its_name_and_leaves_no_process(command):
-    run = command("training.max_steps=500", "training.eval_steps=null", "training.effective_batch_size=32", "environment.num_eval_examples=0")
+    run = command(
+        "training.max_steps=500",
+        "training.eval_steps=null",
+        "training.effective_batch_size=32",
+        "environment.num_eval_examples=0",
+    )
     run.wait_for("step    2/500")
     os.kill(run.process_called("EnvironmentActor"), signal.SIGKILL)
     assert run.process.wait(timeout=120) == 1, run.output
@@ -72,22 +115,42 @@ def test_a_killed_environment_actor_ends_the_run_with_its_name_and_leaves_no_pro
 
 def test_rollouts_by_servers_are_those_by_actors(by_actors, command, checkpoint, tmp_path):
     """One environment actor here, two there."""
-    dialogues, losses = by_actors.lines("rollouts/step_000002.jsonl"), [line["loss/total"] for line in by_actors.lines("metrics.jsonl")]
-    settings = ["device=cpu", "dtype=float32", "max_model_len=512", "max_num_seqs=48", "kv_cache_memory_bytes=67108864", "enforce_eager=true", "port=0"]
+    dialogues, losses = (
+        by_actors.lines("rollouts/step_000002.jsonl"),
+        [line["loss/total"] for line in by_actors.lines("metrics.jsonl")],
+    )
+    settings = [
+        "device=cpu",
+        "dtype=float32",
+        "max_model_len=512",
+        "max_num_seqs=48",
+        "kv_cache_memory_bytes=67108864",
+        "enforce_eager=true",
+        "port=0",
+    ]
     with ExitStack() as servers:
         urls = []
         for number in range(2):
             folder = tmp_path / f"server_{number}"
             folder.mkdir()
-            urls.append(servers.enter_context(serve_process([f"model={checkpoint}", *settings], folder)).url)
+            urls.append(
+                servers.enter_context(serve_process([f"model={checkpoint}", *settings], folder)).url
+            )
         listed = ",".join(f"{{base_url:'{url}',group_port:0}}" for url in urls)
-        by_servers = command(*SMALL, "backend=server", f"rollout_matching.vllm.server.servers=[{listed}]")
+        by_servers = command(
+            *SMALL, "backend=server", f"rollout_matching.vllm.server.servers=[{listed}]"
+        )
         assert by_servers.process.wait(timeout=300) == 0, by_servers.output
     assert [line["loss/total"] for line in by_servers.lines("metrics.jsonl")] == losses
-    assert [what_was_said(line) for line in by_servers.lines("rollouts/step_000002.jsonl")] == [what_was_said(line) for line in dialogues]
+    assert [what_was_said(line) for line in by_servers.lines("rollouts/step_000002.jsonl")] == [
+        what_was_said(line) for line in dialogues
+    ]
 
 
 def what_was_said(dialogue):
     """Without who said it, and when."""
-    examples = [{name: value for name, value in example.items() if name != "engine"} for example in dialogue["examples"]]
+    examples = [
+        {name: value for name, value in example.items() if name != "engine"}
+        for example in dialogue["examples"]
+    ]
     return [dialogue[name] for name in ("position", "example", "reward", "completion")], examples

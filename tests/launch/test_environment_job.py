@@ -1,4 +1,6 @@
-"""Trajectories on the actors and the learner of rollout matching: real engines, repeatable, checked (DESIGN 5.10, 5.12, 5.13; issue 5)."""
+"""Trajectories on the actors and the learner of rollout matching: real engines, repeatable, checked
+(DESIGN 5.10, 5.12, 5.13; issue 5).
+"""
 
 from dataclasses import replace
 
@@ -22,13 +24,24 @@ OBJECTIVE = {
     "enabled": True,
     "weight": 1.0,
     "channels": ["B"],
-    "config": {"clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 5.0, "normalize": "step", "advantage_std": False},
+    "config": {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "ratio_cap": 5.0,
+        "normalize": "step",
+        "advantage_std": False,
+    },
 }
-# Two steps of four examples with four rollouts each, of a model that knows nothing, on a reward that even it earns now and then: the length of what it says.
+# Two steps of four examples with four rollouts each, of a model that knows nothing, on a reward
+# that even it earns now and then: the length of what it says.
 STEPS = {
     "data__train": None,
     "data__val": None,
-    "environment": {"id": "tests/fixtures/two_lengths.py", "rollouts_per_example": 4, "num_eval_examples": 3},
+    "environment": {
+        "id": "tests/fixtures/two_lengths.py",
+        "rollouts_per_example": 4,
+        "num_eval_examples": 3,
+    },
     "custom__trainer_variant": "trajectory_pg",
     "global_max_length": 256,
     "training__max_steps": 2,
@@ -46,17 +59,35 @@ def job(engine_pool, demo_checkpoint, demo_data, tmp_path_factory):
     """`job(number of engines, number of environment actors, **changes)` runs the page."""
 
     def run(num_engines, num_environments=1, queue=one_ahead, **changes) -> Job:
-        config = configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **STEPS | changes)
+        config = configuration(
+            demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **STEPS | changes
+        )
         size, section = config.rollout_matching.decode_batch_size, config.environment
         examples = check_environment(config, section).examples
         engines = engine_pool.over(*list(engine_pool.actors)[:num_engines], decode_batch_size=size)
         names = [f"environment-{index}" for index in range(num_environments)]
-        arguments = (runner_settings(config, section, engines.devices, examples, 0), engines.actors, engines.names, engines.call_limit)
-        actors = [ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env=NEIGHBOUR).remote(name, *arguments) for name in names]
+        arguments = (
+            runner_settings(config, section, engines.devices, examples, 0),
+            engines.actors,
+            engines.names,
+            engines.call_limit,
+        )
+        actors = [
+            ray.remote(EnvironmentActor)
+            .options(num_cpus=0, runtime_env=NEIGHBOUR)
+            .remote(name, *arguments)
+            for name in names
+        ]
         environments = ActorPool(actors, names, TIMEOUTS, decode_batch_size=16)
         environments.start()
         try:
-            pool = EnvironmentPool(engines, environments, decode_batch_size=size, learner_ranks=1, group_size=section.rollouts_per_example)
+            pool = EnvironmentPool(
+                engines,
+                environments,
+                decode_batch_size=size,
+                learner_ranks=1,
+                group_size=section.rollouts_per_example,
+            )
             return run_job(config, pool, num_engines, queue, examples)
         finally:
             environments.close()
@@ -71,7 +102,11 @@ def three(job):
 
 def what_was_said(job: Job) -> list[EnvironmentRollout]:
     """Without who said it, and when."""
-    return [replace(rollout, actor="", generate_s=0.0, started_s=0.0) for answer in job.rollouts for rollout in answer]
+    return [
+        replace(rollout, actor="", generate_s=0.0, started_s=0.0)
+        for answer in job.rollouts
+        for rollout in answer
+    ]
 
 
 def assert_same(one: Job, other: Job) -> None:
@@ -103,14 +138,23 @@ def test_every_rollout_has_two_turns_its_own_tokens_and_the_steps_weight_version
     assert [rollout.position for rollout in rollouts] == [*range(16), *range(16)]
     for number, rollout in enumerate(rollouts):
         (example,) = rollout.examples
-        assert (rollout.error, rollout.num_turns, rollout.num_splits, example.steps) == (None, 2, 0, (0, 1))
+        assert (rollout.error, rollout.num_turns, rollout.num_splits, example.steps) == (
+            None,
+            2,
+            0,
+            (0, 1),
+        )
         assert example.weight_version == 1 + number // 16
         assert len(example.group_rewards) == 4
         assert sum(example.mask) == rollout.num_tokens
-    assert len({tuple(rollout.examples[0].token_ids) for rollout in rollouts}) == 32, "siblings differ"
+    assert len({tuple(rollout.examples[0].token_ids) for rollout in rollouts}) == 32, (
+        "siblings differ"
+    )
 
 
-def test_the_learner_agrees_with_the_engines_on_every_token_and_says_how_far_off_policy_it_is(three):
+def test_the_learner_agrees_with_the_engines_on_every_token_and_says_how_far_off_policy_it_is(
+    three,
+):
     for report in three.reports.steps:
         assert report.metrics["rollout/num_compared_tokens"] > 100
         assert report.metrics["rollout/logprob_max_abs"] < 1e-4
@@ -130,24 +174,46 @@ def test_held_out_examples_are_asked_greedily_once_each(three):
 
 
 @pytest.mark.long
-def test_with_staleness_1_the_first_round_of_a_step_is_of_the_weights_before_and_two_runs_agree(job):
-    changes = {"rollout_matching__max_staleness": 1, "training__max_steps": 3, "rollout_matching__decode_batch_size": 4}
+def test_with_staleness_1_the_first_round_of_a_step_is_of_the_weights_before_and_two_runs_agree(
+    job,
+):
+    changes = {
+        "rollout_matching__max_staleness": 1,
+        "training__max_steps": 3,
+        "rollout_matching__decode_batch_size": 4,
+    }
     first, second = job(2, **changes), job(2, **changes)
     assert_same(first, second)
     versions = [rollout.examples[0].weight_version for rollout in what_was_said(first)]
     assert versions == [1] * 16 + [1] * 8 + [2] * 8 + [2] * 8 + [3] * 8
-    assert [report.metrics["rollout/staleness"] for report in first.reports.steps] == [0.0, 0.5, 0.5]
+    assert [report.metrics["rollout/staleness"] for report in first.reports.steps] == [
+        0.0,
+        0.5,
+        0.5,
+    ]
 
 
 @pytest.mark.long
 def test_pictures_of_any_turn_are_learned_with_what_was_said_to_them(job):
-    """The learner shows its own vision tower the same pictures: another one, or none, would be another probability for every token behind it."""
-    environment = {"id": "tests/fixtures/one_picture.py", "rollouts_per_example": 4, "num_eval_examples": 3, "max_images_per_prompt": 1}
+    """The learner shows its own vision tower the same pictures: another one, or none, would be
+    another probability for every token behind it.
+    """
+    environment = {
+        "id": "tests/fixtures/one_picture.py",
+        "rollouts_per_example": 4,
+        "num_eval_examples": 3,
+        "max_images_per_prompt": 1,
+    }
     first, second = (job(2, environment=environment) for _ in range(2))
     assert_same(first, second)
     for rollout in what_was_said(first):
         (example,) = rollout.examples
-        assert (rollout.error, rollout.num_splits, example.steps, len(example.images)) == (None, 0, (0, 1), 1)
+        assert (rollout.error, rollout.num_splits, example.steps, len(example.images)) == (
+            None,
+            0,
+            (0, 1),
+            1,
+        )
     for report in first.reports.steps:
         assert report.metrics["rollout/num_compared_tokens"] > 100
         assert report.metrics["rollout/logprob_max_abs"] < 1e-4

@@ -1,4 +1,6 @@
-"""Finished rollouts that do not arrive end an evaluation with what to check (DESIGN 3: every wait has a timeout)."""
+"""Finished rollouts that do not arrive end an evaluation with what to check (DESIGN 3: every wait
+has a timeout).
+"""
 
 import pytest
 from ray.exceptions import GetTimeoutError, ObjectLostError
@@ -29,15 +31,28 @@ def local(answer, asked):
 
 def test_the_shares_are_scored_in_order_within_the_timeout():
     asked = []
-    assert local([["a", "b"], ["c"]], asked).score([[None, None]]) == ["scene of a", "scene of b", "scene of c"]
+    assert local([["a", "b"], ["c"]], asked).score([[None, None]]) == [
+        "scene of a",
+        "scene of b",
+        "scene of c",
+    ]
     assert asked == [7.0]
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (GetTimeoutError("late"), r"collect on rollout engines: no answer from .* after timeouts\.generate_s = 7 s; check .*, or raise timeouts\.generate_s"),
-        (ObjectLostError("ab" * 28, None, ""), r"collect on rollout engines: finished rollouts were lost \(.*\); check"),
+        (
+            GetTimeoutError("late"),
+            (
+                r"collect on rollout engines: no answer from .* after timeouts\.generate_s = 7 s;"
+                r" check .*, or raise timeouts\.generate_s"
+            ),
+        ),
+        (
+            ObjectLostError("ab" * 28, None, ""),
+            r"collect on rollout engines: finished rollouts were lost \(.*\); check",
+        ),
     ],
 )
 def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(error, message):

@@ -40,7 +40,14 @@ def consume(queue, rounds, recorder):
 def test_round_k_plus_1_is_submitted_before_round_k_is_learned():
     recorder = Recorder()
     consume(one_ahead, ["a", "b", "c"], recorder)
-    assert recorder.events == [("submit", "a"), ("submit", "b"), ("learn", "a"), ("submit", "c"), ("learn", "b"), ("learn", "c")]
+    assert recorder.events == [
+        ("submit", "a"),
+        ("submit", "b"),
+        ("learn", "a"),
+        ("submit", "c"),
+        ("learn", "b"),
+        ("learn", "c"),
+    ]
 
 
 def test_without_the_queue_generation_and_learning_alternate():
@@ -69,12 +76,23 @@ def test_the_queue_never_holds_two_rounds_in_production():
 
 
 def test_a_step_of_a_scripted_backend_gives_the_same_rollouts_pipelined_and_alternating():
-    backend = ScriptedBackend("scripted", lambda request: [request.position, request.seed], latency_s=0.01)
-    greedy = DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 8, 1, (), (), return_logprobs=True)
-    rounds = [[RolloutRequest(0, i, str(i), (1,), (), greedy, 100 + i) for i in range(start, start + 4)] for start in (0, 4, 8)]
+    backend = ScriptedBackend(
+        "scripted", lambda request: [request.position, request.seed], latency_s=0.01
+    )
+    greedy = DecodeSettings(
+        DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 8, 1, (), (), return_logprobs=True
+    )
+    rounds = [
+        [RolloutRequest(0, i, str(i), (1,), (), greedy, 100 + i) for i in range(start, start + 4)]
+        for start in (0, 4, 8)
+    ]
     with ThreadPoolExecutor(max_workers=1) as threads:
         answers = [
-            [rollout.response_token_ids for done in queue(lambda round_: threads.submit(backend.generate, round_), rounds) for rollout in done]
+            [
+                rollout.response_token_ids
+                for done in queue(lambda round_: threads.submit(backend.generate, round_), rounds)
+                for rollout in done
+            ]
             for queue in (one_ahead, one_at_a_time)
         ]
     assert answers[0] == answers[1] == [(i, 100 + i) for i in range(12)]

@@ -1,4 +1,6 @@
-"""`python -m launch.preflight`: every problem with its remedy at once, and what goes where, without starting an engine."""
+"""`python -m launch.preflight`: every problem with its remedy at once, and what goes where, without
+starting an engine.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ HALVES = {
 
 @pytest.fixture
 def config(demo_checkpoint, demo_data, tmp_path):
-    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path / "run", **{**FITTING, **HALVES, **changes})
+    return lambda **changes: configuration(
+        demo_checkpoint, demo_data, tmp_path / "run", **{**FITTING, **HALVES, **changes}
+    )
 
 
 def in_server_mode(*base_urls, group_port=0, **section):
@@ -60,10 +64,18 @@ def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config):
 
 @pytest.mark.slow
 def test_answers_that_will_be_cut_are_warned_of(config):
-    """Of training, where a step generates, and of the held-out report; it is no problem, since a run may mean it."""
+    """Of training, where a step generates, and of the held-out report; it is no problem, since a
+    run may mean it.
+    """
     findings = preflight(config(rollout_matching__max_new_tokens=8))
     assert findings.problems == []
-    told = [line for line in findings.lines if line.startswith("warning   rollout_matching.max_new_tokens: 8 is less than the ground truth of ")]
+    told = [
+        line
+        for line in findings.lines
+        if line.startswith(
+            "warning   rollout_matching.max_new_tokens: 8 is less than the ground truth of "
+        )
+    ]
     assert ["train.jsonl" in line for line in told] == [True, False]
 
 
@@ -73,7 +85,9 @@ def test_every_problem_is_reported_at_once(config, tmp_path):
     (tmp_path / "run" / "config.json").write_text("{}")
     findings = preflight(
         config(
-            **in_server_mode("http://127.0.0.1:9", token_env="ROLLMATCH_TEST_TOKEN_THAT_IS_NOT_SET"),
+            **in_server_mode(
+                "http://127.0.0.1:9", token_env="ROLLMATCH_TEST_TOKEN_THAT_IS_NOT_SET"
+            ),
             global_max_length=128,
             cluster__temp_dir="/tmp/" + "long" * 20,
             learner__cpus=4096.0,
@@ -95,27 +109,43 @@ def asked(config):
 
 def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config):
     (problem,) = asked(config(**in_server_mode("http://127.0.0.1:9"))).problems
-    assert problem.startswith("rollout_matching.vllm.server.servers[0].base_url: http://127.0.0.1:9 does not answer (")
-    assert problem.endswith("launch it, check the address, or set rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf")
+    assert problem.startswith(
+        "rollout_matching.vllm.server.servers[0].base_url: http://127.0.0.1:9 does not answer ("
+    )
+    assert problem.endswith(
+        "launch it, check the address, or set rollout_matching.vllm.mode: colocate or"
+        " rollout_matching.rollout_backend: hf"
+    )
 
 
 def test_without_servers_an_environment_has_actors(config, tmp_path):
     """The learner's own engines are refused there."""
-    run = trajectory_config(tmp_path / "model", tmp_path / "run", **in_server_mode("http://127.0.0.1:9"))
+    run = trajectory_config(
+        tmp_path / "model", tmp_path / "run", **in_server_mode("http://127.0.0.1:9")
+    )
     assert instead_of_servers(run) == "rollout_matching.vllm.mode: actors"
     (problem,) = ask_servers(rollout_servers(run), None, instead=instead_of_servers(run)).problems
-    assert problem.endswith("launch it, check the address, or set rollout_matching.vllm.mode: actors")
+    assert problem.endswith(
+        "launch it, check the address, or set rollout_matching.vllm.mode: actors"
+    )
     (address,) = server_addresses(rollout_servers(run), instead_of_servers(run))
     assert address.instead == "rollout_matching.vllm.mode: actors"
 
 
 @pytest.mark.parametrize("of_environment", [False, True])
-def test_a_checkpoint_that_is_missing_is_one_problem_with_the_commands_that_make_the_demos(config, tmp_path, of_environment):
-    run = trajectory_config(tmp_path / "lm", tmp_path / "run") if of_environment else config(model__path=str(tmp_path / "lm"))
+def test_a_checkpoint_that_is_missing_is_one_problem_with_the_commands_that_make_the_demos(
+    config, tmp_path, of_environment
+):
+    run = (
+        trajectory_config(tmp_path / "lm", tmp_path / "run")
+        if of_environment
+        else config(model__path=str(tmp_path / "lm"))
+    )
     (problem,) = preflight(run, nodes_of=lambda _: [Resources(cpus=16, gpus=0)]).problems
-    assert problem == (
-        f"model.path: {tmp_path / 'lm'} holds no checkpoint (no config.json); run `make demo-data` (it makes outputs/demo/model) or `make demo-lm` "
-        "(outputs/demo/lm), or set model.path to a folder that save_pretrained wrote"
+    assert (
+        problem == f"model.path: {tmp_path / 'lm'} holds no checkpoint (no config.json); run `make"
+        " demo-data` (it makes outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set"
+        " model.path to a folder that save_pretrained wrote"
     )
 
 
@@ -134,9 +164,14 @@ ROOMY = {"max_model_len": 512, "max_num_seqs": 64, "max_images_per_prompt": 4}
 
 
 @pytest.mark.slow
-def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_of_their_sizes(config, tmp_path):
+def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_of_their_sizes(
+    config, tmp_path
+):
     roomy = make_settings(tmp_path / "model", **ROOMY)
-    with serving_engine(ObedientEngine(devices=1), roomy) as one, serving_engine(ObedientEngine(devices=2), roomy) as two:
+    with (
+        serving_engine(ObedientEngine(devices=1), roomy) as one,
+        serving_engine(ObedientEngine(devices=2), roomy) as two,
+    ):
         findings = preflight(config(**in_server_mode(one, two)))
     assert findings.problems == []
     text = "\n".join(findings.lines)
@@ -149,11 +184,24 @@ def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_pa
     """Both sides are configured apart: dtype, length, images and adapters of each server are its
     own. The guard is the run's, which brings it."""
     other = make_settings(tmp_path / "model", dtype="bfloat16", max_model_len=64, max_num_seqs=5)
-    guarded = {"enabled": True, "min_new_tokens": 64, "max_consecutive_token_repeats": 32, "ngram_size": 16, "ngram_repeats": 4}
-    with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as first, serving_engine(ObedientEngine(), other) as second:
-        findings = preflight(config(**in_server_mode(first, second), rollout_matching__repeat_terminate=guarded))
+    guarded = {
+        "enabled": True,
+        "min_new_tokens": 64,
+        "max_consecutive_token_repeats": 32,
+        "ngram_size": 16,
+        "ngram_repeats": 4,
+    }
+    with (
+        serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as first,
+        serving_engine(ObedientEngine(), other) as second,
+    ):
+        findings = preflight(
+            config(**in_server_mode(first, second), rollout_matching__repeat_terminate=guarded)
+        )
     path = "rollout_matching.vllm.server.servers[{}].base_url: {} does not suit the run; {}"
-    assert [problem.partition(" (")[0].partition(", the run")[0] for problem in findings.problems] == [
+    assert [
+        problem.partition(" (")[0].partition(", the run")[0] for problem in findings.problems
+    ] == [
         path.format(1, second, "dtype is bfloat16"),
         path.format(1, second, "max_model_len is 64"),
         path.format(1, second, "its max_num_seqs is 5"),
@@ -162,13 +210,22 @@ def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_pa
 
 
 @pytest.mark.slow
-def test_servers_that_cannot_give_every_learner_rank_a_request_are_refused_before_the_start(config, tmp_path):
+def test_servers_that_cannot_give_every_learner_rank_a_request_are_refused_before_the_start(
+    config, tmp_path
+):
     """Scenario: vLLM server mode fails fast when cap is infeasible."""
     with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as url:
-        few = {"learner__world_size": 3, "rollout_matching__decode_batch_size": 2, "learner__parallel": "ddp"}
+        few = {
+            "learner__world_size": 3,
+            "rollout_matching__decode_batch_size": 2,
+            "learner__parallel": "ddp",
+        }
         findings = preflight(config(**in_server_mode(url), **few))
     (problem,) = findings.problems
-    too_few = "decode_batch_size 2 x 1 rollout devices is less than 3 learner ranks; raise decode_batch_size to at least 3"
+    too_few = (
+        "decode_batch_size 2 x 1 rollout devices is less than 3 learner ranks; raise"
+        " decode_batch_size to at least 3"
+    )
     assert problem.startswith(f"rollout_matching.decode_batch_size: {too_few}")
 
 
@@ -178,23 +235,39 @@ def test_one_server_under_two_addresses_is_noticed(config, tmp_path):
     asyncio.run(one.start())
     with serving(make_app(one)) as first, serving(make_app(one)) as second:
         findings = preflight(config(**in_server_mode(first, second)))
-    assert findings.problems == [f"rollout_matching.vllm.server.servers[1].base_url: {second} is the server of servers[0]; list every server once"]
+    assert findings.problems == [
+        (
+            f"rollout_matching.vllm.server.servers[1].base_url: {second} is the server of servers[0];"
+            " list every server once"
+        )
+    ]
 
 
 @pytest.mark.slow
 def test_a_server_that_asks_for_a_token_names_the_key(config, tmp_path):
-    with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY), token="secret") as url:
+    with serving_engine(
+        ObedientEngine(), make_settings(tmp_path / "model", **ROOMY), token="secret"
+    ) as url:
         (problem,) = preflight(config(**in_server_mode(url))).problems
     assert "HTTP 401" in problem and "rollout_matching.vllm.server.token_env" in problem
 
 
 @pytest.mark.slow
 def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(config):
-    server = StockServer(changes={"model_config.dtype": "torch.bfloat16", "model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64})
+    server = StockServer(
+        changes={
+            "model_config.dtype": "torch.bfloat16",
+            "model_config.max_model_len": 512,
+            "scheduler_config.max_num_seqs": 64,
+        }
+    )
     with serving(server.app()) as url:
         findings = preflight(config(**in_server_mode(url, kind="vllm")))
     (problem,) = findings.problems
-    does_not = "does not suit the run; its dtype is bfloat16, the run's model.dtype is float32: --dtype float32"
+    does_not = (
+        "does not suit the run; its dtype is bfloat16, the run's model.dtype is float32: --dtype"
+        " float32"
+    )
     assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {does_not}"
     assert f"serves    {url}: 1 rollout device" in findings.lines
     assert (server.label, server.routes) == ("default", [])
@@ -202,23 +275,36 @@ def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(conf
 
 @pytest.mark.slow
 def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
-    stuck = StockServer(changes={"model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64}, worker_latency_s=60.0)
+    stuck = StockServer(
+        changes={"model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64},
+        worker_latency_s=60.0,
+    )
     with serving(stuck.app()) as url:
         section = rollout_servers(config(**in_server_mode(url, kind="vllm")))
         (problem,) = ask_servers(section, make_settings(tmp_path / "model"), inspect_s=1.0).problems
-    assert problem.endswith(f"{url} answers /health, and has not said in 1 s what it was started with: its engine may be stuck; start it again")
+    assert problem.endswith(
+        f"{url} answers /health, and has not said in 1 s what it was started with: its engine may"
+        " be stuck; start it again"
+    )
 
 
 @pytest.mark.slow
-def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_the_start(config, demo_data, tmp_path):
+def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_the_start(
+    config, demo_data, tmp_path
+):
     Image.new("RGB", (200, 101)).save(tmp_path / "large.png")
     rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
     rows = [row | {"images": [str(demo_data / image) for image in row["images"]]} for row in rows]
     rows[3] |= {"images": [str(tmp_path / "large.png")], "width": 200, "height": 101}
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as url:
-        (problem,) = preflight(config(**in_server_mode(url), data__train=tmp_path / "train.jsonl")).problems
-    wrong = "does not suit the run; max_image_pixels is 10000, the largest image of the data has 20200: start it with max_image_pixels=20200"
+        (problem,) = preflight(
+            config(**in_server_mode(url), data__train=tmp_path / "train.jsonl")
+        ).problems
+    wrong = (
+        "does not suit the run; max_image_pixels is 10000, the largest image of the data has 20200:"
+        " start it with max_image_pixels=20200"
+    )
     assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {wrong}"
 
 
@@ -226,20 +312,33 @@ def test_a_group_port_that_is_taken_is_named(config):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         (problem,) = port_problems(config(**in_server_mode("http://127.0.0.1:9", group_port=port)))
-    assert problem == f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine; choose another, or 0 for any free one"
+    assert (
+        problem
+        == f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine;"
+        " choose another, or 0 for any free one"
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_named(config, tmp_path):
     # A file in the way stops everybody, root too, who may write where others may not.
     (tmp_path / "file").write_text("")
     (problem,) = path_problems(config(telemetry={"run_dir": str(tmp_path / "file" / "run")}))
-    assert f"cannot be made, {tmp_path / 'file'} permits no writing; choose another folder, or permit it" in problem
+    assert (
+        f"cannot be made, {tmp_path / 'file'} permits no writing; choose another folder, or"
+        " permit it" in problem
+    )
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
     (problem,) = path_problems(config(checkpoint__keep_last=10**9))
-    assert problem.startswith("telemetry.run_dir: the checkpoints that are kept need about ") and "keep fewer" in problem
-    assert list(path_problems(config(checkpoint__keep_last=10**9, checkpoint__save_minutes=None))) == []
+    assert (
+        problem.startswith("telemetry.run_dir: the checkpoints that are kept need about ")
+        and "keep fewer" in problem
+    )
+    assert (
+        list(path_problems(config(checkpoint__keep_last=10**9, checkpoint__save_minutes=None)))
+        == []
+    )
 
 
 def test_the_installed_packages_are_those_that_were_run_together(config):
@@ -248,8 +347,13 @@ def test_the_installed_packages_are_those_that_were_run_together(config):
 
 @pytest.mark.slow
 def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
-    colocate = {"rollout_matching__vllm": {"mode": "colocate", "kv_cache_memory_bytes": 2**26}, "stage2_ab__channel_b__enable_pipeline": False}
-    findings = preflight(config(**colocate, rollout_matching__offload={"enabled": True, "offload_model": True}))
+    colocate = {
+        "rollout_matching__vllm": {"mode": "colocate", "kv_cache_memory_bytes": 2**26},
+        "stage2_ab__channel_b__enable_pipeline": False,
+    }
+    findings = preflight(
+        config(**colocate, rollout_matching__offload={"enabled": True, "offload_model": True})
+    )
     (problem,) = findings.problems
     assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
 
@@ -259,46 +363,89 @@ def test_a_cache_without_a_size_is_said_to_hold_what_is_decoded(config):
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=None))
     assert findings.problems == []
     (line,) = (line for line in findings.lines if "engine device" in line)
-    assert line.endswith("6 are decoded (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as these)")
+    assert line.endswith(
+        "6 are decoded (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as"
+        " these)"
+    )
 
 
 @pytest.mark.slow
 def test_the_learners_own_model_takes_no_weights_from_anywhere(config):
-    findings = preflight(config(rollout_matching__rollout_backend="hf", stage2_ab__channel_b__enable_pipeline=False))
+    findings = preflight(
+        config(rollout_matching__rollout_backend="hf", stage2_ab__channel_b__enable_pipeline=False)
+    )
     assert findings.problems == []
     assert findings.lines[-2] == "weights   stay where they are: the learner's own model generates"
 
 
 @pytest.mark.slow
-def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the_layers_that_are(config, demo_checkpoint):
-    adapter = {"kind": "lora", "rank": 100_000, "target_modules": ["q_projj", "v_proj", "embed_tokens"]}
-    names, rank = preflight(config(model__adapter=adapter), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None).problems
-    unknown = f"no linear layer of the language model in {demo_checkpoint} is called embed_tokens, q_projj"
-    assert names == f"model.adapter.target_modules: {unknown}; it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    assert rank.startswith("model.adapter.rank: 100000 is more than the rank of any layer that is adapted, ") and rank.endswith(" at most; lower it")
-    sound = preflight(config(model__adapter={"kind": "lora"}), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None)
+def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the_layers_that_are(
+    config, demo_checkpoint
+):
+    adapter = {
+        "kind": "lora",
+        "rank": 100_000,
+        "target_modules": ["q_projj", "v_proj", "embed_tokens"],
+    }
+    names, rank = preflight(
+        config(model__adapter=adapter),
+        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
+        memory_of=lambda _: None,
+    ).problems
+    unknown = (
+        f"no linear layer of the language model in {demo_checkpoint} is called embed_tokens,"
+        " q_projj"
+    )
+    assert (
+        names
+        == f"model.adapter.target_modules: {unknown}; it has down_proj, gate_proj, k_proj, o_proj,"
+        " q_proj, up_proj, v_proj"
+    )
+    assert rank.startswith(
+        "model.adapter.rank: 100000 is more than the rank of any layer that is adapted, "
+    ) and rank.endswith(" at most; lower it")
+    sound = preflight(
+        config(model__adapter={"kind": "lora"}),
+        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
+        memory_of=lambda _: None,
+    )
     assert sound.problems == []
 
 
 @pytest.mark.slow
-def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_are_started(config, demo_checkpoint):
+def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_are_started(
+    config, demo_checkpoint
+):
     """vLLM would refuse them when the engine starts."""
     there = {"nodes_of": lambda _: [Resources(cpus=16, gpus=0)], "memory_of": lambda _: None}
-    of_model = f"tokens are more than the 4096 positions of {demo_checkpoint} (max_position_embeddings); lower it"
-    assert preflight(config(global_max_length=5000), **there).problems == [f"global_max_length: 5000 {of_model}"]
+    of_model = (
+        f"tokens are more than the 4096 positions of {demo_checkpoint} (max_position_embeddings);"
+        " lower it"
+    )
+    assert preflight(config(global_max_length=5000), **there).problems == [
+        f"global_max_length: 5000 {of_model}"
+    ]
     longer = preflight(config(rollout_matching__vllm__max_model_len=4097), **there)
     assert longer.problems == [f"rollout_matching.vllm.max_model_len: 4097 {of_model}"]
     assert preflight(config(global_max_length=4096), **there).problems == []
 
 
 @pytest.mark.slow
-def test_an_objective_whose_term_is_not_in_the_table_of_metrics_is_refused_with_the_line_to_add(config, monkeypatch):
+def test_an_objective_whose_term_is_not_in_the_table_of_metrics_is_refused_with_the_line_to_add(
+    config, monkeypatch
+):
     """As one's own is, at first."""
-    monkeypatch.setattr("learner.objectives.token_ce.TokenCE.term_names", ("token_ce", "token_ce.focal"))
-    (problem,) = preflight(config(), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None).problems
-    assert problem == (
-        "rollout_matching.pipeline: TokenCE gives loss/token_ce.focal, which the table of shared/metrics.py does not have as a sum; "
-        'add Metric("loss/token_ce.focal", Reduction.SUM, "...") to METRICS there'
+    monkeypatch.setattr(
+        "learner.objectives.token_ce.TokenCE.term_names", ("token_ce", "token_ce.focal")
+    )
+    (problem,) = preflight(
+        config(), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None
+    ).problems
+    assert (
+        problem
+        == "rollout_matching.pipeline: TokenCE gives loss/token_ce.focal, which the table of"
+        ' shared/metrics.py does not have as a sum; add Metric("loss/token_ce.focal",'
+        ' Reduction.SUM, "...") to METRICS there'
     )
 
 
@@ -312,14 +459,29 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, d
         rows[index] |= {"images": [str(tmp_path / "long.png")], "width": 300, "height": 1}
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (problem,) = preflight(config(data__train=file), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None).problems
+    (problem,) = preflight(
+        config(data__train=file),
+        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
+        memory_of=lambda _: None,
+    ).problems
     first, second, count = problem.splitlines()
     refused = (
-        "has a picture of 300 x 1 pixels, which the checkpoint's image processor does not take (absolute aspect ratio must be smaller than 200, got 300.0)"
+        "has a picture of 300 x 1 pixels, which the checkpoint's image processor does not take"
+        " (absolute aspect ratio must be smaller than 200, got 300.0)"
     )
-    assert first == f"{file}: images: sample train:4 {refused}; crop or pad the picture, or remove the row"
-    assert second.startswith(f"{file}: images: sample train:6 {refused}") and count == f"{file}: bad rows: these 2"
-    skipping = preflight(config(data__train=file, data__on_bad_row="skip"), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None)
+    assert (
+        first
+        == f"{file}: images: sample train:4 {refused}; crop or pad the picture, or remove the row"
+    )
+    assert (
+        second.startswith(f"{file}: images: sample train:6 {refused}")
+        and count == f"{file}: bad rows: these 2"
+    )
+    skipping = preflight(
+        config(data__train=file, data__on_bad_row="skip"),
+        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
+        memory_of=lambda _: None,
+    )
     assert not skipping.problems
     assert skipping.facts.num_train_skipped == 2
     assert skipping.facts.images.max_pixels == 96 * 96
@@ -339,7 +501,12 @@ def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(co
 @pytest.mark.slow
 def test_a_cache_that_cannot_hold_one_sequence_is_refused(config):
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
-    assert findings.problems == ["rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it, or lower global_max_length"]
+    assert findings.problems == [
+        (
+            "rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it,"
+            " or lower global_max_length"
+        )
+    ]
 
 
 def a_mebibyte(device):
@@ -348,19 +515,32 @@ def a_mebibyte(device):
 
 @pytest.mark.slow
 def test_a_cache_that_is_too_small_hides_no_other_lack_of_memory(config):
-    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024), memory_of=a_mebibyte)
-    assert [problem.split(": ")[0] for problem in findings.problems] == ["rollout_matching.vllm.kv_cache_memory_bytes", "cluster.address"]
+    findings = preflight(
+        config(rollout_matching__vllm__kv_cache_memory_bytes=1024), memory_of=a_mebibyte
+    )
+    assert [problem.split(": ")[0] for problem in findings.problems] == [
+        "rollout_matching.vllm.kv_cache_memory_bytes",
+        "cluster.address",
+    ]
 
 
 @pytest.mark.slow
-def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_memory_not_compared(config):
+def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_memory_not_compared(
+    config,
+):
     """A head or login node: what hangs there is not the run's."""
-    findings = preflight(config(), nodes_of=lambda config: [Resources(cpus=4, gpus=0), Resources(cpus=16, gpus=4)], memory_of=lambda device: None)
+    findings = preflight(
+        config(),
+        nodes_of=lambda config: [Resources(cpus=4, gpus=0), Resources(cpus=16, gpus=4)],
+        memory_of=lambda device: None,
+    )
     assert findings.problems == []
     text = "\n".join(findings.lines)
     assert "place     rollout-actor-0: 1 GPU" in text and "weights   travel by nccl" in text
     assert "memory    learner rank: " in text
-    assert findings.lines[-1].startswith("memory    not compared, and engines not estimated: this machine has no GPU to ask; ")
+    assert findings.lines[-1].startswith(
+        "memory    not compared, and engines not estimated: this machine has no GPU to ask; "
+    )
 
 
 @pytest.mark.slow
@@ -370,14 +550,25 @@ def test_the_processes_of_several_cpu_nodes_are_not_held_against_the_memory_of_o
     two = preflight(config(), nodes_of=lambda config: [node, node], memory_of=a_mebibyte)
     assert [problem.split(": ")[0] for problem in one.problems] == ["cluster.address"]
     assert two.problems == []
-    assert two.lines[-1].startswith("memory    not compared: which of the 2 nodes a process comes to")
+    assert two.lines[-1].startswith(
+        "memory    not compared: which of the 2 nodes a process comes to"
+    )
 
 
 @pytest.mark.slow
 def test_gpus_of_other_nodes_are_said_to_be_taken_for_ones_like_this_machines(config):
-    findings = preflight(config(), nodes_of=lambda config: [Resources(cpus=16, gpus=4)] * 2, memory_of=a_mebibyte)
-    assert findings.lines[-1] == "memory    compared with this machine's GPUs: those of the other nodes are taken to be like them"
-    assert [problem.split(": ")[0] for problem in findings.problems] == ["learner.gpus", "rollout_matching.vllm.kv_cache_memory_bytes"]
+    findings = preflight(
+        config(), nodes_of=lambda config: [Resources(cpus=16, gpus=4)] * 2, memory_of=a_mebibyte
+    )
+    assert (
+        findings.lines[-1]
+        == "memory    compared with this machine's GPUs: those of the other nodes are taken to be"
+        " like them"
+    )
+    assert [problem.split(": ")[0] for problem in findings.problems] == [
+        "learner.gpus",
+        "rollout_matching.vllm.kv_cache_memory_bytes",
+    ]
 
 
 @pytest.mark.slow
@@ -395,11 +586,23 @@ def test_the_data_are_read_once(config, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(demo_checkpoint, demo_data, tmp_path):
-    overrides = [f"model.path={demo_checkpoint}", f"data.train={demo_data}/train.jsonl", f"data.val={demo_data}/val.jsonl", f"telemetry.run_dir={tmp_path}/run"]
+def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(
+    demo_checkpoint, demo_data, tmp_path
+):
+    overrides = [
+        f"model.path={demo_checkpoint}",
+        f"data.train={demo_data}/train.jsonl",
+        f"data.val={demo_data}/val.jsonl",
+        f"telemetry.run_dir={tmp_path}/run",
+    ]
     command = [sys.executable, "-m", "launch.preflight", "+experiment=stage2_3v1", *overrides]
-    for further, status, said in ([], 0, "nothing stands in the way"), (["data.val=/nowhere.jsonl"], 1, "data.val: there is no file /nowhere.jsonl; "):
-        done = subprocess.run([*command, *further], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    for further, status, said in (
+        ([], 0, "nothing stands in the way"),
+        (["data.val=/nowhere.jsonl"], 1, "data.val: there is no file /nowhere.jsonl; "),
+    ):
+        done = subprocess.run(
+            [*command, *further], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+        )
         assert done.returncode == status, done.stdout + done.stderr
         assert said in done.stdout
     assert not (tmp_path / "run").exists()

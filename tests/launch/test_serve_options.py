@@ -25,7 +25,14 @@ from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.transports import Device
 
 ROOT = Path(__file__).parents[2]
-GUARD = {"enabled": True, "min_new_tokens": 5, "max_consecutive_token_repeats": 6, "ngram_size": 7, "ngram_repeats": 8, "max_object_keys": 9}
+GUARD = {
+    "enabled": True,
+    "min_new_tokens": 5,
+    "max_consecutive_token_repeats": 6,
+    "ngram_size": 7,
+    "ngram_repeats": 8,
+    "max_object_keys": 9,
+}
 
 
 @pytest.fixture
@@ -43,15 +50,32 @@ def settings(*arguments: str) -> EngineSettings:
 def printed_commands() -> list[tuple[str, ...]]:
     """The arguments of every server that README and docs start."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    commands = [re.findall(r"launch\.serve (model=[^&`]+)&", page.read_text().replace("\\\n", " ")) for page in pages]
-    assert [page.name for page, found in zip(pages, commands, strict=True) if found] == ["README.md", "serve.md"]
+    commands = [
+        re.findall(r"launch\.serve (model=[^&`]+)&", page.read_text().replace("\\\n", " "))
+        for page in pages
+    ]
+    assert [page.name for page, found in zip(pages, commands, strict=True) if found] == [
+        "README.md",
+        "serve.md",
+    ]
     words = [shlex.split(command) for found in commands for command in found]
-    return sorted({tuple(re.sub(r"\$\w+", "1", word) for word in argument_words if not word.startswith("model=")) for argument_words in words})
+    return sorted(
+        {
+            tuple(
+                re.sub(r"\$\w+", "1", word)
+                for word in argument_words
+                if not word.startswith("model=")
+            )
+            for argument_words in words
+        }
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", printed_commands(), ids=len)
-def test_every_server_of_the_readme_and_the_docs_suits_the_run_beside_it(arguments: tuple[str, ...], model: Path) -> None:
+def test_every_server_of_the_readme_and_the_docs_suits_the_run_beside_it(
+    arguments: tuple[str, ...], model: Path
+) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         run = load_config(as_mapping(compose("train", overrides=["+experiment=stage2_server"])))
     started = settings(f"model={model}", *arguments)
@@ -69,7 +93,12 @@ def test_a_model_is_enough(model: Path) -> None:
     options = read_arguments(ServeOptions, [f"model={model}"])
     assert (options.host, options.port, options.token_env) == ("127.0.0.1", 8000, None)
     made = settings(f"model={model}", "device=cpu")
-    assert (made.model_path, made.device, made.transport, made.repeat_guard) == (str(model), Device.CPU, "rollmatch_gloo", None)
+    assert (made.model_path, made.device, made.transport, made.repeat_guard) == (
+        str(model),
+        Device.CPU,
+        "rollmatch_gloo",
+        None,
+    )
 
 
 def test_gpus_mean_nccl(model: Path) -> None:
@@ -77,12 +106,16 @@ def test_gpus_mean_nccl(model: Path) -> None:
 
 
 @pytest.mark.parametrize("as_file", [False, True])
-def test_the_repeat_guard_comes_whole_as_json_or_as_a_file(model: Path, tmp_path: Path, as_file: bool) -> None:
+def test_the_repeat_guard_comes_whole_as_json_or_as_a_file(
+    model: Path, tmp_path: Path, as_file: bool
+) -> None:
     text = json.dumps(GUARD)
     if as_file:
         (tmp_path / "guard.json").write_text(text)
         text = str(tmp_path / "guard.json")
-    assert settings(f"model={model}", f"repeat_terminate={text}").repeat_guard == RepeatGuardSettings(5, 6, 7, 8, 9)
+    assert settings(
+        f"model={model}", f"repeat_terminate={text}"
+    ).repeat_guard == RepeatGuardSettings(5, 6, 7, 8, 9)
 
 
 def test_a_guard_that_is_not_enabled_is_none(model: Path) -> None:
@@ -93,7 +126,10 @@ def test_a_guard_that_is_not_enabled_is_none(model: Path) -> None:
     ("text", "problem"),
     [
         ('{"enabled": 1}', "repeat_terminate.enabled: must be true or false"),
-        ('{"enabledd": true}', "repeat_terminate.enabledd: is not a known key; did you mean 'enabled'?"),
+        (
+            '{"enabledd": true}',
+            "repeat_terminate.enabledd: is not a known key; did you mean 'enabled'?",
+        ),
         ('{"enabled": ', "repeat_terminate: cannot read"),
         ("/nope.json", "repeat_terminate: cannot read '/nope.json'"),
         ("/dev/null", "repeat_terminate: '/dev/null' holds no mapping"),
@@ -105,7 +141,9 @@ def test_a_guard_that_cannot_be_read_is_refused(model: Path, text: str, problem:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org"])
-def test_other_machines_need_a_token(model: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_need_a_token(
+    model: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (one,) = problems(f"model={model}", f"host={host}")
     assert one.startswith(f"host: {host} lets other machines")
     assert "token_env" in one
@@ -117,11 +155,23 @@ def test_other_machines_need_a_token(model: Path, host: str, monkeypatch: pytest
     "changes",
     [
         {},
-        {"device": Device.CPU, "transport": "rollmatch_gloo", "kv_cache_memory_bytes": 1 << 20, "enforce_eager": False},
-        {"repeat_guard": RepeatGuardSettings(5, 6, 7, 8, None), "enable_lora": True, "max_lora_rank": 8, "tensor_parallel_size": 2},
+        {
+            "device": Device.CPU,
+            "transport": "rollmatch_gloo",
+            "kv_cache_memory_bytes": 1 << 20,
+            "enforce_eager": False,
+        },
+        {
+            "repeat_guard": RepeatGuardSettings(5, 6, 7, 8, None),
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "tensor_parallel_size": 2,
+        },
     ],
 )
-def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(model: Path, changes: dict[str, Any]) -> None:
+def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(
+    model: Path, changes: dict[str, Any]
+) -> None:
     fields = {
         "dtype": "float16",
         "max_model_len": 99,
@@ -134,13 +184,19 @@ def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(
     expected = EngineSettings(model_path=str(model), **fields)
     assert settings(*serve_arguments(expected, port=8001)) == expected
     python, _, module, *arguments = shlex.split(serve_command(expected, "http://10.0.0.1:8001"))
-    assert (python, module, read_arguments(ServeOptions, arguments).port) == ("python", "launch.serve", 8001)
+    assert (python, module, read_arguments(ServeOptions, arguments).port) == (
+        "python",
+        "launch.serve",
+        8001,
+    )
 
 
 def test_the_command_for_a_run_without_images_is_one_that_the_server_takes(model: Path) -> None:
     expected = replace(settings(f"model={model}", "device=cpu"), max_images_per_prompt=0)
     started = settings(*serve_arguments(expected, port=8001))
-    assert started == replace(expected, max_images_per_prompt=1), "room that a text model does not need"
+    assert started == replace(expected, max_images_per_prompt=1), (
+        "room that a text model does not need"
+    )
     seeing = replace(expected, max_images_per_prompt=3)
     assert settings(*serve_arguments(seeing, port=8001)) == seeing
 
@@ -156,12 +212,23 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
         "enable_lora=true",
         "max_lora_rank=4096",
     )
-    assert {one.partition(":")[0] for one in found} == {"model", "host", "transport", "image_root", "repeat_terminate.x", "max_lora_rank"}
-    assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith("token_env: the environment variable NOT_THERE is not set")
+    assert {one.partition(":")[0] for one in found} == {
+        "model",
+        "host",
+        "transport",
+        "image_root",
+        "repeat_terminate.x",
+        "max_lora_rank",
+    }
+    assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith(
+        "token_env: the environment variable NOT_THERE is not set"
+    )
 
 
 @pytest.mark.parametrize(("device", "transport"), [("cuda", "rollmatch_gloo"), ("cpu", "nccl")])
-def test_a_transport_for_the_other_kind_of_device_is_refused(model: Path, device: str, transport: str) -> None:
+def test_a_transport_for_the_other_kind_of_device_is_refused(
+    model: Path, device: str, transport: str
+) -> None:
     (problem,) = problems(f"model={model}", f"device={device}", f"transport={transport}")
     assert problem.startswith(f"transport: {transport} ")
 
@@ -171,7 +238,11 @@ def test_a_port_that_is_taken_is_known_before_anything_is_loaded(model: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = subprocess.run(
-            [sys.executable, "-m", "launch.serve", f"model={model}", f"port={port}"], capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, "-m", "launch.serve", f"model={model}", f"port={port}"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
     assert done.returncode == 2
     assert f"port: cannot listen on 127.0.0.1:{port}" in done.stderr

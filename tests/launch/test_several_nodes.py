@@ -1,4 +1,6 @@
-"""A run on a cluster that is there already, whose nodes are too small for all of it (placement groups, several nodes), and what is seen of it there."""
+"""A run on a cluster that is there already, whose nodes are too small for all of it (placement
+groups, several nodes), and what is seen of it there.
+"""
 
 import json
 import signal
@@ -15,7 +17,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def nodes(orphans_are_adopted):
-    """Two nodes of one CPU each beside a head without any: four processes of half a CPU need both."""
+    """Two nodes of one CPU each beside a head without any: four processes of half a CPU need
+    both."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(2):
         cluster.add_node(num_cpus=1)
@@ -24,10 +27,24 @@ def nodes(orphans_are_adopted):
     cluster.shutdown()
 
 
-def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running(nodes, start_command, warm_checkpoint, demo_data, tmp_path):
-    steps = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", "rollout_matching.decode_batch_size=4"]
-    ranks = ["learner.world_size=2", "learner.cpus=0.5", "rollout_matching.vllm.actors.num_actors=2", "telemetry.name=spread"]
-    command = start_command(tmp_path, warm_checkpoint, demo_data, *steps, *ranks, f"cluster.address={nodes.address}")
+def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running(
+    nodes, start_command, warm_checkpoint, demo_data, tmp_path
+):
+    steps = [
+        "training.max_steps=500",
+        "stage2_ab.schedule.warmup_steps=0",
+        "data.val=null",
+        "rollout_matching.decode_batch_size=4",
+    ]
+    ranks = [
+        "learner.world_size=2",
+        "learner.cpus=0.5",
+        "rollout_matching.vllm.actors.num_actors=2",
+        "telemetry.name=spread",
+    ]
+    command = start_command(
+        tmp_path, warm_checkpoint, demo_data, *steps, *ranks, f"cluster.address={nodes.address}"
+    )
     command.wait_for("step    2/500")
     used, names, metrics = json.loads(printed_by(f"asked = set({ASKED})\n{SEEN}", nodes))
     assert used == [1.0, 1.0], "two processes of half a CPU on each of the two nodes"
@@ -38,19 +55,49 @@ def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running
     (checkpoint,) = command.run_dir.glob("checkpoint_interrupted_*")
     assert f"saved     {checkpoint}" in command.output
     # The run gave everything back.
-    assert printed_by("print([node['Alive'] for node in ray.nodes()], ray.available_resources()['CPU'])", nodes) == "[True, True, True] 2.0"
+    assert (
+        printed_by(
+            "print([node['Alive'] for node in ray.nodes()], ray.available_resources()['CPU'])",
+            nodes,
+        )
+        == "[True, True, True] 2.0"
+    )
 
 
-def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(nodes, start_command, warm_checkpoint, demo_data, tmp_path):
-    command = start_command(tmp_path, warm_checkpoint, demo_data, "training.max_steps=2", "learner.cpus=2", f"cluster.address={nodes.address}")
+def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(
+    nodes, start_command, warm_checkpoint, demo_data, tmp_path
+):
+    command = start_command(
+        tmp_path,
+        warm_checkpoint,
+        demo_data,
+        "training.max_steps=2",
+        "learner.cpus=2",
+        f"cluster.address={nodes.address}",
+    )
     assert command.process.wait(timeout=120) == 2, command.output
-    assert "learner.cpus: a learner rank of 2 CPU has to fit one node, and the largest node of the cluster has 1; lower it" in command.output
+    assert (
+        "learner.cpus: a learner rank of 2 CPU has to fit one node, and the largest node of the"
+        " cluster has 1; lower it" in command.output
+    )
 
 
-def test_what_does_not_fit_all_nodes_together_is_refused_with_what_there_is(nodes, start_command, warm_checkpoint, demo_data, tmp_path):
-    command = start_command(tmp_path, warm_checkpoint, demo_data, "training.max_steps=2", "learner.cpus=1", f"cluster.address={nodes.address}")
+def test_what_does_not_fit_all_nodes_together_is_refused_with_what_there_is(
+    nodes, start_command, warm_checkpoint, demo_data, tmp_path
+):
+    command = start_command(
+        tmp_path,
+        warm_checkpoint,
+        demo_data,
+        "training.max_steps=2",
+        "learner.cpus=1",
+        f"cluster.address={nodes.address}",
+    )
     assert command.process.wait(timeout=120) == 2, command.output
-    assert "3 actors of 0.5 CPU and a learner of 1 ask for 2.5 CPU, the cluster has 2" in command.output
+    assert (
+        "3 actors of 0.5 CPU and a learner of 1 ask for 2.5 CPU, the cluster has 2"
+        in command.output
+    )
 
 
 def test_what_reaches_servers_stays_on_the_driver_s_node(nodes):
@@ -64,7 +111,9 @@ print(set(places) == {ray.get_runtime_context().get_node_id()})
     assert printed_by(code, nodes) == "True"
 
 
-ASKED = [f"ray_rollmatch_{name}" for name in ("loss", "phase_seconds", "tokens_per_s", "weight_version")]
+ASKED = [
+    f"ray_rollmatch_{name}" for name in ("loss", "phase_seconds", "tokens_per_s", "weight_version")
+]
 # Ray's public API for actors asks the dashboard, which these clusters do not have.
 SEEN = """
 import json, re, time
@@ -83,8 +132,20 @@ print(json.dumps([used, names, sorted(metrics & asked)]))
 
 
 def printed_by(code, nodes):
-    """In a process of its own on that cluster: the tests' may be connected to the session's, and can be to one alone."""
-    connect = f"import ray\nray.init(address={nodes.address!r}, log_to_driver=False, logging_level='error')\n"
-    done = subprocess.run([*warm_python.command(), "-c", connect + code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    """In a process of its own on that cluster: the tests' may be connected to the session's, and
+    can be to one alone.
+    """
+    connect = (
+        f"import ray\nray.init(address={nodes.address!r}, log_to_driver=False,"
+        " logging_level='error')\n"
+    )
+    done = subprocess.run(
+        [*warm_python.command(), "-c", connect + code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -1,4 +1,6 @@
-"""One sample of a run as a page: what is on it, and what is said where it cannot be made (issue 3, "Seeing a sample")."""
+"""One sample of a run as a page: what is on it, and what is said where it cannot be made (issue 3,
+"Seeing a sample").
+"""
 
 import io
 import json
@@ -16,7 +18,13 @@ from launch.show_sample import ShowOptions, main, show_sample
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import step_path
 from learner.samples import load_samples
-from learner.targets import TokenRole, ground_truth_target, parsed_target, target_settings, text_weights
+from learner.targets import (
+    TokenRole,
+    ground_truth_target,
+    parsed_target,
+    target_settings,
+    text_weights,
+)
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, RecordError
 from shared.grounding.parsing import parse_rollout
@@ -30,7 +38,11 @@ STEP = 7
 
 
 def entry(number, desc, bins, key="bbox_2d"):
-    return f'"object_{number}": {{"desc": "{desc}", "{key}": [' + ", ".join(f'"{coord_token(b)}"' for b in bins) + "]}"
+    return (
+        f'"object_{number}": {{"desc": "{desc}", "{key}": ['
+        + ", ".join(f'"{coord_token(b)}"' for b in bins)
+        + "]}"
+    )
 
 
 def shifted(truth: GroundTruthObject, by: int):
@@ -38,7 +50,9 @@ def shifted(truth: GroundTruthObject, by: int):
 
 
 class Run:
-    """A run's folder with one step of rollouts made by hand; position 0 has every kind of thing in it."""
+    """A run's folder with one step of rollouts made by hand; position 0 has every kind of thing in
+    it.
+    """
 
     def __init__(self, folder, checkpoint, data, **changes):
         self.folder = folder
@@ -56,23 +70,51 @@ class Run:
         log.begin(step, Channel.B)
         for position, text in enumerate(texts):
             token_ids = tuple(self.codec.encode(text))
-            rollout = Rollout(step, position, self.scene.sample_id, (1, 2), token_ids, None, None, None, FinishReason.LENGTH, (), 5, "actor-1", 0, 99, 0.1)
+            rollout = Rollout(
+                step,
+                position,
+                self.scene.sample_id,
+                (1, 2),
+                token_ids,
+                None,
+                None,
+                None,
+                FinishReason.LENGTH,
+                (),
+                5,
+                "actor-1",
+                0,
+                99,
+                0.1,
+            )
             parsed = parse_rollout(token_ids, self.codec, geometry=self.rules.geometry)
-            target = parsed_target(parsed if spoil is None else spoil(parsed), self.scene, self.codec, self.rules)
+            target = parsed_target(
+                parsed if spoil is None else spoil(parsed), self.scene, self.codec, self.rules
+            )
             self._write(log, rollout, target, Channel.B, position)
         log.close()
 
     def write_channel_a(self, step=1):
         log = RolloutLog(self.folder / "rollouts", self.codec)
         log.begin(step, Channel.A)
-        self._write(log, None, ground_truth_target(self.scene, self.codec, self.rules), Channel.A, 0)
+        self._write(
+            log, None, ground_truth_target(self.scene, self.codec, self.rules), Channel.A, 0
+        )
         log.close()
 
     def _write(self, log, rollout, target, channel, position):
-        log.write(rollout, self.scene, target, text_weights(self.config.rollout_matching.pipeline, channel).of(target.roles), position)
+        log.write(
+            rollout,
+            self.scene,
+            target,
+            text_weights(self.config.rollout_matching.pipeline, channel).of(target.roles),
+            position,
+        )
 
     def everything(self):
-        """A match with another name, a match, a false positive with a hostile name, three dropped entries, and a cut-off tail."""
+        """A match with another name, a match, a false positive with a hostile name, three dropped
+        entries, and a cut-off tail.
+        """
         first, second = self.scene.objects[:2]
         entries = [
             entry(1, "<script>alert(1)</script>", shifted(first, 20)),
@@ -130,11 +172,21 @@ def test_what_a_model_wrote_is_escaped(everything):
 
 def test_every_object_and_every_reason_is_listed(run, everything):
     text = re.sub(r"<[^>]*>", " ", everything)
-    for words in ("the name differs", "unmatched: neutral", "dropped: wrong_arity", "dropped: poly_unsupported", "dropped: missing_geom", "truncated"):
+    for words in (
+        "the name differs",
+        "unmatched: neutral",
+        "dropped: wrong_arity",
+        "dropped: poly_unsupported",
+        "dropped: missing_geom",
+        "truncated",
+    ):
         assert words in text
     for number in (7, 8):
         assert f"appended as object_{number}" in text
-    assert "3 valid predictions for 4 ground-truth objects: 2 matched and supervised, 1 unmatched, 3 dropped; 2 appended" in text
+    assert (
+        "3 valid predictions for 4 ground-truth objects: 2 matched and supervised, 1 unmatched, 3"
+        " dropped; 2 appended" in text
+    )
     assert run.scene.sample_id in text
     for fact in ("v5", "actor-1", "99", "length"):
         assert fact in text
@@ -142,12 +194,17 @@ def test_every_object_and_every_reason_is_listed(run, everything):
 
 def test_pairs_share_colour_and_number_and_all_objects_are_drawn(run, everything):
     page = Page(everything)
-    assert {"G0", "G1", "G2", "G3", "P0→G0", "P1→G1", "P2"} <= set(re.findall(r">([GP][^<]*)</text>", everything))
+    assert {"G0", "G1", "G2", "G3", "P0→G0", "P1→G1", "P2"} <= set(
+        re.findall(r">([GP][^<]*)</text>", everything)
+    )
     # A halo and a line each, on two panels: 4 ground truths, 3 predictions.
     assert everything.count("<polygon") == 2 * 7
     assert page.tags.count("figure") == 2
     for i in (0, 1):
-        colours = {re.search(rf'fill="(#\w+)">{label}<', everything)[1] for label in (f"G{i}", f"P{i}→G{i}")}
+        colours = {
+            re.search(rf'fill="(#\w+)">{label}<', everything)[1]
+            for label in (f"G{i}", f"P{i}→G{i}")
+        }
         assert len(colours) == 1
         assert f'style="color:{colours.pop()}">P{i}<' in everything
     # Unmatched on either side: 2 ground truths and 1 prediction.
@@ -172,8 +229,14 @@ def test_every_token_shows_what_supervises_it_and_how_much(run, everything):
     first = run.scene.objects[0]
     for has, should in zip(shifted(first, 20), first.bins, strict=True):
         assert f"{has}<b>→{should}</b>" in everything
-        assert any(f"bin {has}, should be {should} · one of 16 slots" in title for title in tooltips)
-    shares = [float(match[1]) for title in tooltips if (match := re.search(r"\((.*)% of the sample", title))]
+        assert any(
+            f"bin {has}, should be {should} · one of 16 slots" in title for title in tooltips
+        )
+    shares = [
+        float(match[1])
+        for title in tooltips
+        if (match := re.search(r"\((.*)% of the sample", title))
+    ]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert "append" in page.texts["seam"]
 
@@ -212,7 +275,12 @@ def test_a_step_of_channel_a_is_shown_without_a_rollout(run):
 
 def test_an_excluded_match_is_marked(run):
     def backwards(parsed):
-        return replace(parsed, objects=tuple(replace(one, coord_positions=one.coord_positions[::-1]) for one in parsed.objects))
+        return replace(
+            parsed,
+            objects=tuple(
+                replace(one, coord_positions=one.coord_positions[::-1]) for one in parsed.objects
+            ),
+        )
 
     run.write(serialize_objects(run.scene.objects[:1]), step=30, spoil=backwards)
     _, html = run.page(step=30)
@@ -303,7 +371,10 @@ def test_a_run_without_rollouts_says_why(tmp_path, demo_checkpoint, demo_data):
 def test_a_damaged_log_is_an_error_with_its_line(copied):
     path = step_path(copied.folder / "rollouts", STEP)
     path.write_text(path.read_text() + "{}\n")
-    with pytest.raises(RecordError, match=r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited"):
+    with pytest.raises(
+        RecordError,
+        match=r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited",
+    ):
         copied.page()
 
 
@@ -316,7 +387,10 @@ def test_a_line_of_another_shape_ends_the_command_without_a_traceback(copied, ca
         main([f"run={copied.folder}", f"step={STEP}", "position=0"])
     assert caught.value.code == 2
     said = capsys.readouterr().err
-    assert f"{path}:1: reading.pairs: field required; a run's log is not to be edited: restore the file, or check out the version that ran it" in said
+    assert (
+        f"{path}:1: reading.pairs: field required; a run's log is not to be edited: restore the"
+        " file, or check out the version that ran it" in said
+    )
 
 
 @pytest.mark.slow
@@ -336,23 +410,31 @@ def encoded(image_format, size=(64, 32), orientation=1):
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = io.BytesIO()
-    Image.new("RGB", size, "teal").save(file, format=image_format, **({"exif": exif} if image_format == "JPEG" else {}))
+    Image.new("RGB", size, "teal").save(
+        file, format=image_format, **({"exif": exif} if image_format == "JPEG" else {})
+    )
     return file.getvalue()
 
 
-@pytest.mark.parametrize(("image_format", "mime"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("BMP", "image/png")])
+@pytest.mark.parametrize(
+    ("image_format", "mime"),
+    [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("BMP", "image/png")],
+)
 def test_an_image_that_browsers_cannot_show_becomes_a_png(image_format, mime):
     assert f"data:{mime};base64," in Canvas((encoded(image_format),), 64, 32).definitions()
 
 
 def test_an_image_that_browsers_would_turn_is_embedded_as_training_sees_it():
-    assert "data:image/png;base64," in Canvas((encoded("JPEG", orientation=6),), 64, 32).definitions()
+    assert (
+        "data:image/png;base64," in Canvas((encoded("JPEG", orientation=6),), 64, 32).definitions()
+    )
 
 
 def test_shapes_lie_at_the_pixels_their_bins_mean():
     canvas = Canvas((encoded("PNG"),), 64, 32)
     box, polygon = (
-        DrawnObject(kind, bins, "", "", "#123456", dashed=False) for kind, bins in (("bbox_2d", (0, 0, 999, 999)), ("poly", (0, 999, 999, 999, 500, 0)))
+        DrawnObject(kind, bins, "", "", "#123456", dashed=False)
+        for kind, bins in (("bbox_2d", (0, 0, 999, 999)), ("poly", (0, 999, 999, 999, 500, 0)))
     )
     drawn = re.findall(r'points="([^"]*)"', canvas.panel(0, [box, polygon], ""))
     assert drawn[0] == "0.50,0.50 63.50,0.50 63.50,31.50 0.50,31.50"

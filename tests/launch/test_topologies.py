@@ -1,4 +1,6 @@
-"""The same job on every topology, by its command: the rollouts are the same, and so is what is learned (backends, ranks, servers, several nodes)."""
+"""The same job on every topology, by its command: the rollouts are the same, and so is what is
+learned (backends, ranks, servers, several nodes).
+"""
 
 import json
 import os
@@ -16,8 +18,14 @@ from rollout_actors.engine import warm_python
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-# Two channel-B steps of 12 rollouts from a model that already writes objects, without the queue, which not every topology has.
-STEPS = ("training.max_steps=2", "stage2_ab.schedule.warmup_steps=0", "data.max_val_samples=4", "stage2_ab.channel_b.enable_pipeline=false")
+# Two channel-B steps of 12 rollouts from a model that already writes objects, without the queue,
+# which not every topology has.
+STEPS = (
+    "training.max_steps=2",
+    "stage2_ab.schedule.warmup_steps=0",
+    "data.max_val_samples=4",
+    "stage2_ab.channel_b.enable_pipeline=false",
+)
 # Two requests of a device at a time, and the next round while one is learned.
 QUEUED = ("rollout_matching.decode_batch_size=2", "stage2_ab.channel_b.enable_pipeline=true")
 READY = re.compile(r"http://127\.0\.0\.1:\d+")
@@ -37,7 +45,15 @@ def job(cluster, warm_checkpoint, demo_data, tmp_path_factory):
 
     def run(experiment, *overrides):
         with commands() as start:
-            command = start(tmp_path_factory.mktemp(experiment), warm_checkpoint, demo_data, *STEPS, *overrides, cluster, experiment=experiment)
+            command = start(
+                tmp_path_factory.mktemp(experiment),
+                warm_checkpoint,
+                demo_data,
+                *STEPS,
+                *overrides,
+                cluster,
+                experiment=experiment,
+            )
             assert command.process.wait(timeout=400) == 0, command.output
         return command
 
@@ -52,7 +68,15 @@ def actors_job(job):
 def rollouts(command, step):
     """What became of every sample: response and seed, by position."""
     lines = read_step(step_path(command.run_dir / "rollouts", step + 1))
-    return [(line["position"], line["rollout"]["response_token_ids"], line["rollout"]["seed"], line["rollout"]["weight_version"]) for line in lines]
+    return [
+        (
+            line["position"],
+            line["rollout"]["response_token_ids"],
+            line["rollout"]["seed"],
+            line["rollout"]["weight_version"],
+        )
+        for line in lines
+    ]
 
 
 def losses(command):
@@ -62,9 +86,13 @@ def losses(command):
 def test_backend_implementation_swap_preserves_rollout_contract(job, actors_job):
     """An engine beside the learner: the same rollouts, and losses to the bit."""
     colocated = job("stage2_colocate")
-    assert [rollouts(colocated, step) for step in range(2)] == [rollouts(actors_job, step) for step in range(2)]
+    assert [rollouts(colocated, step) for step in range(2)] == [
+        rollouts(actors_job, step) for step in range(2)
+    ]
     assert losses(colocated) == losses(actors_job)
-    assert {line["rollout"]["actor"] for line in colocated.lines("rollouts/step_000001.jsonl")} == {"learner"}
+    assert {line["rollout"]["actor"] for line in colocated.lines("rollouts/step_000001.jsonl")} == {
+        "learner"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +106,20 @@ def test_transformers_gives_the_same_greedy_rollouts_of_the_first_step(hf_job, a
 
 
 def test_the_checkpoint_of_a_run_without_actors_is_evaluated_by_actors(hf_job):
-    command = [*warm_python.command(), "-m", "launch.evaluate", f"run={hf_job.run_dir}", "name=mine"]  # in the run's cluster
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    # in the run's cluster
+    command = [
+        *warm_python.command(),
+        "-m",
+        "launch.evaluate",
+        f"run={hf_job.run_dir}",
+        "name=mine",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     mine = json.loads((hf_job.run_dir / "evaluations" / "mine" / "report.json").read_text())
-    (*_, last) = hf_job.lines("evaluations.jsonl")
+    *_, last = hf_job.lines("evaluations.jsonl")
     assert mine["num_samples"] == last["num_samples"] == 4
 
 
@@ -90,17 +127,25 @@ def test_two_learner_ranks_that_generate_by_themselves_learn_what_one_does(job, 
     two = job("stage2_hf", "learner.world_size=2")
     assert rollouts(two, 0) == rollouts(hf_job, 0)
     assert losses(two) == pytest.approx(losses(hf_job), rel=1e-4)
-    assert {line["rollout"]["actor"] for rank in ("", ".rank1") for line in two.lines(f"rollouts/step_000001{rank}.jsonl")} == {"learner-0", "learner-1"}
+    assert {
+        line["rollout"]["actor"]
+        for rank in ("", ".rank1")
+        for line in two.lines(f"rollouts/step_000001{rank}.jsonl")
+    } == {"learner-0", "learner-1"}
 
 
 def test_two_learner_ranks_learn_what_one_does_with_the_in_step_queue_on(job, actors_job):
     two = job("stage2_2learners", *QUEUED)
-    (plan, *_) = two.lines("plan.jsonl")
+    plan, *_ = two.lines("plan.jsonl")
     assert plan["rounds"] == [[[0, 2], [6, 8]], [[2, 4], [8, 10]], [[4, 6], [10, 12]]]
     # Rows differ, since each rank packs its own, and with them the order of float sums.
     assert losses(two) == pytest.approx(losses(actors_job), rel=1e-4)
     assert [line["rollout/num"] for line in two.lines("metrics.jsonl")] == [12.0] * 2
-    tracks = {event["args"]["name"] for event in json.loads((two.run_dir / "timeline.json").read_text()) if event["name"] == "thread_name"}
+    tracks = {
+        event["args"]["name"]
+        for event in json.loads((two.run_dir / "timeline.json").read_text())
+        if event["name"] == "thread_name"
+    }
     assert {"learner-0", "learner-1", "driver"} <= tracks
 
 
@@ -109,9 +154,23 @@ class Server:
 
     def __init__(self, checkpoint, log, *more):
         self.log = log
-        options = [*more, "port=0", "dtype=float32", "max_model_len=512", "max_num_seqs=6", "kv_cache_memory_bytes=67108864", "enforce_eager=true"]
+        options = [
+            *more,
+            "port=0",
+            "dtype=float32",
+            "max_model_len=512",
+            "max_num_seqs=6",
+            "kv_cache_memory_bytes=67108864",
+            "enforce_eager=true",
+        ]
         command = [*warm_python.command(), "-m", "launch.serve", f"model={checkpoint}", *options]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def url(self):
         from time import monotonic, sleep
@@ -140,26 +199,39 @@ def in_server_mode(servers):
 
 
 def test_3_rollout_gpus_1_learner_gpu_is_operational_through_servers(job, actors_job, servers):
-    """Scenario: 3 rollout GPUs + 1 learner GPU is operational, on CPU: three servers, one learner, weights in memory."""
+    """Scenario: 3 rollout GPUs + 1 learner GPU is operational, on CPU: three servers, one learner,
+    weights in memory.
+    """
     served = job("stage2_server", in_server_mode(servers), "rollout_matching.decode_batch_size=6")
-    assert [rollouts(served, step) for step in range(2)] == [rollouts(actors_job, step) for step in range(2)]
+    assert [rollouts(served, step) for step in range(2)] == [
+        rollouts(actors_job, step) for step in range(2)
+    ]
     assert losses(served) == losses(actors_job)
-    (plan, *_) = served.lines("plan.jsonl")
+    plan, *_ = served.lines("plan.jsonl")
     assert [entry["base_url"] for entry in plan["servers"]] == servers
 
 
 def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job, servers):
-    """Scenario: rank 0 sends the weights, every rank's requests go out. A second run takes the servers from where the first left them; its ranks hold a part of
-    the model each, and its next round is generated while one is learned."""
-    served = job("stage2_server", in_server_mode(servers), "learner.world_size=2", "learner.model.sharding=fsdp", *QUEUED)
-    (plan, *_) = served.lines("plan.jsonl")
+    """Scenario: rank 0 sends the weights, every rank's requests go out. A second run takes the
+    servers from where the first left them; its ranks hold a part of the model each, and its next
+    round is generated while one is learned."""
+    served = job(
+        "stage2_server",
+        in_server_mode(servers),
+        "learner.world_size=2",
+        "learner.model.sharding=fsdp",
+        *QUEUED,
+    )
+    plan, *_ = served.lines("plan.jsonl")
     assert len(plan["rounds"]) == 2
     assert losses(served) == pytest.approx(losses(actors_job), rel=1e-4)
     assert rollouts(served, 0) == rollouts(actors_job, 0)
 
 
 def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(job, warm_checkpoint, tmp_path):
-    server = Server(warm_checkpoint, tmp_path / "server.log", "enable_lora=true", "max_lora_rank=16")
+    server = Server(
+        warm_checkpoint, tmp_path / "server.log", "enable_lora=true", "max_lora_rank=16"
+    )
     try:
         adapter = (
             "model.adapter.kind=lora",
@@ -167,7 +239,12 @@ def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(job, warm_checkpoi
             "rollout_matching.vllm.sync.mode=adapter",
             "training.learning_rate=1e-2",
         )
-        served = job("stage2_server", in_server_mode([server.url()]), "rollout_matching.decode_batch_size=6", *adapter)
+        served = job(
+            "stage2_server",
+            in_server_mode([server.url()]),
+            "rollout_matching.decode_batch_size=6",
+            *adapter,
+        )
     finally:
         server.process.terminate()
         server.process.wait(timeout=30)
@@ -177,8 +254,15 @@ def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(job, warm_checkpoi
     assert [{version for *_, version in rollouts(served, step)} for step in range(2)] == [{1}, {2}]
 
 
-def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_process(start_command, warm_checkpoint, demo_data, tmp_path):
-    overrides = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null", "learner.world_size=2"]
+def test_a_killed_learner_rank_ends_all_of_them_with_its_name_and_leaves_no_process(
+    start_command, warm_checkpoint, demo_data, tmp_path
+):
+    overrides = [
+        "training.max_steps=500",
+        "stage2_ab.schedule.warmup_steps=0",
+        "data.val=null",
+        "learner.world_size=2",
+    ]
     run = start_command(tmp_path, warm_checkpoint, demo_data, *overrides, experiment="stage2_hf")
     run.wait_for("step    2/500")
     os.kill(run.process_called("LearnerActor"), signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""What `launch.preflight` refuses, `launch.train` refuses before it has started or written anything."""
+"""What `launch.preflight` refuses, `launch.train` refuses before it has started or written
+anything.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,20 @@ def no_ray(*_: Any, **__: Any) -> NoReturn:
     [
         ({"learner__cpus": 4096.0}, r"^learner\.cpus: "),
         ({"global_max_length": 128}, r"^global_max_length: 128 is too short for sample "),
-        ({"model__adapter": {"kind": "lora", "target_modules": ["q_projj"]}}, r"^model\.adapter\.target_modules: no linear layer .* is called q_projj"),
+        (
+            {"model__adapter": {"kind": "lora", "target_modules": ["q_projj"]}},
+            r"^model\.adapter\.target_modules: no linear layer .* is called q_projj",
+        ),
         ({"cluster__temp_dir": "/tmp/" + "long" * 20}, r"^cluster\.temp_dir: "),
     ],
 )
 def test_a_run_that_cannot_work_is_refused_before_anything_is_there(
-    changes: dict[str, Any], problem: str, demo_checkpoint: Path, demo_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    problem: str,
+    demo_checkpoint: Path,
+    demo_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import ray
 

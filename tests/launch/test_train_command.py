@@ -13,8 +13,23 @@ ROOT = Path(__file__).parents[2]
 
 
 def train(tmp_path, *overrides):
-    command = [sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", f"telemetry.run_dir={tmp_path / 'run'}", *overrides]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "400"}, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "launch.train",
+        "+experiment=stage2_3v1",
+        f"telemetry.run_dir={tmp_path / 'run'}",
+        *overrides,
+    ]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "400"},
+        timeout=300,
+        check=False,
+    )
 
 
 def test_every_wrong_key_is_reported_at_once_with_its_path_and_a_suggestion(tmp_path):
@@ -42,14 +57,18 @@ def test_a_queue_without_dedicated_devices_is_refused(tmp_path):
 
 
 def test_a_missing_data_file_ends_the_run_before_anything_is_started(tmp_path):
-    done = train(tmp_path, f"data.train={tmp_path / 'nowhere.jsonl'}", f"model.path={_model(tmp_path)}")
+    done = train(
+        tmp_path, f"data.train={tmp_path / 'nowhere.jsonl'}", f"model.path={_model(tmp_path)}"
+    )
     assert done.returncode == 2
     assert "data.train: there is no file" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_the_batch_algebra_is_printed_before_the_start(tmp_path):
-    done = train(tmp_path, f"data.train={tmp_path / 'nowhere.jsonl'}", f"model.path={_model(tmp_path)}")
+    done = train(
+        tmp_path, f"data.train={tmp_path / 'nowhere.jsonl'}", f"model.path={_model(tmp_path)}"
+    )
     assert "32 raw rollouts in 2 rounds (16 + 16)" in done.stdout
 
 

@@ -23,10 +23,14 @@ def two_ranks() -> Iterator[RankProcesses]:
 
 
 @pytest.fixture(scope="session")
-def rank_config(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunConfig]:
-    """Three steps, A then B and B, of 12 samples and 11 rollouts: shares and rows that are not equal.
+def rank_config(
+    demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., RunConfig]:
+    """Three steps, A then B and B, of 12 samples and 11 rollouts: shares and rows that are not
+    equal.
 
-    One thread, and an epsilon of AdamW's above the gradients' rounding errors, which it would blow up to updates of full size.
+    One thread, and an epsilon of AdamW's above the gradients' rounding errors, which it would blow
+    up to updates of full size.
     """
     from config_support import configuration
 
@@ -40,7 +44,9 @@ def rank_config(demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest
         "stage2_ab__channel_b__rollouts_per_step": 11,
         "learner__cpu_threads": 1,
     }
-    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **settings | changes)
+    return lambda **changes: configuration(
+        demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **settings | changes
+    )
 
 
 @pytest.fixture(scope="session")

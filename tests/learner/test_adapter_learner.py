@@ -1,4 +1,6 @@
-"""A whole learner with an adapter: what its steps change, what it offers, and what it goes on with after a failure (spec: weight sync mode selection)."""
+"""A whole learner with an adapter: what its steps change, what it offers, and what it goes on with
+after a failure (spec: weight sync mode selection).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def learner(demo_checkpoint, demo_data, tmp_path):
         adapter = {"kind": kind, "rank": 4, "alpha": 8.0}
         sync = {f"{VLLM}__enable_lora": mode != "full", f"{VLLM}__sync": {"mode": mode}}
         changes = {"model__adapter": adapter, **SMALL, **sync, **changes}
-        learners.append(make_learner(configuration(checkpoint, demo_data, tmp_path / "run", **changes)))
+        learners.append(
+            make_learner(configuration(checkpoint, demo_data, tmp_path / "run", **changes))
+        )
         return learners[-1]
 
     yield make
@@ -56,12 +60,24 @@ def learner(demo_checkpoint, demo_data, tmp_path):
 
 def steps(learner, count):
     for step in range(count):
-        learner.next_requests(StepPlan(step, Channel.A, num_samples=4, rollout_seed_base=0, evaluate_before=False, sync_after=False))
+        learner.next_requests(
+            StepPlan(
+                step,
+                Channel.A,
+                num_samples=4,
+                rollout_seed_base=0,
+                evaluate_before=False,
+                sync_after=False,
+            )
+        )
         yield learner.finish_step()
 
 
 def weights(learner):
-    return {name: parameter.detach().clone() for name, parameter in learner.loaded.model.named_parameters()}
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in learner.loaded.model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -76,12 +92,16 @@ def test_steps_change_the_adapter_and_nothing_else(learner, kind, gradient_check
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_fresh_tokens_of_the_checkpoint_are_learned_offered_and_saved(learner, demo_checkpoint, tmp_path, gradient_checkpointing):
+def test_fresh_tokens_of_the_checkpoint_are_learned_offered_and_saved(
+    learner, demo_checkpoint, tmp_path, gradient_checkpointing
+):
     folder = shutil.copytree(demo_checkpoint, tmp_path / "fresh")
     vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
     fresh = FreshTokens(vocabulary[COORD_TOKENS[0]], NUM_BINS)
     fresh.save(folder)
-    one = learner(mode="auto", checkpoint=folder, model__gradient_checkpointing=gradient_checkpointing)
+    one = learner(
+        mode="auto", checkpoint=folder, model__gradient_checkpointing=gradient_checkpointing
+    )
     embedding = "model.language_model.embed_tokens.weight"
     before = dict(one.parallel.weights.tensors())[embedding].clone()
     list(steps(one, 2))
@@ -98,7 +118,9 @@ def test_fresh_tokens_of_the_checkpoint_are_learned_offered_and_saved(learner, d
     assert FreshTokens.of(tmp_path / "saved") == fresh
 
 
-def test_a_checkpoint_of_a_run_that_trains_the_embeddings_has_no_fresh_tokens(learner, demo_checkpoint, tmp_path):
+def test_a_checkpoint_of_a_run_that_trains_the_embeddings_has_no_fresh_tokens(
+    learner, demo_checkpoint, tmp_path
+):
     folder = shutil.copytree(demo_checkpoint, tmp_path / "fresh")
     FreshTokens(100, 1000).save(folder)
     one = learner(mode="full", checkpoint=folder, model__adapter=None)
@@ -118,7 +140,10 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
     for version in (2, 3):
         offer = one.publisher.offer()
         assert (offer.transport, offer.version) == ("rollmatch_gloo", version)
-        assert not any("lora" in tensor.name or "base_layer" in tensor.name for tensor in FullOffer.of(offer).tensors)
+        assert not any(
+            "lora" in tensor.name or "base_layer" in tensor.name
+            for tensor in FullOffer.of(offer).tensors
+        )
         one.publisher.done()
 
 
@@ -127,7 +152,9 @@ def test_a_learner_that_resolves_to_full_offers_merged_weights_from_the_start(le
     assert learner(kind, mode).publisher.offer().transport == "rollmatch_gloo"
 
 
-def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_it_too(learner, demo_checkpoint, tmp_path):
+def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_it_too(
+    learner, demo_checkpoint, tmp_path
+):
     one = learner(mode="auto")
     untrained = one.publisher.offer().canary
     one.publisher.done()
@@ -135,18 +162,31 @@ def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_
     trained = one.publisher.offer().canary
     one.publisher.done()
     assert trained.expanded_token_ids == untrained.expanded_token_ids
-    assert max(abs(a - b) for a, b in zip(trained.expected_logprobs, untrained.expected_logprobs, strict=True)) > 0.01
+    assert (
+        max(
+            abs(a - b)
+            for a, b in zip(trained.expected_logprobs, untrained.expected_logprobs, strict=True)
+        )
+        > 0.01
+    )
     one.publisher.save(tmp_path / "saved")
     base = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
-    models = (AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32), PeftModel.from_pretrained(base, tmp_path / "saved/adapter"))
+    models = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32),
+        PeftModel.from_pretrained(base, tmp_path / "saved/adapter"),
+    )
     ids_1T = torch.tensor([trained.expanded_token_ids[-20:]])
     with torch.no_grad():
         expected = one.loaded.model.eval()(input_ids=ids_1T, use_cache=False).logits
         for model in models:
-            torch.testing.assert_close(model.eval()(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+            torch.testing.assert_close(
+                model.eval()(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5
+            )
 
 
-def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_never_changes(learner):
+def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_never_changes(
+    learner,
+):
     one = learner()
     untrained = one.publisher.offer().canary
     one.publisher.done()
@@ -158,18 +198,26 @@ def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_ne
     assert learner("lora", "full").publisher.offer().canary.base_logprobs is None
 
 
-def test_the_canary_without_the_adapter_is_what_the_base_model_thinks_also_where_the_adapter_has_learned_before_it_was_first_asked(learner):
+def test_the_canary_without_the_adapter_is_what_the_base_model_thinks_also_where_the_adapter_has_learned_before_it_was_first_asked(
+    learner,
+):
     one = learner()
     untrained = one.publisher.canary.logprobs()  # a fresh adapter has no effect
     list(steps(one, 2))
     probe = one.publisher.canary.probe()
     assert probe.base_logprobs == untrained
-    assert max(abs(a - b) for a, b in zip(probe.expected_logprobs, probe.base_logprobs, strict=True)) > 0.01
+    assert (
+        max(abs(a - b) for a, b in zip(probe.expected_logprobs, probe.base_logprobs, strict=True))
+        > 0.01
+    )
 
 
 def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_checkpoint):
     model = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
     apply_adapter(model, AdapterSection(kind="lora", rank=4), base_path="here", seed=0)
     model.peft_config.clear()
-    with pytest.raises(WeightSyncError, match=r"offer on learner: it cannot be written down \(KeyError: 'default'\)"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"offer on learner: it cannot be written down \(KeyError: 'default'\)",
+    ):
         AdapterSender(model, timeout_s=1.0).offer(1, CANARY)

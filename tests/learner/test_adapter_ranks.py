@@ -1,4 +1,6 @@
-"""Several ranks train an adapter as one rank does, whole or sharded, and write the same checkpoint (DESIGN 9)."""
+"""Several ranks train an adapter as one rank does, whole or sharded, and write the same checkpoint
+(DESIGN 9).
+"""
 
 import shutil
 
@@ -35,19 +37,27 @@ def alone(request, rank_config, tmp_path_factory, with_fresh_tokens):
     config = rank_config(**adapter(request.param, with_fresh_tokens))
     learned = rank_jobs.learn(ALONE, None, config, STEPS, CHUNK, folder)
     start = rank_jobs.learn(ALONE, None, config, 0, CHUNK)
-    assert any((weight - start.weights[name]).abs().max() > 1e-3 for name, weight in learned.weights.items())
+    assert any(
+        (weight - start.weights[name]).abs().max() > 1e-3
+        for name, weight in learned.weights.items()
+    )
     return request.param, learned, folder
 
 
-def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(two_ranks, rank_config, tmp_path, alone, with_fresh_tokens):
-    """Lora is dora without magnitudes: sharded, which is where an adapter is gathered, both are looked at.
+def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(
+    two_ranks, rank_config, tmp_path, alone, with_fresh_tokens
+):
+    """Lora is dora without magnitudes: sharded, which is where an adapter is gathered, both are
+    looked at.
 
     Rows of the embedding, of fresh tokens, are trained beside it.
     """
     kind, one_rank, saved = alone
     for parallel in {"dora": ("ddp", "fsdp"), "lora": ("fsdp",)}[kind]:
         folder = tmp_path / parallel
-        config = rank_config(**adapter(kind, with_fresh_tokens), learner__world_size=2, learner__parallel=parallel)
+        config = rank_config(
+            **adapter(kind, with_fresh_tokens), learner__world_size=2, learner__parallel=parallel
+        )
         ranks = two_ranks.run(rank_jobs.learn, config, STEPS, CHUNK // 2, folder)
         assert ranks[0].weights.keys() == one_rank.weights.keys()
         for name, weight in one_rank.weights.items():
@@ -57,4 +67,7 @@ def test_two_ranks_train_and_save_the_adapter_that_one_rank_does(two_ranks, rank
             assert one.keys() == several.keys()
             for name, tensor in one.items():
                 torch.testing.assert_close(several[name], tensor, rtol=0, atol=1e-5)
-        assert "base_model.model.model.language_model.embed_tokens.token_adapter.trainable_tokens_delta" in several
+        assert (
+            "base_model.model.model.language_model.embed_tokens.token_adapter.trainable_tokens_delta"
+            in several
+        )

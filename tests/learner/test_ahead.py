@@ -1,4 +1,6 @@
-"""What rows are made of is prepared beside the device and the engines, in order, and nothing of it is lost or taken twice."""
+"""What rows are made of is prepared beside the device and the engines, in order, and nothing of it
+is lost or taken twice.
+"""
 
 from threading import Event, Semaphore, get_ident
 from types import SimpleNamespace
@@ -64,7 +66,9 @@ def test_an_error_comes_in_its_item_s_place_and_what_is_behind_it_is_not_prepare
 
 @pytest.fixture
 def matching(tmp_path, one_ahead, monkeypatch):
-    """A step's work without a model: `counted` is released for every prompt, `targets` for every target that is made."""
+    """A step's work without a model: `counted` is released for every prompt, `targets` for every
+    target that is made.
+    """
     counted, targets, threads = Semaphore(0), Semaphore(0), set()
 
     def encode(sample):
@@ -81,13 +85,17 @@ def matching(tmp_path, one_ahead, monkeypatch):
     monkeypatch.setattr(RolloutMatchingStep, "_taken", lambda step, target, rollout: target)
     config = configuration(tmp_path, tmp_path, tmp_path)
     encoder, tokens = SimpleNamespace(encode=encode), SimpleNamespace(codec=None)
-    work = SimpleNamespace(config=config, ahead=one_ahead, encoder=encoder, tokens=tokens, rules=None, log=None)
+    work = SimpleNamespace(
+        config=config, ahead=one_ahead, encoder=encoder, tokens=tokens, rules=None, log=None
+    )
     return SimpleNamespace(work=work, counted=counted, targets=targets, threads=threads)
 
 
 def matching_step(matching, channel):
     samples = [Sample(f"s{number}", (), 8, 8, ()) for number in range(3)]
-    return RolloutMatchingStep(matching.work, StepPlan(0, channel, 3, 0, False, False), range(3), samples, Mock())
+    return RolloutMatchingStep(
+        matching.work, StepPlan(0, channel, 3, 0, False, False), range(3), samples, Mock()
+    )
 
 
 def test_prompts_are_encoded_before_engines_have_answered(matching):
@@ -98,12 +106,19 @@ def test_prompts_are_encoded_before_engines_have_answered(matching):
 def test_the_next_segments_are_made_while_the_present_one_is_learned(matching):
     segments = matching_step(matching, Channel.A).ground_truth()
     first = next(segments)
-    assert all(matching.counted.acquire(timeout=LIMIT_S) and matching.targets.acquire(timeout=LIMIT_S) for _ in range(3))
-    assert [(s.prompt, s.target) for s in (first, *segments)] == [(f"prompt of s{i}", f"target of s{i}") for i in range(3)]
+    assert all(
+        matching.counted.acquire(timeout=LIMIT_S) and matching.targets.acquire(timeout=LIMIT_S)
+        for _ in range(3)
+    )
+    assert [(s.prompt, s.target) for s in (first, *segments)] == [
+        (f"prompt of s{i}", f"target of s{i}") for i in range(3)
+    ]
     assert get_ident() not in matching.threads
 
 
-def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learned(tmp_path, one_ahead, monkeypatch):
+def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learned(
+    tmp_path, one_ahead, monkeypatch
+):
     made = Semaphore(0)
 
     def learned(step, rollout):
@@ -115,12 +130,22 @@ def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learn
     work = SimpleNamespace(config=config, environment=config.environment, ahead=one_ahead, log=None)
     rewards = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)]
     answers = [
-        [SimpleNamespace(position=2 * g + i, reward=reward, error=None, examples=()) for i, reward in enumerate(group)] for g, group in enumerate(rewards)
+        [
+            SimpleNamespace(position=2 * g + i, reward=reward, error=None, examples=())
+            for i, reward in enumerate(group)
+        ]
+        for g, group in enumerate(rewards)
     ]
-    step = TrajectoryBatch(work, StepPlan(0, Channel.B, 6, 0, False, False), range(6), [0, 1, 2], Mock())
+    step = TrajectoryBatch(
+        work, StepPlan(0, Channel.B, 6, 0, False, False), range(6), [0, 1, 2], Mock()
+    )
     segments = step.segments(answers, version=0)
     first = next(segments)
     assert all(made.acquire(timeout=LIMIT_S) for _ in range(4))
     # The second group has equal rewards, and is left out.
     assert [first, *segments] == ["0a", "0b", "1a", "1b", "4a", "4b", "5a", "5b"]
-    assert [call.kwargs["num_left_out"] for call in step._tally.add_group.call_args_list] == [0, 2, 0]
+    assert [call.kwargs["num_left_out"] for call in step._tally.add_group.call_args_list] == [
+        0,
+        2,
+        0,
+    ]

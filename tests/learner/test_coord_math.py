@@ -24,7 +24,14 @@ def softmax(values, temperature=1.0):
 
 
 def gaussian(center, sigma, truncate):
-    weights = [math.exp(-(((k - center) / sigma) ** 2) / 2) if truncate is None or abs(k - center) <= truncate else 0.0 for k in range(NUM_BINS)]
+    weights = [
+        (
+            math.exp(-(((k - center) / sigma) ** 2) / 2)
+            if truncate is None or abs(k - center) <= truncate
+            else 0.0
+        )
+        for k in range(NUM_BINS)
+    ]
     return [weight / sum(weights) for weight in weights]
 
 
@@ -35,7 +42,9 @@ def gaussian(center, sigma, truncate):
 def test_soft_targets_are_a_truncated_renormalised_gaussian(sigma, truncate):
     targets = coord_math.soft_targets(torch.tensor([0, 500, 999]), sigma=sigma, truncate=truncate)
     for row, center in zip(targets, (0, 500, 999), strict=True):
-        torch.testing.assert_close(row, torch.tensor(gaussian(center, sigma, truncate)), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            row, torch.tensor(gaussian(center, sigma, truncate)), atol=1e-6, rtol=0
+        )
 
 
 def test_soft_targets_of_fractions_are_centred_between_bins():
@@ -47,12 +56,23 @@ def test_soft_targets_of_fractions_are_centred_between_bins():
 
 @pytest.mark.parametrize(("sigma", "truncate"), [(2.0, 0), (1e-12, None), (1e-12, 0), (1e30, 0)])
 def test_where_truncation_or_a_small_sigma_leaves_nothing_the_nearest_bin_stays(sigma, truncate):
-    targets = coord_math.soft_targets(torch.tensor([0.4, 10.6, 998.8]), sigma=sigma, truncate=truncate)
-    torch.testing.assert_close(targets, torch.nn.functional.one_hot(torch.tensor([0, 11, 999]), NUM_BINS).float())
+    targets = coord_math.soft_targets(
+        torch.tensor([0.4, 10.6, 998.8]), sigma=sigma, truncate=truncate
+    )
+    torch.testing.assert_close(
+        targets, torch.nn.functional.one_hot(torch.tensor([0, 11, 999]), NUM_BINS).float()
+    )
 
 
 def test_the_nearest_bin_of_a_half_is_the_upper_one():
-    assert coord_math.nearest_bins(torch.tensor([-0.2, 0.49, 0.5, 1.5, 998.5, 999.4])).tolist() == [0, 0, 1, 2, 999, 999]
+    assert coord_math.nearest_bins(torch.tensor([-0.2, 0.49, 0.5, 1.5, 998.5, 999.4])).tolist() == [
+        0,
+        0,
+        1,
+        2,
+        999,
+        999,
+    ]
 
 
 # Coord slots
@@ -65,7 +85,9 @@ def test_soft_cross_entropy_is_the_sum_over_bins(logits):
         losses = coord_math.soft_cross_entropy(coord, targets, temperature=temperature)
         for row, target, loss in zip(coord, targets, losses, strict=True):
             p = softmax(row, temperature)
-            assert loss.item() == pytest.approx(-sum(float(q) * math.log(p_k) for q, p_k in zip(target, p, strict=True)), rel=1e-4)
+            assert loss.item() == pytest.approx(
+                -sum(float(q) * math.log(p_k) for q, p_k in zip(target, p, strict=True)), rel=1e-4
+            )
 
 
 def test_w1_is_the_l1_distance_of_the_cumulative_distributions_over_999(logits):
@@ -106,22 +128,36 @@ def test_a_point_mass_decodes_to_its_bin():
     coord = torch.full((3, NUM_BINS), -1e4)
     for slot, bin_ in enumerate((0, 417, 999)):
         coord[slot, bin_] = 1e4
-    torch.testing.assert_close(coord_math.expected_coordinate(coord), torch.tensor([0.0, 417.0, 999.0]) / 999)
+    torch.testing.assert_close(
+        coord_math.expected_coordinate(coord), torch.tensor([0.0, 417.0, 999.0]) / 999
+    )
 
 
 def test_top5_hits_count_the_five_most_probable_bins_of_equal_ones_the_lower(logits):
     coord = logits[:, COORD_IDS].repeat(3, 1)
     order = [sorted(range(NUM_BINS), key=lambda k, row=row: (-float(row[k]), k)) for row in coord]
-    targets = torch.tensor([float(order[slot][rank]) for slot, rank in enumerate([0, 1, 2, 3, 4, 5, 6, 500, 999, 0, 4, 5])])
-    assert coord_math.top5_hits(coord, targets).tolist() == [rank < 5 for rank in [0, 1, 2, 3, 4, 5, 6, 500, 999, 0, 4, 5]]
-    assert coord_math.top5_hits(torch.zeros(3, NUM_BINS), torch.tensor([4.4, 4.5, 0.0])).tolist() == [True, False, True]
+    targets = torch.tensor(
+        [
+            float(order[slot][rank])
+            for slot, rank in enumerate([0, 1, 2, 3, 4, 5, 6, 500, 999, 0, 4, 5])
+        ]
+    )
+    assert coord_math.top5_hits(coord, targets).tolist() == [
+        rank < 5 for rank in [0, 1, 2, 3, 4, 5, 6, 500, 999, 0, 4, 5]
+    ]
+    assert coord_math.top5_hits(
+        torch.zeros(3, NUM_BINS), torch.tensor([4.4, 4.5, 0.0])
+    ).tolist() == [True, False, True]
 
 
 # The whole vocabulary
 
 
 def test_the_gates_measure_the_probability_on_the_wrong_vocabulary(logits):
-    leak, gate = coord_math.gate_mass_leak(logits, COORD_IDS, temperature=1.3), coord_math.text_gate(logits, COORD_IDS, temperature=1.3)
+    leak, gate = (
+        coord_math.gate_mass_leak(logits, COORD_IDS, temperature=1.3),
+        coord_math.text_gate(logits, COORD_IDS, temperature=1.3),
+    )
     for row, leak_value, gate_value in zip(logits, leak, gate, strict=True):
         p = softmax(row, 1.3)
         p_coord = sum(p[int(token)] for token in COORD_IDS)
@@ -130,27 +166,51 @@ def test_the_gates_measure_the_probability_on_the_wrong_vocabulary(logits):
 
 
 def test_the_text_gate_is_exact_for_small_and_large_coord_mass_and_bounded():
-    """One coord logit against one text logit: the coord vocabulary's probability is a sigmoid of their difference."""
+    """One coord logit against one text logit: the coord vocabulary's probability is a sigmoid of
+    their difference.
+    """
     differences = [-30.0, -18.0, -9.0, -0.7, 0.0, 0.7, 4.0, 12.0, 40.0]
     logits = torch.full((len(differences), VOCABULARY), -1e4)
     logits[:, 0] = 0.0
     logits[:, 500] = torch.tensor(differences)
     gate = coord_math.text_gate(logits, COORD_IDS)
-    expected = [min(math.log1p(math.exp(difference)), -math.log(1e-6)) for difference in differences]
+    expected = [
+        min(math.log1p(math.exp(difference)), -math.log(1e-6)) for difference in differences
+    ]
     assert gate.tolist() == pytest.approx(expected, rel=1e-2, abs=1e-14)
     assert gate[0] > 0, "the smallest coord mass contributes"
 
 
 def test_gate_loss_numeric_fences_are_consistent_across_training_and_rollout_paths(logits):
-    """Identical full-vocabulary logits, coord logits and temperature: the row's pass and the helper on bare logits agree position by position."""
+    """Identical full-vocabulary logits, coord logits and temperature: the row's pass and the helper
+    on bare logits agree position by position.
+    """
     wild = logits.clone()
     wild[0, 7], wild[1, 3], wild[2, 900], wild[3, :] = math.nan, math.inf, -math.inf, 3e38
     every = torch.arange(4)
     for temperature in (1.0, 0.3, 1e-9):
-        reading = coord_math.read_logits(wild, torch.zeros(4, dtype=torch.long), every, COORD_IDS, (Normalizer(), Normalizer(temperature)))
-        leak = coord_math.mass_leak(reading.log_normalizers_N[1], reading.coord_logits_PC, temperature=temperature)
-        torch.testing.assert_close(leak, coord_math.gate_mass_leak(wild, COORD_IDS, temperature=temperature), rtol=0, atol=0)
-        torch.testing.assert_close(coord_math.gate_of_leak(leak), coord_math.text_gate(wild, COORD_IDS, temperature=temperature), rtol=0, atol=0)
+        reading = coord_math.read_logits(
+            wild,
+            torch.zeros(4, dtype=torch.long),
+            every,
+            COORD_IDS,
+            (Normalizer(), Normalizer(temperature)),
+        )
+        leak = coord_math.mass_leak(
+            reading.log_normalizers_N[1], reading.coord_logits_PC, temperature=temperature
+        )
+        torch.testing.assert_close(
+            leak,
+            coord_math.gate_mass_leak(wild, COORD_IDS, temperature=temperature),
+            rtol=0,
+            atol=0,
+        )
+        torch.testing.assert_close(
+            coord_math.gate_of_leak(leak),
+            coord_math.text_gate(wild, COORD_IDS, temperature=temperature),
+            rtol=0,
+            atol=0,
+        )
         torch.testing.assert_close(coord_math.coord_mass(leak), torch.exp(-leak))
 
 
@@ -158,17 +218,28 @@ def test_token_logprobs_divide_by_the_temperature_and_leave_excluded_ids_out(log
     tokens = torch.tensor([9, 10, 11, 12])
     for normalizer in (Normalizer(), Normalizer(0.5, (0, 1006)), Normalizer(1.0, (1006,))):
         reading = coord_math.read_logits(logits, tokens, torch.arange(0), COORD_IDS, (normalizer,))
-        values = coord_math.token_logprobs(reading.token_logits_N, reading.log_normalizers_N[0], normalizer.temperature)
+        values = coord_math.token_logprobs(
+            reading.token_logits_N, reading.log_normalizers_N[0], normalizer.temperature
+        )
         for row, token, value in zip(logits, tokens, values, strict=True):
-            kept = {i: math.exp(float(v) / normalizer.temperature) for i, v in enumerate(row) if i not in normalizer.excluded_ids}
-            assert value.item() == pytest.approx(math.log(kept[int(token)] / sum(kept.values())), abs=1e-4)
+            kept = {
+                i: math.exp(float(v) / normalizer.temperature)
+                for i, v in enumerate(row)
+                if i not in normalizer.excluded_ids
+            }
+            assert value.item() == pytest.approx(
+                math.log(kept[int(token)] / sum(kept.values())), abs=1e-4
+            )
 
 
 def test_the_gradient_of_a_reading_is_that_of_autograd(logits):
     tokens, coord_at = torch.tensor([9, 1009, 0, 600]), torch.tensor([1, 3])
     normalizers = (Normalizer(), Normalizer(0.6), Normalizer(1.4, (0, 3)))
     draw = torch.Generator().manual_seed(2)
-    weights = [torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((4,), (2, NUM_BINS), (4,), (4,), (4,))]
+    weights = [
+        torch.randn(*shape, generator=draw, dtype=torch.float64)
+        for shape in ((4,), (2, NUM_BINS), (4,), (4,), (4,))
+    ]
     ours, slow = logits.clone().requires_grad_(True), logits.double().requires_grad_(True)
     reading = coord_math.read_logits(ours, tokens, coord_at, COORD_IDS, normalizers)
     parts = (reading.token_logits_N, reading.coord_logits_PC, *reading.log_normalizers_N)
@@ -182,18 +253,25 @@ def test_the_gradient_of_a_reading_is_that_of_autograd(logits):
     )
     for part, expected in zip(parts, plain, strict=True):
         torch.testing.assert_close(part.double(), expected, atol=1e-5, rtol=1e-5)
-    sum((weight.float() * part).sum() for weight, part in zip(weights, parts, strict=True)).backward()
+    sum(
+        (weight.float() * part).sum() for weight, part in zip(weights, parts, strict=True)
+    ).backward()
     sum((weight * part).sum() for weight, part in zip(weights, plain, strict=True)).backward()
     torch.testing.assert_close(ours.grad.double(), slow.grad, atol=1e-5, rtol=1e-5)
 
 
 def test_a_bfloat16_gradient_is_rounded_once():
-    """A confident token's gradient p - 1 keeps its leading bits: bfloat16 could not tell p from 1."""
+    """A confident token's gradient p - 1 keeps its leading bits: bfloat16 could not tell p from
+    1."""
     logits = torch.zeros(1, VOCABULARY, dtype=torch.bfloat16)
     logits[0, 9] = 16.0
     ours, exact = logits.clone().requires_grad_(True), logits.float().requires_grad_(True)
-    reading = coord_math.read_logits(ours, torch.tensor([9]), torch.arange(0), COORD_IDS, (Normalizer(),))
-    (-coord_math.token_logprobs(reading.token_logits_N, reading.log_normalizers_N[0])).sum().backward()
+    reading = coord_math.read_logits(
+        ours, torch.tensor([9]), torch.arange(0), COORD_IDS, (Normalizer(),)
+    )
+    (
+        -coord_math.token_logprobs(reading.token_logits_N, reading.log_normalizers_N[0])
+    ).sum().backward()
     torch.nn.functional.cross_entropy(exact, torch.tensor([9])).backward()
     assert ours.grad.dtype is torch.bfloat16
     torch.testing.assert_close(ours.grad.float(), exact.grad, rtol=1e-2, atol=0)
@@ -215,7 +293,9 @@ def slow_ciou(box, target):
 
 
 def some_boxes(count, seed):
-    return coord_math.canonical_boxes(torch.rand(count, 4, generator=torch.Generator().manual_seed(seed)))
+    return coord_math.canonical_boxes(
+        torch.rand(count, 4, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 def test_ciou_is_that_of_the_paper():
@@ -233,7 +313,9 @@ def test_alpha_of_ciou_is_a_constant_to_the_gradient():
     boxes, targets = some_boxes(10, 3), some_boxes(10, 4)
     boxes.requires_grad_(True)
     coord_math.ciou(boxes, targets).sum().backward()
-    for box, target, gradient in zip(boxes.tolist(), targets.tolist(), boxes.grad.tolist(), strict=True):
+    for box, target, gradient in zip(
+        boxes.tolist(), targets.tolist(), boxes.grad.tolist(), strict=True
+    ):
         alpha = slow_ciou(box, target)[3]
         for axis in range(4):
             ends = []
@@ -269,14 +351,23 @@ def test_degenerate_boxes_have_finite_ciou_and_gradient_and_identical_ones_are_p
 
 
 def test_smooth_l1_has_beta_one_and_is_the_mean_over_the_four_coordinates():
-    boxes, targets = torch.tensor([[0.1, 0.2, 0.9, 1.0], [0.0, 0.0, 3.0, 0.5]]), torch.tensor([[0.3, 0.2, 0.4, 0.0], [0.0, 0.0, 1.0, 0.5]])
-    expected = [sum(0.5 * d * d if d < 1 else d - 0.5 for d in row) / 4 for row in (boxes - targets).abs().tolist()]
+    boxes, targets = (
+        torch.tensor([[0.1, 0.2, 0.9, 1.0], [0.0, 0.0, 3.0, 0.5]]),
+        torch.tensor([[0.3, 0.2, 0.4, 0.0], [0.0, 0.0, 1.0, 0.5]]),
+    )
+    expected = [
+        sum(0.5 * d * d if d < 1 else d - 0.5 for d in row) / 4
+        for row in (boxes - targets).abs().tolist()
+    ]
     assert coord_math.smooth_l1(boxes, targets).tolist() == pytest.approx(expected)
 
 
 def test_canonical_boxes_have_their_corners_in_order():
     boxes = torch.tensor([[0.9, 0.1, 0.2, 0.4], [0.1, 0.8, 0.3, 0.2], [0.1, 0.2, 0.3, 0.4]])
-    torch.testing.assert_close(coord_math.canonical_boxes(boxes), torch.tensor([[0.2, 0.1, 0.9, 0.4], [0.1, 0.2, 0.3, 0.8], [0.1, 0.2, 0.3, 0.4]]))
+    torch.testing.assert_close(
+        coord_math.canonical_boxes(boxes),
+        torch.tensor([[0.2, 0.1, 0.9, 0.4], [0.1, 0.2, 0.3, 0.8], [0.1, 0.2, 0.3, 0.4]]),
+    )
 
 
 # Fences
@@ -289,26 +380,44 @@ def of_coord_logits(function):
 BINS = torch.tensor([1.0, 2.3, 3.0, 700.5, 999.0])
 SOFT = coord_math.soft_targets(BINS, sigma=2.0, truncate=16)
 FUNCTIONS = {
-    "coord_cross_entropy": of_coord_logits(lambda coord: coord_math.coord_cross_entropy(coord, coord_math.nearest_bins(BINS))),
-    "soft_cross_entropy": of_coord_logits(lambda coord: coord_math.soft_cross_entropy(coord, SOFT, temperature=0.5)),
+    "coord_cross_entropy": of_coord_logits(
+        lambda coord: coord_math.coord_cross_entropy(coord, coord_math.nearest_bins(BINS))
+    ),
+    "soft_cross_entropy": of_coord_logits(
+        lambda coord: coord_math.soft_cross_entropy(coord, SOFT, temperature=0.5)
+    ),
     "wasserstein1": of_coord_logits(lambda coord: coord_math.wasserstein1(coord, SOFT)),
     "gate_mass_leak": lambda logits: coord_math.gate_mass_leak(logits, COORD_IDS),
     "text_gate": lambda logits: coord_math.text_gate(logits, COORD_IDS, temperature=2.0),
     "expected_coordinate": of_coord_logits(coord_math.expected_coordinate),
     "expected_bin_error": of_coord_logits(lambda coord: coord_math.expected_bin_error(coord, BINS)),
-    "coord_mass": lambda logits: coord_math.coord_mass(coord_math.gate_mass_leak(logits, COORD_IDS)),
+    "coord_mass": lambda logits: coord_math.coord_mass(
+        coord_math.gate_mass_leak(logits, COORD_IDS)
+    ),
     "token_logprobs": lambda logits: _logprobs(logits),
     "ciou": of_coord_logits(
-        lambda coord: coord_math.ciou(coord_math.canonical_boxes(coord_math.expected_coordinate(coord)[None, :4]), torch.tensor([[0.1, 0.2, 0.1, 0.9]]))
+        lambda coord: coord_math.ciou(
+            coord_math.canonical_boxes(coord_math.expected_coordinate(coord)[None, :4]),
+            torch.tensor([[0.1, 0.2, 0.1, 0.9]]),
+        )
     ),
     "smooth_l1": of_coord_logits(
-        lambda coord: coord_math.smooth_l1(coord_math.canonical_boxes(coord_math.expected_coordinate(coord)[None, :4]), torch.tensor([[0.1, 0.2, 0.1, 0.9]]))
+        lambda coord: coord_math.smooth_l1(
+            coord_math.canonical_boxes(coord_math.expected_coordinate(coord)[None, :4]),
+            torch.tensor([[0.1, 0.2, 0.1, 0.9]]),
+        )
     ),
 }
 
 
 def _logprobs(logits):
-    reading = coord_math.read_logits(logits, torch.tensor([5, 6, 7, 8, 9]), torch.arange(0), COORD_IDS, (Normalizer(0.7, (0, 1007)),))
+    reading = coord_math.read_logits(
+        logits,
+        torch.tensor([5, 6, 7, 8, 9]),
+        torch.arange(0),
+        COORD_IDS,
+        (Normalizer(0.7, (0, 1007)),),
+    )
     return coord_math.token_logprobs(reading.token_logits_N, reading.log_normalizers_N[0], 0.7)
 
 

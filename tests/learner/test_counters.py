@@ -11,22 +11,60 @@ from shared.grounding.objects import ParsedRollout
 from shared.rollouts import FinishReason, Rollout
 from shared.trajectory import EnvironmentRollout
 
-ROLLOUT = Rollout(0, 0, "scene", (), (1, 2), 9, None, None, FinishReason.STOP, (), 0, "actor", 0, 1, 0.1)
-READING = ParsedAndMatched(ParsedRollout((), "{", (), (), None, truncated=True, fallback=True), MatchResult((), (), (), 0), (), (), (), "")
+ROLLOUT = Rollout(
+    0, 0, "scene", (), (1, 2), 9, None, None, FinishReason.STOP, (), 0, "actor", 0, 1, 0.1
+)
+READING = ParsedAndMatched(
+    ParsedRollout((), "{", (), (), None, truncated=True, fallback=True),
+    MatchResult((), (), (), 0),
+    (),
+    (),
+    (),
+    "",
+)
 
 
 def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> None:
     tally = StepMetrics(0, capacity=8, min_fill_ratio=0.5)
-    for reason, number in ((FinishReason.REPETITION, 3), (FinishReason.LENGTH, 2), (FinishReason.STOP, 5)):
+    for reason, number in (
+        (FinishReason.REPETITION, 3),
+        (FinishReason.LENGTH, 2),
+        (FinishReason.STOP, 5),
+    ):
         for _ in range(number):
-            tally.add_rollout(replace(ROLLOUT, finish_reason=reason), READING, num_ground_truth=0, staleness=0)
+            tally.add_rollout(
+                replace(ROLLOUT, finish_reason=reason), READING, num_ground_truth=0, staleness=0
+            )
     counted = tally.totals.as_dict()
-    assert (counted["rollout/num"], counted["rollout/num_repeat_terminated"], counted["rollout/num_length_limited"]) == (10, 3, 2)
+    assert (
+        counted["rollout/num"],
+        counted["rollout/num_repeat_terminated"],
+        counted["rollout/num_length_limited"],
+    ) == (10, 3, 2)
 
 
-def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figures_there_are() -> None:
+def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figures_there_are() -> (
+    None
+):
     """Those of a rollout that failed itself are none: nobody has judged it."""
-    sound = EnvironmentRollout(0, 0, 0.5, {"right": 1.0, "judge": 0.25}, None, False, 1, 2, 0, 0, (), None, None, "env", 1.0, 0.5)
+    sound = EnvironmentRollout(
+        0,
+        0,
+        0.5,
+        {"right": 1.0, "judge": 0.25},
+        None,
+        False,
+        1,
+        2,
+        0,
+        0,
+        (),
+        None,
+        None,
+        "env",
+        1.0,
+        0.5,
+    )
     unjudged = replace(sound, metrics={"right": 0.5}, reward_errors={"judge": "TimeoutError"})
     tally = StepMetrics(0, capacity=8, min_fill_ratio=0.5)
     failed = replace(sound, error="ValueError", metrics={"right": 0.0, "judge": 0.0}, reward=0.0)
@@ -39,7 +77,25 @@ def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figu
 
 
 def test_functions_that_were_given_up_and_tool_calls_are_counted_where_there_are_tools() -> None:
-    plain = EnvironmentRollout(0, 0, 0.5, {}, None, False, 1, 2, 0, 0, (), None, None, "env", 1.0, 0.5, given_up=("judge", "judge"))
+    plain = EnvironmentRollout(
+        0,
+        0,
+        0.5,
+        {},
+        None,
+        False,
+        1,
+        2,
+        0,
+        0,
+        (),
+        None,
+        None,
+        "env",
+        1.0,
+        0.5,
+        given_up=("judge", "judge"),
+    )
     tally = StepMetrics(0, capacity=8, min_fill_ratio=0.5)
     tally.add_environment_rollout(plain)
     assert tally.totals.as_dict()["rollout/num_given_up"] == 2

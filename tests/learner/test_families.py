@@ -1,4 +1,6 @@
-"""Every family of models that is trained computes packed rows, with images of several sizes, as it computes each segment alone (FACTS 4)."""
+"""Every family of models that is trained computes packed rows, with images of several sizes, as it
+computes each segment alone (FACTS 4).
+"""
 
 from __future__ import annotations
 
@@ -38,21 +40,39 @@ def parts(request, demo_data, tmp_path_factory):
     make_coord_model(AddOptions(model=folder / "stock", out=folder / "model"))
     config = configuration(folder / "model", demo_data, folder, model__attention=attention)
     loaded = load_model(config, torch.device("cpu"))
-    samples = load_dataset(config.data.train, on_bad_row="error", sort_objects=True, check_images=True)[: len(IMAGE_SIZES)]
-    encoder = PromptEncoder(loaded.processor, system_prompt=None, user_prompt=config.data.user_prompt)
+    samples = load_dataset(
+        config.data.train, on_bad_row="error", sort_objects=True, check_images=True
+    )[: len(IMAGE_SIZES)]
+    encoder = PromptEncoder(
+        loaded.processor, system_prompt=None, user_prompt=config.data.user_prompt
+    )
     segments = []
     for position, (sample, (width, height)) in enumerate(zip(samples, IMAGE_SIZES, strict=True)):
         target = ground_truth_target(sample, loaded.codec, target_settings(config))
-        segments.append(Segment(position, prompt_of(loaded.processor, encoder, sample, width, height, position), target))
+        segments.append(
+            Segment(
+                position,
+                prompt_of(loaded.processor, encoder, sample, width, height, position),
+                target,
+            )
+        )
     return config, loaded, segments
 
 
 def prompt_of(processor, encoder, sample, width, height, seed) -> EncodedPrompt:
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    encoded = processor(text=[encoder.text(sample)], images=[Image.fromarray(pixels)], return_tensors="pt")
+    encoded = processor(
+        text=[encoder.text(sample)], images=[Image.fromarray(pixels)], return_tensors="pt"
+    )
     assert encoded["image_grid_thw"].tolist() == [[1, height // 8, width // 8]]
     ids = tuple(encoded["input_ids"][0].tolist())
-    return EncodedPrompt(encoder.request_ids(sample), ids, encoded["mm_token_type_ids"][0], encoded["pixel_values"], encoded["image_grid_thw"])
+    return EncodedPrompt(
+        encoder.request_ids(sample),
+        ids,
+        encoded["mm_token_type_ids"][0],
+        encoded["pixel_values"],
+        encoded["image_grid_thw"],
+    )
 
 
 def step(parts, rows):
@@ -61,9 +81,17 @@ def step(parts, rows):
     objectives = build_objectives(config.rollout_matching.pipeline, Channel.A, loaded.coord_ids_C)
     loss = 0.0
     for row in rows:
-        packed = collate(row, text_weights=text_weights(config.rollout_matching.pipeline, Channel.A), rope_index=loaded.model.model.get_rope_index)
+        packed = collate(
+            row,
+            text_weights=text_weights(config.rollout_matching.pipeline, Channel.A),
+            rope_index=loaded.model.model.get_rope_index,
+        )
         loss += backward_row(loaded.model, packed, objectives, Normalizer()).loss / len(segments)
-    return loss, {name: parameter.grad / len(segments) for name, parameter in loaded.model.named_parameters() if parameter.grad is not None}
+    return loss, {
+        name: parameter.grad / len(segments)
+        for name, parameter in loaded.model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.slow
@@ -76,15 +104,26 @@ def test_packed_rows_have_the_loss_and_gradient_of_their_segments_alone(parts):
         assert packed_loss == pytest.approx(loss, abs=2e-5)
         assert packed.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            torch.testing.assert_close(packed[name], gradient, atol=5e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                packed[name],
+                gradient,
+                atol=5e-5,
+                rtol=1e-3,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 @pytest.mark.slow
 def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts):
-    """The slow way: the model makes its own positions, and the whole vocabulary's logits are read."""
+    """The slow way: the model makes its own positions, and the whole vocabulary's logits are
+    read."""
     _, loaded, segments = parts
     model = loaded.model
-    row = collate(segments, text_weights=text_weights(parts[0].rollout_matching.pipeline, Channel.A), rope_index=model.model.get_rope_index)
+    row = collate(
+        segments,
+        text_weights=text_weights(parts[0].rollout_matching.pipeline, Channel.A),
+        rope_index=model.model.get_rope_index,
+    )
     with torch.no_grad():
         packed = model.model(
             input_ids=row.inputs.input_ids,
@@ -97,7 +136,12 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
         start = 0
         for segment in segments:
             ids = torch.tensor([[*segment.prompt.token_ids, *segment.target.token_ids]])
-            modality = torch.cat([segment.prompt.modality_P, segment.prompt.modality_P.new_zeros(len(segment.target.token_ids))])[None]
+            modality = torch.cat(
+                [
+                    segment.prompt.modality_P,
+                    segment.prompt.modality_P.new_zeros(len(segment.target.token_ids)),
+                ]
+            )[None]
             alone = model.model(
                 input_ids=ids,
                 mm_token_type_ids=modality,
@@ -105,7 +149,9 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
                 image_grid_thw=segment.prompt.image_grid_I3,
                 use_cache=False,
             ).last_hidden_state[0]
-            torch.testing.assert_close(packed[start : start + len(alone)], alone, atol=5e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                packed[start : start + len(alone)], alone, atol=5e-5, rtol=1e-4
+            )
             start += len(alone)
 
 
@@ -136,13 +182,21 @@ def test_the_canary_reads_the_same_model(parts):
 def test_weights_that_have_diverged_are_the_learners_error(parts, value):
     _, loaded, _ = parts
     canary = canary_of(parts)
-    weight = next(parameter for name, parameter in loaded.model.named_parameters() if "language_model.norm" in name)
+    weight = next(
+        parameter
+        for name, parameter in loaded.model.named_parameters()
+        if "language_model.norm" in name
+    )
     before = weight[0].item()
     with torch.no_grad():
         weight[0] = value
     try:
         with pytest.raises(
-            LearnerError, match=r"canary on the learner: .*canary's token 1 is nan: the weights have diverged, and are not saved; .*learning_rate"
+            LearnerError,
+            match=(
+                r"canary on the learner: .*canary's token 1 is nan: the weights have diverged, and"
+                r" are not saved; .*learning_rate"
+            ),
         ):
             canary.logprobs()
     finally:

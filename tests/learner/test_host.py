@@ -24,7 +24,10 @@ from shared.protocols import BackendHost
 from shared.rollouts import DecodeMode, FinishReason, RolloutRequest
 from shared.schedule import RunSchedule
 
-BESIDE = {"stage2_ab__channel_b__enable_pipeline": False, "rollout_matching__vllm": {"mode": "colocate"}}
+BESIDE = {
+    "stage2_ab__channel_b__enable_pipeline": False,
+    "rollout_matching__vllm": {"mode": "colocate"},
+}
 
 
 @pytest.fixture
@@ -34,28 +37,37 @@ def run(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> tuple[RunConf
 
 
 @pytest.mark.slow
-def test_a_host_shows_the_learners_model_processor_and_the_weights_of_a_sync(run: tuple[RunConfig, Learner]) -> None:
+def test_a_host_shows_the_learners_model_processor_and_the_weights_of_a_sync(
+    run: tuple[RunConfig, Learner],
+) -> None:
     host: BackendHost = EngineHost(*run)
     loaded = run[1].loaded
     assert (host.model, host.processor) == (loaded.model, loaded.processor)
     expected = dict(loaded.model.named_parameters())
     seen = dict(host.weights())
     assert list(seen) == list(expected)
-    assert all(torch.equal(seen[name], expected[name]) and not seen[name].requires_grad for name in expected)
+    assert all(
+        torch.equal(seen[name], expected[name]) and not seen[name].requires_grad
+        for name in expected
+    )
 
 
 @pytest.mark.slow
 def test_where_nothing_is_to_be_moved_the_host_stays(run: tuple[RunConfig, Learner]) -> None:
     parameters = [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()]
     with EngineHost(*run).offloaded():
-        assert [parameter.data_ptr() for parameter in run[1].loaded.model.parameters()] == parameters
+        assert [
+            parameter.data_ptr() for parameter in run[1].loaded.model.parameters()
+        ] == parameters
 
 
 @pytest.mark.slow
 def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
     run: tuple[RunConfig, Learner], demo_checkpoint: Path, demo_data: Path, tmp_path: Path
 ) -> None:
-    offload: dict[str, Any] = {"rollout_matching__offload": {"enabled": True, "offload_model": True}}
+    offload: dict[str, Any] = {
+        "rollout_matching__offload": {"enabled": True, "offload_model": True}
+    }
     with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled"):
         EngineHost(configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | offload), run[1])
 
@@ -64,28 +76,53 @@ def test_offload_beside_a_learner_on_the_cpu_is_refused_at_the_start(
 def test_a_learner_that_is_offloaded_between_its_rounds_learns_the_same_to_the_bit(
     run: tuple[RunConfig, Learner], demo_checkpoint: Path, demo_data: Path, tmp_path: Path
 ) -> None:
-    """Parameters, gradients so far and buffers go away and come back, in the midst of a step too. (The host stands in for the device: a move of the model is
-    a copy, one of AdamW's moments is none.)"""
+    """Parameters, gradients so far and buffers go away and come back, in the midst of a step too.
+    (The host stands in for the device: a move of the model is a copy, one of AdamW's moments is
+    none.)"""
     config, staying = run
     moving = make_learner(config)
-    section = {"rollout_matching__offload": {"enabled": True, "offload_model": True, "offload_optimizer": True}}
+    section = {
+        "rollout_matching__offload": {
+            "enabled": True,
+            "offload_model": True,
+            "offload_optimizer": True,
+        }
+    }
     asked = configuration(demo_checkpoint, demo_data, tmp_path, **BESIDE | section)
 
     @contextmanager
     def away() -> Iterator[None]:
-        before = {name: parameter.data_ptr() for name, parameter in moving.loaded.model.named_parameters()}
-        with offloaded(asked, moving.loaded.model, moving.updater, moving.loaded.device, with_model=True):
-            assert all(parameter.data_ptr() != before[name] for name, parameter in moving.loaded.model.named_parameters())
+        before = {
+            name: parameter.data_ptr() for name, parameter in moving.loaded.model.named_parameters()
+        }
+        with offloaded(
+            asked, moving.loaded.model, moving.updater, moving.loaded.device, with_model=True
+        ):
+            assert all(
+                parameter.data_ptr() != before[name]
+                for name, parameter in moving.loaded.model.named_parameters()
+            )
             yield
 
-    assert losses_of_two_steps(config, moving, away) == losses_of_two_steps(config, staying, nullcontext)
+    assert losses_of_two_steps(config, moving, away) == losses_of_two_steps(
+        config, staying, nullcontext
+    )
     expected = dict(staying.loaded.model.named_parameters())
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in moving.loaded.model.named_parameters())
+    assert all(
+        torch.equal(parameter, expected[name])
+        for name, parameter in moving.loaded.model.named_parameters()
+    )
 
 
-def losses_of_two_steps(config: RunConfig, learner: Learner, while_an_engine_works: Callable[[], AbstractContextManager[None]]) -> list[float]:
+def losses_of_two_steps(
+    config: RunConfig,
+    learner: Learner,
+    while_an_engine_works: Callable[[], AbstractContextManager[None]],
+) -> list[float]:
     losses = []
-    for plan in itertools.islice((plan for plan in RunSchedule(config).plans() if plan.channel == "B"), 2):
+    for plan in itertools.islice(
+        (plan for plan in RunSchedule(config).plans() if plan.channel == "B"), 2
+    ):
         rollouts = half_right(learner, plan)
         for part in (rollouts[:2], rollouts[2:]):
             with while_an_engine_works():
@@ -96,31 +133,42 @@ def losses_of_two_steps(config: RunConfig, learner: Learner, while_an_engine_wor
 
 
 def with_pictures(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-    return [replace(request, images=tuple(image.with_data() for image in request.images)) for request in requests]
+    return [
+        replace(request, images=tuple(image.with_data() for image in request.images))
+        for request in requests
+    ]
 
 
 @pytest.mark.slow
-def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itself(run: tuple[RunConfig, Learner]) -> None:
+def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itself(
+    run: tuple[RunConfig, Learner],
+) -> None:
     """Else the weights, which are saved by the same thread, would wait for the longest response."""
     config, learner = run
     backend = HFBackendSpec(3)(EngineHost(config, learner))
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
     requests = with_pictures(learner.next_requests(plan))
     learner.stop()
-    with pytest.raises(RolloutError, match="generate on learner: told to stop, because the run is being ended"):
+    with pytest.raises(
+        RolloutError, match="generate on learner: told to stop, because the run is being ended"
+    ):
         backend.generate(requests)
     assert learner.loaded.model.training
 
 
 @pytest.mark.slow
 def test_a_learner_learns_from_its_own_rollouts(run: tuple[RunConfig, Learner]) -> None:
-    """Prompts, versions and log-probabilities are compared on the way, as those of any engine are."""
+    """Prompts, versions and log-probabilities are compared on the way, as those of any engine
+    are."""
     config, learner = run
     backend = HFBackendSpec(3)(EngineHost(config, learner))
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
     rollouts = backend.generate(with_pictures(learner.next_requests(plan)))
     assert {rollout.actor for rollout in rollouts} == {"learner"}
-    assert {rollout.finish_reason for rollout in rollouts} <= {FinishReason.STOP, FinishReason.LENGTH}
+    assert {rollout.finish_reason for rollout in rollouts} <= {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    }
     assert learner.loaded.model.training
     learner.accumulate(rollouts)
     report = learner.finish_step()

@@ -1,4 +1,6 @@
-"""Images of prompts that come as tokens: what is made of them is what the processor makes of a prompt with the same images."""
+"""Images of prompts that come as tokens: what is made of them is what the processor makes of a
+prompt with the same images.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ COUNTS = [24, 35, 27]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def processor(request, tmp_path_factory):
-    return AutoProcessor.from_pretrained(make_stock_model(tmp_path_factory.mktemp(request.param), request.param))
+    return AutoProcessor.from_pretrained(
+        make_stock_model(tmp_path_factory.mktemp(request.param), request.param)
+    )
 
 
 @pytest.fixture
@@ -36,14 +40,23 @@ def images():
 
 def prompt_of(processor, images):
     """As the processor makes it, with text before, between and behind the images."""
-    text = "".join(f"Image {number}: <|vision_start|><|image_pad|><|vision_end|>" for number in range(len(images)))
-    encoded = processor(text=[f"{text} What?"], images=[decode_image(image) for image in images], return_tensors="pt")
+    text = "".join(
+        f"Image {number}: <|vision_start|><|image_pad|><|vision_end|>"
+        for number in range(len(images))
+    )
+    encoded = processor(
+        text=[f"{text} What?"],
+        images=[decode_image(image) for image in images],
+        return_tensors="pt",
+    )
     return encoded["input_ids"][0].tolist(), encoded
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_images_are_encoded_as_the_processor_encodes_them_in_a_prompt(processor, encoder, images, number):
+def test_images_are_encoded_as_the_processor_encodes_them_in_a_prompt(
+    processor, encoder, images, number
+):
     token_ids, expected = prompt_of(processor, images[:number])
     encoded = encoder.encode(images[:number], token_ids)
     assert torch.equal(encoded.pixel_values_RD, expected["pixel_values"])
@@ -61,34 +74,50 @@ def test_an_image_that_is_not_of_three_colours_is_encoded_as_the_prompt_s(proces
 
 
 GREY_PNG = bytes.fromhex(
-    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"  # one pixel, eight bits of grey
+    # one pixel, eight bits of grey
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
     "0000000a49444154789c6368000000820081775b0a0000000049454e44ae426082"
 )
 
 
 def test_another_number_of_placeholders_is_refused_with_both_counts(processor, encoder, images):
     two = prompt_of(processor, images[:2])[0]
-    told = r"the engine has \[24, 35\] tokens of its images, the learner {}; engines and learner must load the same checkpoint, with the image size limits"
+    told = (
+        r"the engine has \[24, 35\] tokens of its images, the learner {}; engines and learner must"
+        r" load the same checkpoint, with the image size limits"
+    )
     with pytest.raises(ValueError, match=told.format(r"\[24\]")):
         encoder.encode(images[:1], two)
     with pytest.raises(ValueError, match=told.format(r"\[24, 35, 27\]")):
         encoder.encode(images, two)
-    with pytest.raises(ValueError, match=r"the engine has \[\] tokens of its images, the learner \[24\]"):
-        encoder.encode(images[:1], [token_id for token_id in two if not encoder.num_images([token_id])])
+    with pytest.raises(
+        ValueError, match=r"the engine has \[\] tokens of its images, the learner \[24\]"
+    ):
+        encoder.encode(
+            images[:1], [token_id for token_id in two if not encoder.num_images([token_id])]
+        )
 
 
 def test_an_image_of_another_size_is_refused_with_both_counts(processor, encoder, images):
     token_ids = prompt_of(processor, images[:2])[0]
-    with pytest.raises(ValueError, match=r"the engine has \[24, 35\] tokens of its images, the learner \[24, 27\]"):
+    with pytest.raises(
+        ValueError, match=r"the engine has \[24, 35\] tokens of its images, the learner \[24, 27\]"
+    ):
         encoder.encode((images[0], images[2]), token_ids)
-    with pytest.raises(ValueError, match=r"the engine has \[24, 35\] tokens of its images, the learner \[35, 24\]"):
+    with pytest.raises(
+        ValueError, match=r"the engine has \[24, 35\] tokens of its images, the learner \[35, 24\]"
+    ):
         encoder.encode(images[1::-1], token_ids)
 
 
-def test_the_first_images_are_those_that_would_be_encoded_without_the_others(processor, encoder, images):
+def test_the_first_images_are_those_that_would_be_encoded_without_the_others(
+    processor, encoder, images
+):
     encoded = encoder.encode(images, prompt_of(processor, images)[0])
     for number in (1, 2, 3):
-        alone = ImageEncoder(processor).encode(images[:number], prompt_of(processor, images[:number])[0])
+        alone = ImageEncoder(processor).encode(
+            images[:number], prompt_of(processor, images[:number])[0]
+        )
         first = encoded.first(number)
         assert torch.equal(first.pixel_values_RD, alone.pixel_values_RD)
         assert torch.equal(first.image_grid_I3, alone.image_grid_I3)
@@ -107,14 +136,20 @@ def test_the_images_of_the_rollout_before_are_not_encoded_again(processor, image
             calls.append(len(images))
             return processor.image_processor(images=images, **arguments)
 
-    encoder = ImageEncoder(SimpleNamespace(image_processor=Counting(), image_token_id=processor.image_token_id))
+    encoder = ImageEncoder(
+        SimpleNamespace(image_processor=Counting(), image_token_id=processor.image_token_id)
+    )
     one, two = (prompt_of(processor, images[:number])[0] for number in (1, 2))
     first = encoder.encode(images[:2], two)
     # Rollouts of a group come from several calls: the same image is not the same object.
-    again = encoder.encode([ImageRef(None, image.data, image.sha256) for image in images[:2]], [*two, *two[:3]])
+    again = encoder.encode(
+        [ImageRef(None, image.data, image.sha256) for image in images[:2]], [*two, *two[:3]]
+    )
     assert calls == [2]
     assert torch.equal(again.pixel_values_RD, first.pixel_values_RD)
-    with pytest.raises(ValueError, match=r"the engine has \[24\] tokens of its images, the learner \[24, 35\]"):
+    with pytest.raises(
+        ValueError, match=r"the engine has \[24\] tokens of its images, the learner \[24, 35\]"
+    ):
         encoder.encode(images[:2], one)
     encoder.encode(images[:1], one)
     assert torch.equal(encoder.encode(images[:2], two).pixel_values_RD, first.pixel_values_RD)

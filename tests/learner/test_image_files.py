@@ -1,4 +1,6 @@
-"""An image that the learner could not decode is found before the start (DESIGN 7.1, issue 2), and decoded no more often than it changes."""
+"""An image that the learner could not decode is found before the start (DESIGN 7.1, issue 2), and
+decoded no more often than it changes.
+"""
 
 import hashlib
 import io
@@ -37,7 +39,9 @@ def test_an_image_of_any_mode_that_becomes_rgb_has_its_size(mode):
 def test_a_picture_whose_range_no_file_tells_is_refused_before_the_start_with_the_remedy():
     file = io.BytesIO()
     Image.effect_noise((40, 30), 90).convert("F").save(file, format="TIFF")
-    with pytest.raises(ValueError, match=r"floating-point numbers .*; save it with 8 or 16 bits a channel"):
+    with pytest.raises(
+        ValueError, match=r"floating-point numbers .*; save it with 8 or 16 bits a channel"
+    ):
         image_size(file.getvalue())
 
 
@@ -48,7 +52,10 @@ def test_a_file_that_ends_too_early_is_no_image_although_its_header_is_sound(ima
         image_size(data[: len(data) // 2])
 
 
-@pytest.mark.parametrize("data", [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + b"IHDR" + bytes(17)])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"not an image", b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + b"IHDR" + bytes(17)],
+)
 def test_what_is_no_image_is_refused_with_a_reason(data):
     with pytest.raises(ValueError) as caught:
         image_size(data)
@@ -57,7 +64,9 @@ def test_what_is_no_image_is_refused_with_a_reason(data):
 
 @pytest.fixture
 def images(tmp_path, monkeypatch):
-    """A data file beside images `0.png` to `7.png` of 8 x 8 pixels; everything about them is kept, however quickly it was found."""
+    """A data file beside images `0.png` to `7.png` of 8 x 8 pixels; everything about them is kept,
+    however quickly it was found.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(image_files, "QUICK_S", 0.0)
     for number in range(8):
@@ -70,7 +79,15 @@ def images(tmp_path, monkeypatch):
 def load(folder, **options):
     file = folder / "train.jsonl"
     known = known_images(file, image_names(file))
-    return load_dataset(file, on_bad_row="error", sort_objects=True, check_images=True, image_size=image_size, known_images=known, **options)
+    return load_dataset(
+        file,
+        on_bad_row="error",
+        sort_objects=True,
+        check_images=True,
+        image_size=image_size,
+        known_images=known,
+        **options,
+    )
 
 
 def counted(monkeypatch):
@@ -85,7 +102,9 @@ def counted(monkeypatch):
     return decoded
 
 
-def test_an_image_of_several_rows_is_decoded_once_and_after_that_only_when_it_changes(images, monkeypatch):
+def test_an_image_of_several_rows_is_decoded_once_and_after_that_only_when_it_changes(
+    images, monkeypatch
+):
     decoded = counted(monkeypatch)
     first = load(images)
     assert sorted(decoded) == [f"{number}.png" for number in range(8)]
@@ -94,7 +113,11 @@ def test_an_image_of_several_rows_is_decoded_once_and_after_that_only_when_it_ch
     Image.new("RGB", (8, 8), "white").save(images / "3.png")
     changed = load(images)
     assert decoded[8:] == ["3.png"]
-    assert changed[3].images[0].sha256 == hashlib.sha256((images / "3.png").read_bytes()).hexdigest() != first[3].images[0].sha256
+    assert (
+        changed[3].images[0].sha256
+        == hashlib.sha256((images / "3.png").read_bytes()).hexdigest()
+        != first[3].images[0].sha256
+    )
     # The same size in bytes, at another time.
     os.utime(images / "4.png", ns=(1, 1))
     assert load(images) == changed
@@ -112,8 +135,13 @@ def test_a_known_image_still_has_to_have_its_row_s_size(images, monkeypatch):
     counted(monkeypatch)
     load(images)
     file = images / "train.jsonl"
-    file.write_text(file.read_text() + '{"images": ["2.png"], "width": 9, "height": 8, "objects": []}\n')
-    with pytest.raises(RecordError, match=r"train.jsonl:17: images\[0\]: .*2.png is 8 x 8 pixels, the row says 9 x 8"):
+    file.write_text(
+        file.read_text() + '{"images": ["2.png"], "width": 9, "height": 8, "objects": []}\n'
+    )
+    with pytest.raises(
+        RecordError,
+        match=r"train.jsonl:17: images\[0\]: .*2.png is 8 x 8 pixels, the row says 9 x 8",
+    ):
         load(images)
 
 
@@ -121,13 +149,17 @@ def test_what_is_no_image_is_told_as_ever_and_never_kept(images, monkeypatch):
     decoded = counted(monkeypatch)
     (images / "5.png").write_bytes((images / "5.png").read_bytes()[:50])
     for _ in range(2):
-        with pytest.raises(RecordError, match=r"train.jsonl:6: images\[0\]: .*5.png is not a readable image"):
+        with pytest.raises(
+            RecordError, match=r"train.jsonl:6: images\[0\]: .*5.png is not a readable image"
+        ):
             load(images)
     assert decoded.count("5.png") == 2
     assert decoded.count("6.png") == 1
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": ["0", "0"], "images": {}}', '{"images": 3'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": ["0", "0"], "images": {}}', '{"images": 3']
+)
 def test_what_is_kept_and_cannot_be_read_is_found_again(images, monkeypatch, content):
     decoded = counted(monkeypatch)
     load(images)
@@ -137,7 +169,9 @@ def test_what_is_kept_and_cannot_be_read_is_found_again(images, monkeypatch, con
     assert len(decoded) == 16
 
 
-def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothing_else(images, monkeypatch, caplog):
+def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothing_else(
+    images, monkeypatch, caplog
+):
     decoded = counted(monkeypatch)
     (images / "cache").write_text("a file")
     assert load(images) == load(images)
@@ -148,7 +182,16 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothi
 def test_a_second_s_work_is_not_told_of_and_not_kept(images, monkeypatch):
     monkeypatch.setattr(image_files, "QUICK_S", 60.0)
     told = []
-    assert len(known_images(images / "train.jsonl", {f"{number}.png" for number in range(8)}, lambda *far: told.append(far))) == 8
+    assert (
+        len(
+            known_images(
+                images / "train.jsonl",
+                {f"{number}.png" for number in range(8)},
+                lambda *far: told.append(far),
+            )
+        )
+        == 8
+    )
     assert not told
     assert not (images / "cache").exists()
 
@@ -158,7 +201,13 @@ def test_what_is_no_image_is_left_out_and_how_far_the_check_is_is_told(images):
     (images / "6.png").write_bytes(b"no image")
     (images / "7.png").unlink()
     os.mkfifo(images / "7.png")
-    expected = {name: ImageFacts(hashlib.sha256((images / name).read_bytes()).hexdigest(), 8, 8) for name in names - {"6.png", "7.png"}}
+    expected = {
+        name: ImageFacts(hashlib.sha256((images / name).read_bytes()).hexdigest(), 8, 8)
+        for name in names - {"6.png", "7.png"}
+    }
     told = []
-    assert known_images(images / "train.jsonl", names, lambda done, total: told.append((done, total))) == expected
+    assert (
+        known_images(images / "train.jsonl", names, lambda done, total: told.append((done, total)))
+        == expected
+    )
     assert told == [(done, 8) for done in range(1, 9)]

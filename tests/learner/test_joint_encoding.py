@@ -1,4 +1,6 @@
-"""What is trained is text as the model's tokenizer writes it, also where our text meets the rollout's inside a token (DESIGN 7.3, 8)."""
+"""What is trained is text as the model's tokenizer writes it, also where our text meets the
+rollout's inside a token (DESIGN 7.3, 8).
+"""
 
 import random
 from dataclasses import replace
@@ -11,7 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from learner.ot_targets import OTSettings
-from learner.targets import MatchSettings, TargetSettings, TokenRole, ground_truth_target, parsed_target
+from learner.targets import (
+    MatchSettings,
+    TargetSettings,
+    TokenRole,
+    ground_truth_target,
+    parsed_target,
+)
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
@@ -20,7 +28,9 @@ from shared.tokens.hf_codec import HFTokenCodec
 RULES = TargetSettings(
     geometry=ALL_GEOMETRY,
     field_order="desc_first",
-    matching=MatchSettings(candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0),
+    matching=MatchSettings(
+        candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
+    ),
     transport=OTSettings(cost="l2", epsilon=10.0, iters=30),
 )
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
@@ -33,7 +43,10 @@ TRIANGLE = GroundTruthObject(GeometryKind.POLY, (100, 600, 300, 600, 200, 900), 
 def fusing_braces() -> HFTokenCodec:
     """Splits as Qwen's tokenizers do, and fuses exactly the braces and quotes that they fuse."""
     # In the order of Qwen's merges: `"]]},` is `"]` `]},`, and `"]]}}` is `"]]` `}}`.
-    merges = 'Ġ " / " , / " : / { " / [ " / } , / } } / " ] / Ġ {" / Ġ [" / { } / " }, / ] }, / " }} / "] ] / [ [" / % "'
+    merges = (
+        'Ġ " / " , / " : / { " / [ " / } , / } } / " ] / Ġ {" / Ġ [" / { } / " }, / ] }, / " }} /'
+        ' "] ] / [ [" / % "'
+    )
     pairs = [tuple(pair.split()) for pair in merges.split(" / ")]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(first + second for first, second in pairs)]
@@ -54,7 +67,15 @@ def codecs(demo_checkpoint):
     }
 
 
-NAMES = ["demo", "fusing braces", "trained as Qwen's", "qwen words", "gpt2 words", "no words", "bytes"]
+NAMES = [
+    "demo",
+    "fusing braces",
+    "trained as Qwen's",
+    "qwen words",
+    "gpt2 words",
+    "no words",
+    "bytes",
+]
 QWEN_LIKE = ["demo", "fusing braces"]
 
 
@@ -64,44 +85,71 @@ def codec(codecs, request):
 
 
 def target_of(token_ids, codec, truth, rules=RULES):
-    return parsed_target(parse_rollout(token_ids, codec), Sample("scene", (), 96, 96, tuple(truth)), codec, rules)
+    return parsed_target(
+        parse_rollout(token_ids, codec), Sample("scene", (), 96, 96, tuple(truth)), codec, rules
+    )
 
 
 def pieces(target, codec, role):
-    return [codec.piece_bytes(token).decode() for token, own in zip(target.token_ids, target.roles, strict=True) if own == role]
+    return [
+        codec.piece_bytes(token).decode()
+        for token, own in zip(target.token_ids, target.roles, strict=True)
+        if own == role
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", NAMES, indirect=True)
 @pytest.mark.parametrize("field_order", ["desc_first", "geometry_first"])
-def test_canonical_text_of_matched_objects_is_trained_exactly_as_the_tokenizer_writes_the_canonical_answer(codec, field_order):
+def test_canonical_text_of_matched_objects_is_trained_exactly_as_the_tokenizer_writes_the_canonical_answer(
+    codec, field_order
+):
     rules = replace(RULES, field_order=field_order)
 
     def canonical(*objects):
         return codec.encode(serialize_objects(objects, field_order=field_order))
 
-    for objects in ([], [SEVEN], [TRIANGLE], [SEVEN, TWO], [SEVEN, TRIANGLE, TWO], [TRIANGLE, HALF, TRIANGLE]):
+    for objects in (
+        [],
+        [SEVEN],
+        [TRIANGLE],
+        [SEVEN, TWO],
+        [SEVEN, TRIANGLE, TWO],
+        [TRIANGLE, HALF, TRIANGLE],
+    ):
         expected = (*canonical(*objects), codec.eos_token_id)
         whole = canonical(*objects)
         assert target_of(whole, codec, objects, rules).token_ids == expected, "perfect"
         assert target_of(whole[1:], codec, objects, rules).token_ids == expected, "braceless"
         assert target_of([], codec, objects, rules).token_ids == expected, "empty"
-        assert target_of(codec.encode("I see a seven."), codec, objects, rules).token_ids == expected, "prose"
+        assert (
+            target_of(codec.encode("I see a seven."), codec, objects, rules).token_ids == expected
+        ), "prose"
         for length in range(len(whole)):
-            assert target_of(whole[:length], codec, objects, rules).token_ids == expected, f"truncated after {length} tokens"
+            assert target_of(whole[:length], codec, objects, rules).token_ids == expected, (
+                f"truncated after {length} tokens"
+            )
         for number in range(len(objects)):
             for length in range(len(canonical(*objects[:number])), len(whole)):
                 fewer = (*canonical(*objects[:number]), codec.eos_token_id)
                 cut = parse_rollout(whole[:length], codec).objects
                 if len(cut) == number:
-                    assert target_of(whole[:length], codec, objects[:number], rules).token_ids == fewer, "the truth had ended"
-            assert target_of(canonical(*objects[:number]), codec, objects, rules).token_ids == expected, "all from one on were missed"
+                    assert (
+                        target_of(whole[:length], codec, objects[:number], rules).token_ids == fewer
+                    ), "the truth had ended"
+            assert (
+                target_of(canonical(*objects[:number]), codec, objects, rules).token_ids == expected
+            ), "all from one on were missed"
 
 
 @pytest.mark.parametrize("codec", NAMES, indirect=True)
 def test_an_end_that_the_model_wrote_in_pieces_is_trained_in_one(codec):
     """The last kept token is encoded anew where the tokenizer joins it with what is appended."""
-    pieced = [*codec.encode(serialize_objects([SEVEN])[:-2]), *codec.encode("}"), *codec.encode("}")]
+    pieced = [
+        *codec.encode(serialize_objects([SEVEN])[:-2]),
+        *codec.encode("}"),
+        *codec.encode("}"),
+    ]
     target = target_of(pieced, codec, [SEVEN])
     joint = codec.encode("}}")
     whole = codec.encode(serialize_objects([SEVEN]))
@@ -111,7 +159,9 @@ def test_an_end_that_the_model_wrote_in_pieces_is_trained_in_one(codec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["demo", "qwen words", "no words", "bytes"], indirect=True)
-def test_of_a_damaged_response_all_ids_stay_up_to_the_last_coord_token_and_beyond_it_where_they_are_not_the_tokenizers_own(codec):
+def test_of_a_damaged_response_all_ids_stay_up_to_the_last_coord_token_and_beyond_it_where_they_are_not_the_tokenizers_own(
+    codec,
+):
     generator = random.Random(5)
     damage = Damage(generator, codec)
     for _ in range(150):
@@ -135,8 +185,12 @@ def test_of_a_damaged_response_all_ids_stay_up_to_the_last_coord_token_and_beyon
         ends = np.cumsum([len(codec.piece_bytes(token)) for token in target.token_ids])
         ours = ends > (0 if parsed.fallback else len(text) - len(reading.appended_text.encode()))
         ours[-1] = True  # EOS
-        assert (np.isin(target.roles, [TokenRole.NEUTRAL, TokenRole.MATCHED_STRUCTURE]) <= ~ours).all()
-        assert (np.isin(target.roles, [TokenRole.STRUCTURE, TokenRole.DESC, TokenRole.CLOSING]) <= ours).all()
+        assert (
+            np.isin(target.roles, [TokenRole.NEUTRAL, TokenRole.MATCHED_STRUCTURE]) <= ~ours
+        ).all()
+        assert (
+            np.isin(target.roles, [TokenRole.STRUCTURE, TokenRole.DESC, TokenRole.CLOSING]) <= ours
+        ).all()
         assert reading.num_prefix == int((~ours).sum())
 
 
@@ -149,13 +203,18 @@ def test_the_choice_to_stop_or_to_go_on_behind_the_last_kept_object_is_taught_as
         assert pieces(stop, codec, TokenRole.CLOSING) == ["}}", "<|im_end|>"]
         go_on = target_of(answer, codec, [SEVEN, TWO])
         assert pieces(go_on, codec, TokenRole.STRUCTURE)[0] == "},"
-    assert pieces(target_of(codec.encode("{}"), codec, []), codec, TokenRole.CLOSING) == ["{}", "<|im_end|>"]
+    assert pieces(target_of(codec.encode("{}"), codec, []), codec, TokenRole.CLOSING) == [
+        "{}",
+        "<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)
 @pytest.mark.parametrize("truth", [[SEVEN, TWO], [SEVEN, TWO, FALSE], [SEVEN, FALSE], [FALSE]])
 def test_going_on_within_the_prefix_is_neutral_whatever_comes_next(codec, truth):
-    """Rewarded before matched objects and not before others, it would be learned more often than it is right."""
+    """Rewarded before matched objects and not before others, it would be learned more often than it
+    is right.
+    """
     target = target_of(codec.encode(serialize_objects([SEVEN, TWO, FALSE])), codec, truth)
     within = zip(target.token_ids[: target.reading.num_prefix], target.roles, strict=False)
     going_on = [role for token, role in within if codec.piece_bytes(token).endswith(b"},")]
@@ -165,9 +224,14 @@ def test_going_on_within_the_prefix_is_neutral_whatever_comes_next(codec, truth)
 @pytest.mark.parametrize("codec", ["fusing braces", "bytes"], indirect=True)
 def test_an_opening_brace_that_the_answer_lost_is_taught_like_appended_text(codec):
     target = target_of(codec.encode(serialize_objects([SEVEN])[1:]), codec, [SEVEN])
-    assert target.reading.parsed.fallback and codec.piece_bytes(target.token_ids[0]).startswith(b"{")
+    assert target.reading.parsed.fallback and codec.piece_bytes(target.token_ids[0]).startswith(
+        b"{"
+    )
     assert target.roles[0] == TokenRole.STRUCTURE
-    assert (target.roles == ground_truth_target(Sample("scene", (), 96, 96, (SEVEN,)), codec, RULES).roles).all()
+    assert (
+        target.roles
+        == ground_truth_target(Sample("scene", (), 96, 96, (SEVEN,)), codec, RULES).roles
+    ).all()
 
 
 @pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)

@@ -1,4 +1,6 @@
-"""One rank, step by step, with rollouts nobody had to generate (spec: channel-b step mode; DESIGN 5, decisions 6, 7, 10, 24)."""
+"""One rank, step by step, with rollouts nobody had to generate (spec: channel-b step mode; DESIGN
+5, decisions 6, 7, 10, 24).
+"""
 
 from dataclasses import replace
 
@@ -28,17 +30,24 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def config(demo_checkpoint, demo_data, tmp_path_factory):
-    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **SMALL | changes)
+    return lambda **changes: configuration(
+        demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **SMALL | changes
+    )
 
 
 def channel_b_step(config, rounds):
-    """A fresh learner's first channel-B step, learned in these rounds: its report and the weights after it."""
+    """A fresh learner's first channel-B step, learned in these rounds: its report and the weights
+    after it.
+    """
     learner = make_learner(config)
     rollouts = half_right(learner, RunSchedule(config).plan(1))
     for round_ in rounds:
         learner.accumulate([rollouts[i] for i in round_])
     report = finish_step(learner)
-    return report, {name: parameter.detach().clone() for name, parameter in learner.loaded.model.named_parameters()}
+    return report, {
+        name: parameter.detach().clone()
+        for name, parameter in learner.loaded.model.named_parameters()
+    }
 
 
 def test_rows_losses_and_weights_do_not_depend_on_how_the_step_was_cut_into_rounds(config):
@@ -46,12 +55,18 @@ def test_rows_losses_and_weights_do_not_depend_on_how_the_step_was_cut_into_roun
     assert whole.channel is Channel.B
     for rounds in ([range(6), range(6, 12)], [range(5), range(5, 7), range(7, 12)]):
         report, other = channel_b_step(config(), rounds)
-        assert {k: v for k, v in report.metrics.items() if not k.startswith("time/")} == {k: v for k, v in whole.metrics.items() if not k.startswith("time/")}
+        assert {k: v for k, v in report.metrics.items() if not k.startswith("time/")} == {
+            k: v for k, v in whole.metrics.items() if not k.startswith("time/")
+        }
         assert all(torch.equal(weights[name], other[name]) for name in weights)
 
 
 def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(config):
-    settings = config(global_max_length=1024, training__effective_batch_size=32, stage2_ab__channel_b__rollouts_per_step=None)
+    settings = config(
+        global_max_length=1024,
+        training__effective_batch_size=32,
+        stage2_ab__channel_b__rollouts_per_step=None,
+    )
     report, _ = channel_b_step(settings, [range(16), range(16, 32)])
     assert report.metrics["rollout/num"] == report.metrics["packing/num_segments"] == 32
     assert report.metrics["packing/num_rows"] <= 8
@@ -77,9 +92,13 @@ def test_a_channel_a_step_asks_for_nothing_and_learns_the_ground_truth(config):
 def test_every_request_has_a_seed_of_its_own_that_its_place_in_the_run_decides(config):
     learner = make_learner(config())
     requests = learner.next_requests(RunSchedule(config()).plan(1))
-    assert [request.seed for request in requests] == [request_seed(17, 1, position) for position in range(12)]
+    assert [request.seed for request in requests] == [
+        request_seed(17, 1, position) for position in range(12)
+    ]
     assert len({request.seed for request in requests}) == 12
-    assert all(image.sha256 and image.data is None for request in requests for image in request.images), "they are read when they are sent"
+    assert all(
+        image.sha256 and image.data is None for request in requests for image in request.images
+    ), "they are read when they are sent"
 
 
 def test_two_learners_draw_the_same_samples_in_the_same_order(config):
@@ -100,22 +119,42 @@ def test_a_rollout_of_other_weights_or_another_prompt_ends_the_run(config):
     with pytest.raises(RolloutError, match="weight version 7"):
         learner.accumulate([replace(rollouts[0], weight_version=7)])
     with pytest.raises(RolloutError, match="the prompts differ first at token 3"):
-        learner.accumulate([replace(rollouts[0], prompt_token_ids=(*rollouts[0].prompt_token_ids[:3], 5, *rollouts[0].prompt_token_ids[4:]))])
+        learner.accumulate(
+            [
+                replace(
+                    rollouts[0],
+                    prompt_token_ids=(
+                        *rollouts[0].prompt_token_ids[:3],
+                        5,
+                        *rollouts[0].prompt_token_ids[4:],
+                    ),
+                )
+            ]
+        )
 
 
 def test_a_sample_that_is_too_long_is_refused_before_the_start_with_the_numbers(config):
     with pytest.raises(
-        ConfigError, match=r"global_max_length: 200 is too short for sample train:\d+ .* prompt \d+ \+ response 160 .* \+ appended objects \d+"
+        ConfigError,
+        match=(
+            r"global_max_length: 200 is too short for sample train:\d+ .* prompt \d+ \+ response"
+            r" 160 .* \+ appended objects \d+"
+        ),
     ) as caught:
         make_learner(config(global_max_length=200))
     needed = int(str(caught.value).rsplit("raise global_max_length to ", 1)[1].split(",")[0])
     make_learner(config(global_max_length=needed))
 
 
-def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of_the_last_update(config):
+def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of_the_last_update(
+    config,
+):
     learner = make_learner(config(training__packing=False))
     rollouts, rows = half_right(learner, RunSchedule(config()).plan(1)), []
-    before = {name: parameter.detach().clone() for name, parameter in learner.loaded.model.named_parameters()}
+    before = {
+        name: parameter.detach().clone()
+        for name, parameter in learner.loaded.model.named_parameters()
+    }
 
     def told_in_the_third_row(*_):
         rows.append(1)
@@ -123,11 +162,16 @@ def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of
             learner.stop()
 
     learner.loaded.model.lm_head.register_full_backward_hook(told_in_the_third_row)
-    with pytest.raises(LearnerError, match="told to stop, because the run is being ended") as caught:
+    with pytest.raises(
+        LearnerError, match="told to stop, because the run is being ended"
+    ) as caught:
         learner.accumulate(rollouts)
     assert (len(rows), learner.num_updates) == (3, 0)
     assert type(caught.value) is LearnerError
-    assert all(torch.equal(parameter, before[name]) for name, parameter in learner.loaded.model.named_parameters())
+    assert all(
+        torch.equal(parameter, before[name])
+        for name, parameter in learner.loaded.model.named_parameters()
+    )
 
 
 def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):
@@ -135,13 +179,18 @@ def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):
     learner.weight_sync.publisher.save(tmp_path / "checkpoint")
     learner.weight_sync.publisher.save(tmp_path / "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
-    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
+        path.name for path in (tmp_path / "checkpoint").iterdir()
+    }
 
 
 def responses(learner, plan, texts):
     """Begin a channel-B step and answer its requests with these texts, in turn."""
     rollouts, codec = half_right(learner, plan), learner.loaded.codec
-    return [replace(rollout, response_token_ids=tuple(codec.encode(texts[i % len(texts)]))) for i, rollout in enumerate(rollouts)]
+    return [
+        replace(rollout, response_token_ids=tuple(codec.encode(texts[i % len(texts)])))
+        for i, rollout in enumerate(rollouts)
+    ]
 
 
 MALFORMED = [
@@ -164,18 +213,27 @@ def test_parse_failures_are_visible_without_crashing(config):
     assert metrics["rollout/num_dropped_objects"] == metrics["rollout/num_dropped.wrong_arity"] > 0
     assert metrics["rollout/num_fallback"] > 0
     assert metrics["rollout/num_truncated"] > 0
-    assert metrics["rollout/num_appended"] == metrics["rollout/num_ground_truth"], "the ground truth is learned all the same"
+    assert metrics["rollout/num_appended"] == metrics["rollout/num_ground_truth"], (
+        "the ground truth is learned all the same"
+    )
     assert metrics["loss/total"] > 0
     lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", 2))
-    assert [line["rollout"]["text"] for line in lines] == [MALFORMED[i % len(MALFORMED)] for i in range(12)]
-    assert [dropped["reason"] for line in lines for dropped in line["reading"]["dropped"]] == ["wrong_arity"] * int(metrics["rollout/num_dropped_objects"])
+    assert [line["rollout"]["text"] for line in lines] == [
+        MALFORMED[i % len(MALFORMED)] for i in range(12)
+    ]
+    assert [dropped["reason"] for line in lines for dropped in line["reading"]["dropped"]] == [
+        "wrong_arity"
+    ] * int(metrics["rollout/num_dropped_objects"])
 
 
 def test_training_uses_one_sequence_and_one_forward_pass(config):
     """Scenario: every sample is in exactly one forward, as one canonical sequence."""
     learner = make_learner(config())
     forwards = []
-    learner.loaded.model.model.register_forward_pre_hook(lambda module, args, kwargs: forwards.append(kwargs["input_ids"][0].tolist()), with_kwargs=True)
+    learner.loaded.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwards.append(kwargs["input_ids"][0].tolist()),
+        with_kwargs=True,
+    )
     learner.accumulate(half_right(learner, RunSchedule(config()).plan(1)))
     report = finish_step(learner)
     assert len(forwards) == report.metrics["packing/num_rows"]
@@ -186,8 +244,14 @@ def test_training_uses_one_sequence_and_one_forward_pass(config):
 
 
 def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation(config):
-    """Scenario: micro-steps of one sample each; the step's rollouts are asked for together, learned to completion, and give one update."""
-    settings = config(training__gradient_accumulation_steps=12, training__effective_batch_size=None, stage2_ab__channel_b__rollouts_per_step=None)
+    """Scenario: micro-steps of one sample each; the step's rollouts are asked for together, learned
+    to completion, and give one update.
+    """
+    settings = config(
+        training__gradient_accumulation_steps=12,
+        training__effective_batch_size=None,
+        stage2_ab__channel_b__rollouts_per_step=None,
+    )
     learner = make_learner(settings)
     updates = []
     learner.updater.optimizer.register_step_post_hook(lambda *_: updates.append(1))
@@ -202,6 +266,10 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
 def test_packing_is_never_applied_during_rollout_generation(config):
     learner = make_learner(config())
     requests = learner.next_requests(RunSchedule(config()).plan(1))
-    prompts = [learner.algorithms.base.encoder.encode(sample) for sample in learner.steps[0].work.samples]
-    assert [request.prompt_token_ids for request in requests] == [prompt.request_token_ids for prompt in prompts], "one request per sample, its prompt alone"
+    prompts = [
+        learner.algorithms.base.encoder.encode(sample) for sample in learner.steps[0].work.samples
+    ]
+    assert [request.prompt_token_ids for request in requests] == [
+        prompt.request_token_ids for prompt in prompts
+    ], "one request per sample, its prompt alone"
     assert all(len(request.images) == 1 for request in requests)

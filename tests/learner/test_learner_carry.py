@@ -1,4 +1,6 @@
-"""`stage2_rollout_aligned`: leftovers are carried, a step is divided by the segments it learned (DESIGN 5, decision 7; spec: post-rollout packing)."""
+"""`stage2_rollout_aligned`: leftovers are carried, a step is divided by the segments it learned
+(DESIGN 5, decision 7; spec: post-rollout packing).
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ CARRYING = {
 
 @pytest.fixture(scope="module")
 def config(demo_checkpoint, demo_data, tmp_path_factory):
-    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **CARRYING | changes)
+    return lambda **changes: configuration(
+        demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **CARRYING | changes
+    )
 
 
 def run_steps(config, num_steps, rounds=(range(8),)):
@@ -45,7 +49,9 @@ def run_steps(config, num_steps, rounds=(range(8),)):
 
 
 def test_packing_enabled_does_not_break_rollout_matching_training(config):
-    """Scenario: un-packed rollouts, one packed row per micro-step, every step channel B and one update."""
+    """Scenario: un-packed rollouts, one packed row per micro-step, every step channel B and one
+    update.
+    """
     _, reports = run_steps(config(), 3)
     learned = sum(report.metrics["packing/num_segments"] for report in reports)
     for report in reports:
@@ -67,33 +73,56 @@ def test_rows_and_losses_do_not_depend_on_rounds(config):
     whole = [report.metrics for report in run_steps(config(), 2)[1]]
     parts = [report.metrics for report in run_steps(config(), 2, rounds=(range(3), range(3, 8)))[1]]
     for a, b in zip(whole, parts, strict=True):
-        assert {k: v for k, v in a.items() if not k.startswith("time/")} == {k: v for k, v in b.items() if not k.startswith("time/")}
+        assert {k: v for k, v in a.items() if not k.startswith("time/")} == {
+            k: v for k, v in b.items() if not k.startswith("time/")
+        }
 
 
 @pytest.mark.parametrize(("global_max_length", "leaves_some"), [(4096, False), (400, True)])
-def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(config, global_max_length, leaves_some):
-    """Against each sample that was learned alone in its own row, averaged by hand; what is carried to the next step has no part in it."""
+def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(
+    config, global_max_length, leaves_some
+):
+    """Against each sample that was learned alone in its own row, averaged by hand; what is carried
+    to the next step has no part in it.
+    """
     settings = config(global_max_length=global_max_length)
     _, (report, *_) = run_steps(settings, 1)
     assert (report.metrics["packing/num_segments"] != 8) is leaves_some
     learner, pipeline = make_learner(settings), settings.rollout_matching.pipeline
-    weights, objectives = text_weights(pipeline, Channel.B), build_objectives(pipeline, Channel.B, learner.loaded.coord_ids_C)
+    weights, objectives = (
+        text_weights(pipeline, Channel.B),
+        build_objectives(pipeline, Channel.B, learner.loaded.coord_ids_C),
+    )
     rollouts = half_right(learner, RunSchedule(settings).plan(0))
     segments = []
     for rollout, sample in zip(rollouts, learner.steps[0].work.samples, strict=True):
-        target = rollout_target(rollout, sample, learner.loaded.codec, learner.algorithms.base.rules)
-        segments.append(Segment(rollout.position, learner.algorithms.base.encoder.encode(sample), target))
+        target = rollout_target(
+            rollout, sample, learner.loaded.codec, learner.algorithms.base.rules
+        )
+        segments.append(
+            Segment(rollout.position, learner.algorithms.base.encoder.encode(sample), target)
+        )
     rows = row_policy(settings)
     losses = []
     for segment in [segment for added in segments for row in rows.add(added) for segment in row]:
-        row = collate([segment], text_weights=weights, rope_index=learner.loaded.model.model.get_rope_index)
-        losses.append(backward_row(learner.loaded.model, row, objectives, Normalizer(1.0, learner.loaded.banned_token_ids)).loss)
+        row = collate(
+            [segment], text_weights=weights, rope_index=learner.loaded.model.model.get_rope_index
+        )
+        losses.append(
+            backward_row(
+                learner.loaded.model,
+                row,
+                objectives,
+                Normalizer(1.0, learner.loaded.banned_token_ids),
+            ).loss
+        )
     assert len(losses) == report.metrics["packing/num_segments"]
     assert report.metrics["loss/total"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_carry_buffer_overflow_fails_fast_with_actionable_guidance(config):
-    # Rows of the smallest length that every sample fits: about one segment each, so that the buffer fills.
+    # Rows of the smallest length that every sample fits: about one segment each, so that the buffer
+    # fills.
     tight = config(global_max_length=370, training__packing_buffer=4)
     learner = make_learner(tight)
     rollouts = half_right(learner, RunSchedule(tight).plan(0))

@@ -1,7 +1,9 @@
-"""Several ranks learn what one rank learns (spec: raw rollouts over all train ranks; DESIGN 5, decisions 6, 7 and 10; DESIGN 9).
+"""Several ranks learn what one rank learns (spec: raw rollouts over all train ranks; DESIGN 5,
+decisions 6, 7 and 10; DESIGN 9).
 
-The tolerance: weights of one rank and of two differ by at most 1e-6 after three updates of up to 1e-3 each, gradient norms by a 1e-5th, losses by 1e-5. Float
-sums over other rows are all that differs.
+The tolerance: weights of one rank and of two differ by at most 1e-6 after three updates of up to
+1e-3 each, gradient norms by a 1e-5th, losses by 1e-5. Float sums over other rows are all that
+differs.
 """
 
 import json
@@ -31,23 +33,36 @@ DDP = {"learner__world_size": 2}
 
 
 def merged(ranks):
-    return [merge_reports(of_ranks) for of_ranks in zip(*(rank.reports for rank in ranks), strict=True)]
+    return [
+        merge_reports(of_ranks) for of_ranks in zip(*(rank.reports for rank in ranks), strict=True)
+    ]
 
 
 def assert_same_updates(alone, ranks):
     for one, several in zip(merged([alone]), merged(ranks), strict=True):
         assert (several.step, several.channel) == (one.step, one.channel)
         assert several.metrics["loss/total"] == pytest.approx(one.metrics["loss/total"], abs=1e-5)
-        assert several.metrics["optim/grad_norm"] == pytest.approx(one.metrics["optim/grad_norm"], rel=1e-5)
-        counted = [name for name in one.metrics if name.startswith("rollout/num") or name == "packing/num_segments"]
-        assert {name: several.metrics[name] for name in counted} == {name: one.metrics[name] for name in counted}
+        assert several.metrics["optim/grad_norm"] == pytest.approx(
+            one.metrics["optim/grad_norm"], rel=1e-5
+        )
+        counted = [
+            name
+            for name in one.metrics
+            if name.startswith("rollout/num") or name == "packing/num_segments"
+        ]
+        assert {name: several.metrics[name] for name in counted} == {
+            name: one.metrics[name] for name in counted
+        }
     assert ranks[0].weights.keys() == alone.weights.keys()
     for name, weight in alone.weights.items():
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-6)
 
 
 def assert_learned(alone, config):
-    assert any((weight - alone.weights[name]).abs().max() > 1e-4 for name, weight in rank_jobs.learn(ALONE, None, config, 0, CHUNK).weights.items())
+    assert any(
+        (weight - alone.weights[name]).abs().max() > 1e-4
+        for name, weight in rank_jobs.learn(ALONE, None, config, 0, CHUNK).weights.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +92,35 @@ def test_two_ranks_take_the_updates_that_one_takes_on_both_channels(alone, ddp, 
 
 
 def test_each_rank_has_its_share_of_the_samples_that_one_rank_draws(alone, ddp):
-    """Scenario: `rollouts_per_step` are collected globally; the deterministic shares add up to it."""
-    assert [rank.positions for rank in ddp] == [[[0, 1, 2, 3, 4, 5]] * 3, [[6, 7, 8, 9, 10, 11], [6, 7, 8, 9, 10], [6, 7, 8, 9, 10]]]
+    """Scenario: `rollouts_per_step` are collected globally; the deterministic shares add up to
+    it."""
+    assert [rank.positions for rank in ddp] == [
+        [[0, 1, 2, 3, 4, 5]] * 3,
+        [[6, 7, 8, 9, 10, 11], [6, 7, 8, 9, 10], [6, 7, 8, 9, 10]],
+    ]
     for step in range(STEPS):
-        assert [sample_id for rank in ddp for sample_id in rank.sample_ids[step]] == alone.sample_ids[step]
+        assert [
+            sample_id for rank in ddp for sample_id in rank.sample_ids[step]
+        ] == alone.sample_ids[step]
 
 
 def test_the_ranks_hold_the_same_bits_and_do_so_twice(two_ranks, ddp, ddp_config):
     again = two_ranks.run(rank_jobs.learn, ddp_config, STEPS, CHUNK // 2)
     for rank in (*ddp, *again):
-        assert all(torch.equal(weight, ddp[0].weights[name]) for name, weight in rank.weights.items())
+        assert all(
+            torch.equal(weight, ddp[0].weights[name]) for name, weight in rank.weights.items()
+        )
 
 
 def test_ranks_may_have_rows_of_different_number_or_none_at_all(two_ranks, rank_config):
-    """One rollout a step: rank 1 has requests of no step, and rows in channel A alone. Without packing a segment is a row."""
-    config = {"stage2_ab__channel_b__rollouts_per_step": 1, "training__effective_batch_size": 4, "training__packing": False}
+    """One rollout a step: rank 1 has requests of no step, and rows in channel A alone. Without
+    packing a segment is a row.
+    """
+    config = {
+        "stage2_ab__channel_b__rollouts_per_step": 1,
+        "training__effective_batch_size": 4,
+        "training__packing": False,
+    }
     alone = rank_jobs.learn(ALONE, None, rank_config(**config), STEPS, 1)
     for parallel in (DDP, FSDP):
         ranks = two_ranks.run(rank_jobs.learn, rank_config(**config, **parallel), STEPS, 1)
@@ -110,10 +139,19 @@ CARRY = {
 
 def test_carrying_two_ranks_divide_by_the_segments_of_both(two_ranks, rank_config):
     carry = CARRY | {"global_max_length": 4096}
-    alone = rank_jobs.learn(ALONE, None, rank_config(**carry, training__per_device_train_batch_size=4), 2, 4)
+    alone = rank_jobs.learn(
+        ALONE, None, rank_config(**carry, training__per_device_train_batch_size=4), 2, 4
+    )
     for parallel in (DDP, FSDP):
-        ranks = two_ranks.run(rank_jobs.learn, rank_config(**carry, training__per_device_train_batch_size=2, **parallel), 2, 2)
-        assert [report.metrics["packing/num_segments"] for report in merged(ranks)] == [8, 8], "rows that take everything, so that both learn the same"
+        ranks = two_ranks.run(
+            rank_jobs.learn,
+            rank_config(**carry, training__per_device_train_batch_size=2, **parallel),
+            2,
+            2,
+        )
+        assert [report.metrics["packing/num_segments"] for report in merged(ranks)] == [8, 8], (
+            "rows that take everything, so that both learn the same"
+        )
         assert_same_updates(alone, ranks)
 
 
@@ -124,7 +162,9 @@ def test_leftovers_are_a_ranks_own_and_what_each_learned_is_counted(two_ranks, r
     carried = merged(ranks)[-1].metrics["packing/num_carried"]
     assert carried > 0, "the case needs leftovers"
     assert sum(learned) + carried == STEPS * 8
-    assert all(torch.equal(weight, ranks[1].weights[name]) for name, weight in ranks[0].weights.items())
+    assert all(
+        torch.equal(weight, ranks[1].weights[name]) for name, weight in ranks[0].weights.items()
+    )
 
 
 # fsdp
@@ -136,8 +176,13 @@ def test_sharded_ranks_take_the_updates_that_one_takes(alone, fsdp):
 
 def test_sharded_ranks_compute_equally_many_rows_however_many_each_has(two_ranks, rank_config):
     ranks = two_ranks.run(rank_jobs.learn, rank_config(**FSDP, training__packing=False), STEPS, 3)
-    assert [sum(report.totals.as_dict()["packing/num_rows"] for report in rank.reports) for rank in ranks] == [18, 16]
-    assert ranks[0].num_rows == ranks[1].num_rows == 18, "rank 1 computed rows of zero weight beside the others"
+    assert [
+        sum(report.totals.as_dict()["packing/num_rows"] for report in rank.reports)
+        for rank in ranks
+    ] == [18, 16]
+    assert ranks[0].num_rows == ranks[1].num_rows == 18, (
+        "rank 1 computed rows of zero weight beside the others"
+    )
     ones = rank_jobs.learn(ALONE, None, rank_config(training__packing=False), STEPS, 6)
     assert_same_updates(ones, ranks)
 
@@ -145,24 +190,34 @@ def test_sharded_ranks_compute_equally_many_rows_however_many_each_has(two_ranks
 def test_sharded_ranks_give_the_same_bits_twice(two_ranks, rank_config, fsdp):
     again = two_ranks.run(rank_jobs.learn, rank_config(**FSDP), STEPS, CHUNK // 2)
     assert fsdp[0].weights
-    assert all(torch.equal(weight, fsdp[0].weights[name]) for name, weight in again[0].weights.items())
+    assert all(
+        torch.equal(weight, fsdp[0].weights[name]) for name, weight in again[0].weights.items()
+    )
 
 
 def test_sharded_ranks_learn_with_frozen_parts_and_recomputed_activations(two_ranks, rank_config):
-    config = {"training__parts": {"vision_tower": {"frozen": True}}, "model__gradient_checkpointing": True, "training__max_steps": 2}
+    config = {
+        "training__parts": {"vision_tower": {"frozen": True}},
+        "model__gradient_checkpointing": True,
+        "training__max_steps": 2,
+    }
     alone = rank_jobs.learn(ALONE, None, rank_config(**config), 2, CHUNK)
     ranks = two_ranks.run(rank_jobs.learn, rank_config(**config, **FSDP), 2, CHUNK // 2)
     assert_same_updates(alone, ranks)
 
 
-def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(two_ranks, rank_config, tmp_path):
+def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(
+    two_ranks, rank_config, tmp_path
+):
     config = {"model__dtype": "bfloat16"}
     alone = rank_jobs.learn(ALONE, None, rank_config(**config), 2, CHUNK)
     ranks = two_ranks.run(rank_jobs.learn, rank_config(**config, **FSDP), 2, CHUNK // 2)
     for one, several in zip(merged([alone]), merged(ranks), strict=True):
         # Rows of other lengths round otherwise in their 8 bits.
         assert several.metrics["loss/total"] == pytest.approx(one.metrics["loss/total"], rel=2e-2)
-    first, _ = two_ranks.run(rank_jobs.sync_and_save, rank_config(**config, **FSDP), tmp_path / "checkpoint")
+    first, _ = two_ranks.run(
+        rank_jobs.sync_and_save, rank_config(**config, **FSDP), tmp_path / "checkpoint"
+    )
     assert {tensor.dtype for tensor in first.weights.values()} == {torch.bfloat16}
     assert all(torch.equal(first.saved[name], tensor) for name, tensor in first.weights.items())
     assert first.dtypes == {"bfloat16"}, "config.json says what the tensors are"
@@ -173,15 +228,23 @@ def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(two_ra
 
 @pytest.fixture(scope="module")
 def synced_alone(rank_config, tmp_path_factory):
-    return rank_jobs.sync_and_save(ALONE, None, rank_config(), tmp_path_factory.mktemp("alone") / "checkpoint")
+    return rank_jobs.sync_and_save(
+        ALONE, None, rank_config(), tmp_path_factory.mktemp("alone") / "checkpoint"
+    )
 
 
 @pytest.fixture(scope="module", params=[DDP, FSDP], ids=["ddp", "fsdp"])
 def synced(request, two_ranks, rank_config, tmp_path_factory):
-    return two_ranks.run(rank_jobs.sync_and_save, rank_config(**request.param), tmp_path_factory.mktemp("ranks") / "checkpoint")
+    return two_ranks.run(
+        rank_jobs.sync_and_save,
+        rank_config(**request.param),
+        tmp_path_factory.mktemp("ranks") / "checkpoint",
+    )
 
 
-def test_rank_0_alone_offers_and_every_rank_raises_its_version_when_the_sync_is_done(synced, synced_alone):
+def test_rank_0_alone_offers_and_every_rank_raises_its_version_when_the_sync_is_done(
+    synced, synced_alone
+):
     first, second = synced
     assert (first.versions, second.versions) == ([0, 0, 1], [0, 0, 1])
     assert second.offer is None
@@ -189,14 +252,18 @@ def test_rank_0_alone_offers_and_every_rank_raises_its_version_when_the_sync_is_
     assert first.logprobs == pytest.approx(synced_alone.logprobs, abs=1e-5)
     assert first.offer.rendezvous["terms"].tensors == synced_alone.offer.rendezvous["terms"].tensors
     assert list(first.weights) == list(synced_alone.weights)
-    assert all(torch.equal(tensor, synced_alone.weights[name]) for name, tensor in first.weights.items())
+    assert all(
+        torch.equal(tensor, synced_alone.weights[name]) for name, tensor in first.weights.items()
+    )
 
 
 def test_a_checkpoint_of_several_ranks_loads_as_one_of_one_rank_does(synced, synced_alone):
     for rank in synced:
         assert rank.tied
         assert rank.saved.keys() == synced_alone.saved.keys()
-        assert all(torch.equal(tensor, synced_alone.saved[name]) for name, tensor in rank.saved.items())
+        assert all(
+            torch.equal(tensor, synced_alone.saved[name]) for name, tensor in rank.saved.items()
+        )
 
 
 def test_held_out_requests_are_shared_out_in_rank_order(synced):
@@ -207,26 +274,37 @@ def test_held_out_requests_are_shared_out_in_rank_order(synced):
 # Errors
 
 
-def test_ranks_that_drifted_apart_stop_at_the_next_sync_and_name_the_parameter(two_ranks, ddp_config):
+def test_ranks_that_drifted_apart_stop_at_the_next_sync_and_name_the_parameter(
+    two_ranks, ddp_config
+):
     for rank, error in enumerate(two_ranks.outcomes(rank_jobs.drifts, ddp_config)):
         assert type(error) is LearnerError
         assert f"rank {rank} of 2: the learner ranks do not hold the same weights" in str(error)
         assert "model.language_model.layers.1.mlp.up_proj.weight" in str(error)
 
 
-def test_an_error_on_one_rank_ends_all_of_them_within_the_timeout_with_that_ranks_message(two_ranks, rank_config):
+def test_an_error_on_one_rank_ends_all_of_them_within_the_timeout_with_that_ranks_message(
+    two_ranks, rank_config
+):
     config = rank_config(**DDP, timeouts__learn_s=3.0)
     waiting, failed = two_ranks.outcomes(rank_jobs.fails_on_rank_1, config)
     assert type(failed) is RolloutError
     assert "the prompts differ first at token 0" in str(failed)
     assert type(waiting) is CollectiveError
-    told = "rank 0 of 2: another one did not answer within timeouts.learn_s = 3 s, or its connection broke; check the rank that failed first"
+    told = (
+        "rank 0 of 2: another one did not answer within timeouts.learn_s = 3 s, or its connection"
+        " broke; check the rank that failed first"
+    )
     assert told in str(waiting)
 
 
-def test_ranks_that_read_other_data_do_not_start(two_ranks, rank_config, ddp_config, demo_data, tmp_path):
+def test_ranks_that_read_other_data_do_not_start(
+    two_ranks, rank_config, ddp_config, demo_data, tmp_path
+):
     other_data = rank_config(**DDP, data__train=str(demo_data / "val.jsonl"))
-    boxes = rank_config(**DDP, data__train=str(with_another_box(demo_data, tmp_path / "train.jsonl")))
+    boxes = rank_config(
+        **DDP, data__train=str(with_another_box(demo_data, tmp_path / "train.jsonl"))
+    )
     for other in (other_data, boxes):
         for error in two_ranks.outcomes(rank_jobs.own_config, [ddp_config, other]):
             assert type(error) is ConfigError
@@ -241,12 +319,23 @@ AT_THE_END = {"training__packing_window": 100}
 
 @pytest.mark.parametrize(
     ("parallel", "damage", "rows"),
-    [(FSDP, "prompt_token_ids", IN_THE_ROUND), (FSDP, "logprobs", IN_THE_ROUND), (FSDP, "logprobs", AT_THE_END), (DDP, "logprobs", AT_THE_END)],
+    [
+        (FSDP, "prompt_token_ids", IN_THE_ROUND),
+        (FSDP, "logprobs", IN_THE_ROUND),
+        (FSDP, "logprobs", AT_THE_END),
+        (DDP, "logprobs", AT_THE_END),
+    ],
 )
-def test_a_rank_that_finds_its_rollouts_wrong_frees_the_others_at_once_and_the_weights_can_be_saved(two_ranks, rank_config, parallel, damage, rows, tmp_path):
+def test_a_rank_that_finds_its_rollouts_wrong_frees_the_others_at_once_and_the_weights_can_be_saved(
+    two_ranks, rank_config, parallel, damage, rows, tmp_path
+):
     started = time.monotonic()
     waiting, failed = two_ranks.outcomes(
-        rank_jobs.fails_and_saves, rank_config(**parallel, **rows, timeouts__learn_s=100.0), damage, rows is AT_THE_END, tmp_path / "checkpoint"
+        rank_jobs.fails_and_saves,
+        rank_config(**parallel, **rows, timeouts__learn_s=100.0),
+        damage,
+        rows is AT_THE_END,
+        tmp_path / "checkpoint",
     )
     assert (type(waiting), type(failed)) == (CollectiveError, RolloutError)
     assert time.monotonic() - started < 60
@@ -264,21 +353,33 @@ def with_another_box(demo_data, path):
 
 
 @pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
-def test_ranks_of_another_model_do_not_start_and_their_weights_are_compared_to_the_last_element(two_ranks, rank_config, demo_checkpoint, tmp_path, parallel):
+def test_ranks_of_another_model_do_not_start_and_their_weights_are_compared_to_the_last_element(
+    two_ranks, rank_config, demo_checkpoint, tmp_path, parallel
+):
     other = tmp_path / "other"
     shutil.copytree(demo_checkpoint, other)
     weights = load_file(other / "model.safetensors")
     weights["model.language_model.embed_tokens.weight"][-1, -1] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    for error in two_ranks.outcomes(rank_jobs.own_config, [rank_config(**parallel), rank_config(**parallel, model__path=str(other))]):
+    for error in two_ranks.outcomes(
+        rank_jobs.own_config,
+        [rank_config(**parallel), rank_config(**parallel, model__path=str(other))],
+    ):
         assert type(error) is LearnerError
-        assert "the first parameter that differs is model.language_model.embed_tokens.weight" in str(error)
+        assert (
+            "the first parameter that differs is model.language_model.embed_tokens.weight"
+            in str(error)
+        )
         assert "Check that model.path is the same checkpoint on every node" in str(error)
 
 
 @pytest.mark.parametrize(("parallel", "rows"), [(DDP, [6, 1]), (FSDP, [1, 1])], ids=["ddp", "fsdp"])
-def test_ranks_that_are_told_to_stop_leave_the_step_together_and_save_the_last_update(two_ranks, rank_config, parallel, rows, tmp_path):
-    """One is told before the other. Under fsdp a row is one of all ranks, and so is the stop; else each leaves its own rows, and none takes the update."""
+def test_ranks_that_are_told_to_stop_leave_the_step_together_and_save_the_last_update(
+    two_ranks, rank_config, parallel, rows, tmp_path
+):
+    """One is told before the other. Under fsdp a row is one of all ranks, and so is the stop; else
+    each leaves its own rows, and none takes the update.
+    """
     config = rank_config(**parallel, training__packing=False, stage2_ab__schedule__warmup_steps=2)
     first, last = two_ranks.run(rank_jobs.is_stopped, config, tmp_path / "checkpoint")
     assert [first.num_rows, last.num_rows] == rows
@@ -293,7 +394,10 @@ def test_ranks_that_are_told_to_stop_leave_the_step_together_and_save_the_last_u
 
 def test_each_rank_logs_its_own_samples_and_they_are_read_as_one_step(ddp, ddp_config):
     folder = ddp_config.telemetry.run_dir / "rollouts"
-    assert Counter(path.name for path in folder.iterdir()).keys() >= {"step_000002.jsonl", "step_000002.rank1.jsonl"}
+    assert Counter(path.name for path in folder.iterdir()).keys() >= {
+        "step_000002.jsonl",
+        "step_000002.rank1.jsonl",
+    }
     lines = read_step(step_path(folder, 2))
     assert [line["position"] for line in lines] == list(range(11))
     assert [line["sample_id"] for line in lines] == [*ddp[0].sample_ids[1], *ddp[1].sample_ids[1]]
@@ -308,5 +412,11 @@ def test_every_rank_has_a_track_of_its_own_on_the_timeline(ddp):
     spans = merged(ddp)[1].spans
     assert {span.track for span in spans} == {"nobody", "learner-0", "learner-1"}
     for track in ("learner-0", "learner-1"):
-        assert {span.name for span in spans if span.track == track} == {"draw samples", "learn round", "finish step", "wait for ranks", "reduce gradients"}
+        assert {span.name for span in spans if span.track == track} == {
+            "draw samples",
+            "learn round",
+            "finish step",
+            "wait for ranks",
+            "reduce gradients",
+        }
     assert 0 < merged(ddp)[1].metrics["time/reduce_s"] <= merged(ddp)[1].metrics["time/learn_s"]

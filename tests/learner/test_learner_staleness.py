@@ -1,4 +1,6 @@
-"""`rollout_matching.max_staleness: 1`: the next step begins before this one has ended (DESIGN 5, decision 13)."""
+"""`rollout_matching.max_staleness: 1`: the next step begins before this one has ended (DESIGN 5,
+decision 13).
+"""
 
 from dataclasses import replace
 
@@ -29,12 +31,19 @@ def config(demo_checkpoint, demo_data, tmp_path_factory):
         "rollout_matching__max_staleness": 1,
         "rollout_matching__decoding": {"temperature": 1.0},
     }
-    return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **settings | changes)
+    return lambda **changes: configuration(
+        demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **settings | changes
+    )
 
 
 def of_version(rollouts, version):
     # Log-probabilities that no weights of the learner's give: comparing them ends the run.
-    return [replace(rollout, weight_version=version, logprobs=(-99.0,) * len(rollout.response_token_ids)) for rollout in rollouts]
+    return [
+        replace(
+            rollout, weight_version=version, logprobs=(-99.0,) * len(rollout.response_token_ids)
+        )
+        for rollout in rollouts
+    ]
 
 
 def fresh(rollouts, version):
@@ -43,7 +52,9 @@ def fresh(rollouts, version):
 
 
 def two_steps(config):
-    """As the queue runs on: step 1's first round is generated while step 0's last is learned, with the weights from before step 0's update."""
+    """As the queue runs on: step 1's first round is generated while step 0's last is learned, with
+    the weights from before step 0's update.
+    """
     learner, schedule = make_learner(config), RunSchedule(config)
     first = fresh(half_right(learner, schedule.plan(0)), 0)
     learner.accumulate(first[:6])
@@ -70,10 +81,15 @@ def test_the_next_step_is_drawn_while_one_is_in_progress_and_rounds_belong_to_th
     assert {span.args["step"] for span in second.spans} == {2}
 
 
-def test_stale_rollouts_are_learned_and_counted_and_their_log_probabilities_are_not_compared(config):
+def test_stale_rollouts_are_learned_and_counted_and_their_log_probabilities_are_not_compared(
+    config,
+):
     _, (first, second) = two_steps(config())
     assert (first.metrics["rollout/staleness"], first.metrics["rollout/staleness_max"]) == (0.0, 0)
-    assert (second.metrics["rollout/staleness"], second.metrics["rollout/staleness_max"]) == (0.5, 1)
+    assert (second.metrics["rollout/staleness"], second.metrics["rollout/staleness_max"]) == (
+        0.5,
+        1,
+    )
     assert second.metrics["packing/num_segments"] == ROLLOUTS
     assert "rollout/num_compared_tokens" not in second.metrics
 
@@ -90,7 +106,10 @@ def test_a_rollout_two_versions_old_ends_the_run(config):
     rollouts = half_right(learner, RunSchedule(config()).plan(0))
     learner.weight_sync.publisher.done()
     learner.weight_sync.publisher.done()
-    with pytest.raises(RolloutError, match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"):
+    with pytest.raises(
+        RolloutError,
+        match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1",
+    ):
         learner.accumulate(rollouts)
 
 

@@ -23,15 +23,21 @@ def fifo_greedy(lengths, capacity):
 
 
 def rank(chosen, lengths):
-    """Less is better: larger total, then fewer segments, then the lexicographically smallest set."""
+    """Less is better: larger total, then fewer segments, then the lexicographically smallest
+    set."""
     return (-sum(lengths[i] for i in chosen), len(chosen), chosen)
 
 
 def every_subset(lengths, capacity):
     """The best selection by trying all that hold the oldest."""
     others = range(1, len(lengths))
-    sets = [[0, *rest] for size in range(len(lengths)) for rest in itertools.combinations(others, size)]
-    return min((chosen for chosen in sets if sum(lengths[i] for i in chosen) <= capacity), key=lambda chosen: rank(chosen, lengths))
+    sets = [
+        [0, *rest] for size in range(len(lengths)) for rest in itertools.combinations(others, size)
+    ]
+    return min(
+        (chosen for chosen in sets if sum(lengths[i] for i in chosen) <= capacity),
+        key=lambda chosen: rank(chosen, lengths),
+    )
 
 
 def check_selection(lengths, capacity):
@@ -39,7 +45,11 @@ def check_selection(lengths, capacity):
     chosen = select_segments(lengths, capacity)
     assert chosen[0] == 0, "the oldest is not selected"
     assert chosen == sorted(set(chosen)), "not in insertion order"
-    assert sum(lengths[i] for i in fifo_greedy(lengths, capacity)) <= sum(lengths[i] for i in chosen) <= capacity
+    assert (
+        sum(lengths[i] for i in fifo_greedy(lengths, capacity))
+        <= sum(lengths[i] for i in chosen)
+        <= capacity
+    )
     assert chosen == select_segments(lengths, capacity), "not deterministic"
     return chosen
 
@@ -86,7 +96,9 @@ def test_the_selection_is_the_best_of_all_subsets_that_hold_the_oldest():
     [
         pytest.param([4, 3, 5, 6], [0, 3], id="larger total"),
         pytest.param([4, 3, 3, 6], [0, 3], id="fewer segments"),
-        pytest.param([4, 3, 2, 4, 3], [0, 1, 4], id="lexicographically smallest of equal totals and counts"),
+        pytest.param(
+            [4, 3, 2, 4, 3], [0, 1, 4], id="lexicographically smallest of equal totals and counts"
+        ),
         pytest.param([4, 6, 6], [0, 1], id="the older of equals"),
         pytest.param([10, 1], [0], id="no room"),
     ],
@@ -104,7 +116,8 @@ def test_multiple_short_segments_pack_efficiently_under_the_same_cap():
 
 
 def test_a_buffer_too_large_for_the_exact_search_is_selected_from_better_than_in_order():
-    # In order: the first three and ten short ones. As full with fewer: the first, the fourth and a short one.
+    # In order: the first three and ten short ones. As full with fewer: the first, the fourth and a
+    # short one.
     lengths = [400_000, 300_000, 200_000, 590_000, *[10_000] * 20]
     chosen = check_selection(lengths, LARGE_CAPACITY)
     assert sum(lengths[i] for i in chosen) == LARGE_CAPACITY
@@ -138,7 +151,11 @@ def test_oversized_segment_fails_fast_when_it_is_inserted():
     buffer = CarryBuffer(capacity=10, max_segments=4)
     buffer.insert("aaaa")
     with pytest.raises(
-        ConfigError, match=r"the segment has 11 tokens, a row holds 10; raise global_max_length, lower rollout_matching\.max_new_tokens, or set"
+        ConfigError,
+        match=(
+            r"the segment has 11 tokens, a row holds 10; raise global_max_length, lower"
+            r" rollout_matching\.max_new_tokens, or set"
+        ),
     ):
         buffer.insert("a" * 11)
     assert buffer.flush() == [["aaaa"]]
@@ -154,7 +171,8 @@ def test_carry_buffer_overflow_fails_fast_with_actionable_guidance():
     buffer.insert("aa")
     buffer.insert("bbb")
     message = (
-        r"raise training\.packing_buffer \(now 2\), lower the raw batch \(training\.per_device_train_batch_size, stage2_ab\.channel_b\.rollouts_per_step\)"
+        r"raise training\.packing_buffer \(now 2\), lower the raw batch"
+        r" \(training\.per_device_train_batch_size, stage2_ab\.channel_b\.rollouts_per_step\)"
     )
     with pytest.raises(ConfigError, match=message):
         buffer.insert("c")
@@ -194,7 +212,13 @@ def test_an_empty_buffer_has_no_row():
 
 
 def test_missing_binpacking_dependency_fails_fast(monkeypatch):
-    monkeypatch.setitem(sys.modules, "binpacking", None)  # what an import of a module that is not there finds
-    for attempt in (lambda: CarryBuffer(capacity=10, max_segments=2), lambda: select_segments([1, 2], 10)):
-        with pytest.raises(ConfigError, match=r"pip install binpacking`, or set training\.packing: false"):
+    # what an import of a module that is not there finds
+    monkeypatch.setitem(sys.modules, "binpacking", None)
+    for attempt in (
+        lambda: CarryBuffer(capacity=10, max_segments=2),
+        lambda: select_segments([1, 2], 10),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"pip install binpacking`, or set training\.packing: false"
+        ):
             attempt()

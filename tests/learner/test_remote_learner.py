@@ -1,4 +1,6 @@
-"""The driver's end of the learner on Ray: every wait ends, and says what ended it (DESIGN 5, decision 14)."""
+"""The driver's end of the learner on Ray: every wait ends, and says what ended it (DESIGN 5,
+decision 14).
+"""
 
 import os
 import signal
@@ -75,7 +77,13 @@ def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_beh
 
 
 def test_an_answer_that_does_not_come_names_the_phase_the_key_and_what_to_check(learner):
-    with pytest.raises(LearnerError, match=r"next_requests on the learner: no answer from the learner after timeouts\.learn_s = 0\.5 s; check its stack"):
+    with pytest.raises(
+        LearnerError,
+        match=(
+            r"next_requests on the learner: no answer from the learner after timeouts\.learn_s ="
+            r" 0\.5 s; check its stack"
+        ),
+    ):
         learner(learn_s=0.5).next_requests(StepPlan(0, "A", 1, 1, False, False))
 
 
@@ -92,13 +100,19 @@ def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for
 def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken(learner):
     remote = learner()
     assert remote.received_version == 0
-    assert remote.receive_weights(WeightOffer(3, "inproc", {}, None)).result(timeout=30).version == 3
+    assert (
+        remote.receive_weights(WeightOffer(3, "inproc", {}, None)).result(timeout=30).version == 3
+    )
     assert remote.received_version == 3
 
 
 def test_a_failed_send_arrives_through_its_future(learner):
     terms = FullOffer((), timeout_s=60.0, bucket_bytes=1, tensors=())
-    error = learner().send_weights(WeightOffer(1, "rollmatch_gloo", {"terms": terms}, None)).exception(timeout=30)
+    error = (
+        learner()
+        .send_weights(WeightOffer(1, "rollmatch_gloo", {"terms": terms}, None))
+        .exception(timeout=30)
+    )
     assert type(error) is WeightSyncError
     assert error.phase == "rendezvous"
 
@@ -112,12 +126,18 @@ def test_an_error_on_one_rank_ends_all_of_them_with_that_ranks_message(two_ranks
 
 
 def test_a_rank_that_does_not_answer_is_named(two_ranks):
-    with pytest.raises(LearnerError, match=r"save on the learner: no answer from rank 1 after timeouts\.learn_s = 1 s; "):
+    with pytest.raises(
+        LearnerError,
+        match=r"save on the learner: no answer from rank 1 after timeouts\.learn_s = 1 s; ",
+    ):
         two_ranks(learn_s=1.0).save(None)
 
 
 def test_answers_come_in_rank_order(two_ranks):
-    assert [taken(refs) for refs in two_ranks().held_out_requests(7)] == [("0/0",), tuple(f"1/{place}" for place in range(7))]
+    assert [taken(refs) for refs in two_ranks().held_out_requests(7)] == [
+        ("0/0",),
+        tuple(f"1/{place}" for place in range(7)),
+    ]
 
 
 def taken(refs):
@@ -128,7 +148,9 @@ def taken(refs):
 def test_the_first_requests_are_there_while_the_next_are_being_made(two_ranks, ranks):
     num = 2 * REQUESTS_TOGETHER + 1
     _, requests = two_ranks().held_out_requests(num)
-    assert taken(requests[:REQUESTS_TOGETHER]) == tuple(f"1/{place}" for place in range(REQUESTS_TOGETHER))
+    assert taken(requests[:REQUESTS_TOGETHER]) == tuple(
+        f"1/{place}" for place in range(REQUESTS_TOGETHER)
+    )
     assert ray.wait(in_objects(requests[REQUESTS_TOGETHER:])[0], num_returns=1, timeout=0)[0] == []
     ray.get(ranks[1].let_go.remote())
     assert taken(requests) == tuple(f"1/{place}" for place in range(num))
@@ -136,7 +158,9 @@ def test_the_first_requests_are_there_while_the_next_are_being_made(two_ranks, r
 
 def test_ranks_that_are_told_to_stop_are_free_at_once_and_say_how_many_updates_they_hold(two_ranks):
     remote = two_ranks(learn_s=0.5)
-    with pytest.raises(LearnerError, match=r"score on the learner: no answer from rank 0, 1 after .* = 0\.5 s"):
+    with pytest.raises(
+        LearnerError, match=r"score on the learner: no answer from rank 0, 1 after .* = 0\.5 s"
+    ):
         remote.score([[], []])
     started = time.monotonic()
     assert remote.stop(timeout_s=20.0) == 5
@@ -148,13 +172,18 @@ def test_a_rank_that_does_not_become_free_is_named_with_the_key(two_ranks):
     with pytest.raises(LearnerError):
         remote.next_requests(StepPlan(0, "A", 1, 1, False, False))
     with pytest.raises(
-        LearnerError, match=r"stop on the learner: no answer from rank 0, 1 after timeouts\.interrupt_s = 1 s; .*, or raise timeouts\.interrupt_s"
+        LearnerError,
+        match=(
+            r"stop on the learner: no answer from rank 0, 1 after timeouts\.interrupt_s = 1 s; .*,"
+            r" or raise timeouts\.interrupt_s"
+        ),
     ):
         remote.stop(timeout_s=1.0)
 
 
 class Asked:
-    """A rank's handle whose calls are only written down; the first rank's are answered by Ctrl-C."""
+    """A rank's handle whose calls are only written down; the first rank's are answered by
+    Ctrl-C."""
 
     def __init__(self, rank, asked):
         self._rank, self._asked = rank, asked
@@ -172,21 +201,29 @@ class Asked:
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises, also where the tests were started in the background of a shell, which has it ignored."""
+    """Ctrl-C raises, also where the tests were started in the background of a shell, which has it
+    ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call(ray_cluster, interruptible):
-    """Else one rank would be in the collectives of a step's end, and the other in those of the checkpoint that follows."""
+def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call(
+    ray_cluster, interruptible
+):
+    """Else one rank would be in the collectives of a step's end, and the other in those of the
+    checkpoint that follows.
+    """
     asked = []
     remote = RayLearner([Asked(rank, asked) for rank in (0, 1)], TimeoutsSection())
     with pytest.raises(KeyboardInterrupt):
         remote.finish_step()
     with pytest.raises(TypeError):  # nobody answers here
         remote.stop(timeout_s=1.0)
-    assert asked == [(call, rank) for call in ("finish_step", "stop", "num_updates") for rank in (0, 1)]
+    assert asked == [
+        (call, rank) for call in ("finish_step", "stop", "num_updates") for rank in (0, 1)
+    ]
 
 
 def test_closing_reaches_a_rank_that_is_busy(learner, ranks):

@@ -1,4 +1,6 @@
-"""When segments become rows (DESIGN 5, decision 7; spec: packing with a carry buffer, and to completion)."""
+"""When segments become rows (DESIGN 5, decision 7; spec: packing with a carry buffer, and to
+completion).
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -50,7 +52,9 @@ def test_a_step_learned_to_completion_leaves_nothing_and_the_next_starts_its_win
     first = one_step(policy, pieces(9, 9, 9))
     assert sorted(itertools.chain(*positions(first))) == [0, 1, 2]
     assert positions(policy.add(Piece(0, 9))) == []
-    assert positions(policy.add(Piece(1, 9))) == [[0]], "with 9 of 10 tokens left, no full row is there"
+    assert positions(policy.add(Piece(1, 9))) == [[0]], (
+        "with 9 of 10 tokens left, no full row is there"
+    )
 
 
 def test_carry_buffer_preserves_segments_without_splitting():
@@ -58,7 +62,10 @@ def test_carry_buffer_preserves_segments_without_splitting():
     rng = np.random.default_rng(3)
     policy, learned, drawn = CarryOver(CarryBuffer(100, 64), micro_step=4), [], []
     for step in range(50):
-        segments = [Piece(4 * 2 * step + i, int(length)) for i, length in enumerate(rng.integers(5, 45, size=8))]
+        segments = [
+            Piece(4 * 2 * step + i, int(length))
+            for i, length in enumerate(rng.integers(5, 45, size=8))
+        ]
         drawn += segments
         rows = one_step(policy, segments)
         assert len(rows) == 2, "one row per micro-step"

@@ -1,4 +1,6 @@
-"""Rows without images: of a text model, and of a model with a vision tower beside rows that have some. Packed, they are what each segment is alone."""
+"""Rows without images: of a text model, and of a model with a vision tower beside rows that have
+some. Packed, they are what each segment is alone.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ NUM_IDS = 60
 def segment(position: int, num_prompt: int, num_target: int) -> Segment:
     ids = np.random.default_rng(position).integers(5, NUM_IDS, num_prompt + num_target).tolist()
     roles = np.full(num_target, TokenRole.NEUTRAL, dtype=np.uint8)
-    target = Target("s", tuple(ids[num_prompt:]), roles, coord_positions=(), coord_targets=(), box_slots=(), sampled_logprobs=(-1.0,) * num_target)
+    target = Target(
+        "s",
+        tuple(ids[num_prompt:]),
+        roles,
+        coord_positions=(),
+        coord_targets=(),
+        box_slots=(),
+        sampled_logprobs=(-1.0,) * num_target,
+    )
     return Segment(position, EncodedPrompt.of_text(ids[:num_prompt]), target)
 
 
@@ -50,7 +60,13 @@ def hidden_of(model, rope_index, segments):
     row = collate(segments, text_weights=NO_TEXT, rope_index=rope_index)
     inputs = row.inputs
     images = inputs.image_arguments(torch.float32)
-    output = model.model(input_ids=inputs.input_ids, position_ids=inputs.position_ids, attention_mask=None, use_cache=False, **images)
+    output = model.model(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        **images,
+    )
     return row, output.last_hidden_state[0]
 
 
@@ -61,10 +77,17 @@ def test_a_packed_row_without_images_is_what_its_segments_are_alone(parts):
     assert row.num_tokens == sum(map(len, SEGMENTS)) == len(packed)
     alone = torch.cat([hidden_of(model, rope_index, [one])[1] for one in SEGMENTS])
     torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
-    plain = model.model(input_ids=torch.tensor([[*SEGMENTS[1].prompt.token_ids, *SEGMENTS[1].target.token_ids]]), use_cache=False).last_hidden_state[0]
-    torch.testing.assert_close(alone[len(SEGMENTS[0]) : len(SEGMENTS[0]) + len(SEGMENTS[1])], plain, atol=2e-5, rtol=1e-4)
+    plain = model.model(
+        input_ids=torch.tensor([[*SEGMENTS[1].prompt.token_ids, *SEGMENTS[1].target.token_ids]]),
+        use_cache=False,
+    ).last_hidden_state[0]
+    torch.testing.assert_close(
+        alone[len(SEGMENTS[0]) : len(SEGMENTS[0]) + len(SEGMENTS[1])], plain, atol=2e-5, rtol=1e-4
+    )
 
 
 def test_its_sampled_tokens_are_predicted_by_the_position_before_them(parts):
     row, _ = hidden_of(*parts, SEGMENTS)
-    assert row.token_ids_N[row.sampled.at].tolist() == [token for one in SEGMENTS for token in one.target.token_ids]
+    assert row.token_ids_N[row.sampled.at].tolist() == [
+        token for one in SEGMENTS for token in one.target.token_ids
+    ]

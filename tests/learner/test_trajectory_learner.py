@@ -1,4 +1,6 @@
-"""A learner of trajectories, step by step, with rollouts that no environment had to run (DESIGN 5, decisions 6, 7, 10, 13 and 17; 8, `policy_gradient`)."""
+"""A learner of trajectories, step by step, with rollouts that no environment had to run (DESIGN 5,
+decisions 6, 7, 10, 13 and 17; 8, `policy_gradient`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import pytest
 import torch
 from called_rollouts import Call, examples_of
 from config_support import GROUP, trajectory_config
-from trajectory_support import EXAMPLES, SCRIPTED, begin, finish_step, logprobs_of, make_learner, rollouts_for, weights_of
+from trajectory_support import (
+    EXAMPLES,
+    SCRIPTED,
+    begin,
+    finish_step,
+    logprobs_of,
+    make_learner,
+    rollouts_for,
+    weights_of,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.runtime.telemetry import progress_line
@@ -43,7 +54,8 @@ STALE = {"rollout_matching__max_staleness": 1}
 
 
 class Learned:
-    """One step of a fresh learner: its report, the gradient of its update, divided and clipped, and the weights after it.
+    """One step of a fresh learner: its report, the gradient of its update, divided and clipped, and
+    the weights after it.
 
     Where staleness is allowed, the rollouts are of the version before.
     """
@@ -62,7 +74,11 @@ class Learned:
         self.weights = weights_of(self.learner)
 
     def _note(self, *_):
-        self.gradients = {name: parameter.grad.clone() for name, parameter in self.learner.loaded.model.named_parameters() if parameter.grad is not None}
+        self.gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in self.learner.loaded.model.named_parameters()
+            if parameter.grad is not None
+        }
 
     @property
     def timeless(self):
@@ -76,13 +92,19 @@ def of_rollouts(change):
 
 def only(position, **changes):
     """Of one rollout."""
-    return of_rollouts(lambda rollout: replace(rollout, **changes) if rollout.position == position else rollout)
+    return of_rollouts(
+        lambda rollout: replace(rollout, **changes) if rollout.position == position else rollout
+    )
 
 
 def of_examples(position, change):
     """A change of every example of one rollout."""
     return of_rollouts(
-        lambda rollout: replace(rollout, examples=tuple(change(example) for example in rollout.examples)) if rollout.position == position else rollout
+        lambda rollout: (
+            replace(rollout, examples=tuple(change(example) for example in rollout.examples))
+            if rollout.position == position
+            else rollout
+        )
     )
 
 
@@ -106,11 +128,21 @@ def slowly(model, answers, config, num_samples):
     total = torch.zeros((), dtype=torch.float64)
     for rollout in (rollout for group in answers for rollout in group):
         for example in rollout.examples:
-            rewards = [other.reward for group in answers for other in group if rollout in group and other.error is None]
+            rewards = [
+                other.reward
+                for group in answers
+                for other in group
+                if rollout in group and other.error is None
+            ]
             advantage = rollout.reward - fmean(rewards)
             if rule.advantage_std:
                 advantage /= pstdev(rewards) + rule.advantage_epsilon
-            learner = model(input_ids=torch.tensor([example.token_ids])).logits[0].double().log_softmax(-1)
+            learner = (
+                model(input_ids=torch.tensor([example.token_ids]))
+                .logits[0]
+                .double()
+                .log_softmax(-1)
+            )
             number = {
                 "rollout": sum(sum(one.mask) for one in rollout.examples),
                 "constant": config.rollout_matching.max_new_tokens,
@@ -119,7 +151,11 @@ def slowly(model, answers, config, num_samples):
             for end in example.step_ends or (len(example.token_ids),):
                 number["step"] = sum(example.mask[begin:end])
                 for place in (place for place in range(begin, end) if example.mask[place]):
-                    given = advantage if example.token_advantages is None else example.token_advantages[place]
+                    given = (
+                        advantage
+                        if example.token_advantages is None
+                        else example.token_advantages[place]
+                    )
                     logprob = learner[place - 1, example.token_ids[place]]
                     ratio = min(math.exp(logprob.item() - example.logprobs[place]), 1e9)
                     truncated = min(ratio, rule.ratio_cap)
@@ -136,14 +172,26 @@ def slowly(model, answers, config, num_samples):
 
 @pytest.mark.parametrize("advantage_std", [False, True])
 @pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
-def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(config, demo_lm, normalize, advantage_std):
-    settings = config(objective={"normalize": normalize, "advantage_std": advantage_std}, training__max_grad_norm=None, **STALE)
+def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(
+    config, demo_lm, normalize, advantage_std
+):
+    settings = config(
+        objective={"normalize": normalize, "advantage_std": advantage_std},
+        training__max_grad_norm=None,
+        **STALE,
+    )
     step = Learned(settings, drift=2.0, fails={5})
     model = AutoModelForCausalLM.from_pretrained(demo_lm)
     loss = slowly(model, step.answers, settings, ROLLOUTS)
     loss.backward()
-    assert step.metrics["loss/total"] == step.metrics["loss/policy_gradient"] == pytest.approx(loss.item(), abs=1e-6)
-    assert 0.05 < step.metrics["policy/clipped_share"] < 0.9, "the case needs tokens on both sides of the clip"
+    assert (
+        step.metrics["loss/total"]
+        == step.metrics["loss/policy_gradient"]
+        == pytest.approx(loss.item(), abs=1e-6)
+    )
+    assert 0.05 < step.metrics["policy/clipped_share"] < 0.9, (
+        "the case needs tokens on both sides of the clip"
+    )
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert step.gradients.keys() == gradients.keys()
     assert step.metrics["optim/grad_norm"] > 0.1
@@ -160,7 +208,13 @@ def rewritten(learner, *, merges):
 
     def call(prompt, sampled):
         whole = [*prompt, *sampled]
-        return Call(prompt, sampled, logprobs_of(learner.loaded.model, whole, learner.loaded.banned_token_ids)[len(prompt) :])
+        return Call(
+            prompt,
+            sampled,
+            logprobs_of(learner.loaded.model, whole, learner.loaded.banned_token_ids)[
+                len(prompt) :
+            ],
+        )
 
     def made(position):
         ids = iter(range(3 * position, 3 * position + 12))
@@ -177,7 +231,9 @@ def rewritten(learner, *, merges):
 
 
 @pytest.mark.parametrize("normalize", ["step", "rollout"])
-def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(config, normalize):
+def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(
+    config, normalize
+):
     steps = []
     for merges in (False, True):
         settings = config(objective={"normalize": normalize}, training__max_grad_norm=None)
@@ -189,12 +245,16 @@ def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of
     assert_same_update(apart, merged, atol=1e-6)
 
 
-def test_a_model_with_a_vision_tower_learns_trajectories_of_text_and_keeps_its_tower_as_it_is(config, demo_checkpoint):
+def test_a_model_with_a_vision_tower_learns_trajectories_of_text_and_keeps_its_tower_as_it_is(
+    config, demo_checkpoint
+):
     settings = config(model__path=str(demo_checkpoint))
     step, before = Learned(settings), weights_of(make_learner(settings))
     assert step.metrics["rollout/num_compared_tokens"] > 0
     assert step.metrics["loss/total"] != 0
-    changed = {name for name, weight in step.weights.items() if not torch.equal(weight, before[name])}
+    changed = {
+        name for name, weight in step.weights.items() if not torch.equal(weight, before[name])
+    }
     assert changed == {name for name in before if ".visual." not in name}
     assert step.learner.publisher.offer() is not None
 
@@ -203,13 +263,20 @@ def test_a_step_whose_advantage_is_its_own_is_learned_by_it(config):
     """Rewards of single calls, where a rubric gives them, take the place of the rollout's."""
 
     def own(example):
-        return replace(example, token_advantages=[-0.75 if place > 8 else 0.5 for place in range(len(example.token_ids))])
+        return replace(
+            example,
+            token_advantages=[
+                -0.75 if place > 8 else 0.5 for place in range(len(example.token_ids))
+            ],
+        )
 
     settings = config()
     whole, by_token = Learned(settings), Learned(config(), groups=of_examples(1, own))
     assert whole.metrics["loss/total"] != pytest.approx(by_token.metrics["loss/total"], abs=1e-4)
     model = AutoModelForCausalLM.from_pretrained(settings.model.path)
-    assert by_token.metrics["loss/total"] == pytest.approx(slowly(model, by_token.answers, settings, ROLLOUTS).item(), abs=1e-6)
+    assert by_token.metrics["loss/total"] == pytest.approx(
+        slowly(model, by_token.answers, settings, ROLLOUTS).item(), abs=1e-6
+    )
 
 
 def test_a_step_does_not_depend_on_how_it_was_cut_into_rounds(config):
@@ -237,8 +304,12 @@ def test_a_step_does_not_depend_on_packing_and_rows(config, changes):
     one, other = Learned(config()), Learned(config(**changes))
     assert one.metrics["packing/num_segments"] == other.metrics["packing/num_segments"] == 16
     assert_same_update(one, other)
-    counted = [name for name in one.metrics if name.startswith(("rollout/num", "reward/", "policy/"))]
-    assert {name: other.metrics[name] for name in counted} == pytest.approx({name: one.metrics[name] for name in counted}, abs=1e-5)
+    counted = [
+        name for name in one.metrics if name.startswith(("rollout/num", "reward/", "policy/"))
+    ]
+    assert {name: other.metrics[name] for name in counted} == pytest.approx(
+        {name: one.metrics[name] for name in counted}, abs=1e-5
+    )
 
 
 def test_the_same_run_gives_the_same_bits_twice(config):
@@ -251,17 +322,24 @@ def test_the_same_run_gives_the_same_bits_twice(config):
 
 
 def test_a_failed_rollout_teaches_nothing_and_counts_in_the_denominator(config):
-    """The others of its group are as they would be without it; what the step is divided by stays."""
+    """The others of its group are as they would be without it; what the step is divided by
+    stays."""
     settings = config(training__max_grad_norm=None)
     failed = Learned(settings, fails={4})
     assert failed.metrics["rollout/num_failed"] == 1
     assert failed.metrics["rollout/num"] == ROLLOUTS
-    assert failed.metrics["rollout/reward"] == pytest.approx(fmean(rollout.reward for group in failed.answers for rollout in group if rollout.error is None))
+    assert failed.metrics["rollout/reward"] == pytest.approx(
+        fmean(
+            rollout.reward for group in failed.answers for rollout in group if rollout.error is None
+        )
+    )
     # Its tokens, had they come along, are in nobody's gradient: there are none to learn.
     assert failed.answers[1][0].examples == ()
     sound = [group if place != 1 else group[1:] for place, group in enumerate(failed.answers)]
     model = AutoModelForCausalLM.from_pretrained(settings.model.path)
-    assert failed.metrics["loss/total"] == pytest.approx(slowly(model, sound, settings, ROLLOUTS).item(), abs=1e-6)
+    assert failed.metrics["loss/total"] == pytest.approx(
+        slowly(model, sound, settings, ROLLOUTS).item(), abs=1e-6
+    )
 
 
 def flat_in_the_middle(position):
@@ -269,27 +347,57 @@ def flat_in_the_middle(position):
     return 0.5 if position // GROUP == 1 else (0.0, 1.0, 0.25)[position % 3]
 
 
-def test_groups_whose_rewards_are_equal_can_be_left_out_which_changes_no_update_and_is_counted(config):
+def test_groups_whose_rewards_are_equal_can_be_left_out_which_changes_no_update_and_is_counted(
+    config,
+):
     kept = Learned(config(), reward=flat_in_the_middle)
     left_out = Learned(config(environment__drop_equal_groups=True), reward=flat_in_the_middle)
     assert_same_update(kept, left_out)
-    counts = ("rollout/num", "rollout/num_groups", "rollout/num_groups_without_signal", "rollout/num_left_out", "packing/num_segments")
+    counts = (
+        "rollout/num",
+        "rollout/num_groups",
+        "rollout/num_groups_without_signal",
+        "rollout/num_left_out",
+        "packing/num_segments",
+    )
     assert [kept.metrics[name] for name in counts] == [12, 3, 1, 0, 16]
     assert [left_out.metrics[name] for name in counts] == [12, 3, 1, GROUP, 11]
-    assert kept.metrics["rollout/no_signal_share"] == left_out.metrics["rollout/no_signal_share"] == pytest.approx(1 / 3)
+    assert (
+        kept.metrics["rollout/no_signal_share"]
+        == left_out.metrics["rollout/no_signal_share"]
+        == pytest.approx(1 / 3)
+    )
     assert left_out.metrics["rollout/reward"] == kept.metrics["rollout/reward"]
 
 
-@pytest.mark.parametrize("own", [{"advantage": 0.5}, {"token_advantages": [0.0, 0.5] * 20}], ids=["of the rollout", "of its tokens"])
-def test_a_group_of_equal_rewards_to_which_a_rubric_gave_advantages_of_its_own_is_learned(config, own):
+@pytest.mark.parametrize(
+    "own",
+    [{"advantage": 0.5}, {"token_advantages": [0.0, 0.5] * 20}],
+    ids=["of the rollout", "of its tokens"],
+)
+def test_a_group_of_equal_rewards_to_which_a_rubric_gave_advantages_of_its_own_is_learned(
+    config, own
+):
     def given(example):
-        cut = {name: value[: len(example.token_ids)] if name == "token_advantages" else value for name, value in own.items()}
+        cut = {
+            name: value[: len(example.token_ids)] if name == "token_advantages" else value
+            for name, value in own.items()
+        }
         return replace(example, **cut)
 
-    kept, dropping = (Learned(config(environment__drop_equal_groups=drops), groups=of_examples(5, given), reward=flat_in_the_middle) for drops in (False, True))
+    kept, dropping = (
+        Learned(
+            config(environment__drop_equal_groups=drops),
+            groups=of_examples(5, given),
+            reward=flat_in_the_middle,
+        )
+        for drops in (False, True)
+    )
     assert dropping.timeless == kept.timeless
     assert dropping.metrics["rollout/num_left_out"] == 0
-    assert dropping.metrics["loss/total"] != pytest.approx(Learned(config(), reward=flat_in_the_middle).metrics["loss/total"], abs=1e-4)
+    assert dropping.metrics["loss/total"] != pytest.approx(
+        Learned(config(), reward=flat_in_the_middle).metrics["loss/total"], abs=1e-4
+    )
 
 
 def test_a_group_of_which_one_rollout_alone_has_not_failed_says_nothing(config):
@@ -299,7 +407,9 @@ def test_a_group_of_which_one_rollout_alone_has_not_failed_says_nothing(config):
 
 
 @pytest.mark.parametrize("reason", ["nothing was sampled", "no group has a signal"])
-def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_and_a_progress_line(config, reason):
+def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_and_a_progress_line(
+    config, reason
+):
     if reason == "nothing was sampled":
         nothing = {"num_tokens": 0, "num_splits": 0, "examples": (), "is_truncated": True}
         step = Learned(config(), groups=of_rollouts(lambda rollout: replace(rollout, **nothing)))
@@ -308,7 +418,11 @@ def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_a
     before = weights_of(make_learner(config()))
     assert all(torch.equal(weight, before[name]) for name, weight in step.weights.items())
     assert (step.learner.num_updates, step.metrics["optim/grad_norm"]) == (1, 0.0)
-    assert (step.metrics["loss/total"], step.metrics["packing/num_rows"], step.metrics["packing/num_segments"]) == (0.0, 0, 0)
+    assert (
+        step.metrics["loss/total"],
+        step.metrics["packing/num_rows"],
+        step.metrics["packing/num_segments"],
+    ) == (0.0, 0, 0)
     line = progress_line(step.report, step.metrics | {"time/step_s": 1.0}, 3)
     assert line.startswith("step    1/3 B  loss  0.0000  rows 0  reward 0.5")
     assert "logp not compared" in line
@@ -319,7 +433,10 @@ def test_a_step_whose_rollouts_have_all_failed_ends_the_run_with_the_first_error
     learner, groups = begun(config(), fails=range(ROLLOUTS))
     before = weights_of(learner)
     learner.accumulate(only(0, error="ValueError: temperature: 0.7 was asked for")(groups))
-    told = r"all 12 rollouts of step 1 failed, the one at position 0 with: ValueError: temperature: 0\.7 was asked for; check the environment"
+    told = (
+        r"all 12 rollouts of step 1 failed, the one at position 0 with: ValueError: temperature:"
+        r" 0\.7 was asked for; check the environment"
+    )
     with pytest.raises(RolloutError, match=told) as caught:
         learner.finish_step()
     assert (caught.value.actor, caught.value.phase) == (SCRIPTED, "environment")
@@ -337,12 +454,23 @@ def learned_of(config, change, **how):
 
 
 def test_a_rollout_of_other_weights_ends_the_run(config):
-    with pytest.raises(RolloutError, match=rf"check on {SCRIPTED}: sample \d+: generated with weight version 7, the learner holds 0; a sync was skipped"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            rf"check on {SCRIPTED}: sample \d+: generated with weight version 7, the learner holds"
+            r" 0; a sync was skipped"
+        ),
+    ):
         learned_of(config(), of_examples(3, lambda example: replace(example, weight_version=7)))
 
 
 def test_an_engine_that_does_not_say_which_weights_sampled_ends_the_run(config):
-    with pytest.raises(RolloutError, match=r"example \d+: the engine did not say which weights sampled it; use engines of the run"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"example \d+: the engine did not say which weights sampled it; use engines of the run"
+        ),
+    ):
         learned_of(config(), of_examples(3, lambda example: replace(example, weight_version=None)))
 
 
@@ -350,9 +478,20 @@ def test_an_engine_that_does_not_say_which_weights_sampled_ends_the_run(config):
 def test_log_probabilities_of_any_turn_that_are_not_the_learners_end_the_run(config, turn):
     def damaged(example):
         place = [place for place, is_learned in enumerate(example.mask) if is_learned][turn]
-        return replace(example, logprobs=[value - 0.01 if at == place else value for at, value in enumerate(example.logprobs)])
+        return replace(
+            example,
+            logprobs=[
+                value - 0.01 if at == place else value for at, value in enumerate(example.logprobs)
+            ],
+        )
 
-    with pytest.raises(RolloutError, match=r"response token \d+ \(id \d+\) has log-probability .* in the engine and .* in the learner") as caught:
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"response token \d+ \(id \d+\) has log-probability .* in the engine and .* in the"
+            r" learner"
+        ),
+    ) as caught:
         learned_of(config(), of_examples(1, damaged))
     assert caught.value.actor == SCRIPTED
     assert ("response token 0 " in str(caught.value)) is (turn == 0)
@@ -370,11 +509,15 @@ def test_log_probabilities_are_those_of_the_temperature_that_the_run_samples_at(
     metrics = finish_step(learner).metrics
     assert metrics["rollout/num_compared_tokens"] == metrics["rollout/num_tokens"]
     assert metrics["policy/logprob_difference"] < 1e-5
-    with pytest.raises(RolloutError, match=r"has log-probability .* in the engine and .* in the learner"):
+    with pytest.raises(
+        RolloutError, match=r"has log-probability .* in the engine and .* in the learner"
+    ):
         learned_of(settings, lambda groups: groups)
 
 
-def test_every_sampled_token_of_the_weights_that_learn_is_compared_and_the_distance_of_older_ones_is_measured(config):
+def test_every_sampled_token_of_the_weights_that_learn_is_compared_and_the_distance_of_older_ones_is_measured(
+    config,
+):
     fresh, stale = Learned(config()), Learned(config(**STALE), drift=1.0)
     assert fresh.metrics["rollout/num_compared_tokens"] == fresh.metrics["rollout/num_tokens"]
     assert fresh.metrics["policy/logprob_difference"] < 1e-5
@@ -386,9 +529,17 @@ def test_every_sampled_token_of_the_weights_that_learn_is_compared_and_the_dista
 def test_a_log_probability_that_is_no_number_ends_the_run(config, turn):
     def damaged(example):
         place = [place for place, is_learned in enumerate(example.mask) if is_learned][turn]
-        return replace(example, logprobs=[math.nan if at == place else value for at, value in enumerate(example.logprobs)])
+        return replace(
+            example,
+            logprobs=[
+                math.nan if at == place else value for at, value in enumerate(example.logprobs)
+            ],
+        )
 
-    with pytest.raises(RolloutError, match=r"token \d+ has the log-probability nan; the endpoint must return finite ones") as caught:
+    with pytest.raises(
+        RolloutError,
+        match=r"token \d+ has the log-probability nan; the endpoint must return finite ones",
+    ) as caught:
         learned_of(config(), of_examples(1, damaged))
     assert caught.value.actor == SCRIPTED
 
@@ -396,8 +547,18 @@ def test_a_log_probability_that_is_no_number_ends_the_run(config, turn):
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("advantage_std", [False, True])
 def test_a_reward_that_is_no_number_ends_the_run(config, reward, advantage_std):
-    with pytest.raises(RolloutError, match=rf"score on {SCRIPTED}: example \d+, position 6: has the reward {reward}; a rubric must give finite numbers"):
-        learned_of(config(objective={"advantage_std": advantage_std}), lambda groups: groups, reward=lambda position: reward if position == 6 else 0.5)
+    with pytest.raises(
+        RolloutError,
+        match=(
+            rf"score on {SCRIPTED}: example \d+, position 6: has the reward {reward}; a rubric must"
+            r" give finite numbers"
+        ),
+    ):
+        learned_of(
+            config(objective={"advantage_std": advantage_std}),
+            lambda groups: groups,
+            reward=lambda position: reward if position == 6 else 0.5,
+        )
 
 
 def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
@@ -407,14 +568,22 @@ def test_a_held_out_reward_that_is_no_number_ends_the_run(config):
 
 
 def test_an_advantage_that_is_no_number_or_missing_ends_the_run(config):
-    with pytest.raises(RolloutError, match=r"score on .* the advantage nan; its reward functions must return finite numbers"):
+    with pytest.raises(
+        RolloutError,
+        match=r"score on .* the advantage nan; its reward functions must return finite numbers",
+    ):
         learned_of(config(), of_examples(2, lambda example: replace(example, advantage=math.nan)))
-    with pytest.raises(RolloutError, match="has no advantage, because its rollouts were not scored"):
+    with pytest.raises(
+        RolloutError, match="has no advantage, because its rollouts were not scored"
+    ):
         learned_of(config(), of_examples(2, lambda example: replace(example, advantage=None)))
 
 
 def test_a_segment_that_fits_no_row_is_refused_with_its_length(config):
-    with pytest.raises(ConfigError, match=r"global_max_length: .* has \d+ tokens, a row holds 10; raise global_max_length"):
+    with pytest.raises(
+        ConfigError,
+        match=r"global_max_length: .* has \d+ tokens, a row holds 10; raise global_max_length",
+    ):
         learned_of(config(global_max_length=10), lambda groups: groups)
 
 
@@ -422,7 +591,8 @@ def test_a_segment_that_fits_no_row_is_refused_with_its_length(config):
 
 
 def stale_steps(config):
-    """Two: the second's first round is generated with the weights from before the first's update."""
+    """Two: the second's first round is generated with the weights from before the first's
+    update."""
     learner, schedule = make_learner(config), RunSchedule(config)
     first = begin(learner, schedule.plan(0))
     learner.accumulate(first[:2])
@@ -436,12 +606,19 @@ def stale_steps(config):
     return learner, [*reports, finish_step(learner)]
 
 
-def test_stale_rollouts_are_learned_and_counted_and_their_log_probabilities_are_not_compared(config):
+def test_stale_rollouts_are_learned_and_counted_and_their_log_probabilities_are_not_compared(
+    config,
+):
     learner, (first, second) = stale_steps(config(**STALE))
     assert (first.metrics["rollout/staleness"], first.metrics["rollout/staleness_max"]) == (0.0, 0)
-    assert (second.metrics["rollout/staleness"], second.metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1)
+    assert (second.metrics["rollout/staleness"], second.metrics["rollout/staleness_max"]) == (
+        pytest.approx(1 / 3),
+        1,
+    )
     assert second.metrics["packing/num_segments"] == 16
-    assert second.metrics["rollout/num_compared_tokens"] < first.metrics["rollout/num_compared_tokens"]
+    assert (
+        second.metrics["rollout/num_compared_tokens"] < first.metrics["rollout/num_compared_tokens"]
+    )
     assert learner.num_updates == 2
 
 
@@ -449,23 +626,36 @@ def test_the_log_of_each_step_has_its_own_rollouts_though_the_next_has_begun(con
     settings = config(**STALE)
     stale_steps(settings)
     for step in (0, 1):
-        assert [(line["step"], line["position"]) for line in logged(settings, step)] == [(step + 1, position) for position in range(ROLLOUTS)]
+        assert [(line["step"], line["position"]) for line in logged(settings, step)] == [
+            (step + 1, position) for position in range(ROLLOUTS)
+        ]
 
 
 def test_a_rollout_two_versions_old_ends_the_run(config):
     learner, groups = begun(config(**STALE))
     learner.weight_sync.publisher.done()
     learner.weight_sync.publisher.done()
-    with pytest.raises(RolloutError, match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1"):
+    with pytest.raises(
+        RolloutError,
+        match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1",
+    ):
         learner.accumulate(groups)
 
 
 def test_a_round_is_of_one_version_whichever_environment_it_came_from(config):
-    """An engine that missed a sync goes on with weights that are not too old, which nothing else would tell."""
+    """An engine that missed a sync goes on with weights that are not too old, which nothing else
+    would tell.
+    """
     learner, groups = begun(config(**STALE), version=1)
     learner.weight_sync.publisher.done()
     mixed = of_examples(5, lambda example: replace(example, weight_version=0))(groups)
-    with pytest.raises(RolloutError, match=r"generated with weight version 0, and sample \d+ of the same round with 1 .*; an engine missed a sync"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"generated with weight version 0, and sample \d+ of the same round with 1 .*; an"
+            r" engine missed a sync"
+        ),
+    ):
         learner.accumulate(mixed)
 
 
@@ -487,22 +677,37 @@ def drawn(learner, config, steps=3):
     return requests
 
 
-def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_rows_in_the_seeded_order(config):
+def test_a_step_asks_for_whole_groups_whose_rollouts_are_adjacent_and_draws_the_rows_in_the_seeded_order(
+    config,
+):
     settings = config()
     requests = drawn(make_learner(settings), settings)
     stream = SampleStream(EXAMPLES.train, seed=settings.training.seed, shuffle=True)
     for step, asked in enumerate(requests):
         groups = [group for request in asked for group in request.groups]
         assert [group.example for group in groups] == stream.take(3)
-        assert [position for group in groups for position in group.positions] == list(range(ROLLOUTS))
+        assert [position for group in groups for position in group.positions] == list(
+            range(ROLLOUTS)
+        )
         assert {len(group.positions) for group in groups} == {GROUP}
         for request in asked:
-            assert (request.step, request.run_seed, request.is_held_out) == (step, settings.training.seed, False)
-            assert (request.decode.mode, request.decode.temperature, request.decode.return_logprobs) == (DecodeMode.SAMPLE, 1.0, True)
+            assert (request.step, request.run_seed, request.is_held_out) == (
+                step,
+                settings.training.seed,
+                False,
+            )
+            assert (
+                request.decode.mode,
+                request.decode.temperature,
+                request.decode.return_logprobs,
+            ) == (DecodeMode.SAMPLE, 1.0, True)
 
 
 def test_the_same_configuration_asks_the_same(config):
-    first, second, other = (drawn(make_learner(settings), settings) for settings in (config(), config(), config(training__seed=18)))
+    first, second, other = (
+        drawn(make_learner(settings), settings)
+        for settings in (config(), config(), config(training__seed=18))
+    )
     assert first == second
     assert first != other
 
@@ -539,7 +744,12 @@ def test_the_held_out_requests_cover_every_held_out_example_once_greedily(config
     assert [list(group.positions) for group in groups] == [[place] for place in range(number)]
     assert max(len(request.groups) for request in requests) <= GROUP
     for request in requests:
-        assert (request.step, request.is_held_out, request.decode.mode, request.decode.temperature) == (2, True, DecodeMode.GREEDY, 0.0)
+        assert (
+            request.step,
+            request.is_held_out,
+            request.decode.mode,
+            request.decode.temperature,
+        ) == (2, True, DecodeMode.GREEDY, 0.0)
 
 
 def test_what_held_out_rollouts_are_worth_they_bring_along(config):
@@ -552,7 +762,12 @@ def test_what_held_out_rollouts_are_worth_they_bring_along(config):
 
 
 def logged(config, step):
-    return [json.loads(line) for line in step_path(config.telemetry.run_dir / "rollouts", step + 1).read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (
+            step_path(config.telemetry.run_dir / "rollouts", step + 1).read_text().splitlines()
+        )
+    ]
 
 
 def test_every_rollout_is_a_line_with_its_tokens_rewards_and_messages(config):
@@ -560,7 +775,9 @@ def test_every_rollout_is_a_line_with_its_tokens_rewards_and_messages(config):
     step = Learned(settings, fails={2})
     lines = logged(settings, 0)
     rollouts = [rollout for group in step.answers for rollout in group]
-    assert [(line["position"], line["example"], line["reward"], line["error"]) for line in lines] == [
+    assert [
+        (line["position"], line["example"], line["reward"], line["error"]) for line in lines
+    ] == [
         (rollout.position, rollout.example, rollout.reward, rollout.error) for rollout in rollouts
     ]
     first, failed = lines[1], lines[2]
@@ -591,7 +808,9 @@ def test_groups_that_are_left_out_are_written_down_all_the_same(config):
 
 
 def test_a_run_that_keeps_no_rollouts_writes_none(config):
-    settings = config(telemetry={"run_dir": str(config().telemetry.run_dir / "without"), "rollouts": False})
+    settings = config(
+        telemetry={"run_dir": str(config().telemetry.run_dir / "without"), "rollouts": False}
+    )
     Learned(settings)
     assert not (settings.telemetry.run_dir / "rollouts").exists()
 
@@ -599,17 +818,30 @@ def test_a_run_that_keeps_no_rollouts_writes_none(config):
 def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it(config):
     """Those of another environment of a group do not."""
     step = Learned(config(), groups=only(0, metrics={"other": 3.0}))
-    rewards = [rollout.reward for group in step.answers for rollout in group if rollout.position != 0]
+    rewards = [
+        rollout.reward for group in step.answers for rollout in group if rollout.position != 0
+    ]
     assert step.metrics["reward/exact"] == pytest.approx(fmean(rewards))
     assert step.metrics["reward/other"] == 3.0
 
 
 def test_the_timeline_has_a_span_for_each_environment_actor_of_a_round(config):
     """Of two actors, whose rollouts began at 100 s + position and took half a second."""
-    step = Learned(config(), groups=of_rollouts(lambda rollout: replace(rollout, actor=f"environment-{rollout.position // 8}")))
+    step = Learned(
+        config(),
+        groups=of_rollouts(
+            lambda rollout: replace(rollout, actor=f"environment-{rollout.position // 8}")
+        ),
+    )
     spans = [span for span in step.report.spans if span.name == "rollouts"]
-    assert [(span.track, span.start_s, span.end_s) for span in spans] == [("environment-0", 100.0, 107.5), ("environment-1", 108.0, 111.5)]
-    assert [(span.args["first_position"], span.args["last_position"]) for span in spans] == [(0, 7), (8, 11)]
+    assert [(span.track, span.start_s, span.end_s) for span in spans] == [
+        ("environment-0", 100.0, 107.5),
+        ("environment-1", 108.0, 111.5),
+    ]
+    assert [(span.args["first_position"], span.args["last_position"]) for span in spans] == [
+        (0, 7),
+        (8, 11),
+    ]
     assert sum(span.args["tokens"] for span in spans) == step.metrics["rollout/num_tokens"]
     assert step.metrics["time/generate_s"] == 11.5
 
@@ -621,17 +853,28 @@ def test_a_checkpoint_loads_elsewhere_with_the_weights_of_its_step(config, tmp_p
     step = Learned(config())
     step.learner.publisher.save(tmp_path / "checkpoint")
     elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
-    assert all(torch.equal(parameter, step.weights[name]) for name, parameter in elsewhere.named_parameters())
+    assert all(
+        torch.equal(parameter, step.weights[name])
+        for name, parameter in elsewhere.named_parameters()
+    )
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").chat_template is not None
 
 
 def test_a_sync_is_proved_by_a_sequence_that_stays_the_same(config):
-    """From all over the vocabulary: tokens that no example of the environment has are proved too."""
+    """From all over the vocabulary: tokens that no example of the environment has are proved
+    too."""
     learner, schedule = make_learner(config()), RunSchedule(config())
-    probe, logprobs = learner.weight_sync.publisher.offer().canary, learner.weight_sync.publisher.canary.logprobs()
+    probe, logprobs = (
+        learner.weight_sync.publisher.offer().canary,
+        learner.weight_sync.publisher.canary.logprobs(),
+    )
     assert probe.token_ids == probe.expanded_token_ids
-    assert set(probe.token_ids) == set(range(len(learner.loaded.tokenizer))), "the demo's vocabulary is a small one"
-    assert logprobs == pytest.approx(logprobs_of(learner.loaded.model, probe.token_ids)[1:], abs=1e-5)
+    assert set(probe.token_ids) == set(range(len(learner.loaded.tokenizer))), (
+        "the demo's vocabulary is a small one"
+    )
+    assert logprobs == pytest.approx(
+        logprobs_of(learner.loaded.model, probe.token_ids)[1:], abs=1e-5
+    )
     learner.weight_sync.publisher.done()
     assert learner.weight_sync.publisher.version == 1
     learner.accumulate(begin(learner, schedule.plan(0), version=1))

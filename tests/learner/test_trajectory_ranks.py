@@ -30,15 +30,34 @@ def config(demo_lm, tmp_path_factory):
 
 
 def merged(ranks):
-    return [merge_reports(of_ranks) for of_ranks in zip(*(rank.reports for rank in ranks), strict=True)]
+    return [
+        merge_reports(of_ranks) for of_ranks in zip(*(rank.reports for rank in ranks), strict=True)
+    ]
 
 
 def assert_same_updates(alone, ranks):
     for one, several in zip(merged([alone]), merged(ranks), strict=True):
         assert several.metrics["loss/total"] == pytest.approx(one.metrics["loss/total"], abs=1e-5)
-        assert several.metrics["optim/grad_norm"] == pytest.approx(one.metrics["optim/grad_norm"], rel=1e-4)
-        counted = [name for name in one.metrics if name.startswith(("rollout/num", "rollout/reward", "rollout/turns", "reward/", "policy/", "packing/num_seg"))]
-        assert {name: several.metrics[name] for name in counted} == pytest.approx({name: one.metrics[name] for name in counted}, abs=1e-4)
+        assert several.metrics["optim/grad_norm"] == pytest.approx(
+            one.metrics["optim/grad_norm"], rel=1e-4
+        )
+        counted = [
+            name
+            for name in one.metrics
+            if name.startswith(
+                (
+                    "rollout/num",
+                    "rollout/reward",
+                    "rollout/turns",
+                    "reward/",
+                    "policy/",
+                    "packing/num_seg",
+                )
+            )
+        ]
+        assert {name: several.metrics[name] for name in counted} == pytest.approx(
+            {name: one.metrics[name] for name in counted}, abs=1e-4
+        )
     assert ranks[0].weights.keys() == alone.weights.keys()
     for name, weight in alone.weights.items():
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-6)
@@ -67,35 +86,56 @@ def test_two_ranks_take_the_updates_that_one_takes(alone, ddp, config):
 
 def test_each_rank_has_a_share_of_whole_groups_and_together_they_have_what_one_asks_for(alone, ddp):
     for step in range(STEPS):
-        first, second = ([group for request in rank.requests[step] for group in request.groups] for rank in ddp)
-        assert [list(group.positions) for group in first] == [list(range(GROUP)), list(range(GROUP, 2 * GROUP))]
+        first, second = (
+            [group for request in rank.requests[step] for group in request.groups] for rank in ddp
+        )
+        assert [list(group.positions) for group in first] == [
+            list(range(GROUP)),
+            list(range(GROUP, 2 * GROUP)),
+        ]
         assert [list(group.positions) for group in second] == [list(range(2 * GROUP, 3 * GROUP))]
         assert [request for rank in ddp for request in rank.requests[step]] == alone.requests[step]
 
 
 def test_the_held_out_examples_are_each_asked_for_once_over_all_ranks(ddp):
-    shares = [[group.example for request in rank.held_out for group in request.groups] for rank in ddp]
+    shares = [
+        [group.example for request in rank.held_out for group in request.groups] for rank in ddp
+    ]
     assert shares == [[0, 1, 2, 3], [4, 5, 6]]
     assert [*shares[0], *shares[1]] == list(range(EXAMPLES.held_out))
-    assert [position for rank in ddp for request in rank.held_out for group in request.groups for position in group.positions] == list(range(7))
+    assert [
+        position
+        for rank in ddp
+        for request in rank.held_out
+        for group in request.groups
+        for position in group.positions
+    ] == list(range(7))
 
 
 def test_the_ranks_hold_the_same_bits_and_do_so_twice(two_ranks, ddp, ddp_config):
     again = two_ranks.run(trajectory_jobs.learn, ddp_config, STEPS, 1)
     for rank in (*ddp, *again):
-        assert all(torch.equal(weight, ddp[0].weights[name]) for name, weight in rank.weights.items())
+        assert all(
+            torch.equal(weight, ddp[0].weights[name]) for name, weight in rank.weights.items()
+        )
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_sharded_ranks_take_the_update_that_one_takes_however_many_rows_each_has(two_ranks, config, packing):
+def test_sharded_ranks_take_the_update_that_one_takes_however_many_rows_each_has(
+    two_ranks, config, packing
+):
     alone = trajectory_jobs.learn(ALONE, None, config(training__packing=packing), 1, 3)
     ranks = two_ranks.run(trajectory_jobs.learn, config(training__packing=packing, **FSDP), 1, 1)
-    assert ranks[0].num_rows == ranks[1].num_rows, "the second computes the fixed sequence beside rows of the first"
+    assert ranks[0].num_rows == ranks[1].num_rows, (
+        "the second computes the fixed sequence beside rows of the first"
+    )
     assert_same_updates(alone, ranks)
 
 
 @pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
-def test_a_rank_all_of_whose_rollouts_have_failed_goes_on_with_the_others(two_ranks, config, parallel):
+def test_a_rank_all_of_whose_rollouts_have_failed_goes_on_with_the_others(
+    two_ranks, config, parallel
+):
     """How many ranks there are does not decide what ends a run. The second has one group."""
     lost = range(2 * GROUP, 3 * GROUP)
     alone = trajectory_jobs.learn(ALONE, None, config(), 1, 1, lost)
@@ -105,14 +145,27 @@ def test_a_rank_all_of_whose_rollouts_have_failed_goes_on_with_the_others(two_ra
 
 
 @pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
-def test_rollouts_that_have_failed_on_every_rank_end_them_all_with_an_error_of_their_own(two_ranks, config, parallel):
-    first, second = two_ranks.outcomes(trajectory_jobs.learn, config(**parallel), 1, 1, range(3 * GROUP))
+def test_rollouts_that_have_failed_on_every_rank_end_them_all_with_an_error_of_their_own(
+    two_ranks, config, parallel
+):
+    first, second = two_ranks.outcomes(
+        trajectory_jobs.learn, config(**parallel), 1, 1, range(3 * GROUP)
+    )
     assert type(first) is type(second) is RolloutError
     for position, error in ((0, first), (2 * GROUP, second)):
-        assert f"all 12 rollouts of step 1 failed, the one at position {position} with: ZeroDivisionError: no such luck; check the environment" in str(error)
+        assert (
+            f"all 12 rollouts of step 1 failed, the one at position {position} with:"
+            " ZeroDivisionError: no such luck; check the environment" in str(error)
+        )
 
 
 def test_each_rank_writes_down_its_own_rollouts(ddp, ddp_config):
     folder = ddp_config.telemetry.run_dir / "rollouts"
-    lines = [[json.loads(line) for line in step_path(folder, 1, rank).read_text().splitlines()] for rank in (0, 1)]
-    assert [[line["position"] for line in of_rank] for of_rank in lines] == [list(range(8)), list(range(8, 12))]
+    lines = [
+        [json.loads(line) for line in step_path(folder, 1, rank).read_text().splitlines()]
+        for rank in (0, 1)
+    ]
+    assert [[line["position"] for line in of_rank] for of_rank in lines] == [
+        list(range(8)),
+        list(range(8, 12)),
+    ]

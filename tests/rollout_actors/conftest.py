@@ -35,7 +35,9 @@ def _fake_actors(ray_cluster: None) -> Iterator[list[Any]]:
 
 @pytest.fixture
 def fake_actors(_fake_actors: list[Any]) -> Iterator[list[Any]]:
-    """`FakeActor`s actor-0 and actor-1, which know of no trouble yet. Other tests have them too, so no test ends one."""
+    """`FakeActor`s actor-0 and actor-1, which know of no trouble yet. Other tests have them too, so
+    no test ends one.
+    """
     import ray
 
     ray.get([actor.become.remote() for actor in _fake_actors])

@@ -1,4 +1,6 @@
-"""Syncs of a LoRA or DoRA learner to a real engine (spec: weight sync mode selection; DESIGN 5, decision 20, and 9)."""
+"""Syncs of a LoRA or DoRA learner to a real engine (spec: weight sync mode selection; DESIGN 5,
+decision 20, and 9).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.ray]
 @pytest.fixture(scope="module")
 def engine(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
     """One engine that can serve adapters. Weights are whatever the test before left."""
-    actor = create_actor("actor-0", small_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4), 0)
+    actor = create_actor(
+        "actor-0", small_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4), 0
+    )
     pool = ActorPool([actor], ["actor-0"], TIMEOUTS, decode_batch_size=8)
     pool.start()
     yield EnginePool({"actor-0": actor}, pool)
@@ -71,10 +75,18 @@ def make_learner(demo_checkpoint: Path) -> Iterator[Callable[..., AdaptedLearner
         learner.close()
 
 
-def test_an_adapter_sync_makes_the_engine_generate_what_the_learner_would_and_the_next_replaces_it(fresh: EnginePool, make_learner: Any) -> None:
+def test_an_adapter_sync_makes_the_engine_generate_what_the_learner_would_and_the_next_replaces_it(
+    fresh: EnginePool, make_learner: Any
+) -> None:
     learner = make_learner()
-    untrained = sync(learner, fresh)  # the first of a run: the engine has the base weights from the checkpoint
-    assert (untrained.mode, untrained.fell_back, untrained.adapter_effect) == ("adapter", None, None)  # an adapter has no effect before its first step
+    # the first of a run: the engine has the base weights from the checkpoint
+    untrained = sync(learner, fresh)
+    # an adapter has no effect before its first step
+    assert (untrained.mode, untrained.fell_back, untrained.adapter_effect) == (
+        "adapter",
+        None,
+        None,
+    )
     serves(fresh, learner)
     seen = set()
     for seed in (11, 12):  # the same prompts and images, so that every cache would hit
@@ -89,11 +101,15 @@ def test_an_adapter_sync_makes_the_engine_generate_what_the_learner_would_and_th
         serves(fresh, learner)
         seen.add(learner.greedy(learner.request(0))[0])
     assert len(seen) == 2
-    assert eventually(lambda: not list(Path("/dev/shm").glob("rollmatch-adapter-*"))), "another worker's has some for the time of a sync"
+    assert eventually(lambda: not list(Path("/dev/shm").glob("rollmatch-adapter-*"))), (
+        "another worker's has some for the time of a sync"
+    )
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_a_full_sync_carries_merged_weights_to_an_engine_that_could_take_adapters(fresh: EnginePool, make_learner: Any, kind: str) -> None:
+def test_a_full_sync_carries_merged_weights_to_an_engine_that_could_take_adapters(
+    fresh: EnginePool, make_learner: Any, kind: str
+) -> None:
     # With rows of the embedding, which is the head too: every other token of the vocabulary's end.
     learner = make_learner(kind, mode="full", token_ids=range(301, 1301, 2))
     for seed in (21, 22):
@@ -105,16 +121,23 @@ def test_a_full_sync_carries_merged_weights_to_an_engine_that_could_take_adapter
 
 def changed_on_the_way(terms: AdapterOffer) -> AdapterOffer:
     tensors = terms.files.tensors
-    return replace(terms, files=replace(terms.files, tensors=tensors[:-1] + bytes([tensors[-1] ^ 1])))
+    return replace(
+        terms, files=replace(terms.files, tensors=tensors[:-1] + bytes([tensors[-1] ^ 1]))
+    )
 
 
 def of_other_weights(terms: AdapterOffer) -> AdapterOffer:
-    tensors = {name: tensor.flip(0) for name, tensor in safetensors.torch.load(terms.files.tensors).items()}
+    tensors = {
+        name: tensor.flip(0) for name, tensor in safetensors.torch.load(terms.files.tensors).items()
+    }
     return remade(terms, tensors, terms.files.config)
 
 
 def of_unknown_modules(terms: AdapterOffer) -> AdapterOffer:
-    tensors = {name.replace("q_proj", "query"): tensor for name, tensor in safetensors.torch.load(terms.files.tensors).items()}
+    tensors = {
+        name.replace("q_proj", "query"): tensor
+        for name, tensor in safetensors.torch.load(terms.files.tensors).items()
+    }
     return remade(terms, tensors, terms.files.config)
 
 
@@ -123,7 +146,9 @@ def without_its_rank(terms: AdapterOffer) -> AdapterOffer:
 
 
 def remade(terms: AdapterOffer, tensors: dict[str, torch.Tensor], config: str) -> AdapterOffer:
-    return AdapterOffer.make(AdapterFiles(safetensors.torch.save(tensors), config), timeout_s=terms.timeout_s)
+    return AdapterOffer.make(
+        AdapterFiles(safetensors.torch.save(tensors), config), timeout_s=terms.timeout_s
+    )
 
 
 FAILURES = [
@@ -135,7 +160,9 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("spoil", "reason"), FAILURES)
-def test_adapter_sync_can_fall_back_to_full_sync(fresh: EnginePool, make_learner: Any, spoil: Spoil, reason: str) -> None:
+def test_adapter_sync_can_fall_back_to_full_sync(
+    fresh: EnginePool, make_learner: Any, spoil: Spoil, reason: str
+) -> None:
     learner = make_learner()
     learner.learn(31)
     sync(learner, fresh)
@@ -152,17 +179,24 @@ def test_adapter_sync_can_fall_back_to_full_sync(fresh: EnginePool, make_learner
 
 
 @pytest.mark.parametrize(("spoil", "reason"), FAILURES[1:3])
-def test_without_fallback_a_failed_adapter_sync_ends_the_run_with_the_key_to_change(fresh: EnginePool, make_learner: Any, spoil: Spoil, reason: str) -> None:
+def test_without_fallback_a_failed_adapter_sync_ends_the_run_with_the_key_to_change(
+    fresh: EnginePool, make_learner: Any, spoil: Spoil, reason: str
+) -> None:
     learner = make_learner(falls_back=False)
     learner.learn(41)
     learner.spoil = spoil
-    with pytest.raises(WeightSyncError, match=r"of the adapter: .*set rollout_matching.vllm.sync.fallback_to_full: true"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"of the adapter: .*set rollout_matching.vllm.sync.fallback_to_full: true",
+    ):
         sync(learner, fresh)
     sync(learner, fresh)  # the engine itself is sound
     serves(fresh, learner)
 
 
-def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(fresh: EnginePool, make_learner: Any, tmp_path: Path) -> None:
+def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(
+    fresh: EnginePool, make_learner: Any, tmp_path: Path
+) -> None:
     """Nothing else would notice: names, checksums and versions are all as they should be."""
     ray.get(fresh.actors["actor-0"].trouble_adapters.remote(partial(KeptAdapter, folder=tmp_path)))
     learner = make_learner()
@@ -176,7 +210,9 @@ def test_an_adapter_left_on_top_of_merged_weights_is_caught_by_the_canary(fresh:
     serves(fresh, learner)
 
 
-def test_an_adapter_that_is_held_and_not_applied_is_caught_also_where_every_token_is_within_the_tolerance(fresh: EnginePool, make_learner: Any) -> None:
+def test_an_adapter_that_is_held_and_not_applied_is_caught_also_where_every_token_is_within_the_tolerance(
+    fresh: EnginePool, make_learner: Any
+) -> None:
     """At the tolerance of bfloat16 the policy with the adapter and the one without agree."""
     learner = make_learner(falls_back=False)
     learner.canary_tolerance = 100.0
@@ -184,7 +220,9 @@ def test_an_adapter_that_is_held_and_not_applied_is_caught_also_where_every_toke
     assert sync(learner, fresh).mode == "adapter"
     ray.get(fresh.actors["actor-0"].trouble_adapters.remote(IdleAdapter))
     learner.learn(62)
-    with pytest.raises(WeightSyncError, match=r"canary on actor-0: .*effect .* is -?0\.00 times the learner's") as caught:
+    with pytest.raises(
+        WeightSyncError, match=r"canary on actor-0: .*effect .* is -?0\.00 times the learner's"
+    ) as caught:
         sync(learner, fresh)
     assert caught.value.quantity == "effect of the adapter"
     ray.get(fresh.actors["actor-0"].trouble_adapters.remote(None))
@@ -192,10 +230,14 @@ def test_an_adapter_that_is_held_and_not_applied_is_caught_also_where_every_toke
     serves(fresh, learner)
 
 
-def test_an_engine_without_lora_says_what_to_set(engine_pool: EnginePool, make_learner: Any) -> None:
+def test_an_engine_without_lora_says_what_to_set(
+    engine_pool: EnginePool, make_learner: Any
+) -> None:
     learner = make_learner(falls_back=False)
     learner.version = engine_pool.pool.version
     offer = learner.offer_weights()
     assert offer.sends_adapter
-    with pytest.raises(WeightSyncError, match=r"started without LoRA; set rollout_matching.vllm.enable_lora: true"):
+    with pytest.raises(
+        WeightSyncError, match=r"started without LoRA; set rollout_matching.vllm.enable_lora: true"
+    ):
         engine_pool.over("actor-0").receive_weights(offer).result()

@@ -21,7 +21,13 @@ from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-SETTINGS = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=6)
+SETTINGS = RepeatGuardSettings(
+    min_new_tokens=12,
+    max_consecutive_token_repeats=9,
+    ngram_size=2,
+    ngram_repeats=5,
+    max_object_keys=6,
+)
 NUM_REQUESTS = 8
 LONGEST = 16
 
@@ -46,21 +52,35 @@ def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLea
 
 
 def generate(actor: Any, requests: list[RolloutRequest]) -> list[Rollout]:
-    return ray.get(actor.generate.options(num_returns=2).remote(PictureShelf(ray.put).send(requests))[0])
+    return ray.get(
+        actor.generate.options(num_returns=2).remote(PictureShelf(ray.put).send(requests))[0]
+    )
 
 
 def said(rollout: Rollout) -> tuple[object, ...]:
-    return rollout.position, rollout.response_token_ids, rollout.logprobs, rollout.stop_token_id, rollout.stop_token_logprob, rollout.finish_reason
+    return (
+        rollout.position,
+        rollout.response_token_ids,
+        rollout.logprobs,
+        rollout.stop_token_id,
+        rollout.stop_token_logprob,
+        rollout.finish_reason,
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.15])
 def test_offending_sequence_is_terminated_without_batch_abort_and_its_neighbours_go_on_as_without_the_guard(
     engine_pool: EnginePool, guarded: Any, learner: SmallLearner, temperature: float
 ) -> None:
-    requests = [learner.request(position, temperature=temperature, max_new_tokens=LONGEST) for position in range(NUM_REQUESTS)]
+    requests = [
+        learner.request(position, temperature=temperature, max_new_tokens=LONGEST)
+        for position in range(NUM_REQUESTS)
+    ]
     rule = RepeatRule(replace(SETTINGS, max_object_keys=None))  # noise writes no keys
     num_ended = 0
-    for free, rollout in zip(engine_pool.generate(requests, "actor-0"), generate(guarded, requests), strict=True):
+    for free, rollout in zip(
+        engine_pool.generate(requests, "actor-0"), generate(guarded, requests), strict=True
+    ):
         end = rule.first_repetition(free.response_token_ids)
         if end in (None, LONGEST):
             assert said(rollout) == said(free)
@@ -68,18 +88,39 @@ def test_offending_sequence_is_terminated_without_batch_abort_and_its_neighbours
             continue
         num_ended += 1
         assert free.logprobs is not None
-        assert said(rollout) == (free.position, free.response_token_ids[:end], free.logprobs[:end], learner.stop, None, FinishReason.REPETITION)
+        assert said(rollout) == (
+            free.position,
+            free.response_token_ids[:end],
+            free.logprobs[:end],
+            learner.stop,
+            None,
+            FinishReason.REPETITION,
+        )
         assert rollout.forced_positions == (end,)
     assert 0 < num_ended < NUM_REQUESTS, "otherwise nothing was tested"
 
 
-def test_a_request_without_a_stop_token_has_nothing_to_be_ended_with(guarded: Any, learner: SmallLearner) -> None:
-    requests = [learner.request(position, max_new_tokens=LONGEST) for position in range(NUM_REQUESTS)]
-    rollouts = generate(guarded, [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests])
-    assert {(rollout.finish_reason, len(rollout.response_token_ids)) for rollout in rollouts} == {(FinishReason.LENGTH, LONGEST)}
+def test_a_request_without_a_stop_token_has_nothing_to_be_ended_with(
+    guarded: Any, learner: SmallLearner
+) -> None:
+    requests = [
+        learner.request(position, max_new_tokens=LONGEST) for position in range(NUM_REQUESTS)
+    ]
+    rollouts = generate(
+        guarded,
+        [
+            replace(request, decode=replace(request.decode, stop_token_ids=()))
+            for request in requests
+        ],
+    )
+    assert {(rollout.finish_reason, len(rollout.response_token_ids)) for rollout in rollouts} == {
+        (FinishReason.LENGTH, LONGEST)
+    }
 
 
-def test_a_guarded_engine_takes_weights_and_agrees_with_the_learner_about_its_canary(guarded: Any, demo_checkpoint: Path) -> None:
+def test_a_guarded_engine_takes_weights_and_agrees_with_the_learner_about_its_canary(
+    guarded: Any, demo_checkpoint: Path
+) -> None:
     learner = SmallLearner(demo_checkpoint, num_receivers=1)
     pool = ActorPool([guarded], ["guarded"], TIMEOUTS, decode_batch_size=8, devices=(1,))
     learner.learn(seed=2)
@@ -87,7 +128,12 @@ def test_a_guarded_engine_takes_weights_and_agrees_with_the_learner_about_its_ca
     learner.close()
 
 
-def test_an_engine_that_was_started_without_the_guard_is_refused_by_what_its_workers_answer(engine_pool: EnginePool) -> None:
+def test_an_engine_that_was_started_without_the_guard_is_refused_by_what_its_workers_answer(
+    engine_pool: EnginePool,
+) -> None:
     answers = ray.get(engine_pool.actors["actor-1"].ask.remote("active_guard"))
-    with pytest.raises(RolloutError, match="start on actor-1: the V1 model runner of worker 0 holds no repeat guard"):
+    with pytest.raises(
+        RolloutError,
+        match="start on actor-1: the V1 model runner of worker 0 holds no repeat guard",
+    ):
         require_guard(answers, SETTINGS, "actor-1")

@@ -1,4 +1,6 @@
-"""A real `python -m launch.serve`: rollouts with images, weights from a learner, and an end that leaves nothing."""
+"""A real `python -m launch.serve`: rollouts with images, weights from a learner, and an end that
+leaves nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +29,52 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def server(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    with serve_process(serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path_factory.mktemp("serve")) as one:
+def server(
+    demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServeProcess]:
+    with serve_process(
+        serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path_factory.mktemp("serve")
+    ) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def pool(server: ServeProcess, demo_checkpoint: Path) -> Iterator[OneServer]:
-    pool = OneServer(ServerClient("server-0", server.address(), index=0, expected=small_settings(demo_checkpoint)))
+    pool = OneServer(
+        ServerClient(
+            "server-0", server.address(), index=0, expected=small_settings(demo_checkpoint)
+        )
+    )
     assert pool.start() == 1
     yield pool
     pool.close()
 
 
-def test_server_mode_produces_token_ids_suitable_for_strict_alignment(pool: OneServer, learner: SmallLearner) -> None:
+def test_server_mode_produces_token_ids_suitable_for_strict_alignment(
+    pool: OneServer, learner: SmallLearner
+) -> None:
     requests = [learner.request(position) for position in range(2)]
     for request, rollout in zip(requests, pool.generate(requests), strict=True):
-        assert rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
+        assert (
+            rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
+        )
         assert all(isinstance(token_id, int) for token_id in rollout.response_token_ids)
         assert learner.stop not in rollout.response_token_ids
         assert rollout.logprobs is not None
         assert len(rollout.logprobs) == len(rollout.response_token_ids)
 
 
-def test_health_counts_tokens_while_they_are_sampled(server: ServeProcess, pool: OneServer, learner: SmallLearner) -> None:
+def test_health_counts_tokens_while_they_are_sampled(
+    server: ServeProcess, pool: OneServer, learner: SmallLearner
+) -> None:
     def told() -> messages.Health:
         return messages.read(messages.Health, httpx.get(f"{server.url}/health/", **HERE).content)
 
     before, seen = told().num_tokens, set()
     with ThreadPoolExecutor(1) as thread:
-        working = thread.submit(pool.generate, [learner.request(0, temperature=1.0, max_new_tokens=96)])
+        working = thread.submit(
+            pool.generate, [learner.request(0, temperature=1.0, max_new_tokens=96)]
+        )
         while not working.done():
             seen.add(told().num_tokens - before)
     (rollout,) = working.result()
@@ -67,38 +85,55 @@ def test_health_counts_tokens_while_they_are_sampled(server: ServeProcess, pool:
 
 def test_a_server_refuses_what_its_engine_would(pool: OneServer, learner: SmallLearner) -> None:
     request = learner.request(0)
-    with pytest.raises(RolloutError, match=r"refused the call: HTTP 400: requests\[0\]\.prompt_token_ids"):
+    with pytest.raises(
+        RolloutError, match=r"refused the call: HTTP 400: requests\[0\]\.prompt_token_ids"
+    ):
         pool.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 64)])
     assert len(pool.generate([request])) == 1
 
 
-def test_an_image_that_its_engine_cannot_decode_is_final_and_the_server_goes_on(pool: OneServer, learner: SmallLearner) -> None:
+def test_an_image_that_its_engine_cannot_decode_is_final_and_the_server_goes_on(
+    pool: OneServer, learner: SmallLearner
+) -> None:
     sound = learner.request(0)
     (image,) = sound.images
     assert image.data is not None
     cut_off = replace(sound, images=(replace(image, data=image.data[: len(image.data) // 2]),))
-    with pytest.raises(RolloutError, match=rf"refused the call: HTTP 422: image 0 of sample {sound.sample_id} .*cannot be decoded") as caught:
+    with pytest.raises(
+        RolloutError,
+        match=(
+            rf"refused the call: HTTP 422: image 0 of sample {sound.sample_id} .*cannot be decoded"
+        ),
+    ) as caught:
         pool.generate([cut_off])
     assert not isinstance(caught.value, UnreachableError)
     assert len(pool.generate([sound])) == 1
 
 
 @pytest.mark.parametrize("phase", ["rendezvous", "wire"])
-def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(pool: OneServer, learner: SmallLearner, phase: str) -> None:
+def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(
+    pool: OneServer, learner: SmallLearner, phase: str
+) -> None:
     if phase == "rendezvous":
         learner.sender.close()  # or the group that is open already would be kept
     offer = learner.offer_weights()
     terms = offer.rendezvous["terms"]
     with pytest.raises(WeightSyncError, match=f"{phase} on server-0"):
-        pool.receive_weights(replace(offer, rendezvous={"terms": replace(terms, timeout_s=2.0)})).result(timeout=30)
-    with pytest.raises(RolloutError, match=r"its sync to version \d+ is under way, or was not completed"):
+        pool.receive_weights(
+            replace(offer, rendezvous={"terms": replace(terms, timeout_s=2.0)})
+        ).result(timeout=30)
+    with pytest.raises(
+        RolloutError, match=r"its sync to version \d+ is under way, or was not completed"
+    ):
         pool.generate([learner.request(0)])
     learner.sender.close()  # a sender whose broadcast failed does so itself
     sync_weights(learner, pool)
     assert pool.generate([learner.request(0)])[0].weight_version == learner.version
 
 
-def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_engine_that_has_died_ends_its_server_with_a_message(
+    demo_checkpoint: Path, tmp_path: Path
+) -> None:
     guarded = small_settings(demo_checkpoint, repeat_guard=RepeatGuardSettings(8, 4, 4, 3, None))
     with serve_process(serve_arguments(guarded, port=0), tmp_path) as one:
         pool = OneServer(ServerClient("server-0", one.address(), index=0, expected=guarded))
@@ -108,28 +143,53 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(demo_checkpoint:
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.kill()
         assert one.process.wait(30) == 1
-        assert "the engine's process has ended (EngineCore was ended by SIGKILL, as the system does where memory runs out); check" in one.errors.read_text()
+        assert (
+            "the engine's process has ended (EngineCore was ended by SIGKILL, as the system does"
+            " where memory runs out); check" in one.errors.read_text()
+        )
         assert eventually(lambda: not any(child.is_running() for child in children))
 
 
 def test_a_killed_server_takes_its_engine_with_it(demo_checkpoint: Path, tmp_path: Path) -> None:
-    """SIGKILL, as of a system that is out of memory: nobody is left to end the engine. Server and engine are started as on a GPU, by no warm server."""
-    with serve_process(serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path, python=[sys.executable]) as one:
-        assert OneServer(ServerClient("server-0", one.address(), index=0, expected=small_settings(demo_checkpoint))).start() == 1
+    """SIGKILL, as of a system that is out of memory: nobody is left to end the engine. Server and
+    engine are started as on a GPU, by no warm server.
+    """
+    with serve_process(
+        serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path, python=[sys.executable]
+    ) as one:
+        assert (
+            OneServer(
+                ServerClient(
+                    "server-0", one.address(), index=0, expected=small_settings(demo_checkpoint)
+                )
+            ).start()
+            == 1
+        )
         _, *children = one.family()
         assert has_engine(children)
         one.process.kill()
-        assert eventually(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+        assert eventually(
+            lambda: (
+                not any(
+                    child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+                    for child in children
+                )
+            )
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_server_that_is_loading_and_all_its_processes(demo_checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_a_server_that_is_loading_and_all_its_processes(
+    demo_checkpoint: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     with serve_process(serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path) as one:
         assert eventually(lambda: has_engine(one.family()), within_s=60)
         ends_on_a_signal(one, number)
 
 
-def test_a_signal_ends_a_server_and_all_its_processes(server: ServeProcess, pool: OneServer) -> None:
+def test_a_signal_ends_a_server_and_all_its_processes(
+    server: ServeProcess, pool: OneServer
+) -> None:
     """The module's server: last."""
     ends_on_a_signal(server, signal.SIGTERM)
 
@@ -142,5 +202,11 @@ def ends_on_a_signal(one: ServeProcess, number: signal.Signals) -> None:
     family = one.family()
     one.process.send_signal(number)
     assert one.process.wait(60) == 130
-    assert eventually(lambda: not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family))
+    assert eventually(
+        lambda: (
+            not any(
+                member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family
+            )
+        )
+    )
     assert "Traceback" not in one.errors.read_text(), one.errors.read_text()

@@ -31,7 +31,13 @@ from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-GUARD = RepeatGuardSettings(min_new_tokens=40, max_consecutive_token_repeats=4, ngram_size=4, ngram_repeats=3, max_object_keys=None)
+GUARD = RepeatGuardSettings(
+    min_new_tokens=40,
+    max_consecutive_token_repeats=4,
+    ngram_size=4,
+    ngram_repeats=3,
+    max_object_keys=None,
+)
 """Says nothing about responses of 32 tokens."""
 VISION_TENSOR = "model.visual.blocks.1.attn.proj.weight"
 
@@ -42,7 +48,9 @@ def settings(demo_checkpoint: Path) -> EngineSettings:
 
 
 @pytest.fixture(scope="module")
-def server(settings: EngineSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockProcess]:
+def server(
+    settings: EngineSettings, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StockProcess]:
     with stock_process(settings, tmp_path_factory.mktemp("stock")) as one:
         yield one
 
@@ -67,7 +75,9 @@ def pool(client: StockClient) -> Iterator[OneServer]:
 
 
 @pytest.fixture(scope="module")
-def both(pool: OneServer, engine_pool: EnginePool, learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
+def both(
+    pool: OneServer, engine_pool: EnginePool, learner: SmallLearner, demo_checkpoint: Path
+) -> SmallLearner:
     """Server and actors serve the same weights, which are this learner's."""
     learner.learn(71)
     sync_weights(learner, pool)
@@ -75,13 +85,17 @@ def both(pool: OneServer, engine_pool: EnginePool, learner: SmallLearner, demo_c
     return learner
 
 
-def test_a_server_that_nobody_sent_weights_serves_its_checkpoint(pool: OneServer, learner: SmallLearner) -> None:
+def test_a_server_that_nobody_sent_weights_serves_its_checkpoint(
+    pool: OneServer, learner: SmallLearner
+) -> None:
     request = learner.request(0)
     (rollout,) = pool.generate([request])
     assert (rollout.response_token_ids, rollout.weight_version) == (learner.greedy(request)[0], 0)
 
 
-def test_the_server_counts_the_tokens_that_it_samples(routes: StockRoutes, pool: OneServer, learner: SmallLearner) -> None:
+def test_the_server_counts_the_tokens_that_it_samples(
+    routes: StockRoutes, pool: OneServer, learner: SmallLearner
+) -> None:
     before = asyncio.run(routes.num_tokens())
     assert before is not None
     (rollout,) = pool.generate([learner.request(0, max_new_tokens=32)])
@@ -90,13 +104,17 @@ def test_the_server_counts_the_tokens_that_it_samples(routes: StockRoutes, pool:
 
 
 @pytest.mark.parametrize("kind", ["transparent", "turned", "grey"])
-def test_the_server_sees_the_pixels_that_an_actor_sees(pool: OneServer, engine_pool: EnginePool, both: SmallLearner, kind: str) -> None:
+def test_the_server_sees_the_pixels_that_an_actor_sees(
+    pool: OneServer, engine_pool: EnginePool, both: SmallLearner, kind: str
+) -> None:
     request = both.request(0, max_new_tokens=32)
     request = replace(request, images=(odd_image(request.images[0], kind),))
     assert what_was_said(pool.generate([request])) == what_was_said(engine_pool.generate([request]))
 
 
-def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: OneServer, engine_pool: EnginePool, both: SmallLearner) -> None:
+def test_the_guard_ends_what_repeats_itself_and_nothing_else(
+    pool: OneServer, engine_pool: EnginePool, both: SmallLearner
+) -> None:
     requests = [both.request(position, max_new_tokens=96) for position in range(6)]
     ended = 0
     for guarded, free in zip(pool.generate(requests), engine_pool.generate(requests), strict=True):
@@ -106,7 +124,11 @@ def test_the_guard_ends_what_repeats_itself_and_nothing_else(pool: OneServer, en
             continue
         ended += 1
         assert guarded.response_token_ids == free.response_token_ids[:length]
-        assert (guarded.finish_reason, guarded.forced_positions, guarded.stop_token_id) == (FinishReason.REPETITION, (length,), both.stop)
+        assert (guarded.finish_reason, guarded.forced_positions, guarded.stop_token_id) == (
+            FinishReason.REPETITION,
+            (length,),
+            both.stop,
+        )
     assert ended
 
 
@@ -124,7 +146,11 @@ def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sy
 
 
 def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_this_one(
-    pool: OneServer, routes: StockRoutes, server: StockProcess, settings: EngineSettings, learner: SmallLearner
+    pool: OneServer,
+    routes: StockRoutes,
+    server: StockProcess,
+    settings: EngineSettings,
+    learner: SmallLearner,
 ) -> None:
     request = learner.request(0)
     asyncio.run(routes.collective_rpc("arm", args=("fail", VISION_TENSOR)))
@@ -132,7 +158,13 @@ def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_thi
         sync_weights(learner, pool)
     another = OneServer(StockClient("server-0", server.address(), index=0, expected=settings))
     assert another.start() == 1
-    with pytest.raises(RolloutError, match=r"serves no rollouts: it holds weights that another run has sent \(rollmatch-unverified\)"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"serves no rollouts: it holds weights that another run has sent"
+            r" \(rollmatch-unverified\)"
+        ),
+    ):
         another.generate([request])
     for one in (another, pool):
         learner.sender.close()
@@ -145,16 +177,32 @@ def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_thi
 
 def test_what_the_server_refuses_names_the_sample(pool: OneServer, learner: SmallLearner) -> None:
     request = learner.request(0)
-    with pytest.raises(RolloutError, match=r"refused sample sample-0: HTTP 400.*maximum context length"):
-        pool.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 60, images=request.images)])
+    with pytest.raises(
+        RolloutError, match=r"refused sample sample-0: HTTP 400.*maximum context length"
+    ):
+        pool.generate(
+            [
+                replace(
+                    request, prompt_token_ids=request.prompt_token_ids * 60, images=request.images
+                )
+            ]
+        )
     with pytest.raises(RolloutError, match="image 0 of sample sample-0"):
-        pool.generate([replace(request, images=(ImageRef(path=None, data=b"no image", sha256=""),))])
+        pool.generate(
+            [replace(request, images=(ImageRef(path=None, data=b"no image", sha256=""),))]
+        )
     assert len(pool.generate([request])) == 1
 
 
-def test_a_cancelled_share_ends_in_the_server_too(client: StockClient, routes: StockRoutes, learner: SmallLearner) -> None:
-    requests = [learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(8)]
-    requests = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
+def test_a_cancelled_share_ends_in_the_server_too(
+    client: StockClient, routes: StockRoutes, learner: SmallLearner
+) -> None:
+    requests = [
+        learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(8)
+    ]
+    requests = [
+        replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests
+    ]
 
     async def seconds() -> tuple[float, float]:
         started = time.perf_counter()
@@ -183,19 +231,27 @@ def test_a_cancelled_share_ends_in_the_server_too(client: StockClient, routes: S
         ({"transport": "nccl"}, "--weight-transfer-config"),
     ],
 )
-def test_a_server_that_was_started_otherwise_is_refused(server: StockProcess, settings: EngineSettings, changes: dict[str, Any], said: str) -> None:
-    client = StockClient("server-0", server.address(), index=0, expected=replace(settings, **changes))
+def test_a_server_that_was_started_otherwise_is_refused(
+    server: StockProcess, settings: EngineSettings, changes: dict[str, Any], said: str
+) -> None:
+    client = StockClient(
+        "server-0", server.address(), index=0, expected=replace(settings, **changes)
+    )
     with pytest.raises(RolloutError, match=f"start on server-0: .*{said}"):
         asyncio.run(client.start())
 
 
-def test_a_client_without_the_token_is_told_where_it_belongs(server: StockProcess, settings: EngineSettings) -> None:
+def test_a_client_without_the_token_is_told_where_it_belongs(
+    server: StockProcess, settings: EngineSettings
+) -> None:
     client = StockClient("server-0", server.address(token=None), index=0, expected=settings)
     with pytest.raises(RolloutError, match=r"server\.token_env"):
         asyncio.run(client.start())
 
 
-def test_a_signal_ends_the_server_and_leaves_no_process(server: StockProcess, pool: OneServer, learner: SmallLearner) -> None:
+def test_a_signal_ends_the_server_and_leaves_no_process(
+    server: StockProcess, pool: OneServer, learner: SmallLearner
+) -> None:
     """The module's server: last."""
     family = server.family()
     server.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""Weights that arrive are the learner's, and a sync that went wrong is noticed, named and gone over (DESIGN 9)."""
+"""Weights that arrive are the learner's, and a sync that went wrong is noticed, named and gone over
+(DESIGN 9).
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,26 @@ def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLea
     learner.close()
 
 
-def test_after_a_sync_every_actor_generates_what_the_learner_would(engine_pool: EnginePool, learner: SmallLearner) -> None:
+def test_after_a_sync_every_actor_generates_what_the_learner_would(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
     for seed in (11, 12):  # the second goes over the group that the first has opened
         learner.learn(seed)
         report = sync_weights(learner, engine_pool.pool)
         assert report.version == engine_pool.pool.version == learner.version
         assert report.canary_max_abs <= 1e-4
-        assert {"pause", "send_gather", "rendezvous", "wire", "load", "verify", "reset", "canary", "send_wire", "send_verify"} <= set(report.phase_s)
+        assert {
+            "pause",
+            "send_gather",
+            "rendezvous",
+            "wire",
+            "load",
+            "verify",
+            "reset",
+            "canary",
+            "send_wire",
+            "send_verify",
+        } <= set(report.phase_s)
         requests = [learner.request(position) for position in range(3)]
         for request, rollout in zip(requests, engine_pool.generate(requests), strict=True):
             tokens, logprobs = learner.greedy(request)
@@ -48,8 +63,12 @@ def test_after_a_sync_every_actor_generates_what_the_learner_would(engine_pool: 
             assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_tied_embeddings_are_renewed_at_the_output_too(engine_pool: EnginePool, learner: SmallLearner) -> None:
-    """FACTS 5.2: on CPU the output head multiplies with a packed copy of the embedding, which vLLM's reload leaves as it was."""
+def test_tied_embeddings_are_renewed_at_the_output_too(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
+    """FACTS 5.2: on CPU the output head multiplies with a packed copy of the embedding, which
+    vLLM's reload leaves as it was.
+    """
     request = learner.request(0)
     learner.learn(21)
     sync_weights(learner, engine_pool.pool)
@@ -63,34 +82,54 @@ def test_tied_embeddings_are_renewed_at_the_output_too(engine_pool: EnginePool, 
     assert after.logprobs != before.logprobs
 
 
-def test_a_tensor_that_is_damaged_on_its_way_is_caught_by_its_buckets_checksum(engine_pool: EnginePool, learner: SmallLearner) -> None:
+def test_a_tensor_that_is_damaged_on_its_way_is_caught_by_its_buckets_checksum(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
     learner.learn(31)
     engine_pool.arm("actor-0", "corrupt", LANGUAGE_TENSOR)
-    with pytest.raises(WeightSyncError, match=r"verify on actor-0: buckets \[\d+\] of \d+ did not arrive as they were sent") as caught:
+    with pytest.raises(
+        WeightSyncError,
+        match=r"verify on actor-0: buckets \[\d+\] of \d+ did not arrive as they were sent",
+    ) as caught:
         sync_weights(learner, engine_pool.pool)
-    assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == ("actor-0", "verify", "bucket checksums", 1)
+    assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == (
+        "actor-0",
+        "verify",
+        "bucket checksums",
+        1,
+    )
     with pytest.raises(RolloutError, match=r"actor-0.*serves no rollouts"):
         engine_pool.generate([learner.request(0)], "actor-0")
 
 
 @pytest.mark.parametrize("tensor", [LANGUAGE_TENSOR, VISION_TENSOR])
-def test_a_tensor_that_is_damaged_after_its_checksum_is_caught_by_the_canary(engine_pool: EnginePool, learner: SmallLearner, tensor: str) -> None:
+def test_a_tensor_that_is_damaged_after_its_checksum_is_caught_by_the_canary(
+    engine_pool: EnginePool, learner: SmallLearner, tensor: str
+) -> None:
     learner.learn(31)
     served = engine_pool.pool.version
     engine_pool.arm("actor-1", "spoil", tensor)
     with pytest.raises(WeightSyncError, match="canary on actor-1") as caught:
         sync_weights(learner, engine_pool.pool)
-    assert (caught.value.actor, caught.value.phase, caught.value.quantity) == ("actor-1", "canary", "canary log-probability")
+    assert (caught.value.actor, caught.value.phase, caught.value.quantity) == (
+        "actor-1",
+        "canary",
+        "canary log-probability",
+    )
     assert caught.value.size is not None
     assert caught.value.size > 1e-4
     assert engine_pool.pool.version == served
     with pytest.raises(RolloutError, match=r"actor-1.*serves no rollouts"):
         engine_pool.generate([learner.request(0)], "actor-1")
     sync_weights(learner, engine_pool.pool)
-    assert engine_pool.generate([learner.request(0)], "actor-1")[0].weight_version == learner.version
+    assert (
+        engine_pool.generate([learner.request(0)], "actor-1")[0].weight_version == learner.version
+    )
 
 
-def test_an_error_in_one_receiver_blocks_nobody_and_the_next_sync_succeeds(engine_pool: EnginePool, learner: SmallLearner) -> None:
+def test_an_error_in_one_receiver_blocks_nobody_and_the_next_sync_succeeds(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
     learner.learn(41)
     engine_pool.arm("actor-2", "fail", VISION_TENSOR)
     started = time.monotonic()
@@ -98,46 +137,73 @@ def test_an_error_in_one_receiver_blocks_nobody_and_the_next_sync_succeeds(engin
         sync_weights(learner, engine_pool.pool)
     assert (caught.value.actor, caught.value.phase) == ("actor-2", "wire")
     sync_weights(learner, engine_pool.pool)
-    assert time.monotonic() - started < TIMEOUTS.sync_phase.seconds / 2, f"nobody waited for a timeout, while the error is still there: {caught.value}"
+    assert time.monotonic() - started < TIMEOUTS.sync_phase.seconds / 2, (
+        f"nobody waited for a timeout, while the error is still there: {caught.value}"
+    )
     request = learner.request(0)
-    assert engine_pool.generate([request], "actor-2")[0].response_token_ids == learner.greedy(request)[0]
+    assert (
+        engine_pool.generate([request], "actor-2")[0].response_token_ids
+        == learner.greedy(request)[0]
+    )
 
 
-def test_nothing_computed_with_old_weights_survives_in_a_cache(engine_pool: EnginePool, learner: SmallLearner) -> None:
+def test_nothing_computed_with_old_weights_survives_in_a_cache(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
     request = learner.request(5)
     for seed in (51, 52):  # the same prompt and image, so that every cache would hit
         learner.learn(seed)
         sync_weights(learner, engine_pool.pool)
-        assert engine_pool.generate([request], "actor-0")[0].response_token_ids == learner.greedy(request)[0]
+        assert (
+            engine_pool.generate([request], "actor-0")[0].response_token_ids
+            == learner.greedy(request)[0]
+        )
 
 
 @pytest.mark.long
-def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_they_begin(engine_pool: EnginePool, demo_checkpoint: Path) -> None:
-    """As under `max_staleness`: the next step's first round still runs when this step's weights are due."""
+def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_they_begin(
+    engine_pool: EnginePool, demo_checkpoint: Path
+) -> None:
+    """As under `max_staleness`: the next step's first round still runs when this step's weights are
+    due.
+    """
     limits = TimeoutsSection(sync_phase_s=4.0)
-    pool = engine_pool.over(*engine_pool.actors, decode_batch_size=24, timeouts=PoolTimeouts.of_actors(limits))
+    pool = engine_pool.over(
+        *engine_pool.actors, decode_batch_size=24, timeouts=PoolTimeouts.of_actors(limits)
+    )
     learner = SmallLearner(demo_checkpoint, num_receivers=3, timeout_s=limits.sync_phase_s)
     learner.version = served = engine_pool.pool.version
-    requests = [learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(72)]
-    endless = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
+    requests = [
+        learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(72)
+    ]
+    endless = [
+        replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests
+    ]
     generating = pool.generate([PictureShelf(ray.put).put_each(endless)])
     report = sync_weights(learner, pool)
     learner.close()
     assert (report.version, pool.version) == (served + 1, served + 1)
     rollouts = [rollout for share in ray.get(generating.result(timeout=0)[0]) for rollout in share]
     assert {rollout.weight_version for rollout in rollouts} == {served}
-    seconds = max(rollout.started_s + rollout.generate_s for rollout in rollouts) - min(rollout.started_s for rollout in rollouts)
+    seconds = max(rollout.started_s + rollout.generate_s for rollout in rollouts) - min(
+        rollout.started_s for rollout in rollouts
+    )
     assert seconds > 1.5 * limits.sync_phase_s, "otherwise nothing was tested"
 
 
 @pytest.mark.long
-def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner) -> None:
+def test_an_actor_whose_engine_died_ends_itself_and_is_reported(
+    ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner
+) -> None:
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
     pool = ActorPool([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
     pool.start()
     shell, *children = ray.get(actor.process_ids.remote())
     psutil.Process(children[0]).kill()
-    with pytest.raises(RolloutError, match=r"generate on doomed: its process has ended \(EngineCore was ended by SIGKILL"):
+    with pytest.raises(
+        RolloutError,
+        match=r"generate on doomed: its process has ended \(EngineCore was ended by SIGKILL",
+    ):
         pool.generate([PictureShelf(ray.put).put_each([learner.request(0)])]).result()
     deadline = time.monotonic() + 60
     while any(psutil.pid_exists(process) for process in (shell, *children)):
@@ -147,30 +213,43 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(ray_cluster: Non
 
 
 @pytest.mark.long
-def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story(ray_cluster: None, demo_checkpoint: Path) -> None:
+def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story(
+    ray_cluster: None, demo_checkpoint: Path
+) -> None:
     actor = create_actor("small", small_settings(demo_checkpoint, kv_cache_memory_bytes=1 << 19), 0)
     pool = ActorPool([actor], ["small"], TIMEOUTS, decode_batch_size=8)
     with pytest.raises(RolloutError) as caught:
         pool.start()
     pool.close()
-    assert caught.value.message.startswith("the engine did not start: EngineCore: ValueError: To serve at least one request with the model's max seq len (512)")
+    assert caught.value.message.startswith(
+        "the engine did not start: EngineCore: ValueError: To serve at least one request with the"
+        " model's max seq len (512)"
+    )
     assert "rollout_matching.vllm.kv_cache_memory_bytes" in caught.value.message
-    assert "check_enough_kv_cache_memory" in "".join(traceback.format_exception(caught.value)), "what error.txt is written from"
+    assert "check_enough_kv_cache_memory" in "".join(traceback.format_exception(caught.value)), (
+        "what error.txt is written from"
+    )
 
 
 @pytest.mark.long
-def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_not_at_the_phases_limit(ray_cluster: None, demo_checkpoint: Path) -> None:
+def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_not_at_the_phases_limit(
+    ray_cluster: None, demo_checkpoint: Path
+) -> None:
     limits = TimeoutsSection(sync_phase_s=200.0)
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
     pool = ActorPool([actor], ["doomed"], PoolTimeouts.of_actors(limits), decode_batch_size=8)
     pool.start()
-    learner = SmallLearner(demo_checkpoint, num_receivers=1, timeout_s=5.0)  # which waits so long for the dead engine when it is closed
+    # which waits so long for the dead engine when it is closed
+    learner = SmallLearner(demo_checkpoint, num_receivers=1, timeout_s=5.0)
     core = psutil.Process(ray.get(actor.process_ids.remote())[1])
     core.suspend()  # so that vLLM has been asked, and cannot answer, when it dies
     begun_s = time.monotonic()
     killer = threading.Timer(3.0, core.kill)
     killer.start()
-    with pytest.raises(WeightSyncError, match=r"pause on doomed: its process has ended \(EngineCore was ended by SIGKILL"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"pause on doomed: its process has ended \(EngineCore was ended by SIGKILL",
+    ):
         sync_weights(learner, pool)
     assert time.monotonic() - begun_s < limits.sync_phase_s / 2
     learner.close()

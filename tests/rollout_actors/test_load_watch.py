@@ -14,8 +14,19 @@ from rollout_actors.weight_sync.worker import ChecksumLoader
 from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.offer import FullOffer, TensorSpec
 
-TENSORS = [(name, torch.arange(count, dtype=torch.float32)) for name, count in (("a", 4), ("b", 30), ("c", 2))]
-TERMS = FullOffer((), 1.0, 100, tuple(TensorSpec(name, "float32", tuple(tensor.shape), tensor.nbytes) for name, tensor in TENSORS), num_logprobs=2)
+TENSORS = [
+    (name, torch.arange(count, dtype=torch.float32))
+    for name, count in (("a", 4), ("b", 30), ("c", 2))
+]
+TERMS = FullOffer(
+    (),
+    1.0,
+    100,
+    tuple(
+        TensorSpec(name, "float32", tuple(tensor.shape), tensor.nbytes) for name, tensor in TENSORS
+    ),
+    num_logprobs=2,
+)
 
 
 class FakeModel(nn.Module):
@@ -60,12 +71,15 @@ def test_a_bucket_of_exactly_its_size_is_open_to_the_sender_and_to_the_receiver(
 
 
 @pytest.mark.parametrize("behind", [0, 2, 13])
-def test_what_comes_behind_the_weights_may_begin_at_any_byte_of_a_packed_bucket(behind: int) -> None:
+def test_what_comes_behind_the_weights_may_begin_at_any_byte_of_a_packed_bucket(
+    behind: int,
+) -> None:
     watch = ChecksumLoader(FakeModel(), TERMS.bucket_bytes)
     for name, tensor in sent():
         packed = torch.zeros(behind + tensor.nbytes, dtype=torch.uint8)
         packed[behind:] = tensor.view(torch.uint8)
-        # vLLM's own unpacking, which puts no number where it must not be: weights are as they were, these are bytes.
+        # vLLM's own unpacking, which puts no number where it must not be: weights are as they were,
+        # these are bytes.
         watch.load_weights([(name, packed[behind:] if tensor.dtype == torch.uint8 else tensor)])
     assert (watch.checksums, watch.logprobs) == (watch.sent, [-0.25, -1.5])
 
@@ -74,7 +88,11 @@ def test_it_is_the_same_in_as_many_calls_as_the_transport_likes() -> None:
     watch = ChecksumLoader(FakeModel(), TERMS.bucket_bytes)
     for named in sent():
         watch.load_weights([named])
-    assert (watch.loaded, watch.checksums, watch.logprobs) == ({"a", "b", "c"}, watch.sent, [-0.25, -1.5])
+    assert (watch.loaded, watch.checksums, watch.logprobs) == (
+        {"a", "b", "c"},
+        watch.sent,
+        [-0.25, -1.5],
+    )
 
 
 def test_waiting_for_tensors_is_no_part_of_loading_them() -> None:

@@ -30,26 +30,44 @@ MakePool = Callable[..., ActorPool]
 
 
 def timeouts(limit_s: float = 30.0) -> PoolTimeouts:
-    return PoolTimeouts.of_actors(TimeoutsSection(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s))
+    return PoolTimeouts.of_actors(
+        TimeoutsSection(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s)
+    )
 
 
 @pytest.fixture
 def make_pool(fake_actors: list[Any]) -> MakePool:
-    """A pool of a good actor-0 and an actor-1 with the given trouble. They are not its own, and so it is not closed."""
+    """A pool of a good actor-0 and an actor-1 with the given trouble. They are not its own, and so
+    it is not closed.
+    """
 
-    def make(phase: str = "", trouble: str = "", *, limit_s: float = 30.0, **options: Any) -> ActorPool:
+    def make(
+        phase: str = "", trouble: str = "", *, limit_s: float = 30.0, **options: Any
+    ) -> ActorPool:
         ray.get(fake_actors[1].become.remote(phase, trouble))
-        return ActorPool(fake_actors, ["actor-0", "actor-1"], timeouts(limit_s), **{"decode_batch_size": 2, "devices": (1, 1), **options})
+        return ActorPool(
+            fake_actors,
+            ["actor-0", "actor-1"],
+            timeouts(limit_s),
+            **{"decode_batch_size": 2, "devices": (1, 1), **options},
+        )
 
     return make
 
 
-def own_pool(*troubles: tuple[str, str], limit_s: float = 30.0, closed_s: float = 30.0) -> ActorPool:
+def own_pool(
+    *troubles: tuple[str, str], limit_s: float = 30.0, closed_s: float = 30.0
+) -> ActorPool:
     """A started pool of an actor of its own for each of these phases and troubles."""
     names = [f"actor-{index}" for index in range(len(troubles))]
-    actors = [create_fake_actor(name, *trouble) for name, trouble in zip(names, troubles, strict=True)]
-    ray.get([actor.__ray_ready__.remote() for actor in actors])  # so that no limit counts the start of a process
-    pool = ActorPool(actors, names, replace(timeouts(limit_s), closed_s=closed_s), decode_batch_size=2)
+    actors = [
+        create_fake_actor(name, *trouble) for name, trouble in zip(names, troubles, strict=True)
+    ]
+    # so that no limit counts the start of a process
+    ray.get([actor.__ray_ready__.remote() for actor in actors])
+    pool = ActorPool(
+        actors, names, replace(timeouts(limit_s), closed_s=closed_s), decode_batch_size=2
+    )
     pool.start()
     return pool
 
@@ -58,18 +76,26 @@ def refs(*sizes: int) -> PerRank:
     """Requests of each learner rank."""
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     shelf = PictureShelf(ray.put)
-    return [shelf.put_each([f"request-{start + i}" for i in range(size)]) for start, size in zip(starts, sizes, strict=True)]
+    return [
+        shelf.put_each([f"request-{start + i}" for i in range(size)])
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def offer(version: int) -> WeightOffer:
     return WeightOffer(version=version, transport="rollmatch_gloo", rendezvous={}, canary=None)
 
 
-def test_a_round_is_split_into_contiguous_shares_and_comes_back_in_order(make_pool: MakePool) -> None:
+def test_a_round_is_split_into_contiguous_shares_and_comes_back_in_order(
+    make_pool: MakePool,
+) -> None:
     pool = make_pool()
     pool.start()
     (shares,) = map(ray.get, pool.generate(refs(3)).result())
-    assert shares == [[("actor-0", "request-0"), ("actor-0", "request-1")], [("actor-1", "request-2")]]
+    assert shares == [
+        [("actor-0", "request-0"), ("actor-0", "request-1")],
+        [("actor-1", "request-2")],
+    ]
 
 
 def test_an_empty_share_sends_nothing(make_pool: MakePool) -> None:
@@ -82,8 +108,12 @@ def test_a_step_is_cut_into_even_rounds_of_at_most_the_capacity(make_pool: MakeP
     assert make_pool().split([list(range(9))]) == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
 
 
-def test_a_round_holds_the_next_chunk_of_every_learner_rank_and_engines_share_out_the_whole_of_it(make_pool: MakePool) -> None:
-    """DESIGN 5, decision 15: W x chunk requests in rank order, that range is split over the engines; every rank gets its own back."""
+def test_a_round_holds_the_next_chunk_of_every_learner_rank_and_engines_share_out_the_whole_of_it(
+    make_pool: MakePool,
+) -> None:
+    """DESIGN 5, decision 15: W x chunk requests in rank order, that range is split over the
+    engines; every rank gets its own back.
+    """
     pool = make_pool(learner_ranks=2)
     assert pool.split([[0, 1, 2], [3, 4]]) == [[[0, 1], [3]], [[2], [4]]]
     first, second = map(ray.get, pool.generate(refs(2, 1)).result())
@@ -101,28 +131,44 @@ def test_engines_of_several_devices_take_in_proportion_to_them(make_pool: MakePo
     assert [len(rank) for round_ in pool.split([list(range(9))]) for rank in round_] == [5, 4]
 
 
-def test_a_pool_that_is_not_told_its_engines_devices_asks_them_at_the_start(make_pool: MakePool) -> None:
+def test_a_pool_that_is_not_told_its_engines_devices_asks_them_at_the_start(
+    make_pool: MakePool,
+) -> None:
     pool = make_pool(devices=None)
     pool.start()
     assert pool.devices == (1, 1)
 
 
-def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_the_start(make_pool: MakePool) -> None:
+def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_the_start(
+    make_pool: MakePool,
+) -> None:
     """Scenario: vLLM server mode fails fast when cap is infeasible."""
-    with pytest.raises(ConfigError, match=r"decode_batch_size: decode_batch_size 1 x 2 rollout devices is less than 4 learner ranks; raise decode_batch_size"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"decode_batch_size: decode_batch_size 1 x 2 rollout devices is less than 4 learner"
+            r" ranks; raise decode_batch_size"
+        ),
+    ):
         make_pool(devices=None, decode_batch_size=1, learner_ranks=4).start()
 
 
-def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wanted(make_pool: MakePool) -> None:
+def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wanted(
+    make_pool: MakePool,
+) -> None:
     pool = make_pool("generate", "unreachable", asks_next_on_failure=True)
     (shares,) = map(ray.get, pool.generate(refs(4)).result())
     assert [name for share in shares for name, _ in share] == ["actor-0"] * 4
-    assert [request for share in shares for _, request in share] == [f"request-{i}" for i in range(4)]
+    assert [request for share in shares for _, request in share] == [
+        f"request-{i}" for i in range(4)
+    ]
     with pytest.raises(RolloutError, match="gone"):
         make_pool("generate", "unreachable").generate(refs(4)).result()
 
 
-def test_what_a_server_answered_and_is_wrong_is_not_asked_of_another_one(make_pool: MakePool) -> None:
+def test_what_a_server_answered_and_is_wrong_is_not_asked_of_another_one(
+    make_pool: MakePool,
+) -> None:
     with pytest.raises(RolloutError, match="told to fail"):
         make_pool("generate", "fail", asks_next_on_failure=True).generate(refs(4)).result()
 
@@ -144,21 +190,40 @@ def test_a_round_that_failed_is_raised_before_a_sync_begins(make_pool: MakePool)
 def test_a_sync_raises_the_version_and_reports_the_slowest_actor(make_pool: MakePool) -> None:
     pool = make_pool()
     report = pool.receive_weights(offer(7)).result()
-    assert (report.version, report.bytes, report.phase_s, report.canary_max_abs) == (7, 10, {"wire": 2.0}, 2e-6)
+    assert (report.version, report.bytes, report.phase_s, report.canary_max_abs) == (
+        7,
+        10,
+        {"wire": 2.0},
+        2e-6,
+    )
     assert pool.version == 7
 
 
 @pytest.mark.parametrize("phase", ["start", "generate"])
-def test_an_actor_that_does_not_answer_is_named_with_phase_key_and_what_to_check(make_pool: MakePool, phase: str) -> None:
+def test_an_actor_that_does_not_answer_is_named_with_phase_key_and_what_to_check(
+    make_pool: MakePool, phase: str
+) -> None:
     pool = make_pool(phase, "sleep", limit_s=1.0)
-    with pytest.raises(RolloutError, match=rf"{phase} on actor-1: no answer from actor-1 after timeouts.{phase}_s = 1 s; check the engine's log") as caught:
+    with pytest.raises(
+        RolloutError,
+        match=(
+            rf"{phase} on actor-1: no answer from actor-1 after timeouts.{phase}_s = 1 s; check the"
+            r" engine's log"
+        ),
+    ) as caught:
         pool.start() if phase == "start" else pool.generate(refs(2)).result()
     assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
 
 
 def test_a_sync_phase_without_an_answer_is_named_by_actor_and_phase(make_pool: MakePool) -> None:
     pool = make_pool("wire", "sleep", limit_s=0.5)
-    with pytest.raises(WeightSyncError, match=r"wire on actor-1: no answer from actor-1 after timeouts.sync_phase_s = 0.5 s; check that the learner") as caught:
+    with pytest.raises(
+        WeightSyncError,
+        match=(
+            r"wire on actor-1: no answer from actor-1 after timeouts.sync_phase_s = 0.5 s; check"
+            r" that the learner"
+        ),
+    ) as caught:
         pool.receive_weights(offer(1)).result()
     assert (caught.value.actor, caught.value.phase, pool.version) == ("actor-1", "wire", 0)
 
@@ -176,10 +241,17 @@ def test_an_actors_own_error_arrives_as_it_was_raised(make_pool: MakePool) -> No
     pool = make_pool("verify", "fail")
     with pytest.raises(WeightSyncError, match="told to fail") as caught:
         pool.receive_weights(offer(1)).result()
-    assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == ("actor-1", "verify", "nothing", 2.5)
+    assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == (
+        "actor-1",
+        "verify",
+        "nothing",
+        2.5,
+    )
 
 
-def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told(make_pool: MakePool, fake_actors: list[Any]) -> None:
+def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told(
+    make_pool: MakePool, fake_actors: list[Any]
+) -> None:
     """Its own error may come after the others have noticed that it left the group."""
     pool = make_pool("wire", "fail late")
     ray.get(fake_actors[0].become.remote("wire", "lose peer"))
@@ -190,12 +262,20 @@ def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told
         pool.receive_weights(offer(2)).result()
 
 
-def test_requests_that_are_lost_with_the_learner_are_not_laid_on_an_engine(make_pool: MakePool) -> None:
+def test_requests_that_are_lost_with_the_learner_are_not_laid_on_an_engine(
+    make_pool: MakePool,
+) -> None:
     learner = create_fake_actor("learner", "start", "sleep")
     ray.get(learner.__ray_ready__.remote())
     generating = make_pool().generate([[RequestRef(learner.start.remote(), 0)]])
     ray.kill(learner)
-    with pytest.raises(RolloutError, match="generate on actor-0: what it was asked for is lost, for the learner's process has ended"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            "generate on actor-0: what it was asked for is lost, for the learner's process has"
+            " ended"
+        ),
+    ):
         generating.result()
 
 
@@ -224,7 +304,9 @@ def sender(ray_cluster: None) -> Iterator[Any]:
     ray.kill(actor)
 
 
-def test_an_engine_gets_every_pictures_bytes_from_whoever_sends_them(echo: ActorPool, sender: Any) -> None:
+def test_an_engine_gets_every_pictures_bytes_from_whoever_sends_them(
+    echo: ActorPool, sender: Any
+) -> None:
     requests = [make_request(place, images=(picture(place // 2), picture(7))) for place in range(5)]
     for _ in range(2):
         sent = sender.requests.remote(requests)
@@ -236,7 +318,10 @@ def test_pictures_that_are_lost_with_the_learner_are_not_laid_on_an_engine() -> 
     """A node that has no copy of them hears this from Ray."""
     lost = RayTaskError("EngineActor.generate", "", OwnerDiedError("ab", b"", ""))
     call = RayCall("generate", None, "", RolloutError)
-    assert "generate on actor-0: what it was asked for is lost, for the learner's process has ended" in str(told(call, "actor-0", lost))
+    assert (
+        "generate on actor-0: what it was asked for is lost, for the learner's process has ended"
+        in str(told(call, "actor-0", lost))
+    )
 
 
 def picture(number: int) -> ImageRef:
@@ -245,9 +330,13 @@ def picture(number: int) -> ImageRef:
 
 
 @pytest.mark.parametrize("phase", ["start", "generate"])
-def test_any_other_error_of_an_actor_is_told_with_its_name_and_the_phase(make_pool: MakePool, phase: str) -> None:
+def test_any_other_error_of_an_actor_is_told_with_its_name_and_the_phase(
+    make_pool: MakePool, phase: str
+) -> None:
     pool = make_pool(phase, "surprise")
-    with pytest.raises(RolloutError, match=f"{phase} on actor-1: OSError: nobody thought of this") as caught:
+    with pytest.raises(
+        RolloutError, match=f"{phase} on actor-1: OSError: nobody thought of this"
+    ) as caught:
         pool.start() if phase == "start" else pool.generate(refs(2)).result()
     assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
 
@@ -261,14 +350,18 @@ def test_closing_twice_is_harmless_and_ends_whoever_still_waits(ray_cluster: Non
         waiting.result(timeout=60)
 
 
-def test_every_actor_may_end_its_engine_in_order_whatever_becomes_of_the_others(ray_cluster: None) -> None:
+def test_every_actor_may_end_its_engine_in_order_whatever_becomes_of_the_others(
+    ray_cluster: None,
+) -> None:
     pool = own_pool(("", ""), ("close", "fail"), ("close", "die"), ("close", "slow"), closed_s=60.0)
     started = time.monotonic()
     pool.close()
     assert 0.3 <= time.monotonic() - started < 60
 
 
-def test_no_actor_is_waited_for_longer_than_the_limit_when_the_pool_is_closed(ray_cluster: None) -> None:
+def test_no_actor_is_waited_for_longer_than_the_limit_when_the_pool_is_closed(
+    ray_cluster: None,
+) -> None:
     assert timeouts().closed_s == CLOSED_S
     pool = own_pool(("close", "sleep"), closed_s=0.5)
     started = time.monotonic()

@@ -58,7 +58,9 @@ def test_what_every_engine_failed_to_answer_goes_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_fails_every_request_is_answered_once_and_no_device_has_more_than_its_bound(seed: int) -> None:
+def test_whatever_fails_every_request_is_answered_once_and_no_device_has_more_than_its_bound(
+    seed: int,
+) -> None:
     chance = random.Random(seed)
     devices = [chance.randint(1, 3) for _ in range(chance.randint(2, 4))]
     sizes = [sum(devices)] * 2
@@ -75,4 +77,6 @@ def test_whatever_fails_every_request_is_answered_once_and_no_device_has_more_th
         else:
             queue.answered(part)
             answers += [(part.rank, place) for place in part.requests]
-    assert sorted(answers) == [(rank, place) for rank, size in enumerate(sizes) for place in range(size)]
+    assert sorted(answers) == [
+        (rank, place) for rank, size in enumerate(sizes) for place in range(size)
+    ]

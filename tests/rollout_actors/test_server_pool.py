@@ -1,4 +1,6 @@
-"""A run's servers as one pool: who is asked what, who is asked instead, and one sync for all. Real clients in Ray actors, engines that do as they are told."""
+"""A run's servers as one pool: who is asked what, who is asked instead, and one sync for all. Real
+clients in Ray actors, engines that do as they are told.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any
 
 import pytest
 import ray
-from fake_server import ObedientEngine, make_address, make_offer, make_request, make_settings, serving_engine
+from fake_server import (
+    ObedientEngine,
+    make_address,
+    make_offer,
+    make_request,
+    make_settings,
+    serving_engine,
+)
 from renewed_actor import RenewedActor
 
 from launch.runtime.rollout_client import ActorPool, PoolTimeouts
@@ -41,7 +50,12 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
 
         def make(*engines: ObedientEngine, times: int = 1, **options: Any) -> ActorPool:
             expected = make_settings(tmp_path / "model", max_num_seqs=2)
-            urls = [ends.enter_context(serving_engine(engine, make_settings(tmp_path / "model", max_num_seqs=8))) for engine in engines] * times
+            urls = [
+                ends.enter_context(
+                    serving_engine(engine, make_settings(tmp_path / "model", max_num_seqs=8))
+                )
+                for engine in engines
+            ] * times
             names = [f"server-{index}" for index in range(len(urls))]
             specs = [
                 ServerEngineSpec(name, make_address(url, infer_timeout_s=None), index, expected)
@@ -52,7 +66,9 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
             pool = ActorPool(
                 used,
                 names,
-                PoolTimeouts.of_actors(TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)),
+                PoolTimeouts.of_actors(
+                    TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)
+                ),
                 decode_batch_size=2,
                 asks_next_on_failure=True,
                 **options,
@@ -64,7 +80,13 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
 
 
 def generated(pool: ActorPool, num_requests: int) -> list[Rollout]:
-    (shares,) = pool.generate([PictureShelf(ray.put).put_each([make_request(position) for position in range(num_requests)])]).result(timeout=60)
+    (shares,) = pool.generate(
+        [
+            PictureShelf(ray.put).put_each(
+                [make_request(position) for position in range(num_requests)]
+            )
+        ]
+    ).result(timeout=60)
     return [rollout for share in ray.get(shares) for rollout in share]
 
 
@@ -77,12 +99,22 @@ def test_multi_server_request_distribution_is_deterministic(make_pool: MakePool)
     pool = make_pool(*engines)
     for _ in range(2):
         rollouts = generated(pool, 5)
-        assert [(rollout.position, rollout.seed) for rollout in rollouts] == [(position, 100 + position) for position in range(5)]
-        assert [rollout.actor for rollout in rollouts] == ["server-0", "server-0", "server-1", "server-1", "server-2"]
+        assert [(rollout.position, rollout.seed) for rollout in rollouts] == [
+            (position, 100 + position) for position in range(5)
+        ]
+        assert [rollout.actor for rollout in rollouts] == [
+            "server-0",
+            "server-0",
+            "server-1",
+            "server-1",
+            "server-2",
+        ]
     assert [positions(engine) for engine in engines] == [[[0, 1]] * 2, [[2, 3]] * 2, [[4]] * 2]
 
 
-def test_servers_of_several_devices_are_asked_how_many_and_take_in_proportion(make_pool: MakePool) -> None:
+def test_servers_of_several_devices_are_asked_how_many_and_take_in_proportion(
+    make_pool: MakePool,
+) -> None:
     engines = [ObedientEngine(devices=1), ObedientEngine(devices=3)]
     pool = make_pool(*engines)
     assert pool.devices == (1, 3)
@@ -91,11 +123,19 @@ def test_servers_of_several_devices_are_asked_how_many_and_take_in_proportion(ma
 
 
 def test_one_server_under_two_addresses_is_told_at_the_start(make_pool: MakePool) -> None:
-    with pytest.raises(ConfigError, match=r"server\.servers\[1\]\.base_url: is the server of servers\[0\] by another name; list every server once"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"server\.servers\[1\]\.base_url: is the server of servers\[0\] by another name; list"
+            r" every server once"
+        ),
+    ):
         make_pool(ObedientEngine(), times=2)
 
 
-def test_a_server_without_a_share_is_sent_nothing_and_no_requests_are_sent_to_nobody(make_pool: MakePool) -> None:
+def test_a_server_without_a_share_is_sent_nothing_and_no_requests_are_sent_to_nobody(
+    make_pool: MakePool,
+) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
     pool = make_pool(*engines)
     generated(pool, 1)
@@ -103,12 +143,16 @@ def test_a_server_without_a_share_is_sent_nothing_and_no_requests_are_sent_to_no
     assert [positions(engine) for engine in engines] == [[[0]], []]
 
 
-def test_a_server_that_fails_twice_is_replaced_by_the_next_with_the_same_seeds(make_pool: MakePool) -> None:
+def test_a_server_that_fails_twice_is_replaced_by_the_next_with_the_same_seeds(
+    make_pool: MakePool,
+) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
     pool = make_pool(*engines)
     engines[0].trouble = [RuntimeError("a"), RuntimeError("b")]
     rollouts = generated(pool, 4)
-    assert [(rollout.position, rollout.seed, rollout.actor, rollout.attempt) for rollout in rollouts] == [
+    assert [
+        (rollout.position, rollout.seed, rollout.actor, rollout.attempt) for rollout in rollouts
+    ] == [
         (0, 100, "server-1", 2),
         (1, 101, "server-1", 2),
         (2, 102, "server-1", 0),
@@ -131,15 +175,31 @@ def test_when_no_server_answers_the_run_ends_with_a_name(make_pool: MakePool) ->
     pool = make_pool(*engines)
     for engine in engines:
         engine.trouble = [RuntimeError("no")] * 8
-    with pytest.raises(RolloutError, match=r"generate on server-\d: http://127\.0\.0\.1:\d+ failed 2 times, last with: HTTP 500: RuntimeError: no"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"generate on server-\d: http://127\.0\.0\.1:\d+ failed 2 times, last with: HTTP 500:"
+            r" RuntimeError: no"
+        ),
+    ):
         generated(pool, 4)
 
 
-def test_what_one_server_finds_wrong_ends_the_run_and_is_asked_of_no_other(make_pool: MakePool) -> None:
+def test_what_one_server_finds_wrong_ends_the_run_and_is_asked_of_no_other(
+    make_pool: MakePool,
+) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
     pool = make_pool(*engines)
-    engines[0].trouble = [RolloutError("image 0 of sample sample-0 cannot be decoded", actor="x", phase="generate")]
-    with pytest.raises(RolloutError, match=r"generate on server-0: .*refused the call: HTTP 422: image 0 of sample sample-0 cannot be decoded"):
+    engines[0].trouble = [
+        RolloutError("image 0 of sample sample-0 cannot be decoded", actor="x", phase="generate")
+    ]
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"generate on server-0: .*refused the call: HTTP 422: image 0 of sample sample-0 cannot"
+            r" be decoded"
+        ),
+    ):
         generated(pool, 4)
     assert positions(engines[0]) == [[0, 1]]
     assert [0, 1] not in positions(engines[1])
@@ -157,13 +217,17 @@ def test_one_sync_reaches_every_server_by_its_own_group(make_pool: MakePool) -> 
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(make_pool: MakePool, failing: int) -> None:
+def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(
+    make_pool: MakePool, failing: int
+) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
     pool = make_pool(*engines)
     engines[failing].trouble = [None, None, WeightSyncError("it broke", actor="x", phase="wire")]
     with pytest.raises(WeightSyncError, match=rf"wire on server-{failing}: .*it broke"):
         pool.receive_weights(make_offer(num_groups=2)).result(timeout=60)
-    with pytest.raises(RolloutError, match="its sync to version 1 is under way, or was not completed"):
+    with pytest.raises(
+        RolloutError, match="its sync to version 1 is under way, or was not completed"
+    ):
         generated(pool, 4)
     pool.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)
     assert {rollout.weight_version for rollout in generated(pool, 4)} == {2}

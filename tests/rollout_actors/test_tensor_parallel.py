@@ -1,4 +1,6 @@
-"""One engine over two devices: each worker takes its part of every weight, and the engine answers as one."""
+"""One engine over two devices: each worker takes its part of every weight, and the engine answers
+as one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 def named_memory(process: psutil.Process) -> set[Path]:
     """What it and the processes below it have mapped of Python's, and of vLLM's own kernels."""
-    maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in (process, *process.children(recursive=True)))
+    maps = "".join(
+        Path(f"/proc/{one.pid}/maps").read_text()
+        for one in (process, *process.children(recursive=True))
+    )
     return {Path(name) for name in re.findall(r"/dev/shm/(?:psm_|vllm_)\S+", maps)}
 
 
@@ -31,7 +36,9 @@ def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[ActorPool]:
     pool.start()
     yield pool
     shared = named_memory(psutil.Process(ray.get(actor.process_ids.remote())[0]))
-    assert {"psm", "vllm"} == {path.name.split("_")[0] for path in shared}, "what the engine's processes share while they live"
+    assert {"psm", "vllm"} == {path.name.split("_")[0] for path in shared}, (
+        "what the engine's processes share while they live"
+    )
     pool.close()
     assert not [path for path in shared if path.exists()], "a kill alone would have left it behind"
 
@@ -42,9 +49,13 @@ def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
         yield learner
 
 
-def test_an_engine_of_two_devices_takes_weights_on_both_and_decodes_for_both(pool: ActorPool, learner: SmallLearner) -> None:
+def test_an_engine_of_two_devices_takes_weights_on_both_and_decodes_for_both(
+    pool: ActorPool, learner: SmallLearner
+) -> None:
     assert pool.devices == (2,)
-    assert [len(rank) for round_ in pool.split([list(range(9))]) for rank in round_] == [5, 4], "4 sequences for each of 2 devices at a time"
+    assert [len(rank) for round_ in pool.split([list(range(9))]) for rank in round_] == [5, 4], (
+        "4 sequences for each of 2 devices at a time"
+    )
     for seed in (1, 2):
         learner.learn(seed)
         report = sync_weights(learner, pool)

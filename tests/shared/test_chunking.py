@@ -1,4 +1,6 @@
-"""How requests are cut (DESIGN 5, decisions 5, 15 and 16; spec rollout-matching-sft, "vLLM server mode derives per-rank request chunking")."""
+"""How requests are cut (DESIGN 5, decisions 5, 15 and 16; spec rollout-matching-sft, "vLLM server
+mode derives per-rank request chunking").
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,30 @@ from itertools import product
 
 import pytest
 
-from shared.chunking import RoundPart, chunk_size, cut_rounds, rank_rounds, rank_share, round_chunk, round_parts, split_contiguous, split_over, split_weighted
+from shared.chunking import (
+    RoundPart,
+    chunk_size,
+    cut_rounds,
+    rank_rounds,
+    rank_share,
+    round_chunk,
+    round_parts,
+    split_contiguous,
+    split_over,
+    split_weighted,
+)
 
 
 def test_vllm_server_mode_fails_fast_when_cap_is_infeasible():
-    """decode_batch_size 1, S = 2 and W = 4, on one server or two: guidance to add devices, to use fewer ranks or to raise the cap."""
+    """decode_batch_size 1, S = 2 and W = 4, on one server or two: guidance to add devices, to use
+    fewer ranks or to raise the cap.
+    """
     for world_sizes in ([2], [1, 1]):
         with pytest.raises(ValueError) as error:
             chunk_size(1, world_sizes, 4)
-        assert str(error.value) == (
-            "decode_batch_size 1 x 2 rollout devices is less than 4 learner ranks; "
+        assert (
+            str(error.value)
+            == "decode_batch_size 1 x 2 rollout devices is less than 4 learner ranks; "
             "raise decode_batch_size to at least 2, add rollout devices, or use fewer learner ranks"
         )
 
@@ -29,7 +45,16 @@ def test_a_rank_asks_for_its_part_of_what_the_devices_decode_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("cap", "world_sizes", "num_ranks"), [(4, [], 1), (4, [1], 0), (4, [1], -1), (0, [1], 1), (-1, [2], 1), (4, [2, 0], 1), (4, [-1, 3], 1)]
+    ("cap", "world_sizes", "num_ranks"),
+    [
+        (4, [], 1),
+        (4, [1], 0),
+        (4, [1], -1),
+        (0, [1], 1),
+        (-1, [2], 1),
+        (4, [2, 0], 1),
+        (4, [-1, 3], 1),
+    ],
 )
 def test_a_count_under_one_is_refused_and_names_the_key(cap, world_sizes, num_ranks):
     with pytest.raises(ValueError, match="decode_batch_size"):
@@ -40,12 +65,18 @@ def test_the_shares_of_the_ranks_are_contiguous_and_the_first_have_one_more():
     for total, num_ranks in product(range(20), range(1, 6)):
         shares = [rank_share(total, num_ranks, rank) for rank in range(num_ranks)]
         assert [i for share in shares for i in share] == list(range(total))
-        assert [len(share) for share in shares] == [len(range(rank, total, num_ranks)) for rank in range(num_ranks)]
+        assert [len(share) for share in shares] == [
+            len(range(rank, total, num_ranks)) for rank in range(num_ranks)
+        ]
 
 
-@pytest.mark.parametrize(("total", "num_ranks", "rank"), [(-3, 2, 0), (-1, 1, 0), (3, 0, 0), (3, 2, 2), (3, 2, -1)])
+@pytest.mark.parametrize(
+    ("total", "num_ranks", "rank"), [(-3, 2, 0), (-1, 1, 0), (3, 0, 0), (3, 2, 2), (3, 2, -1)]
+)
 def test_a_share_that_there_cannot_be_is_refused(total, num_ranks, rank):
-    with pytest.raises(ValueError, match=f"cannot give rank {rank} of {num_ranks} its part of {total}"):
+    with pytest.raises(
+        ValueError, match=f"cannot give rank {rank} of {num_ranks} its part of {total}"
+    ):
         rank_share(total, num_ranks, rank)
 
 
@@ -64,17 +95,28 @@ def test_a_weighted_split_is_proportional_to_one_and_ties_go_to_the_lower_index(
     for n, weights in product(range(20), ([1], [1, 1, 1], [3, 1], [2, 5, 1])):
         parts = split_weighted(n, weights)
         assert [i for part in parts for i in part] == list(range(n))
-        assert all(abs(len(part) - n * weight / sum(weights)) < 1 for part, weight in zip(parts, weights, strict=True))
+        assert all(
+            abs(len(part) - n * weight / sum(weights)) < 1
+            for part, weight in zip(parts, weights, strict=True)
+        )
 
 
 def test_engines_of_one_size_share_evenly_and_others_by_their_devices():
     assert split_over(10, (2, 2, 2)) == split_contiguous(10, 3)
-    assert split_over(10, (1, 2, 2)) == split_weighted(10, (1, 2, 2)) == [range(2), range(2, 6), range(6, 10)]
+    assert (
+        split_over(10, (1, 2, 2))
+        == split_weighted(10, (1, 2, 2))
+        == [range(2), range(2, 6), range(6, 10)]
+    )
 
 
 def test_rounds_are_the_fewest_in_which_no_rank_has_more_than_its_chunk():
     assert rank_rounds([32], 18) == [[range(16)], [range(16, 32)]]
-    assert rank_rounds([5, 4], 2) == [[range(2), range(2)], [range(2, 4), range(2, 4)], [range(4, 5), range(4, 4)]]
+    assert rank_rounds([5, 4], 2) == [
+        [range(2), range(2)],
+        [range(2, 4), range(2, 4)],
+        [range(4, 5), range(4, 4)],
+    ]
     assert rank_rounds([0, 0], 3) == rank_rounds([], 3) == []
     for first, second, chunk in product(range(14), range(14), range(1, 6)):
         rounds = rank_rounds([first, second], chunk)
@@ -85,12 +127,20 @@ def test_rounds_are_the_fewest_in_which_no_rank_has_more_than_its_chunk():
 
 
 def test_the_shares_of_the_ranks_have_whole_groups_and_the_first_have_one_more():
-    assert [rank_share(40, 3, rank, together=8) for rank in range(3)] == [range(16), range(16, 32), range(32, 40)]
+    assert [rank_share(40, 3, rank, together=8) for rank in range(3)] == [
+        range(16),
+        range(16, 32),
+        range(32, 40),
+    ]
     for size, groups, num_ranks in product(range(1, 6), range(8), range(1, 5)):
-        shares = [rank_share(size * groups, num_ranks, rank, together=size) for rank in range(num_ranks)]
+        shares = [
+            rank_share(size * groups, num_ranks, rank, together=size) for rank in range(num_ranks)
+        ]
         assert [i for share in shares for i in share] == list(range(size * groups))
         assert all(share.start % size == share.stop % size == 0 for share in shares)
-        assert [len(share) // size for share in shares] == [len(rank_share(groups, num_ranks, rank)) for rank in range(num_ranks)]
+        assert [len(share) // size for share in shares] == [
+            len(rank_share(groups, num_ranks, rank)) for rank in range(num_ranks)
+        ]
 
 
 def test_a_total_that_is_no_whole_groups_is_a_programmers_error():
@@ -99,38 +149,56 @@ def test_a_total_that_is_no_whole_groups_is_a_programmers_error():
         rank_share(30, 2, 0, together=8)
 
 
-@pytest.mark.parametrize(("decode_batch_size", "chunk"), [(1, 8), (2, 8), (3, 8), (5, 8), (6, 16), (8, 24), (100, 296)])
-def test_a_rank_asks_for_as_many_whole_groups_as_there_is_room_for_and_for_one_at_least(decode_batch_size, chunk):
+@pytest.mark.parametrize(
+    ("decode_batch_size", "chunk"), [(1, 8), (2, 8), (3, 8), (5, 8), (6, 16), (8, 24), (100, 296)]
+)
+def test_a_rank_asks_for_as_many_whole_groups_as_there_is_room_for_and_for_one_at_least(
+    decode_batch_size, chunk
+):
     assert round_chunk(decode_batch_size, [1, 1, 1], 1, together=8) == chunk
     assert round_chunk(2 * decode_batch_size, [1, 1, 1], 2, together=8) == chunk
 
 
 def test_a_group_does_not_make_up_for_devices_that_are_fewer_than_the_learner_ranks():
-    with pytest.raises(ValueError, match="decode_batch_size 1 x 2 rollout devices is less than 4 learner ranks"):
+    with pytest.raises(
+        ValueError, match="decode_batch_size 1 x 2 rollout devices is less than 4 learner ranks"
+    ):
         round_chunk(1, [2], 4, together=8)
 
 
 def test_rounds_are_the_fewest_of_whole_groups():
     assert rank_rounds([32], 16, together=8) == [[range(16)], [range(16, 32)]]
-    assert rank_rounds([24, 16], 8, together=8) == [[range(8), range(8)], [range(8, 16), range(8, 16)], [range(16, 24), range(16, 16)]]
+    assert rank_rounds([24, 16], 8, together=8) == [
+        [range(8), range(8)],
+        [range(8, 16), range(8, 16)],
+        [range(16, 24), range(16, 16)],
+    ]
     for size, first, second, room in product(range(1, 5), range(7), range(7), range(1, 5)):
         shares = [first * size, second * size]
         rounds = rank_rounds(shares, room * size, together=size)
         for rank, share in enumerate(shares):
             assert [i for round_ in rounds for i in round_[rank]] == list(range(share))
-        assert all(part.start % size == part.stop % size == 0 for round_ in rounds for part in round_)
+        assert all(
+            part.start % size == part.stop % size == 0 for round_ in rounds for part in round_
+        )
         assert len(rounds) == -(-max(first, second) // room)
 
 
 def test_groups_of_one_change_nothing():
     for first, second, chunk in product(range(9), range(9), range(1, 5)):
-        assert rank_rounds([first, second], chunk, together=1) == rank_rounds([first, second], chunk)
+        assert rank_rounds([first, second], chunk, together=1) == rank_rounds(
+            [first, second], chunk
+        )
         assert rank_share(first, chunk, 0, together=1) == rank_share(first, chunk, 0)
         assert round_chunk(chunk, [1, 2], 2, together=1) == chunk_size(chunk, [1, 2], 2)
 
 
 def test_a_step_is_cut_into_rounds_of_each_ranks_own_requests_in_order():
-    assert cut_rounds(["abcde", "vwxy"], 2) == [[["a", "b"], ["v", "w"]], [["c", "d"], ["x", "y"]], [["e"], []]]
+    assert cut_rounds(["abcde", "vwxy"], 2) == [
+        [["a", "b"], ["v", "w"]],
+        [["c", "d"], ["x", "y"]],
+        [["e"], []],
+    ]
     assert cut_rounds([[], []], 3) == []
 
 
@@ -152,5 +220,9 @@ def test_counts_that_cannot_be_split_are_refused(split, arguments):
 
 def test_a_round_is_shared_out_in_rank_order_and_a_part_that_crosses_ranks_is_two():
     assert round_parts([3, 2], (1, 1)) == [RoundPart(0, 0, range(3)), RoundPart(1, 1, range(2))]
-    assert round_parts([2, 3], (1, 1)) == [RoundPart(0, 0, range(2)), RoundPart(0, 1, range(1)), RoundPart(1, 1, range(1, 3))]
+    assert round_parts([2, 3], (1, 1)) == [
+        RoundPart(0, 0, range(2)),
+        RoundPart(0, 1, range(1)),
+        RoundPart(1, 1, range(1, 3)),
+    ]
     assert round_parts([1, 0], (1, 3)) == [RoundPart(1, 0, range(1))]

@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from shared.grounding.objects import DropReason
-from shared.metrics import BY_NAME, METRICS, REWARD_FAMILY, MetricAccumulator, Reduction, markdown, metric_of
+from shared.metrics import (
+    BY_NAME,
+    METRICS,
+    REWARD_FAMILY,
+    MetricAccumulator,
+    Reduction,
+    markdown,
+    metric_of,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -16,7 +24,17 @@ def test_the_documentation_shows_the_table():
 
 def test_names_are_unique_and_belong_to_a_family():
     assert len(BY_NAME) == len(METRICS)
-    assert {name.split("/")[0] for name in BY_NAME} == {"loss", "policy", "coord_diag", "rollout", "reward", "packing", "optim", "sync", "time"}
+    assert {name.split("/")[0] for name in BY_NAME} == {
+        "loss",
+        "policy",
+        "coord_diag",
+        "rollout",
+        "reward",
+        "packing",
+        "optim",
+        "sync",
+        "time",
+    }
 
 
 def test_no_training_time_number_is_an_iou():
@@ -51,8 +69,12 @@ def test_rows_and_ranks_of_different_sizes_reduce_to_the_numbers_of_their_union(
     first.merge([second])
     values = first.as_dict()
     assert values["rollout/num_matched"] == 8
-    assert values["rollout/match_rate"] == pytest.approx(8 / 12), "a ratio of sums, not a mean of the ranks' ratios"
-    assert values["packing/learned_age"] == pytest.approx(8 / 4), "over all segments, not a mean of the ranks' means"
+    assert values["rollout/match_rate"] == pytest.approx(8 / 12), (
+        "a ratio of sums, not a mean of the ranks' ratios"
+    )
+    assert values["packing/learned_age"] == pytest.approx(8 / 4), (
+        "over all segments, not a mean of the ranks' means"
+    )
     assert values["rollout/logprob_max_abs"] == 3e-6
 
 
@@ -87,17 +109,30 @@ def rewards(**values):
 
 
 def test_a_reward_functions_numbers_have_its_name_behind_the_familys():
-    """An environment chooses the names; those of a group's environments may be on one rank and not on another."""
-    first, second = rewards(correct=[1.0, 0.0], format_reward=[0.5]), rewards(correct=[1.0], num_turns=[2.0, 4.0])
+    """An environment chooses the names; those of a group's environments may be on one rank and not
+    on another.
+    """
+    first, second = (
+        rewards(correct=[1.0, 0.0], format_reward=[0.5]),
+        rewards(correct=[1.0], num_turns=[2.0, 4.0]),
+    )
     first.merge([second])
     values = first.as_dict()
-    assert values["reward/correct"] == pytest.approx(2 / 3), "over all rollouts, not a mean of the ranks' means"
+    assert values["reward/correct"] == pytest.approx(2 / 3), (
+        "over all rollouts, not a mean of the ranks' means"
+    )
     assert (values["reward/format_reward"], values["reward/num_turns"]) == (0.5, 3.0)
 
 
 def test_the_family_stands_in_its_place_of_the_table_by_name():
     totals = rewards(zeal=[1.0], correct=[1.0], format_reward=[1.0])
-    assert list(totals.as_dict()) == ["rollout/reward", "reward/correct", "reward/format_reward", "reward/zeal", "rollout/num_failed"]
+    assert list(totals.as_dict()) == [
+        "rollout/reward",
+        "reward/correct",
+        "reward/format_reward",
+        "reward/zeal",
+        "rollout/num_failed",
+    ]
 
 
 def test_a_run_without_environments_has_no_number_of_the_family():
@@ -105,7 +140,11 @@ def test_a_run_without_environments_has_no_number_of_the_family():
 
 
 def test_the_table_says_what_a_metric_is_whatever_the_reward_functions_are_called():
-    assert metric_of("reward/correct") == metric_of("reward/num_tool_calls/search") == BY_NAME["reward/<function>"]
+    assert (
+        metric_of("reward/correct")
+        == metric_of("reward/num_tool_calls/search")
+        == BY_NAME["reward/<function>"]
+    )
     assert metric_of("rollout/reward") == BY_NAME["rollout/reward"]
     assert metric_of("rollout/num_typo") is None
     assert metric_of("rewards/correct") is None

@@ -5,7 +5,10 @@ from shared.prompts import DEFAULT_USER_PROMPT, detection_messages
 
 def test_images_stand_before_the_text_of_the_user_message():
     assert detection_messages(2, system_prompt=None, user_prompt="Where?") == [
-        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Where?"}]}
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Where?"}],
+        }
     ]
 
 

@@ -1,4 +1,6 @@
-"""Files that grow while a command runs: what was written is there, and a full disk is told with its path."""
+"""Files that grow while a command runs: what was written is there, and a full disk is told with its
+path.
+"""
 
 from pathlib import Path
 
@@ -25,13 +27,18 @@ def test_a_file_goes_on_where_it_ended_or_begins_again(tmp_path):
 
 def test_a_full_disk_is_told_once_with_the_path_and_the_file_closes():
     file = RunFile(Path("/dev/full"))
-    with pytest.raises(StorageError, match=r"cannot write /dev/full: .*No space left on device; free space"):
+    with pytest.raises(
+        StorageError, match=r"cannot write /dev/full: .*No space left on device; free space"
+    ):
         file.write("x")
     file.close()
 
 
 def test_each_kind_of_file_has_its_own_remedy():
-    file = RunFile(Path("/dev/full"), error_of=lambda path, error: StorageError(str(path), str(error), remedy="buy a disk"))
+    file = RunFile(
+        Path("/dev/full"),
+        error_of=lambda path, error: StorageError(str(path), str(error), remedy="buy a disk"),
+    )
     with pytest.raises(StorageError, match="buy a disk"):
         file.write("x")
 

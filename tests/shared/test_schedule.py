@@ -10,7 +10,11 @@ from shared.schedule import RunSchedule
 
 
 def schedule(**changes) -> RunSchedule:
-    changes = {"training__max_steps": 10, "stage2_ab__schedule__warmup_steps": 4, "stage2_ab__channel_b__rollouts_per_step": 8} | changes
+    changes = {
+        "training__max_steps": 10,
+        "stage2_ab__schedule__warmup_steps": 4,
+        "stage2_ab__channel_b__rollouts_per_step": 8,
+    } | changes
     return RunSchedule(configuration(Path("model"), Path("data"), Path("run"), **changes))
 
 
@@ -20,14 +24,27 @@ def reports(run: RunSchedule) -> list[int]:
 
 @pytest.mark.parametrize(
     ("eval_steps", "due"),
-    [(None, [4, 10]), (3, [3, 4, 6, 9, 10]), (5, [4, 5, 10]), (2, [2, 4, 6, 8, 10]), (1, list(range(1, 11))), (100, [4, 10])],
+    [
+        (None, [4, 10]),
+        (3, [3, 4, 6, 9, 10]),
+        (5, [4, 5, 10]),
+        (2, [2, 4, 6, 8, 10]),
+        (1, list(range(1, 11))),
+        (100, [4, 10]),
+    ],
 )
-def test_a_report_is_due_at_every_multiple_of_eval_steps_at_the_warm_ups_end_and_at_the_runs_end(eval_steps, due):
+def test_a_report_is_due_at_every_multiple_of_eval_steps_at_the_warm_ups_end_and_at_the_runs_end(
+    eval_steps, due
+):
     assert reports(schedule(training__eval_steps=eval_steps)) == due
 
 
 def test_without_a_warm_up_the_first_report_is_of_the_weights_that_the_run_starts_from():
-    assert reports(schedule(training__eval_steps=6, stage2_ab__schedule__warmup_steps=0)) == [0, 6, 10]
+    assert reports(schedule(training__eval_steps=6, stage2_ab__schedule__warmup_steps=0)) == [
+        0,
+        6,
+        10,
+    ]
 
 
 def test_without_validation_data_there_is_none():
@@ -48,9 +65,16 @@ def of_environment(**changes) -> RunSchedule:
 
 @pytest.mark.parametrize(("eval_steps", "due"), [(None, [0, 10]), (4, [0, 4, 8, 10])])
 @pytest.mark.parametrize("number", [None, 5])
-def test_of_an_environment_reports_are_due_unless_no_held_out_example_is_asked_for(eval_steps, due, number):
+def test_of_an_environment_reports_are_due_unless_no_held_out_example_is_asked_for(
+    eval_steps, due, number
+):
     """The first is of the weights that the run starts from: there is no warm-up of channel A."""
-    assert reports(of_environment(training__eval_steps=eval_steps, environment__num_eval_examples=number)) == due
+    assert (
+        reports(
+            of_environment(training__eval_steps=eval_steps, environment__num_eval_examples=number)
+        )
+        == due
+    )
 
 
 def test_of_an_environment_without_held_out_examples_there_is_none_and_every_step_is_of_rollouts():

@@ -20,4 +20,7 @@ def test_no_two_places_of_a_run_share_a_seed_nor_do_runs() -> None:
 
 
 def test_a_seed_is_positive_and_fits_into_32_bits_with_a_sign() -> None:
-    assert all(1 <= request_seed(17, step, position) < 2**31 for step, position in product(range(50), range(50)))
+    assert all(
+        1 <= request_seed(17, step, position) < 2**31
+        for step, position in product(range(50), range(50))
+    )

@@ -29,7 +29,12 @@ class Store:
 
     @property
     def pictures(self) -> list[bytes]:
-        return [data.tobytes() for value in self.objects if isinstance(value, dict) for data in value.values()]
+        return [
+            data.tobytes()
+            for value in self.objects
+            if isinstance(value, dict)
+            for data in value.values()
+        ]
 
     def received(self, sent: SentRequests) -> list[RolloutRequest]:
         return sent.with_data(lambda refs: [self.objects[ref] for ref in refs])
@@ -62,7 +67,9 @@ def test_a_picture_of_an_earlier_step_is_neither_read_nor_sent_again(tmp_path: A
     on_disk = replace(picture(b"a"), path=path, data=None)
     shelf.send([request(0, on_disk)])
     path.unlink()
-    assert store.received(shelf.send([request(1, on_disk)])) == [request(1, replace(on_disk, data=b"a"))]
+    assert store.received(shelf.send([request(1, on_disk)])) == [
+        request(1, replace(on_disk, data=b"a"))
+    ]
     assert store.pictures == [b"a"]
     with pytest.raises(RecordError, match=r"cannot read .*a\.png"):
         PictureShelf(store.put).send([request(1, on_disk)])
@@ -72,7 +79,9 @@ def test_a_picture_whose_hash_nobody_has_taken_is_read_and_hashed(tmp_path: Any)
     store = Store()
     path = tmp_path / "a.png"
     path.write_bytes(b"a")
-    (received,) = store.received(PictureShelf(store.put).send([request(0, ImageRef(path, None, ""))]))
+    (received,) = store.received(
+        PictureShelf(store.put).send([request(0, ImageRef(path, None, ""))])
+    )
     assert received.images == (replace(picture(b"a"), path=path),)
 
 
@@ -99,7 +108,11 @@ def test_any_cut_of_the_requests_is_found_in_the_objects_with_its_own_pictures_a
     num = 2 * REQUESTS_TOGETHER + 3
     requests = [request(position, picture(bytes([position // 2]))) for position in range(num)]
     refs = PictureShelf(store.put).put_each(requests)
-    for ends in ([0, num], [0, 5, REQUESTS_TOGETHER, num], [0, REQUESTS_TOGETHER - 1, REQUESTS_TOGETHER + 1, num]):
+    for ends in (
+        [0, num],
+        [0, 5, REQUESTS_TOGETHER, num],
+        [0, REQUESTS_TOGETHER - 1, REQUESTS_TOGETHER + 1, num],
+    ):
         parts = []
         for start, stop in pairwise(ends):
             objects, places = in_objects(refs[start:stop])

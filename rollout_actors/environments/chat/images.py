@@ -23,15 +23,22 @@ class MessageImages:
         self._known: dict[str, ImageRef] = {}
 
     def of(self, messages: Sequence[Any]) -> tuple[ImageRef, ...]:
-        """In the order in which they are shown. Raises ValueError for an image that is not in the message itself or cannot be read, and for parts that are
-        neither text nor image."""
-        return tuple(self._image(url) for message in messages for url in _urls(as_mapping(message).get("content")))
+        """In the order in which they are shown. Raises ValueError for an image that is not in the
+        message itself or cannot be read, and for parts that are neither text nor image."""
+        return tuple(
+            self._image(url)
+            for message in messages
+            for url in _urls(as_mapping(message).get("content"))
+        )
 
     def _image(self, url: str) -> ImageRef:
         if url not in self._known:
             head, found, body = url.partition(",")
             if not (found and head.startswith("data:") and head.endswith(BASE64)):
-                raise ValueError(f"image_url: engines fetch nothing, so an image is written as data:image/png;base64,..., got {url[:60]!r}")
+                raise ValueError(
+                    "image_url: engines fetch nothing, so an image is written as"
+                    f" data:image/png;base64,..., got {url[:60]!r}"
+                )
             try:
                 data = base64.b64decode(body, validate=True)
             except binascii.Error as error:
@@ -39,43 +46,73 @@ class MessageImages:
             try:
                 _require_picture(data)
             except ValueError as error:
-                raise ValueError(f"image_url: {url[:60]!r}... cannot be decoded: {error}; send a whole PNG, JPEG or WebP file") from error
-            self._known[url] = ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
+                raise ValueError(
+                    f"image_url: {url[:60]!r}... cannot be decoded: {error}; send a whole PNG, JPEG"
+                    " or WebP file"
+                ) from error
+            self._known[url] = ImageRef(
+                path=None, data=data, sha256=hashlib.sha256(data).hexdigest()
+            )
         return self._known[url]
 
 
-@lru_cache(maxsize=32)  # the rollouts of an example show the same ones, and begin one after the other
+# the rollouts of an example show the same ones, and begin one after the other
+@lru_cache(maxsize=32)
 def _require_picture(data: bytes) -> None:
     """ValueError with the reason: the engine's refusal would not be this rollout's alone."""
-    from rollout_actors.engine.sampling import decode_image  # as long as Pillow takes, environments without images do without
+    # as long as Pillow takes, environments without images do without
+    from rollout_actors.engine.sampling import decode_image
 
     decode_image(data)
 
 
 def shown_in(messages: Messages) -> list[Any]:
-    """What a prompt shows beside its text, in order: two prompts may be the same tokens and show different images."""
+    """What a prompt shows beside its text, in order: two prompts may be the same tokens and show
+    different images.
+    """
     if isinstance(messages, str):
         return []
-    contents = [content for message in messages if isinstance(content := as_mapping(message).get("content"), list | tuple)]
-    return [part for content in contents for part in content if not (isinstance(part, Mapping) and part.get("type") == "text")]
+    contents = [
+        content
+        for message in messages
+        if isinstance(content := as_mapping(message).get("content"), list | tuple)
+    ]
+    return [
+        part
+        for content in contents
+        for part in content
+        if not (isinstance(part, Mapping) and part.get("type") == "text")
+    ]
 
 
 def without_images(messages: Messages) -> Messages:
     """The same to be read: in place of an image's data their size and their hash."""
     if isinstance(messages, str):
         return messages
-    return [{**message, "content": _without_data(message.get("content"))} for message in map(as_mapping, messages)]
+    return [
+        {**message, "content": _without_data(message.get("content"))}
+        for message in map(as_mapping, messages)
+    ]
 
 
 def _without_data(content: Any) -> Any:
     if not isinstance(content, list | tuple):
         return content
-    return [part if (url := _data_url(part)) is None else {"type": "image_url", "image_url": {"url": _described(url)}} for part in content]
+    return [
+        (
+            part
+            if (url := _data_url(part)) is None
+            else {"type": "image_url", "image_url": {"url": _described(url)}}
+        )
+        for part in content
+    ]
 
 
 def _data_url(part: Any) -> str | None:
     match part:
-        case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if url.startswith("data:"):
+        case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if url.startswith(
+            "data:"
+        ):
             return str(url)
         case _:
             return None
@@ -83,7 +120,10 @@ def _data_url(part: Any) -> str | None:
 
 def _described(url: str) -> str:
     head, _, body = url.partition(",")
-    return f"{head.removesuffix(BASE64)}, {len(body.rstrip('=')) * 3 // 4} bytes, sha256 of the URL {hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    return (
+        f"{head.removesuffix(BASE64)}, {len(body.rstrip('=')) * 3 // 4} bytes, sha256 of the URL"
+        f" {hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    )
 
 
 def _urls(content: Any) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Conversations as tokens, by a checkpoint's own template, so that a call's prompt begins with the tokens of the call before it and nothing that was sampled is
-ever tokenised again."""
+"""Conversations as tokens, by a checkpoint's own template, so that a call's prompt begins with the
+tokens of the call before it and nothing that was sampled is ever tokenised again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from rollout_actors.environments.chat.messages import as_mapping
 from rollout_actors.environments.types import Message
 
 ANSWER_MARKER = "the-model-said-this"
-"""Stands for an answer where only what the template writes behind it is of interest: text that no template changes."""
+"""Stands for an answer where only what the template writes behind it is of interest: text that no
+template changes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +40,33 @@ class PreviousCall:
 class ChatTemplate:
     """Template and tokenizer of one checkpoint."""
 
-    def __init__(self, tokenizer: Any, *, chat_template: str | None = None, template_args: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             tokenizer: of transformers: `apply_chat_template`, `encode`, `decode`.
             chat_template: in place of the tokenizer's own.
-            template_args: what the template asks for besides messages and tools, such as `enable_thinking`.
+            template_args: what the template asks for besides messages and tools, such as
+            `enable_thinking`.
         """
         self.tokenizer, self._chat_template = tokenizer, chat_template
         self.template_args = dict(template_args or {})
 
-    def render(self, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, *, asks: bool = True) -> str:
-        """The conversation as text, and where it `asks`, the beginning of an answer. Raises what the template raises where it refuses the messages."""
+    def render(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        asks: bool = True,
+    ) -> str:
+        """The conversation as text, and where it `asks`, the beginning of an answer. Raises what
+        the template raises where it refuses the messages.
+        """
         text: str = self.tokenizer.apply_chat_template(
             [_for_template(message) for message in messages],
             tools=list(tools) if tools else None,
@@ -61,33 +78,60 @@ class ChatTemplate:
         return text
 
     def encode(self, text: str, *, is_plain: bool = False) -> tuple[int, ...]:
-        """Special tokens that are written in the text are those tokens. None is added, but where it `is_plain`, those that the tokenizer begins a text with."""
+        """Special tokens that are written in the text are those tokens. None is added, but where it
+        `is_plain`, those that the tokenizer begins a text with.
+        """
         return tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool) -> str:
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=not with_special,
+            clean_up_tokenization_spaces=False,
+        )
         return text
 
-    def continued(self, last: PreviousCall, rendered: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> tuple[int, ...] | None:
-        """The prompt of a call with these messages, rendered so: the tokens of the last call, then those of what the template adds. None: it does not go on
-        from the last call, or the template writes otherwise what has been said already."""
+    def continued(
+        self,
+        last: PreviousCall,
+        rendered: str,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> tuple[int, ...] | None:
+        """The prompt of a call with these messages, rendered so: the tokens of the last call, then
+        those of what the template adds. None: it does not go on from the last call, or the template
+        writes otherwise what has been said already."""
         added = self._added(last, rendered, messages, tools)
         return None if added is None else (*last.token_ids, *self._encode_behind(last, added))
 
     def continued_text(self, last: PreviousCall, text: str) -> tuple[int, ...] | None:
-        """The same of plain text. A stop token is not in it, so that what goes on behind one is another prompt."""
+        """The same of plain text. A stop token is not in it, so that what goes on behind one is
+        another prompt.
+        """
         seen = last.rendered + last.text + last.stop_text
         return (*last.token_ids, *self.encode(text[len(seen) :])) if text.startswith(seen) else None
 
-    def _added(self, last: PreviousCall, rendered: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+    def _added(
+        self,
+        last: PreviousCall,
+        rendered: str,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str | None:
         seen = last.rendered + last.text + last.stop_text
         if rendered.startswith(seen):
-            # An answer that ended without a stop token gets the template's end of a message here, too.
+            # An answer that ended without a stop token gets the template's end of a message here,
+            # too.
             return rendered[len(seen) :]
-        # The template writes the answer otherwise than it was sampled: without spaces at its ends, or a tool call with others inside. It was sampled as it was,
-        # and what is added follows it.
+        # The template writes the answer otherwise than it was sampled: without spaces at its ends,
+        # or a tool call with others inside. It was sampled as it was, and what is added follows it.
         place, end = last.num_messages, self._end_of_message
-        if end is None or not end.startswith(last.stop_text) or len(messages) <= place or not _same_answer(messages[place], last.answer):
+        if (
+            end is None
+            or not end.startswith(last.stop_text)
+            or len(messages) <= place
+            or not _same_answer(messages[place], last.answer)
+        ):
             return None
         if self.render(messages[:place], tools) != last.rendered:
             return None
@@ -97,7 +141,9 @@ class ChatTemplate:
         return end[len(last.stop_text) :] + rendered[len(until) :]
 
     def _encode_behind(self, last: PreviousCall, text: str) -> tuple[int, ...]:
-        """Tokens of a text that follows the last call's: behind a stop token as behind one, for a tokenizer that writes a text's beginning differently."""
+        """Tokens of a text that follows the last call's: behind a stop token as behind one, for a
+        tokenizer that writes a text's beginning differently.
+        """
         if last.stop_token_id is not None and text:
             token_ids = self.encode(last.stop_text + text)
             if token_ids[0] == last.stop_token_id:
@@ -106,14 +152,21 @@ class ChatTemplate:
 
     @cached_property
     def _end_of_message(self) -> str | None:
-        """What the template writes behind the last message of a conversation where it is the model's; None: it does not write that message as it is."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_MARKER}]
+        """What the template writes behind the last message of a conversation where it is the
+        model's; None: it does not write that message as it is.
+        """
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": ANSWER_MARKER},
+        ]
         _, found, end = self.render(messages, None, asks=False).rpartition(ANSWER_MARKER)
         return end if found else None
 
 
 def _for_template(message: Any) -> Message:
-    """As templates read it, and as vLLM's server gives it to them: no content is an empty one, and a tool call's arguments are a mapping."""
+    """As templates read it, and as vLLM's server gives it to them: no content is an empty one, and
+    a tool call's arguments are a mapping.
+    """
     one = dict(as_mapping(message))
     if one.get("content") is None:
         one["content"] = ""
@@ -146,5 +199,7 @@ def _same_answer(message: Any, answer: Message) -> bool:
 
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    functions = [as_mapping(as_mapping(call)["function"]) for call in message.get("tool_calls") or ()]
+    functions = [
+        as_mapping(as_mapping(call)["function"]) for call in message.get("tool_calls") or ()
+    ]
     return [(function.get("name"), function.get("arguments")) for function in functions]

@@ -1,4 +1,6 @@
-"""Tool calls in what a model has said, read by vLLM's own parsers: the same that its server has, without one."""
+"""Tool calls in what a model has said, read by vLLM's own parsers: the same that its server has,
+without one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class ToolCallReader:
     """One of vLLM's tool parsers, for one tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
-        """Imports vllm, which takes some seconds. Raises ValueError where it has no parser of this name, with the key of a run that names one."""
+        """Imports vllm, which takes some seconds. Raises ValueError where it has no parser of this
+        name, with the key of a run that names one.
+        """
         # Here and not above: most runs have no tools.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
@@ -42,23 +46,44 @@ class ToolCallReader:
         try:
             self._parser: Callable[..., Any] = ToolParserManager.get_tool_parser(name)
         except KeyError as error:
-            known = ", ".join(sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers}))
-            raise ValueError(f"environment.tool_call_parser: vLLM has none of the name {name!r}; set it to one of {known}") from error
+            known = ", ".join(
+                sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
+            )
+            raise ValueError(
+                f"environment.tool_call_parser: vLLM has none of the name {name!r}; set it to one"
+                f" of {known}"
+            ) from error
         self._name, self._tokenizer, self._request = name, tokenizer, ChatCompletionRequest
 
-    def read(self, token_ids: Sequence[int], text: str, tools: Sequence[Mapping[str, Any]], *, seed: int) -> Said:
-        """What was said with these tokens, of which `text` is what a reader sees. A text that the parser cannot read is content, as it stands.
+    def read(
+        self, token_ids: Sequence[int], text: str, tools: Sequence[Mapping[str, Any]], *, seed: int
+    ) -> Said:
+        """What was said with these tokens, of which `text` is what a reader sees. A text that the
+        parser cannot read is content, as it stands.
 
-        Calls whose id vLLM would draw get one that follows from `seed`, the request's: an id may be in the next prompt.
+        Calls whose id vLLM would draw get one that follows from `seed`, the request's: an id may be
+        in the next prompt.
         """
-        request = self._request(messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto")
+        request = self._request(
+            messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto"
+        )
         try:
             parser = self._parser(self._tokenizer, request.tools)
             request = parser.adjust_request(request)
-            written = self._tokenizer.decode(list(token_ids), skip_special_tokens=request.skip_special_tokens, clean_up_tokenization_spaces=False)
+            written = self._tokenizer.decode(
+                list(token_ids),
+                skip_special_tokens=request.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
             found = parser.extract_tool_calls(written, request)
         except Exception as error:  # of any of many parsers, on any text that a model may write
-            _LOGGER.warning("vLLM's tool parser %s failed on %r, which stays text (%s: %s)", self._name, text[:200], type(error).__name__, error)
+            _LOGGER.warning(
+                "vLLM's tool parser %s failed on %r, which stays text (%s: %s)",
+                self._name,
+                text[:200],
+                type(error).__name__,
+                error,
+            )
             return Said(text)
         if not found.tools_called:
             return Said(text)
@@ -76,14 +101,21 @@ def reader_of(name: str | None, tokenizer: Any) -> ToolCallReader | None:
 def has_own_parser(checkpoint: Path) -> bool:
     """Whether `reader_of` would find one in this folder's tokenizer, without loading it."""
     path = checkpoint / "tokenizer_config.json"
-    return path.is_file() and isinstance(json.loads(path.read_text(encoding="utf-8")).get("response_template"), Mapping)
+    return path.is_file() and isinstance(
+        json.loads(path.read_text(encoding="utf-8")).get("response_template"), Mapping
+    )
 
 
 def shows_tools(checkpoint: Path) -> bool:
-    """Whether a chat template in this folder mentions `tools`; also where there is none, which is another matter."""
+    """Whether a chat template in this folder mentions `tools`; also where there is none, which is
+    another matter.
+    """
     written = [
         path.read_text(encoding="utf-8")
-        for path in (checkpoint / "chat_template.jinja", *checkpoint.glob("additional_chat_templates/*.jinja"))
+        for path in (
+            checkpoint / "chat_template.jinja",
+            *checkpoint.glob("additional_chat_templates/*.jinja"),
+        )
         if path.is_file()
     ]
     config = checkpoint / "tokenizer_config.json"
@@ -95,10 +127,17 @@ def shows_tools(checkpoint: Path) -> bool:
 
 
 def num_tool_calls(state: Mapping[str, Any]) -> int | None:
-    """What the model called in a rollout, of whatever it is offered; None where it is offered nothing."""
+    """What the model called in a rollout, of whatever it is offered; None where it is offered
+    nothing.
+    """
     if not state.get("oai_tools"):
         return None
-    messages = [message for step in state.get("trajectory") or () for message in step.get("completion") or () if isinstance(message, Mapping)]
+    messages = [
+        message
+        for step in state.get("trajectory") or ()
+        for message in step.get("completion") or ()
+        if isinstance(message, Mapping)
+    ]
     return sum(len(message.get("tool_calls") or ()) for message in messages)
 
 
@@ -107,22 +146,32 @@ FIRST_ROLLOUTS = 8
 
 
 class UncalledTools:
-    """Says that no rollout ever called a tool: when the first `FIRST_ROLLOUTS` have not, and again whenever twice as many have not."""
+    """Says that no rollout ever called a tool: when the first `FIRST_ROLLOUTS` have not, and again
+    whenever twice as many have not.
+    """
 
     def __init__(self) -> None:
         self._num_rollouts = self._told_of = 0
         self._has_called = False
 
     def problem(self, num_rollouts: int, num_calls: float) -> str | None:
-        """Note so many more rollouts that could call a tool, and their calls. What is to be said now."""
+        """Note so many more rollouts that could call a tool, and their calls. What is to be said
+        now.
+        """
         self._has_called = self._has_called or num_calls > 0
         self._num_rollouts += num_rollouts
-        if self._has_called or not num_rollouts or self._num_rollouts < max(FIRST_ROLLOUTS, 2 * self._told_of):
+        if (
+            self._has_called
+            or not num_rollouts
+            or self._num_rollouts < max(FIRST_ROLLOUTS, 2 * self._told_of)
+        ):
             return None
         self._told_of = self._num_rollouts
         return (
-            f"none of {self._num_rollouts} rollouts called a tool, though they were offered some; read what the model answers: its chat template must show "
-            "tools, and its calls must be read (by environment.tool_call_parser in training, by the endpoint's own parser with vf-eval)"
+            f"none of {self._num_rollouts} rollouts called a tool, though they were offered some;"
+            " read what the model answers: its chat template must show tools, and its calls must"
+            " be read (by environment.tool_call_parser in training, by the endpoint's own parser"
+            " with vf-eval)"
         )
 
 
@@ -130,4 +179,8 @@ def _tool_call(call: Any, place: int, seed: int) -> ChatCompletionMessageFunctio
     # Nine characters, because some templates take no others.
     drawn = hashlib.sha256(f"{seed}/{place}".encode()).hexdigest()[:9]
     own = drawn if _RANDOM_ID.fullmatch(call.id) else call.id
-    return ChatCompletionMessageFunctionToolCall(id=own, type="function", function=Function(name=call.function.name, arguments=call.function.arguments))
+    return ChatCompletionMessageFunctionToolCall(
+        id=own,
+        type="function",
+        function=Function(name=call.function.name, arguments=call.function.arguments),
+    )

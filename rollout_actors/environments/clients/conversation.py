@@ -1,4 +1,6 @@
-"""The calls of one rollout: to one engine, token by token one sequence, under the surface of `openai.AsyncOpenAI`."""
+"""The calls of one rollout: to one engine, token by token one sequence, under the surface of
+`openai.AsyncOpenAI`.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ from shared.trajectory import ModelCall
 # What a call may ask of an engine whose decoding the run has fixed.
 
 
-READ_ANYWAY = frozenset({"logprobs", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"})
-"""Ask for tokens and log-probabilities. Every answer has them but the prompt's, which nothing reads."""
+READ_ANYWAY = frozenset(
+    {"logprobs", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"}
+)
+"""Ask for tokens and log-probabilities. Every answer has them but the prompt's, which nothing
+reads.
+"""
 LIMITS = ("max_tokens", "max_completion_tokens")
 
 
@@ -63,26 +69,42 @@ class CallArguments:
         Raises ValueError for what the run has fixed otherwise, and for what is unknown.
         """
         body = arguments.get("extra_body") or {}
-        given = {name: value for name, value in {**arguments, **body}.items() if value is not None and name != "extra_body"}
+        given = {
+            name: value
+            for name, value in {**arguments, **body}.items()
+            if value is not None and name != "extra_body"
+        }
         limit = self._decode.max_new_tokens
         for name, value in given.items():
             if name in LIMITS:
                 limit = self._limit(name, value, limit)
             elif name == "seed":
-                raise ValueError("seed: the engines' own follow from the run's seed, the step, the rollout's place in it and the turn; leave it out")
+                raise ValueError(
+                    "seed: the engines' own follow from the run's seed, the step, the rollout's"
+                    " place in it and the turn; leave it out"
+                )
             elif name in self._fixed:
                 self._agree(name, value)
             elif name not in READ_ANYWAY:
                 known = ", ".join(sorted({*self._fixed, *LIMITS, *READ_ANYWAY}))
-                raise ValueError(f"{name}: the engines of a run take no such sampling argument; leave it out. They know {known}")
+                raise ValueError(
+                    f"{name}: the engines of a run take no such sampling argument; leave it out."
+                    f" They know {known}"
+                )
         if given.get("logprobs") and not self._decode.return_logprobs:
-            raise ValueError("logprobs: were asked for, and this run's decoding returns none (return_logprobs); leave them out, or switch them on")
+            raise ValueError(
+                "logprobs: were asked for, and this run's decoding returns none (return_logprobs);"
+                " leave them out, or switch them on"
+            )
         return limit
 
     def _limit(self, name: str, value: Any, limit: int) -> int:
         most = self._decode.max_new_tokens
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(f"{name}: must be a whole number from 1 to the run's max_new_tokens = {most}, got {value!r}")
+            raise ValueError(
+                f"{name}: must be a whole number from 1 to the run's max_new_tokens = {most}, got"
+                f" {value!r}"
+            )
         return min(limit, value)
 
     def _agree(self, name: str, value: Any) -> None:
@@ -90,10 +112,14 @@ class CallArguments:
         if name == "stop_token_ids":
             value = sorted(value)
         if value != fixed:
-            raise ValueError(f"{name}: {value!r} was asked for, and this run has {fixed!r}; leave it out, or change what the run has")
+            raise ValueError(
+                f"{name}: {value!r} was asked for, and this run has {fixed!r}; leave it out, or"
+                " change what the run has"
+            )
 
 
-# Rollouts of the engines as answers of the OpenAI API, with the fields that vLLM's server adds: nobody needs to know where one comes from.
+# Rollouts of the engines as answers of the OpenAI API, with the fields that vLLM's server adds:
+# nobody needs to know where one comes from.
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +140,17 @@ class Sampled:
         ending = () if stop is None else (stop,)
         logprobs = rollout.logprobs
         if logprobs is not None and stop is not None:
-            assert rollout.stop_token_logprob is not None, "it was sampled, and the others have theirs"
+            assert rollout.stop_token_logprob is not None, (
+                "it was sampled, and the others have theirs"
+            )
             logprobs = (*logprobs, rollout.stop_token_logprob)
         return cls((*rollout.response_token_ids, *ending), logprobs, stop)
 
 
 class EngineLogprobs(ChoiceLogprobs):
-    """Log-probabilities as plain lists, `token_ids` and `token_logprobs`, since an object for each token takes longer than all else about an answer. `content`
-    has those objects as soon as somebody asks for it; until then nothing that writes the answer out has them."""
+    """Log-probabilities as plain lists, `token_ids` and `token_logprobs`, since an object for each
+    token takes longer than all else about an answer. `content` has those objects as soon as
+    somebody asks for it; until then nothing that writes the answer out has them."""
 
     token_ids: tuple[int, ...]
     token_logprobs: tuple[float, ...]
@@ -130,21 +159,34 @@ class EngineLogprobs(ChoiceLogprobs):
         value = super().__getattribute__(name)
         if name == "content" and value is None:
             both = zip(self.token_ids, self.token_logprobs, strict=True)
-            value = [ChatCompletionTokenLogprob(token=f"{TOKEN_ID}{token_id}", logprob=logprob, top_logprobs=[]) for token_id, logprob in both]
+            value = [
+                ChatCompletionTokenLogprob(
+                    token=f"{TOKEN_ID}{token_id}", logprob=logprob, top_logprobs=[]
+                )
+                for token_id, logprob in both
+            ]
             self.content = value
         return value
 
 
-def chat_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, said: Said) -> ChatCompletion:
+def chat_answer(
+    answer_id: str, model: str, rollout: Rollout, sampled: Sampled, said: Said
+) -> ChatCompletion:
     """`weight_version` is the one of the weights that sampled it, `engine` the actor."""
     logprobs = None
     if sampled.logprobs is not None:
         # What it is made of needs no check.
-        logprobs = EngineLogprobs.model_construct(None, content=None, token_ids=sampled.token_ids, token_logprobs=sampled.logprobs)
+        logprobs = EngineLogprobs.model_construct(
+            None, content=None, token_ids=sampled.token_ids, token_logprobs=sampled.logprobs
+        )
     choice = {
         "index": 0,
         "finish_reason": "stop",
-        "message": {"role": "assistant", "content": said.content, "tool_calls": list(said.tool_calls) or None},
+        "message": {
+            "role": "assistant",
+            "content": said.content,
+            "tool_calls": list(said.tool_calls) or None,
+        },
         "logprobs": logprobs,
         "token_ids": list(sampled.token_ids),
     }
@@ -167,14 +209,20 @@ def chat_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, 
     return answer
 
 
-def text_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, text: str) -> Completion:
+def text_answer(
+    answer_id: str, model: str, rollout: Rollout, sampled: Sampled, text: str
+) -> Completion:
     """The same of plain text."""
     tokens = [f"{TOKEN_ID}{token_id}" for token_id in sampled.token_ids]
     choice = {
         "index": 0,
         "finish_reason": "stop",
         "text": text,
-        "logprobs": None if sampled.logprobs is None else {"tokens": tokens, "token_logprobs": sampled.logprobs},
+        "logprobs": (
+            None
+            if sampled.logprobs is None
+            else {"tokens": tokens, "token_logprobs": sampled.logprobs}
+        ),
         "token_ids": list(sampled.token_ids),
         "prompt_token_ids": list(rollout.prompt_token_ids),
     }
@@ -197,13 +245,21 @@ def text_answer(answer_id: str, model: str, rollout: Rollout, sampled: Sampled, 
 
 def _usage(rollout: Rollout, sampled: Sampled) -> dict[str, int]:
     prompt, completion = len(rollout.prompt_token_ids), len(sampled.token_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 IMAGE = "<|image_pad|>"
-"""The placeholder of an image, as the templates of Qwen's models write it. In a text it is the same token."""
+"""The placeholder of an image, as the templates of Qwen's models write it. In a text it is the same
+token.
+"""
 SENT_IMAGES = "image_sha256"
-"""The field of an answer that has the hashes of its prompt's images, in order: what a step's prompt shows may be changed by the environment later."""
+"""The field of an answer that has the hashes of its prompt's images, in order: what a step's prompt
+shows may be changed by the environment later.
+"""
 
 Generate = Callable[[RolloutRequest], Awaitable[Rollout]]
 
@@ -222,12 +278,16 @@ class RolloutKey:
 
     def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
         seed = request_seed(self.run_seed, self.step, self.position, turn, self.path)
-        return RolloutRequest(self.step, self.position, self.sample_id, prompt.token_ids, prompt.images, decode, seed)
+        return RolloutRequest(
+            self.step, self.position, self.sample_id, prompt.token_ids, prompt.images, decode, seed
+        )
 
 
 @dataclass(frozen=True)
 class ConversationSettings:
-    """What all conversations of a client have in common: how tokens become messages, and messages tokens."""
+    """What all conversations of a client have in common: how tokens become messages, and messages
+    tokens.
+    """
 
     tokens: ChatTemplate
     arguments: CallArguments
@@ -253,10 +313,12 @@ class _Prompt:
 
 
 class Conversation:
-    """Of one rollout. Its calls are answered one after the other, and each prompt begins with exactly the tokens of the call before it where it can.
+    """Of one rollout. Its calls are answered one after the other, and each prompt begins with
+    exactly the tokens of the call before it where it can.
 
-    Where it cannot, because the messages do not go on from that call or the template writes them otherwise now, the prompt is tokenised anew, which
-    `state["num_splits"]` counts: its tokens are read by the model and never learned.
+    Where it cannot, because the messages do not go on from that call or the template writes them
+    otherwise now, the prompt is tokenised anew, which `state["num_splits"]` counts: its tokens are
+    read by the model and never learned.
     """
 
     def __init__(
@@ -281,29 +343,45 @@ class Conversation:
         """In the last call."""
         self._expansion = 0
         """By how many tokens the last call's prompt was longer in the engine."""
-        # By whom it is waited for: other calls of this rollout. Unblocked by this call's end, for which the engine has a limit.
+        # By whom it is waited for: other calls of this rollout. Unblocked by this call's end, for
+        # which the engine has a limit.
         self._one_at_a_time = asyncio.Lock()
         self.chat = _Chat(_ChatCompletions(self))
         self.completions = _TextCompletions(self)
 
-    async def answer_chat(self, model: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, arguments: Mapping[str, Any]) -> Any:
-        """See `AsyncOpenAI.chat.completions.create`. The id is `overlong-prompt` where the prompt leaves no room for a token.
+    async def answer_chat(
+        self,
+        model: str,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+    ) -> Any:
+        """See `AsyncOpenAI.chat.completions.create`. The id is `overlong-prompt` where the prompt
+        leaves no room for a token.
 
-        `model` is what the answer says that it is of, and chooses nothing: the engines of a run have one model.
+        `model` is what the answer says that it is of, and chooses nothing: the engines of a run
+        have one model.
 
-        Raises ValueError for arguments that contradict the run, RolloutError where the engine fails.
+        Raises ValueError for arguments that contradict the run, RolloutError where the engine
+        fails.
         """
         most, tokens = self._reading.arguments.max_tokens(arguments), self._reading.tokens
         async with self._one_at_a_time:
             rendered = tokens.render(messages, tools)
-            continued = None if self._last is None else tokens.continued(self._last, rendered, messages, tools)
+            continued = (
+                None
+                if self._last is None
+                else tokens.continued(self._last, rendered, messages, tools)
+            )
             prompt = self._prompt(continued, rendered, self._images.of(messages))
             rollout = await self._ask(prompt, most)
             if rollout is None:
                 return overlong_answer(model)
             sampled, said = Sampled.of(rollout), self._said(rollout, tools)
             self._note(prompt, rendered, len(messages), rollout, sampled, _message(said))
-            return _with_images(chat_answer(self._answer_id(), model, rollout, sampled, said), prompt)
+            return _with_images(
+                chat_answer(self._answer_id(), model, rollout, sampled, said), prompt
+            )
 
     async def answer_text(self, model: str, text: str, arguments: Mapping[str, Any]) -> Any:
         """See `AsyncOpenAI.completions.create`; otherwise as `answer_chat`."""
@@ -319,31 +397,65 @@ class Conversation:
             sampled = Sampled.of(rollout)
             self._note(prompt, text, 0, rollout, sampled, {})
             text = tokens.decode(rollout.response_token_ids, with_special=False)
-            return _with_images(text_answer(self._answer_id(), model, rollout, sampled, text), prompt)
+            return _with_images(
+                text_answer(self._answer_id(), model, rollout, sampled, text), prompt
+            )
 
-    def _prompt(self, continued: tuple[int, ...] | None, text: str, images: tuple[ImageRef, ...], *, is_plain: bool = False) -> _Prompt:
+    def _prompt(
+        self,
+        continued: tuple[int, ...] | None,
+        text: str,
+        images: tuple[ImageRef, ...],
+        *,
+        is_plain: bool = False,
+    ) -> _Prompt:
         # The same tokens may stand for another image now.
-        if self._last is not None and continued is not None and images[: len(self._shown)] == self._shown:
-            # Only what is new is looked at: a model of text may have sampled a placeholder, which stands for nothing.
-            self._require_places(continued[len(self._last.token_ids) :], images, num_before=len(self._shown))
+        if (
+            self._last is not None
+            and continued is not None
+            and images[: len(self._shown)] == self._shown
+        ):
+            # Only what is new is looked at: a model of text may have sampled a placeholder, which
+            # stands for nothing.
+            self._require_places(
+                continued[len(self._last.token_ids) :], images, num_before=len(self._shown)
+            )
             return _Prompt(continued, images, is_split=False)
         token_ids = self._reading.tokens.encode(text, is_plain=is_plain)
         self._require_places(token_ids, images)
         return _Prompt(token_ids, images, is_split=self._last is not None)
 
-    def _require_places(self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0) -> None:
-        """ValueError where there are more or fewer placeholders than images: one of them would stand for another image, or for none."""
+    def _require_places(
+        self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0
+    ) -> None:
+        """ValueError where there are more or fewer placeholders than images: one of them would
+        stand for another image, or for none.
+        """
         number = num_before + token_ids.count(self._reading.placeholder)
         if number != len(images):
-            remedy = "leave that out of the text of messages" if number > len(images) else "the chat template writes none for some; show images where it does"
+            remedy = (
+                "leave that out of the text of messages"
+                if number > len(images)
+                else "the chat template writes none for some; show images where it does"
+            )
             if not number:
-                remedy = "this model's chat template shows none there; take a model with a vision tower, or show images where the template does"
-            raise ValueError(f"prompt: has {number} x {IMAGE} and {len(images)} x an image; {remedy}")
+                remedy = (
+                    "this model's chat template shows none there; take a model with a vision tower,"
+                    " or show images where the template does"
+                )
+            raise ValueError(
+                f"prompt: has {number} x {IMAGE} and {len(images)} x an image; {remedy}"
+            )
 
     async def _ask(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
         """None: there is no room for an answer."""
-        # The images that are not of the call that this one goes on from are counted with one token each: the engine may refuse what seems to have room.
-        room = self._reading.max_model_len - len(prompt.token_ids) - (0 if prompt.is_split else self._expansion)
+        # The images that are not of the call that this one goes on from are counted with one token
+        # each: the engine may refuse what seems to have room.
+        room = (
+            self._reading.max_model_len
+            - len(prompt.token_ids)
+            - (0 if prompt.is_split else self._expansion)
+        )
         if room < 1:
             return None
         decode = replace(self._reading.decode, max_new_tokens=min(max_tokens, room))
@@ -358,8 +470,12 @@ class Conversation:
             raise
         self._calls[call.path, call.turn] = replace(call, engine=rollout.actor)
         require_own_prompt(rollout, request)
-        if len(rollout.prompt_token_ids) + len(Sampled.of(rollout).token_ids) > self._reading.max_model_len:
-            # The engine takes longer ones than this client may, and only now it is known that it did.
+        if (
+            len(rollout.prompt_token_ids) + len(Sampled.of(rollout).token_ids)
+            > self._reading.max_model_len
+        ):
+            # The engine takes longer ones than this client may, and only now it is known that it
+            # did.
             return None
         return rollout
 
@@ -367,9 +483,19 @@ class Conversation:
         text = self._reading.tokens.decode(rollout.response_token_ids, with_special=False)
         if not tools or self._reading.tool_calls is None:
             return Said(text)
-        return self._reading.tool_calls.read(rollout.response_token_ids, text, tools, seed=rollout.seed)
+        return self._reading.tool_calls.read(
+            rollout.response_token_ids, text, tools, seed=rollout.seed
+        )
 
-    def _note(self, prompt: _Prompt, rendered: str, num_messages: int, rollout: Rollout, sampled: Sampled, answer: Message) -> None:
+    def _note(
+        self,
+        prompt: _Prompt,
+        rendered: str,
+        num_messages: int,
+        rollout: Rollout,
+        sampled: Sampled,
+        answer: Message,
+    ) -> None:
         tokens = self._reading.tokens
         self._last = PreviousCall(
             rendered,
@@ -377,7 +503,11 @@ class Conversation:
             prompt.token_ids + sampled.token_ids,
             tokens.decode(rollout.response_token_ids, with_special=True),
             sampled.stop_token_id,
-            "" if sampled.stop_token_id is None else tokens.decode((sampled.stop_token_id,), with_special=True),
+            (
+                ""
+                if sampled.stop_token_id is None
+                else tokens.decode((sampled.stop_token_id,), with_special=True)
+            ),
             answer,
         )
         self._shown = prompt.images
@@ -387,14 +517,23 @@ class Conversation:
         self._state["num_splits"] += prompt.is_split
 
     def _answer_id(self) -> str:
-        return f"rollout-{self._place.step}-{self._place.position}{self._place.path}-{self._turn - 1}"
+        return (
+            f"rollout-{self._place.step}-{self._place.position}{self._place.path}-{self._turn - 1}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _ChatCompletions:
     conversation: Conversation
 
-    async def create(self, *, model: str, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None, **arguments: Any) -> Any:
+    async def create(
+        self,
+        *,
+        model: str,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> Any:
         return await self.conversation.answer_chat(model, messages, tools, arguments)
 
 
@@ -412,10 +551,13 @@ class _TextCompletions:
 
 
 def require_own_prompt(rollout: Rollout, request: RolloutRequest) -> None:
-    """RolloutError where the engine answered another one. Of a prompt with images, placeholder for placeholder, the learner says so
-    (`learner.segments`)."""
+    """RolloutError where the engine answered another one. Of a prompt with images, placeholder for
+    placeholder, the learner says so (`learner.segments`)."""
     if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
-        told = f"answered another prompt than the one of example {request.sample_id}; engines must have the tokenizer of model.path"
+        told = (
+            f"answered another prompt than the one of example {request.sample_id}; engines must"
+            " have the tokenizer of model.path"
+        )
         raise RolloutError(told, actor=rollout.actor, phase="check")
 
 
@@ -425,4 +567,8 @@ def _with_images(answer: Any, prompt: _Prompt) -> Any:
 
 
 def _message(said: Said) -> Message:
-    return {"role": "assistant", "content": said.content, "tool_calls": [dict(as_mapping(call)) for call in said.tool_calls]}
+    return {
+        "role": "assistant",
+        "content": said.content,
+        "tool_calls": [dict(as_mapping(call)) for call in said.tool_calls],
+    }

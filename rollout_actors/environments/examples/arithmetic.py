@@ -1,4 +1,6 @@
-"""One question, one answer, and a reward that can be checked: `What is 37 + 58?` is answered with `<answer>95</answer>`."""
+"""One question, one answer, and a reward that can be checked: `What is 37 + 58?` is answered with
+`<answer>95</answer>`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rollout_actors.environments.types import Messages
 SYSTEM_PROMPT = "Work it out, and then write the result as <answer>number</answer>."
 
 
-def load_environment(num_examples: int = 200, num_eval_examples: int = 50, largest: int = 99, seed: int = 0) -> SingleTurnEnv:
+def load_environment(
+    num_examples: int = 200, num_eval_examples: int = 50, largest: int = 99, seed: int = 0
+) -> SingleTurnEnv:
     """Sums, differences and products of two numbers up to `largest`."""
     parser = XMLParser(fields=["answer"])
     rubric = Rubric([correct, parser.format_reward_func()], [1.0, 0.1], parser)

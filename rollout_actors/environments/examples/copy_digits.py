@@ -1,4 +1,5 @@
-"""A dialogue of two turns that a very small model learns from nothing: `first of 431`, and then `last`.
+"""A dialogue of two turns that a very small model learns from nothing: `first of 431`, and then
+`last`.
 
 What the second turn asks can only be answered from the first one's message.
 """
@@ -19,8 +20,16 @@ EXACT, BEGUN = 1.0, 0.5
 """What an answer is worth that is the digit, and one that only begins with it."""
 
 
-def load_environment(num_examples: int = 800, num_eval_examples: int = 128, num_digits: int = 3, base: int = 10, seed: int = 0) -> MultiTurnEnv:
-    """Numbers of `num_digits` (at least 2) digits below `base` (2 to 10), no number twice: none that is held out is among those to train on."""
+def load_environment(
+    num_examples: int = 800,
+    num_eval_examples: int = 128,
+    num_digits: int = 3,
+    base: int = 10,
+    seed: int = 0,
+) -> MultiTurnEnv:
+    """Numbers of `num_digits` (at least 2) digits below `base` (2 to 10), no number twice: none
+    that is held out is among those to train on.
+    """
     if num_digits < 2:
         raise ValueError(f"num_digits is {num_digits}; with fewer than 2 the first is the last")
     if not 2 <= base <= 10:
@@ -28,7 +37,10 @@ def load_environment(num_examples: int = 800, num_eval_examples: int = 128, num_
     numbers = ["".join(digits) for digits in product(DIGITS[:base], repeat=num_digits)]
     total = num_examples + num_eval_examples
     if total > len(numbers):
-        raise ValueError(f"num_examples and num_eval_examples are {total} together; there are {len(numbers)} numbers of {num_digits} digits below {base}")
+        raise ValueError(
+            f"num_examples and num_eval_examples are {total} together; there are {len(numbers)}"
+            f" numbers of {num_digits} digits below {base}"
+        )
     rows = [row(digits) for digits in Random(f"copy_digits {seed}").sample(numbers, total)]
     return CopyDigits(
         env_id="copy_digits",
@@ -62,7 +74,9 @@ def last(state: State) -> float:
 
 
 def worth(state: State, turn: int) -> float:
-    """`EXACT` where the turn's answer is the digit and nothing else, `BEGUN` where more follows, or it was cut off behind it; otherwise 0."""
+    """`EXACT` where the turn's answer is the digit and nothing else, `BEGUN` where more follows, or
+    it was cut off behind it; otherwise 0.
+    """
     if len(state["trajectory"]) <= turn:
         return 0.0
     step, digit = state["trajectory"][turn], state["answer"][turn]

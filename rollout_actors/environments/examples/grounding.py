@@ -1,6 +1,8 @@
-"""Detection as an environment: an image, the objects that the model writes, and what the grounding core makes of them. So both halves of the project meet.
+"""Detection as an environment: an image, the objects that the model writes, and what the grounding
+core makes of them. So both halves of the project meet.
 
-`vf-eval rollout_actors.environments.examples.grounding -a '{"data": "val.jsonl"}' ...` evaluates a model on records.
+`vf-eval rollout_actors.environments.examples.grounding -a '{"data": "val.jsonl"}' ...` evaluates a
+model on records.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS, parse_
 
 _NUM_BYTES = 256
 _COORD = re.compile(r"(<\|coord_[0-9]+\|>)")
-_MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp", b"BM": "image/bmp"}
+_MEDIA_TYPES = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+}
 """By how a file begins; the other kind that a record may have is TIFF."""
 
 
@@ -57,12 +65,27 @@ def load_environment(
     geometry = ALL_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
     prompt = partial(detection_messages, system_prompt=system_prompt, user_prompt=user_prompt)
     rows = [
-        None
-        if path is None
-        else _SampleRows(load_dataset(path, on_bad_row="error", sort_objects=True, check_images=True, geometry=geometry)[:max_examples], prompt)
+        (
+            None
+            if path is None
+            else _SampleRows(
+                load_dataset(
+                    path,
+                    on_bad_row="error",
+                    sort_objects=True,
+                    check_images=True,
+                    geometry=geometry,
+                )[:max_examples],
+                prompt,
+            )
+        )
         for path in (data, eval_data)
     ]
-    rubric = Rubric([well_formed, recall, precision], [format_weight, recall_weight, precision_weight], Parser(partial(parse_text, geometry=geometry)))
+    rubric = Rubric(
+        [well_formed, recall, precision],
+        [format_weight, recall_weight, precision_weight],
+        Parser(partial(parse_text, geometry=geometry)),
+    )
     rubric.class_objects["criterion"] = Criterion(iou, by_name)
     return SingleTurnEnv(env_id="grounding", dataset=rows[0], eval_dataset=rows[1], rubric=rubric)
 
@@ -92,10 +115,14 @@ class DetectionResult:
 
 
 def well_formed(state: State, parser: Parser, criterion: Criterion) -> float:
-    """The share of valid objects among the entries; 0 where the answer is not one whole JSON object, 1 for `{}`."""
+    """The share of valid objects among the entries; 0 where the answer is not one whole JSON
+    object, 1 for `{}`.
+    """
     found = findings(state, parser, criterion)
     num_entries = found.num_predictions + found.num_dropped
-    return float(found.is_well_formed) * (found.num_predictions / num_entries if num_entries else 1.0)
+    return float(found.is_well_formed) * (
+        found.num_predictions / num_entries if num_entries else 1.0
+    )
 
 
 def recall(state: State, parser: Parser, criterion: Criterion) -> float:
@@ -105,35 +132,54 @@ def recall(state: State, parser: Parser, criterion: Criterion) -> float:
 
 
 def precision(state: State, parser: Parser, criterion: Criterion) -> float:
-    """The share of the answer's valid objects that are there. Of an answer without any: 1 where there are none either, else 0."""
+    """The share of the answer's valid objects that are there. Of an answer without any: 1 where
+    there are none either, else 0.
+    """
     found = findings(state, parser, criterion)
-    return found.num_matched / found.num_predictions if found.num_predictions else float(not found.num_ground_truth)
+    return (
+        found.num_matched / found.num_predictions
+        if found.num_predictions
+        else float(not found.num_ground_truth)
+    )
 
 
 def findings(state: State, parser: Parser, criterion: Criterion) -> DetectionResult:
     """Of the rollout's answer, against the row's `answer`. Worked out once."""
     if "detection" not in state:
         said = parser.assistant_messages(state["completion"])
-        truth = [GroundTruthObject(one.kind, one.bins, one.desc) for one in parser.parse(state["answer"]).objects]
-        state["detection"] = asdict(_compared(text_of(said[-1]) if said else "", truth, parser, criterion))
+        truth = [
+            GroundTruthObject(one.kind, one.bins, one.desc)
+            for one in parser.parse(state["answer"]).objects
+        ]
+        state["detection"] = asdict(
+            _compared(text_of(said[-1]) if said else "", truth, parser, criterion)
+        )
     return DetectionResult(**state["detection"])
 
 
 def parse_text(text: str, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> ParsedRollout:
-    """What an answer says, where only its text is known. See `parse_rollout`; tokens are those of `TextCodec`."""
+    """What an answer says, where only its text is known. See `parse_rollout`; tokens are those of
+    `TextCodec`.
+    """
     codec = TextCodec()
     return parse_rollout(codec.encode(text), codec, geometry=geometry)
 
 
 class TextCodec:
-    """`TokenCodec` without a tokenizer: a coord token is one token, and so is every byte of any other text."""
+    """`TokenCodec` without a tokenizer: a coord token is one token, and so is every byte of any
+    other text.
+    """
 
     eos_token_id = _NUM_BYTES + NUM_BINS
 
     def piece_bytes(self, token_id: int) -> bytes:
         if token_id == self.eos_token_id:
             return END_OF_TURN.encode()
-        return bytes([token_id]) if token_id < _NUM_BYTES else COORD_TOKENS[token_id - _NUM_BYTES].encode()
+        return (
+            bytes([token_id])
+            if token_id < _NUM_BYTES
+            else COORD_TOKENS[token_id - _NUM_BYTES].encode()
+        )
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = []
@@ -152,7 +198,9 @@ class TextCodec:
 class _SampleRows:
     """Samples as rows of a dataset, whose images are read when a row is asked for."""
 
-    def __init__(self, samples: Sequence[Sample], prompt: Callable[[int], list[dict[str, Any]]]) -> None:
+    def __init__(
+        self, samples: Sequence[Sample], prompt: Callable[[int], list[dict[str, Any]]]
+    ) -> None:
         """`prompt` makes the messages of a number of images, each image a bare part."""
         self._samples, self._prompt = samples, prompt
 
@@ -168,23 +216,36 @@ class _SampleRows:
         }
 
 
-def _with_images(messages: list[dict[str, Any]], images: Sequence[ImageRef]) -> list[dict[str, Any]]:
+def _with_images(
+    messages: list[dict[str, Any]], images: Sequence[ImageRef]
+) -> list[dict[str, Any]]:
     """The messages as the OpenAI API has them: each image in its place, as a data URL."""
     urls = iter([_data_url(image) for image in images])
     for message in messages:
         parts = message["content"]
-        message["content"] = [{"type": "image_url", "image_url": {"url": next(urls)}} if part["type"] == "image" else part for part in parts]
+        message["content"] = [
+            (
+                {"type": "image_url", "image_url": {"url": next(urls)}}
+                if part["type"] == "image"
+                else part
+            )
+            for part in parts
+        ]
     return messages
 
 
 def _data_url(image: ImageRef) -> str:
     data = image.with_data().data
     assert data is not None, "with_data reads it"
-    media_type = next((kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), "image/tiff")
+    media_type = next(
+        (kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), "image/tiff"
+    )
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
-def _compared(text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion) -> DetectionResult:
+def _compared(
+    text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion
+) -> DetectionResult:
     said: ParsedRollout = parser.parse(text)
     num_matched = 0
     for name in {one.desc for one in truth} if criterion.by_name else {None}:
@@ -192,5 +253,7 @@ def _compared(text: str, truth: Sequence[GroundTruthObject], parser: Parser, cri
         there = [one for one in truth if name in (None, one.desc)]
         num_matched += len(match_objects(found, there, maskiou_gate=criterion.iou).pairs)
     # Of what has no entries, only `{}` is an answer: the prefix does not tell it from prose.
-    is_whole = not said.truncated and (not said.fallback or "".join(text.partition(END_OF_TURN)[0].split()) == "{}")
+    is_whole = not said.truncated and (
+        not said.fallback or "".join(text.partition(END_OF_TURN)[0].split()) == "{}"
+    )
     return DetectionResult(is_whole, len(said.objects), len(said.dropped), len(truth), num_matched)

@@ -1,4 +1,6 @@
-"""A game of several turns: the model guesses a number, and the environment says whether it is higher or lower, until it is found."""
+"""A game of several turns: the model guesses a number, and the environment says whether it is
+higher or lower, until it is found.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,18 @@ from rollout_actors.environments.types import Messages, State
 GUESS = re.compile(r"<guess>\s*([0-9]{1,9})\s*</guess>")
 
 
-def load_environment(num_examples: int = 200, num_eval_examples: int = 50, largest: int = 100, max_turns: int = 10, seed: int = 0) -> MultiTurnEnv:
+def load_environment(
+    num_examples: int = 200,
+    num_eval_examples: int = 50,
+    largest: int = 100,
+    max_turns: int = 10,
+    seed: int = 0,
+) -> MultiTurnEnv:
     """Numbers from 1 to `largest`, which is at least 2; `max_turns` guesses."""
     if largest < 2:
-        raise ValueError(f"largest is {largest}; with fewer than 2 numbers there is nothing to guess")
+        raise ValueError(
+            f"largest is {largest}; with fewer than 2 numbers there is nothing to guess"
+        )
     return GuessNumber(
         largest,
         env_id="guess_number",
@@ -31,7 +41,10 @@ def load_environment(num_examples: int = 200, num_eval_examples: int = 50, large
 
 def games(count: int, largest: int, random: Random) -> list[dict[str, Any]]:
     """Rows of a dataset. The number is the row's answer, which the model does not see."""
-    question = f"I think of a number from 1 to {largest}. Guess it: write one guess as <guess>number</guess>, and I will say whether mine is higher or lower."
+    question = (
+        f"I think of a number from 1 to {largest}. Guess it: write one guess as"
+        " <guess>number</guess>, and I will say whether mine is higher or lower."
+    )
     return [{"question": question, "answer": str(random.randint(1, largest))} for _ in range(count)]
 
 
@@ -48,7 +61,9 @@ class GuessNumber(MultiTurnEnv):
         state["fewest_guesses"] = math.ceil(math.log2(self.largest + 1))
         return state
 
-    async def add_model_response(self, state: State, prompt_messages: Messages, response: Any) -> None:
+    async def add_model_response(
+        self, state: State, prompt_messages: Messages, response: Any
+    ) -> None:
         await super().add_model_response(state, prompt_messages, response)
         # The one of the last turn too, to which the environment says nothing any more.
         for step in state["trajectory"][len(state["guesses"]) :]:
@@ -59,7 +74,10 @@ class GuessNumber(MultiTurnEnv):
         if guess is None:
             hint = "I see no guess. Write it as <guess>number</guess>."
         else:
-            hint = f"My number is {'higher' if int(state['answer']) > guess else 'lower'} than {guess}."
+            hint = (
+                f"My number is {'higher' if int(state['answer']) > guess else 'lower'} than"
+                f" {guess}."
+            )
         return [{"role": "user", "content": hint}]
 
     @stop
@@ -80,7 +98,9 @@ def found(state: State) -> float:
 
 
 def early(state: State) -> float:
-    """Of a number that was found: 1 where halving what is left would not always have been faster, less with each guess more."""
+    """Of a number that was found: 1 where halving what is left would not always have been faster,
+    less with each guess more.
+    """
     return found(state) * min(1.0, state["fewest_guesses"] / max(1, len(state["guesses"])))
 
 

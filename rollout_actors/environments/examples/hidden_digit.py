@@ -1,4 +1,6 @@
-"""A digit that only a tool tells: the smallest environment in which a very small model can call one."""
+"""A digit that only a tool tells: the smallest environment in which a very small model can call
+one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from rollout_actors.environments.types import Messages, State
 QUESTION = "which digit"
 
 
-def load_environment(num_examples: int = 800, num_eval_examples: int = 128, seed: int = 0) -> StatefulToolEnv:
+def load_environment(
+    num_examples: int = 800, num_eval_examples: int = 128, seed: int = 0
+) -> StatefulToolEnv:
     """Rows with a digit each. The model has one turn to ask for it, and one to say it."""
     environment = HiddenDigit(
         env_id="hidden_digit",
@@ -41,7 +45,9 @@ class HiddenDigit(StatefulToolEnv):
         super().__init__(**kwargs)
         self.add_tool(peek, args_to_skip=["digit"])
 
-    async def update_tool_args(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
+    async def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> dict[str, Any]:
         return {**tool_args, "digit": state["answer"]}
 
 
@@ -51,7 +57,9 @@ def asked(completion: Messages) -> float:
 
 
 def right(completion: Messages, answer: str) -> float:
-    """1 where the model's last message is the digit and nothing else, 0.5 where it only begins with it."""
+    """1 where the model's last message is the digit and nothing else, 0.5 where it only begins with
+    it.
+    """
     last: Any = completion[-1]
     text = text_of(last)
     if text == answer:

@@ -1,4 +1,6 @@
-"""An environment with tools: the model is to bring a small store of values into a given order, and is judged by what is in it at the end."""
+"""An environment with tools: the model is to bring a small store of values into a given order, and
+is judged by what is in it at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,16 @@ from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.tool import StatefulToolEnv, ToolRubric
 from rollout_actors.environments.types import Messages, State
 
-SYSTEM_PROMPT = "You keep a store of named numbers. Use the tools to change it as you are told, and then say that it is done."
+SYSTEM_PROMPT = (
+    "You keep a store of named numbers. Use the tools to change it as you are told, and then say"
+    " that it is done."
+)
 NAMES = ("apples", "bread", "cheese", "dates", "eggs", "figs")
 
 
-def load_environment(num_examples: int = 200, num_eval_examples: int = 50, max_turns: int = 10, seed: int = 0) -> StatefulToolEnv:
+def load_environment(
+    num_examples: int = 200, num_eval_examples: int = 50, max_turns: int = 10, seed: int = 0
+) -> StatefulToolEnv:
     """Tasks of one change each."""
     environment = KeyValueStore(
         env_id="key_value_store",
@@ -27,7 +34,9 @@ def load_environment(num_examples: int = 200, num_eval_examples: int = 50, max_t
 
 
 def tasks(count: int, random: Random) -> list[dict[str, Any]]:
-    """Rows of a dataset; `info` has what the store holds at first and what it should hold at the end."""
+    """Rows of a dataset; `info` has what the store holds at first and what it should hold at the
+    end.
+    """
     rows = []
     for _ in range(count):
         first, second, third = random.sample(NAMES, 3)
@@ -35,9 +44,15 @@ def tasks(count: int, random: Random) -> list[dict[str, Any]]:
         store = dict(zip((first, second, third), random.sample(range(20, 40), 3), strict=True))
         kind = random.choice(("add", "swap", "remove"))
         if kind == "add":
-            question, wanted = f"Set {first} to the sum of {second} and {third}.", {**store, first: store[second] + store[third]}
+            question, wanted = (
+                f"Set {first} to the sum of {second} and {third}.",
+                {**store, first: store[second] + store[third]},
+            )
         elif kind == "swap":
-            question, wanted = f"Swap the numbers of {first} and {second}.", {**store, first: store[second], second: store[first]}
+            question, wanted = (
+                f"Swap the numbers of {first} and {second}.",
+                {**store, first: store[second], second: store[first]},
+            )
         else:
             question, wanted = f"Remove the smaller of {first} and {second}.", dict(store)
             del wanted[min((first, second), key=store.__getitem__)]
@@ -91,7 +106,9 @@ class KeyValueStore(StatefulToolEnv):
         state["store"] = dict(state["info"]["store"])
         return state
 
-    async def update_tool_args(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:  # noqa: ARG002
+    async def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> dict[str, Any]:
         return {**tool_args, "store": state["store"]}
 
 

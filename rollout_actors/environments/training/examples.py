@@ -1,4 +1,6 @@
-"""From trajectories to training examples, with the tokens as the engine had them: nothing is tokenised again (spec: trajectories, 6)."""
+"""From trajectories to training examples, with the tokens as the engine had them: nothing is
+tokenised again (spec: trajectories, 6).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ class MergedExamples(NamedTuple):
     examples: list[TrainingExample]
     """In the order of the rollouts, and within one of their first steps."""
     num_splits: int
-    """How often a call's prompt did not extend what its rollout had before, so that an example more was begun."""
+    """How often a call's prompt did not extend what its rollout had before, so that an example more
+    was begun.
+    """
 
 
-def process_trajectories_for_training(states: Sequence[State], mask_prompts: bool = True) -> list[TrainingExample]:
-    """An example for each call of the model, in order; a step without tokens has none, and neither has a rollout that failed (`state["error"]`).
+def process_trajectories_for_training(
+    states: Sequence[State], mask_prompts: bool = True
+) -> list[TrainingExample]:
+    """An example for each call of the model, in order; a step without tokens has none, and neither
+    has a rollout that failed (`state["error"]`).
 
     Args:
         mask_prompts: False: prompts are learned too, which have no log-probabilities.
@@ -28,17 +35,26 @@ def process_trajectories_for_training(states: Sequence[State], mask_prompts: boo
     examples = []
     for rollout in _rollouts(states):
         for number, step, tokens in rollout.steps:
-            mask = [*tokens["prompt_mask"], *tokens["completion_mask"]] if mask_prompts else [1] * _length(tokens)
+            mask = (
+                [*tokens["prompt_mask"], *tokens["completion_mask"]]
+                if mask_prompts
+                else [1] * _length(tokens)
+            )
             examples.append(
                 TrainingExample(
                     token_ids=[*tokens["prompt_ids"], *tokens["completion_ids"]],
-                    logprobs=[0.0] * len(tokens["prompt_ids"]) + list(tokens["completion_logprobs"]),
+                    logprobs=[0.0] * len(tokens["prompt_ids"])
+                    + list(tokens["completion_logprobs"]),
                     mask=mask,
                     reward=_first_of(step.get("reward"), rollout.state.get("reward"), 0.0),
                     advantage=_first_of(step.get("advantage"), rollout.state.get("advantage")),
                     weight_version=_weight_version(step),
                     steps=(number,),
-                    token_is_relative=None if rollout.relative is None else [int(number in rollout.relative)] * len(mask),
+                    token_is_relative=(
+                        None
+                        if rollout.relative is None
+                        else [int(number in rollout.relative)] * len(mask)
+                    ),
                     step_ends=(_length(tokens),),
                     engine=_engine([step]),
                     **rollout.described,
@@ -47,7 +63,9 @@ def process_trajectories_for_training(states: Sequence[State], mask_prompts: boo
     return examples
 
 
-def merge_trajectories_for_training(states: Sequence[State], mask_prompts: bool = True) -> MergedExamples:
+def merge_trajectories_for_training(
+    states: Sequence[State], mask_prompts: bool = True
+) -> MergedExamples:
     """Make one example of the calls of a rollout that extend each other.
 
     Tokens that calls share are read once. With `mask_prompts=True` what is learned stays: loss and
@@ -56,8 +74,10 @@ def merge_trajectories_for_training(states: Sequence[State], mask_prompts: bool 
     call (`step_ends`). With `mask_prompts=False` they differ: tokens that a later prompt repeats
     are learned once here, and there once for every call that read them.
 
-    A call goes on with the example whose tokens its prompt begins with, the longest if there are several; else it begins one. What was sampled is learned in
-    the example of its own call alone: where a later prompt repeats it in another one, it is masked. A rollout that failed has no example, and no split.
+    A call goes on with the example whose tokens its prompt begins with, the longest if there are
+    several; else it begins one. What was sampled is learned in the example of its own call alone:
+    where a later prompt repeats it in another one, it is masked. A rollout that failed has no
+    example, and no split.
     """
     examples: list[TrainingExample] = []
     num_splits = 0
@@ -72,7 +92,13 @@ def merge_trajectories_for_training(states: Sequence[State], mask_prompts: bool 
                 num_splits += bool(merged)
                 chosen = _Merged([], [], [], [], [])
                 merged.append(chosen)
-            chosen.extend(number, step, tokens, _first_of(step.get("advantage"), rollout.state.get("advantage")), mask_prompts=mask_prompts)
+            chosen.extend(
+                number,
+                step,
+                tokens,
+                _first_of(step.get("advantage"), rollout.state.get("advantage")),
+                mask_prompts=mask_prompts,
+            )
         examples.extend(one.example(rollout) for one in merged)
     return MergedExamples(examples, num_splits)
 
@@ -90,7 +116,9 @@ class _Rollout:
 
 @dataclass(slots=True)
 class _Merged:
-    """An example while calls extend it. A column per token, and one of `steps` and `advantages` per step."""
+    """An example while calls extend it. A column per token, and one of `steps` and `advantages` per
+    step.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -106,24 +134,45 @@ class _Merged:
         before = shown_in(last["prompt"])
         return not before or shown_in(step["prompt"])[: len(before)] == before
 
-    def extend(self, number: int, step: TrajectoryStep, tokens: TrajectoryStepTokens, advantage: float | None, *, mask_prompts: bool) -> None:
+    def extend(
+        self,
+        number: int,
+        step: TrajectoryStep,
+        tokens: TrajectoryStepTokens,
+        advantage: float | None,
+        *,
+        mask_prompts: bool,
+    ) -> None:
         known = len(self.token_ids)
         said = tokens["prompt_ids"][known:]
         self.token_ids += [*said, *tokens["completion_ids"]]
         self.logprobs += [*[0.0] * len(said), *tokens["completion_logprobs"]]
-        self.mask += [*tokens["prompt_mask"][known:], *tokens["completion_mask"]] if mask_prompts else [1] * (len(self.token_ids) - known)
+        self.mask += (
+            [*tokens["prompt_mask"][known:], *tokens["completion_mask"]]
+            if mask_prompts
+            else [1] * (len(self.token_ids) - known)
+        )
         self.steps.append((number, step, len(self.token_ids)))
         self.advantages.append(advantage)
 
     def example(self, rollout: _Rollout) -> TrainingExample:
-        versions = [version for _, step, _ in self.steps if (version := _weight_version(step)) is not None]
-        state, differs = rollout.state, any(advantage != self.advantages[0] for advantage in self.advantages)
+        versions = [
+            version for _, step, _ in self.steps if (version := _weight_version(step)) is not None
+        ]
+        state, differs = (
+            rollout.state,
+            any(advantage != self.advantages[0] for advantage in self.advantages),
+        )
         own = _first_of(state.get("advantage"), *self.advantages)
         return TrainingExample(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
             mask=self.mask,
-            reward=_first_of(state.get("reward"), *(step.get("reward") for _, step, _ in reversed(self.steps)), 0.0),
+            reward=_first_of(
+                state.get("reward"),
+                *(step.get("reward") for _, step, _ in reversed(self.steps)),
+                0.0,
+            ),
             advantage=own if differs else self.advantages[0],
             weight_version=min(versions, default=None),
             token_advantages=self._by_token() if differs else None,
@@ -138,7 +187,10 @@ class _Merged:
         values: list[float] = []
         for (_, _, end), advantage in zip(self.steps, self.advantages, strict=True):
             values += [0.0 if advantage is None else advantage] * (end - len(values))
-        return [value if is_learned else 0.0 for value, is_learned in zip(values, self.mask, strict=True)]
+        return [
+            value if is_learned else 0.0
+            for value, is_learned in zip(values, self.mask, strict=True)
+        ]
 
     def _relative(self, rollout: _Rollout) -> list[int] | None:
         if rollout.relative is None:
@@ -161,7 +213,11 @@ def _rollouts(states: Sequence[State]) -> list[_Rollout]:
     groups = {key: () if None in group else tuple(group) for key, group in rewards.items()}
     rollouts = []
     for place, state in sound:
-        steps = [(number, step, tokens) for number, step in enumerate(state.get("trajectory") or ()) if (tokens := step["tokens"]) is not None]
+        steps = [
+            (number, step, tokens)
+            for number, step in enumerate(state.get("trajectory") or ())
+            if (tokens := step["tokens"]) is not None
+        ]
         described = {
             "example_id": state.get("example_id", 0),
             "rollout": place,
@@ -172,7 +228,9 @@ def _rollouts(states: Sequence[State]) -> list[_Rollout]:
 
 
 def _group(state: State) -> str:
-    """The same for the rollouts of one row. With the task: two environments may number their rows alike."""
+    """The same for the rollouts of one row. With the task: two environments may number their rows
+    alike.
+    """
     return repr((state.get("task"), state.get("example_id", 0)))
 
 
@@ -189,12 +247,19 @@ def _weight_version(step: TrajectoryStep) -> int | None:
     """As the client noted it in the step's extras, or the endpoint in its response."""
     extras = step.get("extras") or {}
     # A field that endpoints of ours add to OpenAI's; others may have one that means something else.
-    version = extras["weight_version"] if "weight_version" in extras else getattr(step.get("response"), "weight_version", None)
+    version = (
+        extras["weight_version"]
+        if "weight_version" in extras
+        else getattr(step.get("response"), "weight_version", None)
+    )
     return version if isinstance(version, int) else None
 
 
 def _engine(steps: Sequence[TrajectoryStep]) -> str | None:
     """Noted likewise; None where there are several."""
-    engines = {(step.get("extras") or {}).get("engine", getattr(step.get("response"), "engine", None)) for step in steps}
+    engines = {
+        (step.get("extras") or {}).get("engine", getattr(step.get("response"), "engine", None))
+        for step in steps
+    }
     (engine,) = engines if len(engines) == 1 else (None,)
     return engine if isinstance(engine, str) else None

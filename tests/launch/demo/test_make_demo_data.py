@@ -24,7 +24,11 @@ def records(data: Path, split: str) -> list[dict]:
 
 
 def every_file(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
@@ -54,7 +58,8 @@ def test_all_ink_is_inside_a_box_and_every_box_has_some(data):
         ink = np.asarray(Image.open(data / row["images"][0]).convert("L")) > 0
         outside = ink.copy()
         for found in row["objects"]:
-            # Bins round outwards, by less than a tenth of a pixel: the nearest pixel is the exact one.
+            # Bins round outwards, by less than a tenth of a pixel: the nearest pixel is the exact
+            # one.
             x1, y1, x2, y2 = (round(v * 95 / 999) for v in found["bbox_2d"])
             assert x2 - x1 == y2 - y1
             assert (x2 - x1 + 1) in demo.SIZES
@@ -76,7 +81,9 @@ def test_digits_never_overlap():
     for _ in range(50):
         covered = np.zeros((96, 96), dtype=int)
         for placed in demo.arrange_scene(digits, rng):
-            covered[placed.top : placed.top + placed.size, placed.left : placed.left + placed.size] += 1
+            covered[
+                placed.top : placed.top + placed.size, placed.left : placed.left + placed.size
+            ] += 1
         assert covered.max() == 1
 
 
@@ -110,7 +117,10 @@ def bins_of(found: dict) -> list[int]:
 
 
 def test_boxes_are_the_default_and_have_the_bytes_they_always_had(data):
-    digests = {split: hashlib.sha256((data / f"{split}.jsonl").read_bytes()).hexdigest()[:12] for split in ("train", "val")}
+    digests = {
+        split: hashlib.sha256((data / f"{split}.jsonl").read_bytes()).hexdigest()[:12]
+        for split in ("train", "val")
+    }
     assert digests == {"train": "9a47c7462759", "val": "e43f4b1326b5"}
     assert json.loads((data / "made_from.json").read_text()) == {"seed": 17, "train": 40, "val": 12}
 
@@ -121,14 +131,22 @@ def test_outlines_change_the_objects_and_not_the_pictures(data, outlined):
     assert {name: bytes for name, bytes in every_file(folder).items() if name.endswith(".png")} == {
         name: bytes for name, bytes in every_file(data).items() if name.endswith(".png")
     }
-    for with_boxes, with_outlines in zip(records(data, "train"), records(folder, "train"), strict=True):
-        assert sorted(found["desc"] for found in with_boxes["objects"]) == sorted(found["desc"] for found in with_outlines["objects"])
+    for with_boxes, with_outlines in zip(
+        records(data, "train"), records(folder, "train"), strict=True
+    ):
+        assert sorted(found["desc"] for found in with_boxes["objects"]) == sorted(
+            found["desc"] for found in with_outlines["objects"]
+        )
 
 
 @pytest.mark.slow
-def test_outlines_are_the_same_twice_and_their_folder_is_not_taken_for_one_of_boxes(data, outlined, tmp_path):
+def test_outlines_are_the_same_twice_and_their_folder_is_not_taken_for_one_of_boxes(
+    data, outlined, tmp_path
+):
     folder, geometry = outlined
-    demo.main(["--out", str(tmp_path / "again"), "--train", "40", "--val", "12", "--geometry", geometry])
+    demo.main(
+        ["--out", str(tmp_path / "again"), "--train", "40", "--val", "12", "--geometry", geometry]
+    )
     assert every_file(tmp_path / "again") == every_file(folder)
     with pytest.raises(ConfigError, match="was made from another geometry; remove it"):
         demo.make_demo_data(folder, seed=17, num_train=40, num_val=12)
@@ -146,7 +164,13 @@ def test_mixed_scenes_have_outlines_for_the_odd_digits(outlined):
 def test_the_ordinary_loader_reads_outlines_in_reading_order(outlined):
     folder, _ = outlined
     for split in ("train", "val"):
-        loaded = load_dataset(folder / f"{split}.jsonl", on_bad_row="error", sort_objects=False, check_images=True, image_size=image_size)
+        loaded = load_dataset(
+            folder / f"{split}.jsonl",
+            on_bad_row="error",
+            sort_objects=False,
+            check_images=True,
+            image_size=image_size,
+        )
         assert [[list(found.bins) for found in sample.objects] for sample in loaded] == [
             [bins_of(found) for found in row["objects"]] for row in records(folder, split)
         ]
@@ -154,13 +178,20 @@ def test_the_ordinary_loader_reads_outlines_in_reading_order(outlined):
 
 def test_an_outline_starts_at_its_top_goes_clockwise_and_has_three_to_six_vertices(outlined):
     folder, _ = outlined
-    for ring in (found["poly"] for row in records(folder, "train") for found in row["objects"] if "poly" in found):
+    for ring in (
+        found["poly"]
+        for row in records(folder, "train")
+        for found in row["objects"]
+        if "poly" in found
+    ):
         points = list(zip(ring[::2], ring[1::2], strict=True))
         assert 3 <= len(points) <= 6
         assert points[0] == min(points, key=lambda point: (point[1], point[0]))
         turns = [
             (b[0] - a[0]) * (c[1] - b[1]) - (b[1] - a[1]) * (c[0] - b[0])
-            for a, b, c in zip(points, points[1:] + points[:1], points[2:] + points[:2], strict=True)
+            for a, b, c in zip(
+                points, points[1:] + points[:1], points[2:] + points[:2], strict=True
+            )
         ]
         # In an image y points down, so to the right is positive: convex and clockwise.
         assert all(turn > 0 for turn in turns)
@@ -177,6 +208,7 @@ def test_an_outline_has_its_corners_on_ink_and_holds_nearly_all_of_it():
         ink = np.asarray(demo.draw_scene([placed]).convert("L")) >= demo.INK
         assert ink[corners[1::2], corners[::2]].all()
         held.append((ink & np.asarray(shape)).sum() / ink.sum())
-    # Six vertices cut the corners of a round digit: measured 0.96 over all 1,797 digits, 0.83 at least.
+    # Six vertices cut the corners of a round digit: measured 0.96 over all 1,797 digits, 0.83 at
+    # least.
     assert np.mean(held) > 0.94
     assert min(held) > 0.8

@@ -33,8 +33,29 @@ ROLLOUT = EnvironmentRollout(
     started_s=100.0,
     generate_s=0.5,
 )
-FAILED = replace(ROLLOUT, position=2, example=2, reward=0.0, metrics={}, error="ValueError: no", completion=None, num_turns=0)
-ROLLOUTS = (ROLLOUT, replace(ROLLOUT, position=1, example=1, reward=0.25, metrics={"first": 0.5, "last": 0.0}, is_truncated=True, num_turns=1), FAILED)
+FAILED = replace(
+    ROLLOUT,
+    position=2,
+    example=2,
+    reward=0.0,
+    metrics={},
+    error="ValueError: no",
+    completion=None,
+    num_turns=0,
+)
+ROLLOUTS = (
+    ROLLOUT,
+    replace(
+        ROLLOUT,
+        position=1,
+        example=1,
+        reward=0.25,
+        metrics={"first": 0.5, "last": 0.0},
+        is_truncated=True,
+        num_turns=1,
+    ),
+    FAILED,
+)
 
 
 def report(*rollouts: EnvironmentRollout) -> RewardReport:
@@ -78,11 +99,18 @@ def rows(folder: Path) -> list[TrajectoryRecord]:
     return read_lines(folder / "rollouts.jsonl", checked_trajectory_line)
 
 
-def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_model_wrote(tmp_path: Path) -> None:
+def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_model_wrote(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "evaluations" / "step_000020"
     write_reward_report(folder, report())
     figures = json.loads((folder / "report.json").read_text())
-    assert (figures["step"], figures["weight_version"], figures["num_samples"], figures["wall_s"]) == (20, 21, 3, 1.5)
+    assert (
+        figures["step"],
+        figures["weight_version"],
+        figures["num_samples"],
+        figures["wall_s"],
+    ) == (20, 21, 3, 1.5)
     assert figures["val/reward"] == pytest.approx(0.5)
     assert [row["example"] for row in rows(folder)] == [0, 1, 2]
     assert rows(folder)[0] == json.loads(json.dumps(line_of(20, ROLLOUT)))
@@ -91,17 +119,26 @@ def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_mode
     assert [path.name for path in folder.parent.iterdir()] == ["step_000020"]
 
 
-def test_a_report_of_a_checkpoint_that_does_not_say_its_step_has_lines_without_one(tmp_path: Path) -> None:
-    write_reward_report(tmp_path / "report", RewardReport(Evaluation(None, 0, ROLLOUTS, wall_s=1.5)))
+def test_a_report_of_a_checkpoint_that_does_not_say_its_step_has_lines_without_one(
+    tmp_path: Path,
+) -> None:
+    write_reward_report(
+        tmp_path / "report", RewardReport(Evaluation(None, 0, ROLLOUTS, wall_s=1.5))
+    )
     assert [row["step"] for row in rows(tmp_path / "report")] == [None] * 3
 
 
-def test_what_a_report_that_was_interrupted_left_is_no_report_and_in_nobodys_way(tmp_path: Path) -> None:
+def test_what_a_report_that_was_interrupted_left_is_no_report_and_in_nobodys_way(
+    tmp_path: Path,
+) -> None:
     partial = tmp_path / "step_000020.partial"
     partial.mkdir()
     (partial / "old").touch()
     write_reward_report(tmp_path / "step_000020", report())
-    assert sorted(path.name for path in (tmp_path / "step_000020").iterdir()) == ["report.json", "rollouts.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "step_000020").iterdir()) == [
+        "report.json",
+        "rollouts.jsonl",
+    ]
     assert not partial.exists()
 
 

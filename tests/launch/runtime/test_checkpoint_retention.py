@@ -72,14 +72,20 @@ def test_a_periodic_one_that_is_the_best_is_saved_once_and_outlives_the_newer_on
     assert both.after_report(20, 0.6) == RetentionChange()
     assert kept(both) == [(10, 0.7, (BEST,)), (20, 0.6, (PERIODIC,))]
     assert both.after_step(30) == RetentionChange(at(30), (at(20),))
-    assert both.after_report(30, 0.8) == RetentionChange(None, (at(10),)), "what was the best is not any more"
+    assert both.after_report(30, 0.8) == RetentionChange(None, (at(10),)), (
+        "what was the best is not any more"
+    )
     assert kept(both) == [(30, 0.8, (PERIODIC, BEST))]
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])
 @pytest.mark.parametrize("keep_best", [0, 2])
 def test_what_is_there_is_always_what_a_slow_look_at_the_whole_history_keeps(keep_last, keep_best):
-    history, there, every = [], set(), retention(save_steps=3, keep_last=keep_last, keep_best=keep_best)
+    history, there, every = (
+        [],
+        set(),
+        retention(save_steps=3, keep_last=keep_last, keep_best=keep_best),
+    )
     for step in range(1, 60):
         changes = [every.after_step(step)]
         if step % 2 == 0:
@@ -91,7 +97,9 @@ def test_what_is_there_is_always_what_a_slow_look_at_the_whole_history_keeps(kee
             assert set(change.delete) <= there, "only what is there is deleted"
             there -= set(change.delete)
         newest = [s for s in range(1, step + 1) if s % 3 == 0][-keep_last:]
-        best = [s for s, _ in sorted(history, key=lambda report: (-report[1], report[0]))[:keep_best]]
+        best = [
+            s for s, _ in sorted(history, key=lambda report: (-report[1], report[0]))[:keep_best]
+        ]
         assert there == {entry.folder for entry in every.kept} == {at(s) for s in {*newest, *best}}
 
 

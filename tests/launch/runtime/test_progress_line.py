@@ -16,7 +16,12 @@ STEP = {
     "rollout/num_tokens": 90.0,
     "rollout/logprob_max_abs": 3e-6,
 }
-SAMPLES = {**STEP, "rollout/match_rate": 0.25, "rollout/num_dropped_objects": 2.0, "rollout/num_fallback": 0.0}
+SAMPLES = {
+    **STEP,
+    "rollout/match_rate": 0.25,
+    "rollout/num_dropped_objects": 2.0,
+    "rollout/num_fallback": 0.0,
+}
 ENVIRONMENT = {
     **STEP,
     "rollout/reward": 0.8125,
@@ -37,20 +42,27 @@ def without(metrics: dict[str, float], name: str) -> dict[str, float]:
 
 
 def test_a_step_of_samples_says_what_was_matched_and_dropped() -> None:
-    assert line(SAMPLES) == (
-        "step    7/160 B  loss  1.2500  rows 3  match 0.25  dropped 2  tokens 90  logp 3e-06  generate 0.40 s  learn 0.50 s  step 1.00 s  v7"
+    assert (
+        line(SAMPLES)
+        == "step    7/160 B  loss  1.2500  rows 3  match 0.25  dropped 2  tokens 90  logp 3e-06 "
+        " generate 0.40 s  learn 0.50 s  step 1.00 s  v7"
     )
     assert "nothing kept of 4" in line(SAMPLES | {"rollout/num_fallback": 4.0})
     assert "match of nothing" in line(without(SAMPLES, "rollout/match_rate"))
 
 
 def test_a_step_without_rollouts_says_what_was_learned() -> None:
-    assert line(STEP, Channel.A) == "step    7/160 A  loss  1.2500  rows 3  learn 0.50 s  step 1.00 s  v7"
+    assert (
+        line(STEP, Channel.A)
+        == "step    7/160 A  loss  1.2500  rows 3  learn 0.50 s  step 1.00 s  v7"
+    )
 
 
 def test_a_step_of_an_environment_says_its_mean_reward_and_how_many_groups_say_nothing() -> None:
-    assert line(ENVIRONMENT) == (
-        "step    7/160 B  loss  1.2500  rows 3  reward 0.812  no signal 5/16  tokens 90  logp 3e-06  generate 0.40 s  learn 0.50 s  step 1.00 s  v7"
+    assert (
+        line(ENVIRONMENT)
+        == "step    7/160 B  loss  1.2500  rows 3  reward 0.812  no signal 5/16  tokens 90  logp"
+        " 3e-06  generate 0.40 s  learn 0.50 s  step 1.00 s  v7"
     )
 
 

@@ -34,12 +34,20 @@ EXPECTED = {
 def exported(endpoint: str) -> dict[tuple[str, str], float]:
     """Name, phase (or nothing) and value of what the run called `observed` has published."""
     text = urlopen(endpoint, timeout=10).read().decode()
-    lines = [re.fullmatch(r'(ray_rollmatch_\w+)\{(.*run="observed".*)\} (\S+)', line) for line in text.splitlines()]
+    lines = [
+        re.fullmatch(r'(ray_rollmatch_\w+)\{(.*run="observed".*)\} (\S+)', line)
+        for line in text.splitlines()
+    ]
     found = [line.groups() for line in lines if line is not None]
-    return {(name, "".join(re.findall(r'phase="(\w+)"', tags))): float(value) for name, tags, value in found}
+    return {
+        (name, "".join(re.findall(r'phase="(\w+)"', tags))): float(value)
+        for name, tags, value in found
+    }
 
 
-def test_tokens_per_second_phases_loss_version_and_queue_wait_are_at_the_metrics_endpoint(ray_cluster):
+def test_tokens_per_second_phases_loss_version_and_queue_wait_are_at_the_metrics_endpoint(
+    ray_cluster,
+):
     RayMetrics("observed").step_done(7, 9, METRICS)
     node = ray.nodes()[0]
     endpoint = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
@@ -48,5 +56,9 @@ def test_tokens_per_second_phases_loss_version_and_queue_wait_are_at_the_metrics
         assert time.monotonic() < deadline, values
         time.sleep(0.5)
     assert {name: values[name, ""] for name in EXPECTED} == EXPECTED
-    phases = {phase: value for (name, phase), value in values.items() if name == "ray_rollmatch_phase_seconds"}
+    phases = {
+        phase: value
+        for (name, phase), value in values.items()
+        if name == "ray_rollmatch_phase_seconds"
+    }
     assert phases == {"step": 3.0, "generate": 1.5, "learn": 1.25, "sync": 0.25, "queue_wait": 0.5}

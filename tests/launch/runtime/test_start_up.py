@@ -24,7 +24,10 @@ def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_i
 
 def test_a_stage_that_fails_is_left_to_its_error():
     output = io.StringIO()
-    with pytest.raises(RuntimeError, match="no such cluster"), StartUp(Console(file=output)).stage("Ray"):
+    with (
+        pytest.raises(RuntimeError, match="no such cluster"),
+        StartUp(Console(file=output)).stage("Ray"),
+    ):
         raise RuntimeError("no such cluster")
     assert output.getvalue() == "start     Ray ...\n"
 

@@ -14,18 +14,39 @@ from launch.runtime.sweep import MARGIN_S, TRIALS, end_s, print_summary
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_sweep_goes_on_behind_a_failed_trial_and_an_interruption_ends_it(start_command, warm_checkpoint, demo_data, tmp_path):
-    """Of four trials the first is refused, the second ends, the third is interrupted and saves its weights, and the fourth never begins."""
+def test_a_sweep_goes_on_behind_a_failed_trial_and_an_interruption_ends_it(
+    start_command, warm_checkpoint, demo_data, tmp_path
+):
+    """Of four trials the first is refused, the second ends, the third is interrupted and saves its
+    weights, and the fourth never begins.
+    """
     small = ["stage2_ab.schedule.warmup_steps=500", "data.max_val_samples=4", "training.seed=2"]
-    sweep = start_command(tmp_path, warm_checkpoint, demo_data, *small, "training.max_steps=-1,1,500,501", experiment="stage2_hf", options=["-m"])
+    sweep = start_command(
+        tmp_path,
+        warm_checkpoint,
+        demo_data,
+        *small,
+        "training.max_steps=-1,1,500,501",
+        experiment="stage2_hf",
+        options=["-m"],
+    )
     sweep.wait_for("step    1/500")
     os.killpg(sweep.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
     assert sweep.process.wait(timeout=90) == 130, sweep.output
     sweep.assert_nothing_left()
     trials = sweep.lines("trials.jsonl")
-    assert [(trial["exit_code"], trial["interrupted"]) for trial in trials] == [(2, False), (0, False), (130, True)]
-    assert [trial["folder"] for trial in trials] == [str(sweep.run_dir / f"trial_{number}") for number in range(3)]
-    assert sorted(path.name for path in sweep.run_dir.glob("trial_*/metrics.jsonl")) == ["metrics.jsonl"] * 2
+    assert [(trial["exit_code"], trial["interrupted"]) for trial in trials] == [
+        (2, False),
+        (0, False),
+        (130, True),
+    ]
+    assert [trial["folder"] for trial in trials] == [
+        str(sweep.run_dir / f"trial_{number}") for number in range(3)
+    ]
+    assert (
+        sorted(path.name for path in sweep.run_dir.glob("trial_*/metrics.jsonl"))
+        == ["metrics.jsonl"] * 2
+    )
     second = json.loads((sweep.run_dir / "trial_1" / "config.json").read_text())
     assert (second["training"]["seed"], second["training"]["max_steps"]) == (2, 1)
     (checkpoint,) = sweep.run_dir.glob("trial_*/checkpoint_interrupted_*")
@@ -35,21 +56,47 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_an_interruption_ends_it(start
     assert re.search(r"trial     1: F1@0\.5 \d\.\d{3}, ", sweep.output)
     assert "trial     2: interrupted, " in sweep.output
     assert "sweep     1 of 3 trials finished" in sweep.output
-    assert re.search(r"^trial  training\.max_steps  steps  F1@0\.5$", sweep.output, flags=re.MULTILINE)
+    assert re.search(
+        r"^trial  training\.max_steps  steps  F1@0\.5$", sweep.output, flags=re.MULTILINE
+    )
     assert "Traceback" not in sweep.output
 
 
 def trial(number, *overrides, exit_code=0, **report):
     """A line of the sweep's file."""
-    line = {"trial": number, "overrides": ["+experiment=env_3v1", *overrides], "folder": f"out/trial_{number}", "exit_code": exit_code, "interrupted": False}
+    line = {
+        "trial": number,
+        "overrides": ["+experiment=env_3v1", *overrides],
+        "folder": f"out/trial_{number}",
+        "exit_code": exit_code,
+        "interrupted": False,
+    }
     return line | {"wall_s": 61.0} | report
 
 
-def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_them(tmp_path, capsys):
+def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_them(
+    tmp_path, capsys
+):
     """Of an environment it is the mean reward."""
     trials = [
-        trial(0, "++training.seed=1", "++training.learning_rate=1e-3", step=80, headline="mean reward", score=0.25, **{"val/reward": 0.25}),
-        trial(1, "++training.seed=2", "++training.learning_rate=1e-3", step=80, headline="mean reward", score=0.75, **{"val/reward": 0.75}),
+        trial(
+            0,
+            "++training.seed=1",
+            "++training.learning_rate=1e-3",
+            step=80,
+            headline="mean reward",
+            score=0.25,
+            **{"val/reward": 0.25},
+        ),
+        trial(
+            1,
+            "++training.seed=2",
+            "++training.learning_rate=1e-3",
+            step=80,
+            headline="mean reward",
+            score=0.75,
+            **{"val/reward": 0.75},
+        ),
         trial(2, "++training.seed=2", "++training.learning_rate=-1", exit_code=2),
     ]
     (tmp_path / TRIALS).write_text("".join(json.dumps(line) + "\n" for line in trials))
@@ -75,8 +122,13 @@ def test_a_sweep_without_held_out_reports_has_no_table(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("override", "expected"), [("timeouts.interrupt_s=600.0", 600 + MARGIN_S), ("training.learning_rate=-1.0", MARGIN_S)])
-def test_an_interrupted_trial_has_the_time_of_its_own_configuration_to_save_its_weights(override, expected):
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [("timeouts.interrupt_s=600.0", 600 + MARGIN_S), ("training.learning_rate=-1.0", MARGIN_S)],
+)
+def test_an_interrupted_trial_has_the_time_of_its_own_configuration_to_save_its_weights(
+    override, expected
+):
     """A trial whose configuration is refused has nothing to save."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("train", overrides=["+experiment=stage2_3v1", f"++{override}"])

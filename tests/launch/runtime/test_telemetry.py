@@ -1,4 +1,6 @@
-"""The run's folder: what is in it after each step, and what happens when it cannot be written (issue 2)."""
+"""The run's folder: what is in it after each step, and what happens when it cannot be written
+(issue 2).
+"""
 
 import io
 import json
@@ -25,14 +27,28 @@ from shared.seeds import request_seed
 from shared.trajectory import EnvironmentRollout
 from shared.weight_sync.differences import Differences
 
-METRICS = {"loss/total": 1.5, "packing/num_rows": 3.0, "packing/num_carried": 0.0, "time/learn_s": 0.5, "time/generate_s": 0.4, "rollout/match_rate": 0.25}
-COUNTED = {"rollout/num_dropped_objects": 2.0, "rollout/num_fallback": 3.0, "rollout/num_tokens": 90.0, "rollout/logprob_max_abs": 3e-6}
+METRICS = {
+    "loss/total": 1.5,
+    "packing/num_rows": 3.0,
+    "packing/num_carried": 0.0,
+    "time/learn_s": 0.5,
+    "time/generate_s": 0.4,
+    "rollout/match_rate": 0.25,
+}
+COUNTED = {
+    "rollout/num_dropped_objects": 2.0,
+    "rollout/num_fallback": 3.0,
+    "rollout/num_tokens": 90.0,
+    "rollout/logprob_max_abs": 3e-6,
+}
 
 
 @pytest.fixture
 def config(tmp_path):
     # Ray's metrics have a test of their own (test_ray_metrics.py).
-    return configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", telemetry__ray_metrics=False)
+    return configuration(
+        tmp_path / "model", tmp_path / "data", tmp_path / "run", telemetry__ray_metrics=False
+    )
 
 
 def open_telemetry(config, output=None):
@@ -49,8 +65,16 @@ def placed(config, devices=(1, 1), output=None):
 def take_step(telemetry, config, number=25):
     plan = RunSchedule(config).plan(number)
     with telemetry.step(plan) as record:
-        record.report = StepReport(number, plan.channel, 7, METRICS | COUNTED, (Span("learner", "learn round", 1.0, 2.0), Span("actor", "generate", 1.5, 2.5)))
-        record.sync = SyncReport(8, 11_000_000, {"wire": 0.01, "canary": 0.02, "send_wire": 0.01}, 2e-6)
+        record.report = StepReport(
+            number,
+            plan.channel,
+            7,
+            METRICS | COUNTED,
+            (Span("learner", "learn round", 1.0, 2.0), Span("actor", "generate", 1.5, 2.5)),
+        )
+        record.sync = SyncReport(
+            8, 11_000_000, {"wire": 0.01, "canary": 0.02, "send_wire": 0.01}, 2e-6
+        )
 
 
 def lines(config, name):
@@ -61,7 +85,12 @@ def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
     with placed(config) as telemetry:
         take_step(telemetry, config)
         (plan,), (metrics,) = lines(config, "plan.jsonl"), lines(config, "metrics.jsonl")
-    assert (plan["step"], plan["channel"], plan["engines"], plan["sync_mode"]) == (26, Channel.B, ["a", "b"], "full")
+    assert (plan["step"], plan["channel"], plan["engines"], plan["sync_mode"]) == (
+        26,
+        Channel.B,
+        ["a", "b"],
+        "full",
+    )
     assert plan["rounds"] == [[[0, 11]], [[11, 22]], [[22, 32]]]
     assert plan["rollout_seed_base"] == request_seed(17, 25, 0)
     assert metrics["loss/total"] == 1.5
@@ -73,7 +102,12 @@ def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
     assert metrics["sync/mode"] == "full"
     assert metrics["time/queue_wait_s"] == 0.0
     placement = json.loads((config.telemetry.run_dir / "placement.json").read_text())
-    assert (placement["engines"], placement["devices"], placement["servers"], placement["learner_threads"]) == (["a", "b"], [1, 1], [], 2)
+    assert (
+        placement["engines"],
+        placement["devices"],
+        placement["servers"],
+        placement["learner_threads"],
+    ) == (["a", "b"], [1, 1], [], 2)
     assert (config.telemetry.run_dir / "batch_algebra.txt").read_text().startswith("updates ")
 
 
@@ -83,20 +117,37 @@ def test_a_step_has_one_number_in_every_file_and_on_the_console(config):
     with placed(config, output=output) as telemetry:
         take_step(telemetry, config, 25)
         telemetry.evaluation(evaluation(26, num_right=3))
-        numbers = [line["step"] for name in ("plan.jsonl", "metrics.jsonl", "evaluations.jsonl") for line in lines(config, name)]
+        numbers = [
+            line["step"]
+            for name in ("plan.jsonl", "metrics.jsonl", "evaluations.jsonl")
+            for line in lines(config, name)
+        ]
     assert numbers == [26, 26, 26]
     assert "step   26/" in output.getvalue() and "held out  after 26 steps" in output.getvalue()
     assert '"name": "step 26 (B)"' in (config.telemetry.run_dir / "timeline.json").read_text()
     assert (config.telemetry.run_dir / "evaluations" / "step_000026").is_dir()
 
 
-SERVERS = [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}, {"base_url": "http://127.0.0.1:8001", "group_port": 0}]
+SERVERS = [
+    {"base_url": "http://127.0.0.1:8000", "group_port": 51216},
+    {"base_url": "http://127.0.0.1:8001", "group_port": 0},
+]
 
 
 def test_server_mode_logs_reproducibility_metadata(tmp_path):
-    """Server endpoints, sync mode and rollout seed of every step, and a fallback when it happens."""
-    vllm = {"mode": "server", "server": {"servers": SERVERS}, "enable_lora": True, "sync": {"mode": "adapter"}}
-    changes = {"rollout_matching__vllm": vllm, "model__adapter": {"kind": "lora"}, "telemetry__ray_metrics": False}
+    """Server endpoints, sync mode and rollout seed of every step, and a fallback when it
+    happens."""
+    vllm = {
+        "mode": "server",
+        "server": {"servers": SERVERS},
+        "enable_lora": True,
+        "sync": {"mode": "adapter"},
+    }
+    changes = {
+        "rollout_matching__vllm": vllm,
+        "model__adapter": {"kind": "lora"},
+        "telemetry__ray_metrics": False,
+    }
     config = configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
     output = io.StringIO()
     with placed(config, output=output) as telemetry:
@@ -104,19 +155,27 @@ def test_server_mode_logs_reproducibility_metadata(tmp_path):
         telemetry.sync(SyncReport(9, 1, {"wire": 0.01}, 0.0, fell_back="wire on b: [KeyError]"))
         take_step(telemetry, config, 26)
         first, second = lines(config, "plan.jsonl")
-        assert "the adapter sync failed, full weights are sent from now on: wire on b: [KeyError]" in output.getvalue()
-    assert [(entry["base_url"], entry["group_port"]) for entry in first["servers"]] == [(entry["base_url"], entry["group_port"]) for entry in SERVERS]
+        assert (
+            "the adapter sync failed, full weights are sent from now on: wire on b: [KeyError]"
+            in output.getvalue()
+        )
+    assert [(entry["base_url"], entry["group_port"]) for entry in first["servers"]] == [
+        (entry["base_url"], entry["group_port"]) for entry in SERVERS
+    ]
     assert (first["rollout_seed_base"], first["sync_mode"]) == (request_seed(17, 25, 0), "adapter")
     assert (second["rollout_seed_base"], second["sync_mode"]) == (request_seed(17, 26, 0), "full")
     assert (first["sync_fallback"], second["sync_fallback"]) == (None, "wire on b: [KeyError]")
     # Every call has the seed of its first request, and the step's calls are known before it.
-    assert [[(call["server"], call["first_position"], call["count"]) for call in round_] for round_ in first["calls"]] == [
-        [("a", 0, 6), ("b", 6, 5)],
-        [("a", 11, 6), ("b", 17, 5)],
-        [("a", 22, 5), ("b", 27, 5)],
-    ]
+    assert [
+        [(call["server"], call["first_position"], call["count"]) for call in round_]
+        for round_ in first["calls"]
+    ] == [[("a", 0, 6), ("b", 6, 5)], [("a", 11, 6), ("b", 17, 5)], [("a", 22, 5), ("b", 27, 5)]]
     for step, plan in ((25, first), (26, second)):
-        assert all(call["seed"] == request_seed(17, step, call["first_position"]) for round_ in plan["calls"] for call in round_)
+        assert all(
+            call["seed"] == request_seed(17, step, call["first_position"])
+            for round_ in plan["calls"]
+            for call in round_
+        )
 
 
 def test_the_noise_that_the_first_sync_measures_is_kept_in_the_runs_folder(config):
@@ -129,7 +188,13 @@ def test_the_noise_that_the_first_sync_measures_is_kept_in_the_runs_folder(confi
 
 
 def test_of_several_learner_ranks_the_plan_says_which_positions_each_learns_in_each_round(tmp_path):
-    config = configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", telemetry__ray_metrics=False, learner__world_size=2)
+    config = configuration(
+        tmp_path / "model",
+        tmp_path / "data",
+        tmp_path / "run",
+        telemetry__ray_metrics=False,
+        learner__world_size=2,
+    )
     with placed(config, devices=(1, 1, 1)) as telemetry:
         take_step(telemetry, config)
     (plan,) = lines(config, "plan.jsonl")
@@ -144,13 +209,31 @@ def test_the_timeline_is_a_trace_that_perfetto_opens(config):
         assert json.loads((config.telemetry.run_dir / "timeline.json").read_text() + "]")
     events = json.loads((config.telemetry.run_dir / "timeline.json").read_text())
     complete = [event for event in events if event["ph"] == "X"]
-    assert {event["name"] for event in complete} == {"step 26 (B)", "learn round", "generate", "sync v8", "held-out report"}
+    assert {event["name"] for event in complete} == {
+        "step 26 (B)",
+        "learn round",
+        "generate",
+        "sync v8",
+        "held-out report",
+    }
     assert all(event["dur"] >= 0 and {"pid", "tid", "ts"} <= event.keys() for event in complete)
-    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"driver", "learner", "actor"}
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
+        "driver",
+        "learner",
+        "actor",
+    }
 
 
 def evaluation(step, num_right):
-    scenes = [scene(i, [truth(0, 0, 99, 99)], [guess(0, 0, 99, 99) if i < num_right else guess(0, 0, 9, 9)], image=png()) for i in range(4)]
+    scenes = [
+        scene(
+            i,
+            [truth(0, 0, 99, 99)],
+            [guess(0, 0, 99, 99) if i < num_right else guess(0, 0, 9, 9)],
+            image=png(),
+        )
+        for i in range(4)
+    ]
     return Evaluation(step, step + 1, tuple(scenes), wall_s=1.0)
 
 
@@ -159,7 +242,10 @@ def test_a_held_out_report_is_a_line_a_row_and_a_folder(config):
     with open_telemetry(config, output) as telemetry:
         telemetry.evaluation(evaluation(20, num_right=3))
         (row,) = lines(config, "evaluations.jsonl")
-        assert "held out  after 20 steps, 4 samples: F1@0.5 0.750, precision 0.750, recall 0.750, valid objects 1.000, " in output.getvalue()
+        assert (
+            "held out  after 20 steps, 4 samples: F1@0.5 0.750, precision 0.750, recall 0.750,"
+            " valid objects 1.000, " in output.getvalue()
+        )
     assert (row["step"], row["weight_version"], row["num_samples"]) == (20, 21, 4)
     assert (row["headline"], row["score"]) == ("F1@0.5", 0.75)
     assert (row["val/f1"], row["val/f1@0.75"], row["val/class_accuracy"]) == (0.75, 0.75, 1.0)
@@ -172,7 +258,12 @@ def test_a_held_out_report_is_a_line_a_row_and_a_folder(config):
 
 def test_the_closing_line_compares_the_last_report_with_that_of_the_warm_ups_end(config):
     with open_telemetry(config) as telemetry:
-        for step, num_right, said in ((10, 0, None), (20, 1, "0.25 -> final 0.25"), (30, 4, "0.25 -> final 1.00"), (100, 3, "0.25 -> final 0.75")):
+        for step, num_right, said in (
+            (10, 0, None),
+            (20, 1, "0.25 -> final 0.25"),
+            (30, 4, "0.25 -> final 1.00"),
+            (100, 3, "0.25 -> final 0.75"),
+        ):
             telemetry.evaluation(evaluation(step, num_right))
             assert telemetry.improvement() == (said and f"val F1@0.5 warm-up {said}")
 
@@ -182,31 +273,64 @@ def test_the_closing_line_compares_the_last_report_with_that_of_the_warm_ups_end
 
 @pytest.fixture
 def of_environment(tmp_path):
-    return trajectory_config(tmp_path / "model", tmp_path / "run", telemetry={"run_dir": str(tmp_path / "run"), "ray_metrics": False})
+    return trajectory_config(
+        tmp_path / "model",
+        tmp_path / "run",
+        telemetry={"run_dir": str(tmp_path / "run"), "ray_metrics": False},
+    )
 
 
 def rewards(step, *values):
     rollouts = [
-        EnvironmentRollout(place, place, value, {"last": value}, None, False, 2, 4, 0, 0, (), [{"role": "user", "content": "?"}], [], "environment-0", 1.0, 0.5)
+        EnvironmentRollout(
+            place,
+            place,
+            value,
+            {"last": value},
+            None,
+            False,
+            2,
+            4,
+            0,
+            0,
+            (),
+            [{"role": "user", "content": "?"}],
+            [],
+            "environment-0",
+            1.0,
+            0.5,
+        )
         for place, value in enumerate(values)
     ]
     return Evaluation(step, step + 1, tuple(rollouts), wall_s=1.0)
 
 
-def test_a_held_out_report_of_an_environment_is_its_mean_reward_in_a_line_a_row_and_a_folder(of_environment):
+def test_a_held_out_report_of_an_environment_is_its_mean_reward_in_a_line_a_row_and_a_folder(
+    of_environment,
+):
     output = io.StringIO()
     with open_telemetry(of_environment, output) as telemetry:
         assert telemetry.evaluation(rewards(20, 0.5, 0.75, 1.0)) == 0.75
         (row,) = lines(of_environment, "evaluations.jsonl")
-    assert "held out  after 20 steps, 3 samples: mean reward 0.750 (last 0.750)" in output.getvalue()
-    assert (row["step"], row["weight_version"], row["num_samples"], row["val/reward"], row["val/reward/last"]) == (20, 21, 3, 0.75, 0.75)
+    assert (
+        "held out  after 20 steps, 3 samples: mean reward 0.750 (last 0.750)" in output.getvalue()
+    )
+    assert (
+        row["step"],
+        row["weight_version"],
+        row["num_samples"],
+        row["val/reward"],
+        row["val/reward/last"],
+    ) == (20, 21, 3, 0.75, 0.75)
     assert (row["headline"], row["score"]) == ("mean reward", 0.75)
     folder = of_environment.telemetry.run_dir / "evaluations" / "step_000020"
     assert json.loads((folder / "report.json").read_text())["val/reward"] == 0.75
     assert len((folder / "rollouts.jsonl").read_text().splitlines()) == 3
 
 
-def test_the_closing_line_of_an_environment_compares_the_first_mean_reward_with_the_last(of_environment):
+def test_the_closing_line_of_an_environment_compares_the_first_mean_reward_with_the_last(
+    of_environment,
+):
     with open_telemetry(of_environment) as telemetry:
         telemetry.evaluation(rewards(0, 0.0, 0.1))
         assert telemetry.improvement() is None
@@ -217,15 +341,26 @@ def test_the_closing_line_of_an_environment_compares_the_first_mean_reward_with_
 
 def test_the_plan_of_an_environments_step_has_rounds_of_whole_groups(of_environment):
     output = io.StringIO()
-    environment = {"rollout/reward": 0.5, "rollout/num_groups": 3.0, "rollout/num_groups_without_signal": 1.0}
+    environment = {
+        "rollout/reward": 0.5,
+        "rollout/num_groups": 3.0,
+        "rollout/num_groups_without_signal": 1.0,
+    }
     none = dict.fromkeys(("rollout/num_failed", "rollout/num_truncated", "rollout/num_splits"), 0.0)
     with placed(of_environment, devices=(1,), output=output) as telemetry:
         plan = RunSchedule(of_environment).plan(1)
         with telemetry.step(plan) as record:
             record.report = StepReport(
-                1, plan.channel, 2, METRICS | COUNTED | environment | none | {"reward/last": 0.25}, (Span("learner", "learn", 1.0, 2.0),)
+                1,
+                plan.channel,
+                2,
+                METRICS | COUNTED | environment | none | {"reward/last": 0.25},
+                (Span("learner", "learn", 1.0, 2.0),),
             )
-        (written,), (metrics,) = lines(of_environment, "plan.jsonl"), lines(of_environment, "metrics.jsonl")
+        (written,), (metrics,) = (
+            lines(of_environment, "plan.jsonl"),
+            lines(of_environment, "metrics.jsonl"),
+        )
     # Six at a time are one whole group of four.
     assert written["rounds"] == [[[0, 4]], [[4, 8]], [[8, 12]]]
     assert (metrics["reward/last"], metrics["rollout/decode_mode"]) == (0.25, "sample")
@@ -235,15 +370,31 @@ def test_the_plan_of_an_environments_step_has_rounds_of_whole_groups(of_environm
 @pytest.mark.parametrize(("num_calls", "is_told"), [(0.0, True), (1.0, False), (None, False)])
 def test_a_step_whose_rollouts_called_no_tool_is_warned_of(of_environment, num_calls, is_told):
     output = io.StringIO()
-    counted = {"rollout/num": 12.0, "rollout/reward": 0.5, "rollout/num_groups": 3.0, "rollout/num_groups_without_signal": 1.0}
-    counted |= dict.fromkeys(("rollout/num_failed", "rollout/num_truncated", "rollout/num_splits"), 0.0)
+    counted = {
+        "rollout/num": 12.0,
+        "rollout/reward": 0.5,
+        "rollout/num_groups": 3.0,
+        "rollout/num_groups_without_signal": 1.0,
+    }
+    counted |= dict.fromkeys(
+        ("rollout/num_failed", "rollout/num_truncated", "rollout/num_splits"), 0.0
+    )
     if num_calls is not None:
         counted["rollout/num_tool_calls"] = num_calls
     with placed(of_environment, devices=(1,), output=output) as telemetry:
         plan = RunSchedule(of_environment).plan(1)
         with telemetry.step(plan) as record:
-            record.report = StepReport(1, plan.channel, 2, METRICS | COUNTED | counted, (Span("learner", "learn", 1.0, 2.0),))
-    assert ("warning   none of 12 rollouts called a tool, though they were offered some" in output.getvalue()) == is_told
+            record.report = StepReport(
+                1,
+                plan.channel,
+                2,
+                METRICS | COUNTED | counted,
+                (Span("learner", "learn", 1.0, 2.0),),
+            )
+    assert (
+        "warning   none of 12 rollouts called a tool, though they were offered some"
+        in output.getvalue()
+    ) == is_told
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(config):
@@ -252,20 +403,30 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(config):
         open_telemetry(config)
 
 
-@pytest.mark.parametrize("ending", [RuntimeError("the engines did not start"), KeyboardInterrupt()], ids=["failed", "interrupted"])
-@pytest.mark.parametrize("begin", [open_telemetry, placed], ids=["while it starts", "at its first sync"])
+@pytest.mark.parametrize(
+    "ending",
+    [RuntimeError("the engines did not start"), KeyboardInterrupt()],
+    ids=["failed", "interrupted"],
+)
+@pytest.mark.parametrize(
+    "begin", [open_telemetry, placed], ids=["while it starts", "at its first sync"]
+)
 def test_a_start_that_failed_leaves_its_folder_to_another_one(config, begin, ending):
     """With what it was started with and what ended it, until another one has begun."""
     folder = config.telemetry.run_dir
     with pytest.raises(type(ending)), begin(config):
         raise ending
     assert not (folder / "config.json").exists()
-    assert json.loads((folder / "config_of_failed_start.json").read_text())["training"]["seed"] == 17
+    assert (
+        json.loads((folder / "config_of_failed_start.json").read_text())["training"]["seed"] == 17
+    )
     assert (folder / "error.txt").exists() == isinstance(ending, Exception)
     with placed(config) as telemetry:
         take_step(telemetry, config)
     assert len(lines(config, "plan.jsonl")) == len(lines(config, "metrics.jsonl")) == 1
-    assert not {"error.txt", "config_of_failed_start.json"} & {path.name for path in folder.iterdir()}
+    assert not {"error.txt", "config_of_failed_start.json"} & {
+        path.name for path in folder.iterdir()
+    }
 
 
 def test_a_run_that_fails_after_its_first_sync_keeps_its_folder(config):
@@ -281,7 +442,9 @@ def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(config):
     config.telemetry.run_dir.mkdir(parents=True)
     (config.telemetry.run_dir / "metrics.jsonl").symlink_to("/dev/full")
     telemetry = placed(config)
-    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: .*No space left on device; free space"):
+    with pytest.raises(
+        StorageError, match=r"cannot write .*metrics\.jsonl: .*No space left on device; free space"
+    ):
         take_step(telemetry, config)
 
 
@@ -298,7 +461,11 @@ def full_disk_after(opened):
 
 def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(config):
     output = io.StringIO()
-    with full_disk_after(open_telemetry(config, output)) as telemetry, pytest.raises(ZeroDivisionError), telemetry:
+    with (
+        full_disk_after(open_telemetry(config, output)) as telemetry,
+        pytest.raises(ZeroDivisionError),
+        telemetry,
+    ):
         1 / 0  # noqa: B018
     shown = output.getvalue()
     assert "1 / 0" in shown and "the run ended; details above" in shown
@@ -308,7 +475,9 @@ def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(config):
 def test_what_ended_a_run_is_kept_whatever_a_file_is_called(config):
     with pytest.raises(RuntimeError), open_telemetry(config):
         raise RuntimeError("the real fault is in \udcff.png")
-    assert r"the real fault is in \udcff.png" in (config.telemetry.run_dir / "error.txt").read_text()
+    assert (
+        r"the real fault is in \udcff.png" in (config.telemetry.run_dir / "error.txt").read_text()
+    )
     assert json.loads((config.telemetry.run_dir / "timeline.json").read_text())
 
 
@@ -320,13 +489,23 @@ def test_a_story_that_cannot_be_kept_leaves_the_timeline_whole(config):
     assert json.loads((config.telemetry.run_dir / "timeline.json").read_text())
 
 
-def test_a_full_disk_at_the_end_of_an_interrupted_run_is_said_and_of_a_good_one_is_its_error(config):
+def test_a_full_disk_at_the_end_of_an_interrupted_run_is_said_and_of_a_good_one_is_its_error(
+    config,
+):
     output = io.StringIO()
-    with full_disk_after(open_telemetry(config, output)) as telemetry, pytest.raises(KeyboardInterrupt), telemetry:
+    with (
+        full_disk_after(open_telemetry(config, output)) as telemetry,
+        pytest.raises(KeyboardInterrupt),
+        telemetry,
+    ):
         raise KeyboardInterrupt
     assert re.search(r"warning +cannot write .*timeline\.json: .*File too large", output.getvalue())
     shutil.rmtree(config.telemetry.run_dir)
-    with full_disk_after(open_telemetry(config)) as telemetry, pytest.raises(StorageError, match=r"timeline\.json"), telemetry:
+    with (
+        full_disk_after(open_telemetry(config)) as telemetry,
+        pytest.raises(StorageError, match=r"timeline\.json"),
+        telemetry,
+    ):
         pass
 
 

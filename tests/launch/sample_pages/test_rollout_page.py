@@ -1,4 +1,5 @@
-"""One rollout of an environment as a page: what is on it, and what is said where it cannot be made."""
+"""One rollout of an environment as a page: what is on it, and what is said where it cannot be
+made."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Run:
     def __init__(self, folder: Path, checkpoint: Path, **changes: Any) -> None:
         self.folder, self.checkpoint = folder, checkpoint
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(trajectory_config(checkpoint, folder, **changes).model_dump_json())
+        (folder / "config.json").write_text(
+            trajectory_config(checkpoint, folder, **changes).model_dump_json()
+        )
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
     def example(self, *parts: tuple[str, float | bool], **fields: Any) -> TrainingExample:
@@ -58,7 +61,14 @@ class Run:
             mask += [int(advantage is not READ)] * len(of_part)
             advantages += [float(advantage)] * len(of_part)
         logprobs = [-0.5 if learned else 0.0 for learned in mask]
-        given = {"reward": 0.75, "advantage": 0.5, "token_advantages": advantages, "weight_version": 5, "engine": "actor-2", "steps": (0,)}
+        given = {
+            "reward": 0.75,
+            "advantage": 0.5,
+            "token_advantages": advantages,
+            "weight_version": 5,
+            "engine": "actor-2",
+            "steps": (0,),
+        }
         if len(fields.get("steps", ())) > 1:
             given["step_ends"] = (*ends, len(token_ids))
         return TrainingExample(token_ids, logprobs, mask, **{**given, **fields})
@@ -128,7 +138,9 @@ def tooltips(html: str) -> list[str]:
     return [title for title in Page(html).titles if re.match(r"token \d+ · id \d+ · ", title)]
 
 
-def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.write(run.rollout(merged(run)))
     main([f"run={run.folder}", f"step={STEP}", "position=0"])
     path = run.folder / "samples" / "step_000007_position_000.html"
@@ -136,7 +148,9 @@ def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(run: Run, caps
     assert path.read_text().startswith("<!doctype html>")
 
 
-def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_bytes(run: Run) -> None:
+def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_bytes(
+    run: Run,
+) -> None:
     html = run.page_of(run.rollout(merged(run)))
     assert not re.search(r"(src|href)=", html)
     assert "http" not in html
@@ -144,7 +158,15 @@ def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_b
 
 
 def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run: Run) -> None:
-    text = text_of(run.page_of(run.rollout(merged(run), run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0"), is_truncated=True)))
+    text = text_of(
+        run.page_of(
+            run.rollout(
+                merged(run),
+                run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0"),
+                is_truncated=True,
+            )
+        )
+    )
     for fact in (
         "Step 7, position 0",
         "row 12",
@@ -159,13 +181,21 @@ def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run: Run) -> No
     for figure in ("reward 0.75", "exact 1", "form 0.25"):
         assert figure in text
     assert "truncated: it was ended for its length" in text
-    assert "Reward 0.75 for 3 calls of the model: 2 training examples with 5 learned tokens." in text
+    assert (
+        "Reward 0.75 for 3 calls of the model: 2 training examples with 5 learned tokens." in text
+    )
     assert str(run.folder) in text
 
 
 def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(run: Run) -> None:
-    prompt = [{"role": "system", "content": "<script>alert(1)</script>"}, {"role": "user", "content": "first\nsecond"}]
-    completion = [{"role": "assistant", "content": "4\ud800 \u202egro\u00dfe"}, {"role": '"><b>', "content": "<hr>"}]
+    prompt = [
+        {"role": "system", "content": "<script>alert(1)</script>"},
+        {"role": "user", "content": "first\nsecond"},
+    ]
+    completion = [
+        {"role": "assistant", "content": "4\ud800 \u202egro\u00dfe"},
+        {"role": '"><b>', "content": "<hr>"},
+    ]
     html = run.page_of(run.rollout(prompt=prompt, completion=completion))
     page = Page(html)
     assert page.texts["who"] == 'systemuserassistant"><b>'
@@ -177,26 +207,52 @@ def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(ru
 
 
 def test_a_tool_call_is_shown_with_its_arguments_and_its_answer_with_its_call(run: Run) -> None:
-    call = json.dumps({"id": "call_7", "type": "function", "function": {"name": "to_centimetres", "arguments": '{"length": 3, "unit": "<feet>"}'}})
+    call = json.dumps(
+        {
+            "id": "call_7",
+            "type": "function",
+            "function": {"name": "to_centimetres", "arguments": '{"length": 3, "unit": "<feet>"}'},
+        }
+    )
     completion = [
-        {"role": "assistant", "content": None, "tool_calls": [call, "{broken", json.dumps({"other": 1})]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call, "{broken", json.dumps({"other": 1})],
+        },
         {"role": "tool", "content": "91.44", "tool_call_id": "call_7", "name": None},
     ]
     page = Page(run.page_of(run.rollout(completion=completion)))
-    assert page.texts["call"] == 'to_centimetres {"length": 3, "unit": "<feet>"} call_7{broken{"other": 1}'
+    assert (
+        page.texts["call"]
+        == 'to_centimetres {"length": 3, "unit": "<feet>"} call_7{broken{"other": 1}'
+    )
     assert page.texts["field"] == "tool_call_id call_7"
     assert "91.44" in page.texts["text"]
 
 
 def test_content_in_parts_is_shown_part_by_part_and_what_is_no_text_by_its_type(run: Run) -> None:
-    parts = [{"type": "text", "text": "how many"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "bare", {"odd": 1}]
+    parts = [
+        {"type": "text", "text": "how many"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        "bare",
+        {"odd": 1},
+    ]
     html = run.page_of(run.rollout(prompt=[{"role": "user", "content": parts}]))
-    assert '<div>how many</div><div><b class="code">image_url</b></div><div>bare</div><div>{"odd": 1}</div>' in html
+    assert (
+        '<div>how many</div><div><b class="code">image_url</b></div><div>bare</div><div>{"odd":'
+        " 1}</div>" in html
+    )
     assert "base64" not in html
 
 
 @pytest.mark.parametrize(
-    ("message", "shown"), [({"role": "user", "content": ""}, "no content"), ({"content": 5}, "no role"), ({"role": "tool", "tool_calls": "all"}, "all")]
+    ("message", "shown"),
+    [
+        ({"role": "user", "content": ""}, "no content"),
+        ({"content": 5}, "no role"),
+        ({"role": "tool", "tool_calls": "all"}, "all"),
+    ],
 )
 def test_a_message_of_any_form_is_shown(run: Run, message: dict[str, Any], shown: str) -> None:
     assert shown in text_of(run.page_of(run.rollout(completion=[message])))
@@ -212,10 +268,14 @@ def test_every_token_is_there_in_order_and_says_what_it_is_learned_with(run: Run
     example = merged(run)
     html = run.page_of(run.rollout(example))
     titles = tooltips(html)
-    assert [title.split(" · ")[:2] for title in titles] == [[f"token {place}", f"id {token_id}"] for place, token_id in enumerate(example.token_ids)]
+    assert [title.split(" · ")[:2] for title in titles] == [
+        [f"token {place}", f"id {token_id}"] for place, token_id in enumerate(example.token_ids)
+    ]
     first, last = example.mask.index(1), len(titles) - 2
     assert titles[0].split(" · ")[2] == "context"
-    assert titles[first].endswith("advantage +0.75 · log-probability -0.500 (probability 0.607) · 4")
+    assert titles[first].endswith(
+        "advantage +0.75 · log-probability -0.500 (probability 0.607) · 4"
+    )
     assert titles[last].endswith("advantage -0.25 · log-probability -0.500 (probability 0.607) · 1")
     assert titles[-1].split(" · ")[2] == "advantage 0"
     assert "first of 431<|im_end|>" in Page(html).texts["tokens"]
@@ -223,19 +283,45 @@ def test_every_token_is_there_in_order_and_says_what_it_is_learned_with(run: Run
 
 def test_the_colour_of_a_learned_token_is_its_advantage_by_sign_and_size(run: Run) -> None:
     html = run.page_of(run.rollout(merged(run), run.example(("last", READ), (" of", 0.5))))
-    runs = re.findall(r'<span class="run (\w+)"(?: style="--a:([\d.]+)")?>', html.partition("<h3>")[2])
-    assert runs == [("context", ""), ("up", "0.50"), ("context", ""), ("down", "0.25"), ("level", ""), ("context", ""), ("up", "0.37")]
+    runs = re.findall(
+        r'<span class="run (\w+)"(?: style="--a:([\d.]+)")?>', html.partition("<h3>")[2]
+    )
+    assert runs == [
+        ("context", ""),
+        ("up", "0.50"),
+        ("context", ""),
+        ("down", "0.25"),
+        ("level", ""),
+        ("context", ""),
+        ("up", "0.37"),
+    ]
     legend = Page(html).texts["legend"]
-    for words in ("up3+0.5 … +0.75learned, and to be made more likely", "down1-0.25learned, and to be made less likely", "level10", "context"):
+    for words in (
+        "up3+0.5 … +0.75learned, and to be made more likely",
+        "down1-0.25learned, and to be made less likely",
+        "level10",
+        "context",
+    ):
         assert words in legend
     assert "unusable" not in legend
 
 
 def test_each_example_has_its_figures(run: Run) -> None:
-    whole = run.example(("last", READ), (" of", 0.5), token_advantages=None, advantage=-0.5, weight_version=None, engine=None, steps=())
+    whole = run.example(
+        ("last", READ),
+        (" of", 0.5),
+        token_advantages=None,
+        advantage=-0.5,
+        weight_version=None,
+        engine=None,
+        steps=(),
+    )
     text = text_of(run.page_of(run.rollout(merged(run), whole, run.example(("last", READ)))))
     num_tokens = len(merged(run).token_ids)
-    assert f"0 {num_tokens} 4 one per token -0.500 0, 1 v5 actor-2 1 2 1 -0.5 -0.500 – – – 2 1 0 one per token – 0 v5 actor-2" in text
+    assert (
+        f"0 {num_tokens} 4 one per token -0.500 0, 1 v5 actor-2 1 2 1 -0.5 -0.500 – – – 2 1 0 one"
+        " per token – 0 v5 actor-2" in text
+    )
 
 
 def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run: Run) -> None:
@@ -245,15 +331,22 @@ def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run: Run) ->
 
 def test_the_images_of_each_example_are_counted_where_there_are_any(run: Run) -> None:
     one, two = (ImageRef(None, data, data.hex()) for data in (b"one", b"two"))
-    shown, text = run.example(("last", READ), (" of", 0.5), images=(one, two)), run.example(("last", READ), (" of", 0.5))
-    with_images, without = (text_of(run.page_of(run.rollout(*examples))) for examples in ((shown, text), (text, text)))
+    shown, text = (
+        run.example(("last", READ), (" of", 0.5), images=(one, two)),
+        run.example(("last", READ), (" of", 0.5)),
+    )
+    with_images, without = (
+        text_of(run.page_of(run.rollout(*examples))) for examples in ((shown, text), (text, text))
+    )
     assert "example tokens images learned" in with_images
     assert "0 2 2 1 one per token" in with_images and "1 2 0 1 one per token" in with_images
     assert "example tokens learned" in without
 
 
 def test_numbers_that_ended_a_run_are_shown(run: Run) -> None:
-    example = run.example(("last", READ), (" of", 0.5), (" of", 0.5), token_advantages=None, advantage=math.nan)
+    example = run.example(
+        ("last", READ), (" of", 0.5), (" of", 0.5), token_advantages=None, advantage=math.nan
+    )
     unscored = replace(example, logprobs=[0.0, math.inf, -math.inf], advantage=None)
     html = run.page_of(run.rollout(example, unscored, metrics={"exact": math.nan}))
     assert "exact nan" in text_of(html)
@@ -262,7 +355,11 @@ def test_numbers_that_ended_a_run_are_shown(run: Run) -> None:
 
 
 def test_a_rollout_that_failed_shows_its_error(run: Run) -> None:
-    html = run.page_of(run.rollout(error="ValueError: <no>\ud800", reward=0.0, metrics={}, prompt=None, completion=None))
+    html = run.page_of(
+        run.rollout(
+            error="ValueError: <no>\ud800", reward=0.0, metrics={}, prompt=None, completion=None
+        )
+    )
     text = text_of(html)
     assert "Failed after 3 calls of the model: nothing is learned of it." in text
     assert "ValueError: &lt;no&gt; \\ud800" in text
@@ -280,16 +377,27 @@ def test_a_reward_function_that_failed_is_told_beside_the_figures_of_the_others(
 
 
 def test_the_objective_is_named(run: Run) -> None:
-    assert "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize step, advantage_epsilon 0.0001)" in run.page_of(
-        run.rollout(merged(run))
+    assert (
+        "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize step,"
+        " advantage_epsilon 0.0001)" in run.page_of(run.rollout(merged(run)))
     )
 
 
-def test_what_the_objective_makes_of_the_advantages_is_told(tmp_path: Path, language_model: Path) -> None:
-    run = Run(tmp_path / "run", language_model, objective={"advantage_std": True}, environment__drop_equal_groups=True)
+def test_what_the_objective_makes_of_the_advantages_is_told(
+    tmp_path: Path, language_model: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        language_model,
+        objective={"advantage_std": True},
+        environment__drop_equal_groups=True,
+    )
     flat = run.example(("last", READ), (" of", 0.0), advantage=0.0)
     run.write(run.rollout(merged(run)), run.rollout(flat))
-    divided, left_out = "advantage_std divides them by the standard deviation", "drop_equal_groups leaves them out of the step"
+    divided, left_out = (
+        "advantage_std divides them by the standard deviation",
+        "drop_equal_groups leaves them out of the step",
+    )
     assert divided in run.page(0) and left_out not in run.page(0)
     assert left_out in run.page(1)
 
@@ -307,25 +415,39 @@ def test_a_byte_level_tokenizer_shows_its_tokens_too(tmp_path: Path, demo_checkp
 def test_a_token_outside_the_vocabulary_is_told_of(run: Run) -> None:
     size = len(run.tokenizer)
     example = TrainingExample([1, size], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5)
-    with pytest.raises(ConfigError, match=rf"model\.path: .* has no token {size}, which the log has, but {size} of them; restore the folder"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            rf"model\.path: .* has no token {size}, which the log has, but {size} of them; restore"
+            r" the folder"
+        ),
+    ):
         run.page_of(run.rollout(example))
 
 
-def test_a_token_without_a_text_is_one_that_the_embeddings_have_beyond_the_tokenizer(tmp_path: Path, language_model: Path) -> None:
+def test_a_token_without_a_text_is_one_that_the_embeddings_have_beyond_the_tokenizer(
+    tmp_path: Path, language_model: Path
+) -> None:
     shutil.copytree(language_model, tmp_path / "lm")
     settings = json.loads((tmp_path / "lm" / "config.json").read_text())
     run = Run(tmp_path / "run", tmp_path / "lm")
     (tmp_path / "lm" / "config.json").write_text(json.dumps({**settings, "vocab_size": 128}))
-    html = run.page_of(run.rollout(TrainingExample([1, 127], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5)))
+    html = run.page_of(
+        run.rollout(TrainingExample([1, 127], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5))
+    )
     assert tooltips(html)[1].endswith("· no text")
 
 
-def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(tmp_path: Path, language_model: Path) -> None:
+def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(
+    tmp_path: Path, language_model: Path
+) -> None:
     shutil.copytree(language_model, tmp_path / "lm")
     run = Run(tmp_path / "run", tmp_path / "lm")
     run.write(run.rollout(merged(run)), run.rollout(error="ValueError: no"))
     shutil.rmtree(tmp_path / "lm")
-    with pytest.raises(ConfigError, match=r"model\.path: .* holds no tokenizer .*; restore the folder"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: .* holds no tokenizer .*; restore the folder"
+    ):
         run.page(0)
     assert "ValueError: no" in run.page(1)
 
@@ -342,5 +464,8 @@ def test_a_damaged_log_is_an_error_with_its_line(run: Run) -> None:
     run.write(run.rollout())
     path = step_path(run.folder / "rollouts", STEP)
     path.write_text(path.read_text() + "{}\n")
-    with pytest.raises(RecordError, match=r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited"):
+    with pytest.raises(
+        RecordError,
+        match=r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited",
+    ):
         run.page()

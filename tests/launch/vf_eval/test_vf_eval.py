@@ -1,4 +1,6 @@
-"""`vf-eval` as a process, against an endpoint on this machine (issue 5, "Datasets and evaluation"; spec: orchestration, CLI integration)."""
+"""`vf-eval` as a process, against an endpoint on this machine (issue 5, "Datasets and evaluation";
+spec: orchestration, CLI integration).
+"""
 
 import json
 import os
@@ -76,9 +78,20 @@ class Place:
             monkeypatch.delenv(name, raising=False)
 
     def start(self, *arguments, **changes):
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "COLUMNS": "200"}
+        environ = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "COLUMNS": "200",
+        }
         command = [sys.executable, "-m", "launch.vf_eval", *map(str, arguments)]
-        return subprocess.Popen(command, cwd=self.folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **changes)
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **changes,
+        )
 
     def process(self, *arguments, **changes):
         """The command, to its end."""
@@ -107,7 +120,10 @@ class Place:
 
     @property
     def lines(self):
-        return [json.loads(line) for line in (self.evaluation / "rollouts.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.evaluation / "rollouts.jsonl").read_text().splitlines()
+        ]
 
 
 @pytest.fixture
@@ -171,34 +187,72 @@ def test_an_evaluation_has_a_progress_bar_a_summary_table_and_a_results_file(pla
     assert cell(done.stdout, "truncated") == "0"
     assert cell(done.stdout, "tokens") == "80 read, 24 sampled; a rollout 10.0 and 3.0"
     assert re.fullmatch(r"\d+\.\d s", cell(done.stdout, "wall time"))
-    assert sorted((line["example"], line["rollout"]) for line in place.lines) == [(e, r) for e in range(4) for r in range(2)]
+    assert sorted((line["example"], line["rollout"]) for line in place.lines) == [
+        (e, r) for e in range(4) for r in range(2)
+    ]
     assert {line["example_id"] for line in place.lines} == {0, 1, 2, 3}
 
 
-def test_vf_eval_s_produces_identical_schema_via_env_make_dataset(place, endpoint, url, monkeypatch):
-    done = place.process("echo_env", "-b", url, "-n", "4", "-r", "2", "-s", "-C", "timing.total_ms,letters,advantage")
+def test_vf_eval_s_produces_identical_schema_via_env_make_dataset(
+    place, endpoint, url, monkeypatch
+):
+    done = place.process(
+        "echo_env", "-b", url, "-n", "4", "-r", "2", "-s", "-C", "timing.total_ms,letters,advantage"
+    )
     assert done.returncode == 0, done.stderr
     environment = load_environment("echo_env.py")
     columns = ["timing.total_ms", "letters", "advantage"]
-    results = environment.evaluate_sync(ScriptedClient(lambda call: call.text), "demo", num_examples=4, rollouts_per_example=2, use_tqdm=False)
+    results = environment.evaluate_sync(
+        ScriptedClient(lambda call: call.text),
+        "demo",
+        num_examples=4,
+        rollouts_per_example=2,
+        use_tqdm=False,
+    )
     made = environment.make_dataset(results, state_columns=columns)
     saved = datasets.Dataset.from_json(str(place.evaluation / "results.jsonl"))
     assert saved.column_names == made.column_names
-    assert {"id", "example_id", "prompt", "completion", "answer", "task", "info", "reward", "exact", "length", *columns} == set(made.column_names)
+    assert {
+        "id",
+        "example_id",
+        "prompt",
+        "completion",
+        "answer",
+        "task",
+        "info",
+        "reward",
+        "exact",
+        "length",
+        *columns,
+    } == set(made.column_names)
     assert [{**row, "timing.total_ms": 0, "task": ""} for row in made] == [
-        {**json.loads(line), "timing.total_ms": 0, "task": ""} for line in (place.evaluation / "results.jsonl").read_text().splitlines()
+        {**json.loads(line), "timing.total_ms": 0, "task": ""}
+        for line in (place.evaluation / "results.jsonl").read_text().splitlines()
     ]
     metadata = json.loads((place.evaluation / "metadata.json").read_text())
-    assert (metadata["avg_reward"], metadata["num_examples"], metadata["rollouts_per_example"], metadata["model"]) == (1.0, 4, 2, "demo")
+    assert (
+        metadata["avg_reward"],
+        metadata["num_examples"],
+        metadata["rollouts_per_example"],
+        metadata["model"],
+    ) == (1.0, 4, 2, "demo")
 
 
 def test_hub_pushes_use_the_same_dataset_as_files(place, endpoint, url, monkeypatch):
     pushed = {}
-    monkeypatch.setattr(datasets.Dataset, "push_to_hub", lambda self, repo_id, **rest: pushed.update({repo_id: self}))
-    done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1", "-s", "-H", "-D", "me/echo", "-C", "letters")
+    monkeypatch.setattr(
+        datasets.Dataset,
+        "push_to_hub",
+        lambda self, repo_id, **rest: pushed.update({repo_id: self}),
+    )
+    done = place.run(
+        "echo_env.py", "-b", url, "-n", "2", "-r", "1", "-s", "-H", "-D", "me/echo", "-C", "letters"
+    )
     assert done.returncode == 0, done.stderr
     assert list(pushed) == ["me/echo"]
-    assert list(pushed["me/echo"]) == [json.loads(line) for line in (place.evaluation / "results.jsonl").read_text().splitlines()]
+    assert list(pushed["me/echo"]) == [
+        json.loads(line) for line in (place.evaluation / "results.jsonl").read_text().splitlines()
+    ]
     assert "me/echo" in done.stdout
     endpoint.key = "another"  # the endpoint is not asked where nothing is missing
     assert place.run("--resume", place.evaluation, "-H").returncode == 0
@@ -225,19 +279,35 @@ def test_arguments_of_the_calls_are_sent_and_token_ids_only_where_told_to(place,
     sampling = ["-t", "7", "-T", "0.5", "-S", '{"top_p": 0.9, "extra_body": {"top_k": 3}}']
     assert place.run(*given, *sampling).returncode == 0
     [body] = endpoint.bodies
-    assert {key: body[key] for key in ("max_tokens", "temperature", "top_p", "top_k")} == {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3}
+    assert {key: body[key] for key in ("max_tokens", "temperature", "top_p", "top_k")} == {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+    }
     assert not {"logprobs", "return_token_ids", "return_tokens_as_token_ids"} & set(body)
-    assert place.run(*given, *sampling, "--tokens", "-C", "trajectory", "-o", "others").returncode == 0
+    assert (
+        place.run(*given, *sampling, "--tokens", "-C", "trajectory", "-o", "others").returncode == 0
+    )
     assert endpoint.bodies[-1]["return_token_ids"] is True
     assert endpoint.bodies[-1]["top_k"] == 3
     [path] = (place.folder / "others").rglob("rollouts.jsonl")
-    assert json.loads(path.read_text())["columns"]["trajectory"][0]["tokens"]["completion_ids"] == [3, 4]
+    assert json.loads(path.read_text())["columns"]["trajectory"][0]["tokens"]["completion_ids"] == [
+        3,
+        4,
+    ]
 
 
 def test_generation_is_bounded_by_its_own_flag(place, endpoint, url):
-    # However slow the process is, as many come together as may; one more would come in the time after that.
+    # However slow the process is, as many come together as may; one more would come in the time
+    # after that.
     endpoint.delay_s, endpoint.meets = 0.1, 2
-    assert place.run("echo_env.py", "-b", url, "-r", "3", "--max-concurrent-generation", "2").returncode == 0
+    assert (
+        place.run(
+            "echo_env.py", "-b", url, "-r", "3", "--max-concurrent-generation", "2"
+        ).returncode
+        == 0
+    )
     assert endpoint.most_under_way == 2
     endpoint.meets = 3
     assert place.run("echo_env.py", "-b", url, "-r", "3", "-c", "3").returncode == 0
@@ -247,7 +317,10 @@ def test_generation_is_bounded_by_its_own_flag(place, endpoint, url):
 def test_a_rollout_that_is_not_done_at_its_limit_has_failed(place, endpoint, url):
     endpoint.delay_s = 60.0
     done = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", "--rollout-timeout", "1")
-    assert done.returncode == 1 and "TimeoutError: not done after rollout_timeout_s = 1 s" in done.stdout + done.stderr
+    assert (
+        done.returncode == 1
+        and "TimeoutError: not done after rollout_timeout_s = 1 s" in done.stdout + done.stderr
+    )
 
 
 HANGING = """
@@ -268,22 +341,31 @@ HANGING = """
 """
 
 
-def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_keeps_nobody(place, url):
+def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_keeps_nobody(
+    place, url
+):
     (place.folder / "hanging.py").write_text(textwrap.dedent(HANGING))
     done = place.process("hanging.py", "-b", url, "-r", "1", "--scoring-timeout", "1")
     assert done.returncode == 0, done.stderr
-    error = "1 x slow, not in its mean: TimeoutError: reward function slow is not done after scoring_timeout_s = 1 s"
+    error = (
+        "1 x slow, not in its mean: TimeoutError: reward function slow is not done after"
+        " scoring_timeout_s = 1 s"
+    )
     assert cell(done.stdout, "reward errors").startswith(error)
     assert cell(done.stdout, "given up") == "1 x slow: plain functions that ran past a limit"
     assert "plain function slow was given up" in done.stderr
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_true(place, url, sign):
+def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_true(
+    place, url, sign
+):
     (place.folder / "hanging.py").write_text(textwrap.dedent(HANGING))
     process = place.start("hanging.py", "-b", url, "-r", "1")
     deadline = time.monotonic() + 60
-    while not place.evaluations or len(place.lines) < 1 or not (place.folder / "begun_hang").exists():
+    while (
+        not place.evaluations or len(place.lines) < 1 or not (place.folder / "begun_hang").exists()
+    ):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
@@ -292,11 +374,17 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
     while "again ends at once" not in first:
         first += (line := process.stderr.readline())
         assert line, first
-    assert "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for plain functions that run (slow)" in first
+    assert (
+        "interrupted: waiting at most 300 s for rollouts to clean up, and at most 10 s for plain"
+        " functions that run (slow)" in first
+    )
     process.send_signal(sign)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "interrupted again: ended at once, and what had not cleaned up by now never will; cut off while they ran: slow" in err
+    assert (
+        "interrupted again: ended at once, and what had not cleaned up by now never will; cut off"
+        " while they ran: slow" in err
+    )
     assert "1 finished rollouts are kept in" in err
     assert "every process" not in err
 
@@ -307,7 +395,9 @@ def test_after_one_signal_a_plain_function_is_waited_for_and_then_cut_off(place,
     hangs = f"""answer == "hang" and os.kill(os.getpid(), signal.SIGINT)
             while answer == "hang" and not Path({str(released)!r}).exists():
                 time.sleep(0.01)"""
-    interrupts = HANGING.replace("import time", "import os, signal, time").replace('time.sleep(600 if answer == "hang" else 0)', hangs)
+    interrupts = HANGING.replace("import time", "import os, signal, time").replace(
+        'time.sleep(600 if answer == "hang" else 0)', hangs
+    )
     (place.folder / "interrupts.py").write_text(textwrap.dedent(interrupts))
     try:
         done = place.run("interrupts.py", "-b", url, "-r", "1", "-c", "1")
@@ -318,7 +408,9 @@ def test_after_one_signal_a_plain_function_is_waited_for_and_then_cut_off(place,
     assert "1 finished rollouts are kept in" in done.stderr
 
 
-def test_an_endpoint_that_takes_max_completion_tokens_alone_is_sent_the_limit_of_t(place, endpoint, url):
+def test_an_endpoint_that_takes_max_completion_tokens_alone_is_sent_the_limit_of_t(
+    place, endpoint, url
+):
     endpoint.limit = "max_completion_tokens"
     done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1", "-t", "7", "-c", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -326,9 +418,28 @@ def test_an_endpoint_that_takes_max_completion_tokens_alone_is_sent_the_limit_of
 
 
 def test_no_interleave_scoring_scores_when_all_are_generated(place, endpoint, url):
-    for flags, order in (([], ["generated", "scored"] * 3), (["--no-interleave-scoring"], ["generated"] * 3 + ["scored"] * 3)):
+    for flags, order in (
+        ([], ["generated", "scored"] * 3),
+        (["--no-interleave-scoring"], ["generated"] * 3 + ["scored"] * 3),
+    ):
         log = place.folder / f"log{len(flags)}"
-        assert place.run("echo_env.py", "-b", url, "-n", "3", "-r", "1", "-c", "1", "-a", json.dumps({"log": str(log)}), *flags).returncode == 0
+        assert (
+            place.run(
+                "echo_env.py",
+                "-b",
+                url,
+                "-n",
+                "3",
+                "-r",
+                "1",
+                "-c",
+                "1",
+                "-a",
+                json.dumps({"log": str(log)}),
+                *flags,
+            ).returncode
+            == 0
+        )
         said = log.read_text().split()
         assert sorted(said) == sorted(order)
         if flags:
@@ -342,8 +453,12 @@ def test_the_only_model_that_is_served_needs_no_name_and_no_key(place, endpoint,
     assert endpoint.bodies[0]["model"] == "demo"
 
 
-@pytest.mark.parametrize(("model", "name"), [("/models/demo", "demo"), ("owner/demo:v2", "owner-demo-v2")])
-def test_the_evaluations_folder_is_named_after_environment_and_model(place, endpoint, url, model, name):
+@pytest.mark.parametrize(
+    ("model", "name"), [("/models/demo", "demo"), ("owner/demo:v2", "owner-demo-v2")]
+)
+def test_the_evaluations_folder_is_named_after_environment_and_model(
+    place, endpoint, url, model, name
+):
     endpoint.models = (model,)
     assert place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1").returncode == 0
     assert place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1").returncode == 0
@@ -353,7 +468,8 @@ def test_the_evaluations_folder_is_named_after_environment_and_model(place, endp
 
 def test_a_key_is_sent_where_its_variable_is_named(place, endpoint, url, monkeypatch):
     endpoint.key = "secret"
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")  # of another account: a local endpoint gets it only where it is named
+    # of another account: a local endpoint gets it only where it is named
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
     refused = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1")
     assert refused.returncode == 2
     assert "401" in refused.stderr
@@ -373,21 +489,35 @@ def test_verbose_shows_the_first_rollout(place, endpoint, url):
 
 
 def test_the_console_script_is_the_module():
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["vf-eval"] == "launch.vf_eval.__main__:main"
+    assert (
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["vf-eval"]
+        == "launch.vf_eval.__main__:main"
+    )
 
 
 def test_nothing_heavy_is_imported_to_evaluate():
-    code = "import sys, launch.vf_eval.__main__; print(sorted({name.split('.')[0] for name in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, launch.vf_eval.__main__; print(sorted({name.split('.')[0] for name in"
+        " sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert "openai" in done.stdout
-    assert not [name for name in ("torch", "ray", "vllm", "transformers", "datasets", "hydra") if f"'{name}'" in done.stdout]
+    assert not [
+        name
+        for name in ("torch", "ray", "vllm", "transformers", "datasets", "hydra")
+        if f"'{name}'" in done.stdout
+    ]
 
 
 # What it says where it cannot go on
 
 
 def test_an_example_environment_is_evaluated_by_its_name(place, endpoint, url):
-    endpoint.reply = lambda text: f"<answer>{eval(text.removeprefix('What is ').removesuffix('?'))}</answer>"
+    endpoint.reply = lambda text: (
+        f"<answer>{eval(text.removeprefix('What is ').removesuffix('?'))}</answer>"
+    )
     done = place.run("arithmetic", "-b", url, "-n", "3", "-r", "1", "-a", '{"largest": 9}')
     assert done.returncode == 0, done.stderr
     assert cell(done.stdout, "correct").split()[0] == "1.0000"
@@ -440,14 +570,18 @@ def test_an_endpoint_without_a_list_of_models_is_asked_for_a_token(place, endpoi
     assert len(endpoint.bodies) == 2
 
 
-@pytest.mark.parametrize("flags", [[], ["-k", "MINE"], ["-k", "MINE", "-b", "http://127.0.0.1:9/v1"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["-k", "MINE"], ["-k", "MINE", "-b", "http://127.0.0.1:9/v1"]]
+)
 def test_a_key_variable_that_is_missing_is_named(place, flags):
     done = place.run("echo_env.py", "-m", "demo", *flags)
     assert done.returncode == 2
     assert f"the variable {'MINE' if flags else 'OPENAI_API_KEY'} is not set" in done.stderr
     is_local = "-b" in flags
     assert ("-k: was given, and " in done.stderr and "leave -k out" in done.stderr) == is_local
-    assert ("or name an endpoint of your own with -b or OPENAI_BASE_URL" in done.stderr) == (not is_local)
+    assert ("or name an endpoint of your own with -b or OPENAI_BASE_URL" in done.stderr) == (
+        not is_local
+    )
 
 
 def test_a_wrong_environment_name_and_wrong_arguments_of_it_are_told(place, url):
@@ -464,7 +598,11 @@ def test_a_wrong_environment_name_and_wrong_arguments_of_it_are_told(place, url)
     assert "empty" in empty.stderr
     kind = place.run("echo_env.py", "-b", url, "-a", '{"num": "two"}')
     assert kind.returncode == 2
-    assert re.search(r"ENVIRONMENT: echo_env.py was not loaded: TypeError: 'str' .*\(.*echo_env.py:\d+\); check -a and the environment, -v shows", kind.stderr)
+    assert re.search(
+        r"ENVIRONMENT: echo_env.py was not loaded: TypeError: 'str' .*\(.*echo_env.py:\d+\); check"
+        r" -a and the environment, -v shows",
+        kind.stderr,
+    )
     assert not any("Traceback" in done.stderr for done in (name, argument, empty, kind))
 
 
@@ -484,7 +622,9 @@ def test_more_examples_than_there_are_is_said(place, endpoint, url):
     assert len(endpoint.bodies) == 4
 
 
-def test_a_sampling_argument_that_every_call_would_fail_of_is_refused_before_any(place, endpoint, url):
+def test_a_sampling_argument_that_every_call_would_fail_of_is_refused_before_any(
+    place, endpoint, url
+):
     done = place.run("echo_env.py", "-b", url, "-S", '{"top_k": 3, "stream": true}')
     assert done.returncode == 2
     assert "-S: top_k is no argument of OpenAI's API" in done.stderr
@@ -496,16 +636,37 @@ def test_a_sampling_argument_that_every_call_would_fail_of_is_refused_before_any
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["e", "-a", '{"a": 1,}'], "-a/--env-args: is not JSON: Expecting property name enclosed in double quotes at column 9"),
-        (["e", "-S", '{"a": 1\n "b": 2}'], "-S/--sampling-args: is not JSON: Expecting ',' delimiter at line 2, column 2"),
+        (
+            ["e", "-a", '{"a": 1,}'],
+            (
+                "-a/--env-args: is not JSON: Expecting property name enclosed in double quotes at"
+                " column 9"
+            ),
+        ),
+        (
+            ["e", "-S", '{"a": 1\n "b": 2}'],
+            "-S/--sampling-args: is not JSON: Expecting ',' delimiter at line 2, column 2",
+        ),
         (["e", "-S", ""], "-S/--sampling-args: is not JSON: Expecting value at column 1"),
         (["e", "-S", "[1]"], "-S/--sampling-args: is list, not an object"),
-        (["e", "-n", "0"], "-n/--num-examples: must be a whole number from 1 on, or -1 for all, got '0'"),
-        (["e", "-r", "many"], "-r/--rollouts-per-example: must be a whole number from 1 on, got 'many'"),
+        (
+            ["e", "-n", "0"],
+            "-n/--num-examples: must be a whole number from 1 on, or -1 for all, got '0'",
+        ),
+        (
+            ["e", "-r", "many"],
+            "-r/--rollouts-per-example: must be a whole number from 1 on, got 'many'",
+        ),
         (["e", "-T", "-1"], "-T/--temperature: must be a number from 0 on, got '-1'"),
-        (["e", "-c", "-2"], "-c/--max-concurrent: must be a whole number from 1 on, or -1 for all, got '-2'"),
+        (
+            ["e", "-c", "-2"],
+            "-c/--max-concurrent: must be a whole number from 1 on, or -1 for all, got '-2'",
+        ),
         (["e", "-C", " ,"], "-C/--state-columns: names nothing: ' ,'"),
-        (["e", "--rollout-timeout", "0"], "--rollout-timeout: must be a number of seconds over 0, got '0'"),
+        (
+            ["e", "--rollout-timeout", "0"],
+            "--rollout-timeout: must be a number of seconds over 0, got '0'",
+        ),
         (["e", "--solved-at", "nan"], "--solved-at: must be a number, got 'nan'"),
     ],
 )
@@ -519,7 +680,13 @@ def test_a_malformed_argument_is_told_with_its_position(arguments, said, capsys)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], r"^ENVIRONMENT: which one .* `vf-eval NAME`: one of .*\barithmetic, .*, or any module or \.py file that has load_environment"),
+        (
+            [],
+            (
+                r"^ENVIRONMENT: which one .* `vf-eval NAME`: one of .*\barithmetic, .*, or any"
+                r" module or \.py file that has load_environment"
+            ),
+        ),
         (["e", "-D", "name"], "-H"),
         (["e", "-t", "5", "-S", '{"max_tokens": 6}'], "-t: is 5, and max_tokens in -S is 6"),
         (["--resume", "a", "-o", "b"], "-o: an evaluation goes on in its own folder"),
@@ -534,7 +701,9 @@ def test_help_names_the_environments_that_there_are(capsys):
     with pytest.raises(SystemExit):
         read_options(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"one of .*\barithmetic, .*, or any module or \.py file that has load_environment", said)
+    assert re.search(
+        r"one of .*\barithmetic, .*, or any module or \.py file that has load_environment", said
+    )
 
 
 # What it keeps
@@ -546,7 +715,11 @@ def test_a_failed_rollout_is_data_and_resume_makes_it_again(place, endpoint, url
     assert done.returncode == 0
     assert cell(done.stdout, "errors") == "1, not in the means"
     assert "refused with 400" in done.stdout
-    assert [line["reward"] for line in sorted(place.lines, key=lambda line: line["example"])] == [1.0, 0.0, 1.0]
+    assert [line["reward"] for line in sorted(place.lines, key=lambda line: line["example"])] == [
+        1.0,
+        0.0,
+        1.0,
+    ]
     assert "1 of 3 rollouts failed" in done.stderr
     endpoint.reply = str
     endpoint.bodies.clear()
@@ -566,7 +739,9 @@ def test_where_every_rollout_fails_the_status_says_so(place, endpoint, url):
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_finished_rollouts_are_kept_when_it_is_interrupted_and_resume_makes_only_what_is_missing(place, endpoint, url, sign):
+def test_finished_rollouts_are_kept_when_it_is_interrupted_and_resume_makes_only_what_is_missing(
+    place, endpoint, url, sign
+):
     endpoint.answers = 5
     process = place.start("echo_env.py", "-b", url, "-n", "4", "-r", "2")
     deadline = time.monotonic() + 60
@@ -590,7 +765,9 @@ def test_finished_rollouts_are_kept_when_it_is_interrupted_and_resume_makes_only
     assert len(endpoint.bodies) == 3
     assert place.lines[:5] == kept
     assert cell(done.stdout, "reward").split()[0] == "1.0000"
-    rows = [json.loads(line) for line in (place.evaluation / "results.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (place.evaluation / "results.jsonl").read_text().splitlines()
+    ]
     assert [row["example_id"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -598,7 +775,9 @@ def test_finished_rollouts_are_kept_when_the_disk_is_full(place, endpoint, url):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
 
-    done = place.process("echo_env.py", "-b", url, "-n", "4", "-r", "3", "-c", "1", preexec_fn=limit)
+    done = place.process(
+        "echo_env.py", "-b", url, "-n", "4", "-r", "3", "-c", "1", preexec_fn=limit
+    )
     assert done.returncode == 1
     assert "StorageError" in done.stderr
     assert "rollouts.jsonl" in done.stderr
@@ -613,7 +792,9 @@ def test_finished_rollouts_are_kept_when_the_disk_is_full(place, endpoint, url):
     assert len(endpoint.bodies) == 12 - whole
 
 
-def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_rest(place, endpoint):
+def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_rest(
+    place, endpoint
+):
     endpoint.answers = 3
     with serving(endpoint.app()) as base:
         process = place.start("echo_env.py", "-b", f"{base}/v1", "-n", "4", "-r", "1", "-c", "1")
@@ -626,7 +807,9 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
     assert f"3 finished rollouts are kept in {folder}; `vf-eval --resume {folder}` goes on" in err
     gone = place.run("--resume", folder, "-b", "http://127.0.0.1:9/v1")
     assert gone.returncode == 1
-    assert json.loads((folder / "evaluation.json").read_text())["base_url"] == f"{base}/v1", "an endpoint is not noted before it has answered"
+    assert json.loads((folder / "evaluation.json").read_text())["base_url"] == f"{base}/v1", (
+        "an endpoint is not noted before it has answered"
+    )
     endpoint.answers = None
     endpoint.bodies.clear()
     with serving(endpoint.app()) as base:
@@ -636,11 +819,17 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
 
 
 @pytest.mark.parametrize("output", ["a_file", "a_file/below"])
-def test_results_that_cannot_be_written_are_told_with_the_folder_before_any_rollout(place, endpoint, url, output):
+def test_results_that_cannot_be_written_are_told_with_the_folder_before_any_rollout(
+    place, endpoint, url, output
+):
     (place.folder / "a_file").write_text("here")
     done = place.run("echo_env.py", "-b", url, "-o", output)
     assert done.returncode == 1
-    assert re.search(rf"cannot write {output}/echo_env--demo/\S+: Not a directory; choose another folder with -o", done.stderr)
+    assert re.search(
+        rf"cannot write {output}/echo_env--demo/\S+: Not a directory; choose another folder"
+        r" with -o",
+        done.stderr,
+    )
     assert not endpoint.bodies
 
 
@@ -672,11 +861,17 @@ def test_a_results_file_of_something_else_is_refused_as_such(place, endpoint, ur
     path.write_text('{"loss": 1}\n{"loss": 2}\n')
     foreign = place.run("--resume", path.parent)
     assert foreign.returncode == 2
-    assert "rollouts.jsonl:1: example: field required; none of its lines is a rollout of an evaluation" in foreign.stderr
+    assert (
+        "rollouts.jsonl:1: example: field required; none of its lines is a rollout of an evaluation"
+        in foreign.stderr
+    )
     path.write_text('{"loss": 1}\n{"loss": 2}\n' + whole)
     partly = place.run("--resume", path.parent)
     assert partly.returncode == 2
-    assert "rollouts.jsonl:1: example: field required; delete this line and the others that are broken (2 in all)" in partly.stderr
+    assert (
+        "rollouts.jsonl:1: example: field required; delete this line and the others that are broken"
+        " (2 in all)" in partly.stderr
+    )
     path.write_text(whole.replace('"row":"', '"row":"f'))
     other = place.run("--resume", path.parent)
     assert other.returncode == 2
@@ -695,7 +890,9 @@ def test_a_results_file_of_something_else_is_refused_as_such(place, endpoint, ur
         (NO_EXAMPLES, "num_examples: Value error, must be 1 or more, or -1 for all, got 0"),
     ],
 )
-def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(place, endpoint, url, written, said):
+def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(
+    place, endpoint, url, written, said
+):
     folder = evaluated(place, url)
     (folder / "evaluation.json").write_bytes(written)
     done = place.run("--resume", folder)
@@ -705,15 +902,32 @@ def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(place, endpoint
     assert "Traceback" not in done.stderr
 
 
-def test_resume_refuses_another_environment_arguments_model_or_sampling_and_names_what_differs(place, endpoint, url):
+def test_resume_refuses_another_environment_arguments_model_or_sampling_and_names_what_differs(
+    place, endpoint, url
+):
     folder = evaluated(place, url)
     endpoint.bodies.clear()
-    said = place.run("arithmetic", "--resume", folder, "-a", '{"num": 9}', "-m", "other", "-T", "0.7", "-t", "8", "-C", "letters").stderr
+    said = place.run(
+        "arithmetic",
+        "--resume",
+        folder,
+        "-a",
+        '{"num": 9}',
+        "-m",
+        "other",
+        "-T",
+        "0.7",
+        "-t",
+        "8",
+        "-C",
+        "letters",
+    ).stderr
     assert 'ENVIRONMENT: is "arithmetic" and was "echo_env.py"' in said
     assert "-a: num is 9 and was not said" in said
     assert '-m: is "other" and was "demo"' in said
     assert (
-        "temperature is 0.7 and was 0.5; max_tokens is 8 and was not said" in said or "max_tokens is 8 and was not said; temperature is 0.7 and was 0.5" in said
+        "temperature is 0.7 and was 0.5; max_tokens is 8 and was not said" in said
+        or "max_tokens is 8 and was not said; temperature is 0.7 and was 0.5" in said
     )
     assert "-C: is letters and was" in said
     assert str(folder) in said
@@ -731,7 +945,9 @@ def test_resume_may_ask_for_more_examples_and_rollouts(place, endpoint, url):
     assert "9, of 3 examples" in done.stdout
 
 
-def test_resume_for_fewer_reports_on_these_and_the_evaluation_stays_as_large_as_it_was(place, endpoint, url):
+def test_resume_for_fewer_reports_on_these_and_the_evaluation_stays_as_large_as_it_was(
+    place, endpoint, url
+):
     folder = evaluated(place, url)
     endpoint.bodies.clear()
     done = place.run("--resume", folder, "-n", "1", "-r", "1")
@@ -741,7 +957,9 @@ def test_resume_for_fewer_reports_on_these_and_the_evaluation_stays_as_large_as_
     assert place.run("--resume", folder, "-n", "-1", "-r", "1").returncode == 0
     assert place.run("--resume", folder, "-n", "3").returncode == 0
     evaluation = json.loads((folder / "evaluation.json").read_text())
-    assert (evaluation["num_examples"], evaluation["rollouts_per_example"]) == (-1, 2), "-1 is all of them"
+    assert (evaluation["num_examples"], evaluation["rollouts_per_example"]) == (-1, 2), (
+        "-1 is all of them"
+    )
 
 
 def test_resume_refuses_data_that_have_changed(place, endpoint, url):
@@ -769,7 +987,13 @@ def test_rollouts_that_are_compared_are_made_again_together(place, endpoint, url
     folder = evaluated(place, url, "-a", json.dumps({"compares": True, "log": str(log)}))
     path = folder / "rollouts.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if not (json.loads(line)["example"] == 1 and json.loads(line)["rollout"] == 0)))
+    path.write_text(
+        "".join(
+            line
+            for line in lines
+            if not (json.loads(line)["example"] == 1 and json.loads(line)["rollout"] == 0)
+        )
+    )
     log.unlink()
     endpoint.bodies.clear()
     assert place.run("--resume", folder).returncode == 0

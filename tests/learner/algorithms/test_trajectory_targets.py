@@ -39,7 +39,11 @@ def test_the_prompt_is_all_before_the_first_sampled_token_and_the_target_all_up_
 
 def test_every_sampled_token_is_credited_with_its_advantage_and_the_engines_log_probability():
     credit = of(TWO_TURNS).target.credit
-    assert (credit.positions, credit.engine_logprobs, credit.advantages) == ((0, 1, 4), (-0.25, -0.5, -0.75), (0.5, 0.5, 0.5))
+    assert (credit.positions, credit.engine_logprobs, credit.advantages) == (
+        (0, 1, 4),
+        (-0.25, -0.5, -0.75),
+        (0.5, 0.5, 0.5),
+    )
 
 
 def test_nothing_else_is_supervised():
@@ -55,14 +59,18 @@ def test_the_tokens_of_every_turn_are_compared_with_the_engine():
     assert len(target.sampled_logprobs) == 3
     one_turn = of(replace(TWO_TURNS, mask=[0, 0, 1, 1, 0, 0, 0, 0])).target
     assert (one_turn.sampled_logprobs, one_turn.sampled_positions) == ((-0.25, -0.5), (0, 1))
-    assert replace(target, sampled_logprobs=()).sampled_positions == (), "of older weights nothing is compared"
+    assert replace(target, sampled_logprobs=()).sampled_positions == (), (
+        "of older weights nothing is compared"
+    )
 
 
 @pytest.mark.parametrize(
     ("normalize", "weights"),
     [("step", (1 / 2, 1 / 2, 1)), ("rollout", (1 / 5,) * 3), ("constant", (1 / 20,) * 3)],
 )
-def test_a_token_counts_for_its_share_of_its_call_or_rollout_or_of_the_longest_response(normalize, weights):
+def test_a_token_counts_for_its_share_of_its_call_or_rollout_or_of_the_longest_response(
+    normalize, weights
+):
     """The rollout has two sampled tokens more in another example."""
     settings = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "advantage_std": False}
     config = PolicyGradientConfig.model_validate(settings | {"normalize": normalize})
@@ -93,14 +101,29 @@ def test_an_example_without_a_learned_token_has_no_target():
 
 
 def test_a_first_token_to_be_learned_is_refused_because_nothing_predicts_it():
-    with pytest.raises(ValueError, match=r"example 7, rollout 0: its first token is to be learned, .*; make examples with mask_prompts=True"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"example 7, rollout 0: its first token is to be learned, .*; make examples with"
+            r" mask_prompts=True"
+        ),
+    ):
         of(replace(TWO_TURNS, mask=[1] * 8))
 
 
 def test_numbers_that_nothing_can_be_learned_from_are_refused_with_their_example():
-    with pytest.raises(ValueError, match="example 7, rollout 0: token 2 has the advantage nan; its reward functions must return finite numbers"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "example 7, rollout 0: token 2 has the advantage nan; its reward functions must return"
+            " finite numbers"
+        ),
+    ):
         of(replace(TWO_TURNS, advantage=float("nan")))
-    with pytest.raises(ValueError, match="token 6 has the log-probability -inf; the endpoint must return finite ones"):
+    with pytest.raises(
+        ValueError,
+        match="token 6 has the log-probability -inf; the endpoint must return finite ones",
+    ):
         of(replace(TWO_TURNS, logprobs=[0.0] * 6 + [float("-inf"), 0.0]))
 
 

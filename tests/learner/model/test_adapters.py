@@ -1,4 +1,6 @@
-"""A learner with LoRA or DoRA: what is trained, what it amounts to merged, and what is written down (DESIGN 9)."""
+"""A learner with LoRA or DoRA: what is trained, what it amounts to merged, and what is written down
+(DESIGN 9).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3Config, Qwen3ForCausalLM
 
-from learner.model.adapters import adapted_layers, adapter_files, apply_adapter, embeddings_with_trained_rows, without_adapter
+from learner.model.adapters import (
+    adapted_layers,
+    adapter_files,
+    apply_adapter,
+    embeddings_with_trained_rows,
+    without_adapter,
+)
 from learner.model.checkpoint import CheckpointWeights, save_checkpoint
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
@@ -28,8 +36,19 @@ def load(checkpoint: Path):
     return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-def adapted(checkpoint: Path, kind: str = "lora", *, seed: int = 3, trained: bool = True, token_ids=(), tied=True, **section):
-    """The demo's model with an adapter that has learned something: noise in place of every trained tensor's start."""
+def adapted(
+    checkpoint: Path,
+    kind: str = "lora",
+    *,
+    seed: int = 3,
+    trained: bool = True,
+    token_ids=(),
+    tied=True,
+    **section,
+):
+    """The demo's model with an adapter that has learned something: noise in place of every trained
+    tensor's start.
+    """
     model = load(checkpoint)
     if not tied:
         model.lm_head.weight = torch.nn.Parameter(0.5 * model.lm_head.weight.detach())
@@ -45,7 +64,9 @@ def adapted(checkpoint: Path, kind: str = "lora", *, seed: int = 3, trained: boo
 
 
 def trainable(model):
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def logits(model):
@@ -60,7 +81,9 @@ def test_a_text_model_is_adapted_like_a_language_model_beside_a_vision_tower():
     expected = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
     apply_adapter(model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path="text", seed=3)
     assert len(adapted_layers(model)) == 2 * 7
-    assert same(dict(CheckpointWeights(model).tensors()), expected), "merged, and under the same names"
+    assert same(dict(CheckpointWeights(model).tensors()), expected), (
+        "merged, and under the same names"
+    )
 
 
 def snapshot(model):
@@ -93,7 +116,9 @@ def test_layers_of_the_same_name_outside_the_language_model_stay_as_they_are(dem
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_adapter_follows_from_the_seed_and_changes_nothing(demo_checkpoint, kind):
     before = torch.random.get_rng_state()
-    model, again, other = (adapted(demo_checkpoint, kind, seed=seed, trained=False) for seed in (3, 3, 4))
+    model, again, other = (
+        adapted(demo_checkpoint, kind, seed=seed, trained=False) for seed in (3, 3, 4)
+    )
     assert torch.equal(before, torch.random.get_rng_state())
     assert same(snapshot(model), snapshot(again))
     assert not same(snapshot(model), snapshot(other))
@@ -102,14 +127,20 @@ def test_the_first_adapter_follows_from_the_seed_and_changes_nothing(demo_checkp
 
 def test_a_name_that_no_layer_has_is_refused_with_those_that_exist(demo_checkpoint):
     with pytest.raises(
-        ConfigError, match=r"model.adapter.target_modules: .* is called qkv, wq; it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+        ConfigError,
+        match=(
+            r"model.adapter.target_modules: .* is called qkv, wq; it has down_proj, gate_proj,"
+            r" k_proj, o_proj, q_proj, up_proj, v_proj"
+        ),
     ):
         adapted(demo_checkpoint, target_modules=("q_proj", "wq", "qkv"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_equal(demo_checkpoint, kind):
+def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_equal(
+    demo_checkpoint, kind
+):
     model = adapted(demo_checkpoint, kind)
     before = snapshot(model)
     merged = dict(CheckpointWeights(model).tensors())
@@ -123,7 +154,9 @@ def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_eq
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_adapted_model_does(demo_checkpoint, kind):
+def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_adapted_model_does(
+    demo_checkpoint, kind
+):
     model, ordinary = adapted(demo_checkpoint, kind), load(demo_checkpoint)
     merged = list(CheckpointWeights(model).tensors())
     assert [name for name, _ in merged] == [name for name, _ in ordinary.named_parameters()]
@@ -145,7 +178,9 @@ def test_a_model_without_adapters_offers_its_parameters_as_they_are(demo_checkpo
 @pytest.mark.parametrize("kind", KINDS)
 def test_specs_are_known_before_anything_is_merged(demo_checkpoint, kind):
     source = CheckpointWeights(adapted(demo_checkpoint, kind))
-    assert list(source.specs()) == [(name, tensor.dtype, tensor.shape) for name, tensor in source.tensors()]
+    assert list(source.specs()) == [
+        (name, tensor.dtype, tensor.shape) for name, tensor in source.tensors()
+    ]
 
 
 @pytest.mark.slow
@@ -165,7 +200,10 @@ def test_an_offered_adapter_is_two_files_with_a_digest(demo_checkpoint):
     assert len(tensors) == 2 * 3 * 7
     values = trainable(model)
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, values[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")])
+        assert torch.equal(
+            tensor,
+            values[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")],
+        )
     assert json.loads(terms.files.config)["r"] == 4
     assert files == adapter_files(model)
     assert terms.is_intact
@@ -176,13 +214,17 @@ def test_an_offered_adapter_is_two_files_with_a_digest(demo_checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kind):
-    """Embeddings are frozen, so what enters a checkpointed layer needs no gradient, and the layer's adapters do."""
+    """Embeddings are frozen, so what enters a checkpointed layer needs no gradient, and the layer's
+    adapters do.
+    """
 
     def gradients(recompute: bool):
         model = adapted(demo_checkpoint, kind).train()
         if recompute:
             model.gradient_checkpointing_enable()
-        model(input_ids=TOKENS_1T, use_cache=False).logits.float().log_softmax(-1)[..., 3].sum().backward()
+        model(input_ids=TOKENS_1T, use_cache=False).logits.float().log_softmax(-1)[
+            ..., 3
+        ].sum().backward()
         return {name: parameter.grad for name, parameter in trainable(model).items()}
 
     plain, recomputed = gradients(recompute=False), gradients(recompute=True)
@@ -192,22 +234,38 @@ def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(demo_checkpoint, tmp_path, kind):
+def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(
+    demo_checkpoint, tmp_path, kind
+):
     model = adapted(demo_checkpoint, kind)
     before = snapshot(model)
-    save_checkpoint(model, AutoProcessor.from_pretrained(demo_checkpoint), tmp_path / "saved", adapter=adapter_files(model))
+    save_checkpoint(
+        model,
+        AutoProcessor.from_pretrained(demo_checkpoint),
+        tmp_path / "saved",
+        adapter=adapter_files(model),
+    )
     assert same(before, snapshot(model))
-    names = {path: set(safetensors.torch.load_file(path / "model.safetensors")) for path in (demo_checkpoint, tmp_path / "saved")}
+    names = {
+        path: set(safetensors.torch.load_file(path / "model.safetensors"))
+        for path in (demo_checkpoint, tmp_path / "saved")
+    }
     assert names[demo_checkpoint] == names[tmp_path / "saved"]
-    merged, information = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32, output_loading_info=True)
+    merged, information = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(information.values())
     torch.testing.assert_close(logits(merged.eval()), logits(model), rtol=0, atol=2e-5)
-    adapter = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "saved" / "adapter").eval()
+    adapter = PeftModel.from_pretrained(
+        load(demo_checkpoint), tmp_path / "saved" / "adapter"
+    ).eval()
     assert torch.equal(logits(adapter), logits(model))
 
 
 @pytest.mark.slow
-def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwards_itself_again(demo_checkpoint):
+def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwards_itself_again(
+    demo_checkpoint,
+):
     model = adapted(demo_checkpoint)
     with_it, before = logits(model), snapshot(model)
     with without_adapter(model):
@@ -247,35 +305,48 @@ def test_fresh_rows_are_trained_with_the_adapter_and_no_other_row_is(demo_checkp
     for name in matrices:
         rows = (after[name] != before[name]).any(dim=1).nonzero()[:, 0].tolist()
         assert rows == list(FRESH), name
-    elsewhere = {name for name in after if not torch.equal(after[name], before[name])} - set(matrices)
+    elsewhere = {name for name in after if not torch.equal(after[name], before[name])} - set(
+        matrices
+    )
     assert elsewhere == {f"{path}.weight" for path in adapted_layers(model)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_sent_and_saved_of_fresh_rows_is_what_the_learner_computes_with(demo_checkpoint, tmp_path, tied):
+def test_what_is_sent_and_saved_of_fresh_rows_is_what_the_learner_computes_with(
+    demo_checkpoint, tmp_path, tied
+):
     model = adapted(demo_checkpoint, token_ids=FRESH, tied=tied)
     ordinary = load(demo_checkpoint)
     names = [name for name, _ in ordinary.named_parameters()] + ([] if tied else ["lm_head.weight"])
     source = CheckpointWeights(model)
     merged = dict(source.tensors())
     assert list(merged) == names
-    assert list(source.specs()) == [(name, tensor.dtype, tensor.shape) for name, tensor in merged.items()]
+    assert list(source.specs()) == [
+        (name, tensor.dtype, tensor.shape) for name, tensor in merged.items()
+    ]
     if not tied:
         ordinary.lm_head.weight = torch.nn.Parameter(ordinary.lm_head.weight.detach().clone())
-        ordinary.config.tie_word_embeddings = ordinary.config.text_config.tie_word_embeddings = False
+        ordinary.config.tie_word_embeddings = ordinary.config.text_config.tie_word_embeddings = (
+            False
+        )
     ordinary.load_state_dict(merged, strict=False)
     ids_1T = torch.tensor([[5, *FRESH, 7]])
     with torch.no_grad():
         expected = model(input_ids=ids_1T, use_cache=False).logits
-        torch.testing.assert_close(ordinary(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            ordinary(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5
+        )
 
 
 @pytest.mark.slow
 def test_a_tied_head_has_the_rows_of_the_embedding(demo_checkpoint):
     model = adapted(demo_checkpoint, token_ids=FRESH)
     learn(model)
-    assert model.lm_head.token_adapter.base_layer.weight is model.get_input_embeddings().token_adapter.base_layer.weight
+    assert (
+        model.lm_head.token_adapter.base_layer.weight
+        is model.get_input_embeddings().token_adapter.base_layer.weight
+    )
     assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
     assert len([name for name in trainable(model) if "trainable_tokens" in name]) == 1
     assert set(embeddings_with_trained_rows(model)) == {
@@ -286,7 +357,9 @@ def test_a_tied_head_has_the_rows_of_the_embedding(demo_checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_holds_the_fresh_rows_merged_and_in_the_adapter_to_the_bit(demo_checkpoint, tmp_path, tied):
+def test_a_checkpoint_holds_the_fresh_rows_merged_and_in_the_adapter_to_the_bit(
+    demo_checkpoint, tmp_path, tied
+):
     base = load(demo_checkpoint)
     if not tied:
         base.lm_head.weight = torch.nn.Parameter(0.5 * base.lm_head.weight.detach())
@@ -297,7 +370,9 @@ def test_a_checkpoint_holds_the_fresh_rows_merged_and_in_the_adapter_to_the_bit(
     fresh = FreshTokens(FRESH[0], len(FRESH))
     processor = AutoProcessor.from_pretrained(demo_checkpoint)
     save_checkpoint(model, processor, tmp_path / "saved", adapter=adapter_files(model), fresh=fresh)
-    saved, information = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32, output_loading_info=True)
+    saved, information = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(information.values())
     assert same(dict(saved.named_parameters()), sent)
     assert (saved.lm_head.weight is saved.get_input_embeddings().weight) == tied

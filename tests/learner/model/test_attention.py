@@ -25,7 +25,13 @@ from transformers import (
 
 import learner.model.attention
 from learner.collate import ModelInputs, collate
-from learner.model.attention import RowBorders, attend_by_segments, attend_in_one_call, segment_attention, segments_or_mask
+from learner.model.attention import (
+    RowBorders,
+    attend_by_segments,
+    attend_in_one_call,
+    segment_attention,
+    segments_or_mask,
+)
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import Target, TextWeights, TokenRole
 
@@ -96,10 +102,7 @@ def learned(model: Any, inputs: ModelInputs) -> dict[str, torch.Tensor]:
     ],
 )
 def test_a_packed_row_has_the_values_and_gradients_of_the_masked_one(
-    family: str,
-    has_images: bool,
-    checkpointing: bool,
-    tmp_path: Path,
+    family: str, has_images: bool, checkpointing: bool, tmp_path: Path
 ) -> None:
     model = make_model(family, tmp_path)
     if checkpointing:
@@ -135,8 +138,7 @@ def test_no_layer_of_a_packed_row_is_given_a_mask(family: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
 def test_generation_with_padding_and_a_cache_is_transformers_own_to_the_bit(
-    family: str,
-    tmp_path: Path,
+    family: str, tmp_path: Path
 ) -> None:
     model = make_model(family, tmp_path).eval()
     ids_BP = torch.randint(5, 60, (3, 8), generator=torch.Generator().manual_seed(2))
@@ -257,12 +259,7 @@ def varlen_by_hand(
         q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
         causal = window_size == (-1, 0)
         part = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa
         )
         attended[start:end] = part.transpose(0, 1)
     return attended
@@ -278,9 +275,7 @@ def test_the_stand_in_is_called_as_torchs_own() -> None:
 
 @pytest.mark.parametrize(("causal", "num_kv_heads"), [(True, 2), (True, 4), (False, 4)])
 def test_one_call_for_all_segments_gives_what_one_call_for_each_does(
-    causal: bool,
-    num_kv_heads: int,
-    monkeypatch: pytest.MonkeyPatch,
+    causal: bool, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner.model.attention, "varlen_attn", varlen_by_hand)
     torch.manual_seed(0)

@@ -10,22 +10,38 @@ from learner.model.loading import checkpoint_problems
 
 
 @pytest.mark.parametrize("given", ["relative", "absolute"])
-def test_the_name_of_a_model_on_a_hub_gets_the_command_that_downloads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_the_name_of_a_model_on_a_hub_gets_the_command_that_downloads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
     """Commands of a run look for it under its absolute path."""
     monkeypatch.chdir(tmp_path)
     name = Path("Qwen/Qwen3-VL-4B-Instruct")
     (problem,) = checkpoint_problems(name if given == "relative" else tmp_path / name)
-    assert problem.startswith("model.path: there is no folder Qwen/Qwen3-VL-4B-Instruct, and models of a hub are not fetched by a run; ")
-    download = "`.venv/bin/hf download Qwen/Qwen3-VL-4B-Instruct --local-dir models/Qwen3-VL-4B-Instruct`"
-    assert f"download it ({download}) and set model.path=models/Qwen3-VL-4B-Instruct, else run `make demo-data`" in problem
+    assert problem.startswith(
+        "model.path: there is no folder Qwen/Qwen3-VL-4B-Instruct, and models of a hub are not"
+        " fetched by a run; "
+    )
+    download = (
+        "`.venv/bin/hf download Qwen/Qwen3-VL-4B-Instruct --local-dir models/Qwen3-VL-4B-Instruct`"
+    )
+    assert (
+        f"download it ({download}) and set model.path=models/Qwen3-VL-4B-Instruct, else run `make"
+        " demo-data`" in problem
+    )
 
 
-@pytest.mark.parametrize("folder", ["outputs/model", "outputs", "a/b/c", "../a/b", "/nowhere/model"])
-def test_what_is_a_folder_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+@pytest.mark.parametrize(
+    "folder", ["outputs/model", "outputs", "a/b/c", "../a/b", "/nowhere/model"]
+)
+def test_what_is_a_folder_is_told_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
     (tmp_path / "here" / "outputs").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     (problem,) = checkpoint_problems(Path(folder))
-    assert problem.startswith(f"model.path: {folder} holds no checkpoint (no config.json); run `make demo-data`")
+    assert problem.startswith(
+        f"model.path: {folder} holds no checkpoint (no config.json); run `make demo-data`"
+    )
     (tmp_path / "here" / "Qwen" / "model").mkdir(parents=True)
     (tmp_path / "here" / "Qwen" / "model" / "config.json").write_text("{}")
     assert checkpoint_problems(Path("Qwen/model")) == ()

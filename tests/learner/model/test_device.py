@@ -21,7 +21,13 @@ from launch.runtime import learner_client as remote_learner
 from launch.runtime.learner_client import RayLearner, explained
 from learner.model.adapters import NAME
 from learner.model.checkpoint import CheckpointWeights
-from learner.model.ranks import DistributedRanks, LearnerDevice, OneRank, RankTopology, ReceiverGroup
+from learner.model.ranks import (
+    DistributedRanks,
+    LearnerDevice,
+    OneRank,
+    RankTopology,
+    ReceiverGroup,
+)
 from learner.model.sharding import WholeModel
 from learner.segments import EncodedPrompt
 from learner.weight_sync.canary import Canary
@@ -104,7 +110,9 @@ def publisher(make_sender: Callable[[nn.Module], Sender]) -> Made:
     loaded: Any = SimpleNamespace(model=model, processor=processor, device=CPU, fresh_tokens=None)
     no_images = torch.empty(0, 3, dtype=torch.int64)
     prompt = EncodedPrompt((1, 2), (1, 2), torch.zeros(2), torch.empty(0, 0), no_images)
-    canary = Canary(loaded, prompt, (), (3, 4), tolerance=1e-4, proves_adapter=False, run_dir=Path("unused"))
+    canary = Canary(
+        loaded, prompt, (), (3, 4), tolerance=1e-4, proves_adapter=False, run_dir=Path("unused")
+    )
     parallel = WholeModel(model, CheckpointWeights(model), OneRank())
     device, senders = WatchedDevice(events), (make_sender(model),)
     return WeightPublisher(OneRank(), device, loaded, parallel, senders, canary), events
@@ -118,7 +126,9 @@ def publisher(make_sender: Callable[[nn.Module], Sender]) -> Made:
         (adapter_sender, {"read", "canary"}),
     ],
 )
-def test_an_offer_waits_for_the_update_before_weights_adapter_or_canary_are_read(make_sender: Callable[[nn.Module], Sender], readers: set[str]) -> None:
+def test_an_offer_waits_for_the_update_before_weights_adapter_or_canary_are_read(
+    make_sender: Callable[[nn.Module], Sender], readers: set[str]
+) -> None:
     made, events = publisher(make_sender)
     made.offer()
     made.close()
@@ -190,7 +200,11 @@ class EndingRanks:
     def actors(self) -> list[Any]:
         def rank(index: int) -> Any:
             answers = SimpleNamespace(remote=lambda *_: f"answer {index}")
-            return SimpleNamespace(start=answers, open_rendezvous=answers, finish_step=SimpleNamespace(remote=lambda: index))
+            return SimpleNamespace(
+                start=answers,
+                open_rendezvous=answers,
+                finish_step=SimpleNamespace(remote=lambda: index),
+            )
 
         return [rank(index) for index in range(len(self._ends_s))]
 

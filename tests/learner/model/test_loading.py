@@ -55,16 +55,32 @@ def test_bfloat16_learns_as_float32_does(config):
 def test_a_bfloat16_checkpoint_is_saved_in_bfloat16(config, tmp_path):
     learner, _ = losses(config(model__dtype="bfloat16"), 1)
     learner.weight_sync.publisher.save(tmp_path / "checkpoint")
-    again = load_model(config(model__path=str(tmp_path / "checkpoint"), model__dtype="bfloat16"), torch.device("cpu")).model
-    for (name, mine), (_, loaded) in zip(learner.loaded.model.named_parameters(), again.named_parameters(), strict=True):
+    again = load_model(
+        config(model__path=str(tmp_path / "checkpoint"), model__dtype="bfloat16"),
+        torch.device("cpu"),
+    ).model
+    for (name, mine), (_, loaded) in zip(
+        learner.loaded.model.named_parameters(), again.named_parameters(), strict=True
+    ):
         assert torch.equal(mine, loaded), name
-    assert (tmp_path / "checkpoint" / "model.safetensors").stat().st_size < 2.2 * sum(parameter.numel() for parameter in again.parameters())
+    assert (tmp_path / "checkpoint" / "model.safetensors").stat().st_size < 2.2 * sum(
+        parameter.numel() for parameter in again.parameters()
+    )
 
 
-@pytest.mark.parametrize("frozen", [{}, {"vision_tower": {"frozen": True}}, {"vision_tower": {"frozen": True}, "aligner": {"frozen": True}}])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        {},
+        {"vision_tower": {"frozen": True}},
+        {"vision_tower": {"frozen": True}, "aligner": {"frozen": True}},
+    ],
+)
 def test_recomputed_activations_change_no_bit_frozen_parts_or_not(config, frozen):
     kept, kept_losses = losses(config(training__parts=frozen), 2)
-    recomputed, recomputed_losses = losses(config(training__parts=frozen, model__gradient_checkpointing=True), 2)
+    recomputed, recomputed_losses = losses(
+        config(training__parts=frozen, model__gradient_checkpointing=True), 2
+    )
     assert kept_losses == recomputed_losses
     pairs = zip(kept.loaded.model.parameters(), recomputed.loaded.model.parameters(), strict=True)
     assert all(torch.equal(mine, other) for mine, other in pairs)
@@ -74,13 +90,20 @@ def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
     frozen = {"vision_tower": {"frozen": True}}
     learner, _ = losses(config(training__parts=frozen, training__weight_decay=0.1), 2)
     start = dict(load_model(config(), torch.device("cpu")).model.named_parameters())
-    moved = {name for name, parameter in learner.loaded.model.named_parameters() if not torch.equal(parameter, start[name])}
+    moved = {
+        name
+        for name, parameter in learner.loaded.model.named_parameters()
+        if not torch.equal(parameter, start[name])
+    }
     assert {model_part(name) for name in moved} == {ModelPart.ALIGNER, ModelPart.LANGUAGE_MODEL}
     assert {name for name in start if model_part(name) is ModelPart.LANGUAGE_MODEL} <= moved
 
 
 def test_float32_has_no_second_copy_of_its_weights(config):
-    assert MasterWeights(load_model(config(), torch.device("cpu")).model.parameters()).own_masters() == []
+    assert (
+        MasterWeights(load_model(config(), torch.device("cpu")).model.parameters()).own_masters()
+        == []
+    )
 
 
 def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, tmp_path):
@@ -88,13 +111,20 @@ def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, 
     with pytest.raises(ConfigError) as caught:
         load_tokens(config(model__path=str(folder)))
     lacks = "its tokenizer lacks the coord tokens, which boxes are written in"
-    remedy = "make a checkpoint that has them with `python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLDER`, and set model.path to it"
+    remedy = (
+        "make a checkpoint that has them with `python -m launch.add_coord_tokens model=STOCK_FOLDER"
+        " out=NEW_FOLDER`, and set model.path to it"
+    )
     assert str(caught.value) == f"model.path: {folder} does not suit the run: {lacks}; {remedy}"
 
 
-def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(config, demo_checkpoint, tmp_path):
+def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(
+    config, demo_checkpoint, tmp_path
+):
     folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
     FreshTokens(first_id=7, count=1_000_000).save(folder)
-    told = r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on, of a "
+    told = (
+        r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on, of a "
+    )
     with pytest.raises(ConfigError, match=told):
         load_model(config(model__path=str(folder)), torch.device("cpu"))

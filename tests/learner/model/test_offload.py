@@ -1,4 +1,6 @@
-"""What is moved away is gone while it is away, and back to the bit afterwards, whatever happened. The host stands in for a device: a move is a real copy."""
+"""What is moved away is gone while it is away, and back to the bit afterwards, whatever happened.
+The host stands in for a device: a move is a real copy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from config_support import configuration
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from learner.model.offload import offloaded, offloaded_model, offloaded_optimizer, offloads, require_offload
+from learner.model.offload import (
+    offloaded,
+    offloaded_model,
+    offloaded_optimizer,
+    offloads,
+    require_offload,
+)
 from shared.config import RunConfig
 from shared.errors import ConfigError, LearnerError
 
@@ -21,7 +29,11 @@ ON = {
     "stage2_ab__channel_b__enable_pipeline": False,
     "rollout_matching__rollout_backend": "vllm",
     "rollout_matching__vllm": {"mode": "colocate"},
-    "rollout_matching__offload": {"enabled": True, "offload_model": True, "offload_optimizer": True},
+    "rollout_matching__offload": {
+        "enabled": True,
+        "offload_model": True,
+        "offload_optimizer": True,
+    },
 }
 
 
@@ -61,18 +73,29 @@ def model() -> Tied:
 
 def everything(model: nn.Module) -> list[torch.Tensor]:
     parameters = list(model.parameters())
-    return [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None), *model.buffers()]
+    return [
+        *parameters,
+        *(parameter.grad for parameter in parameters if parameter.grad is not None),
+        *model.buffers(),
+    ]
 
 
 def facts(model: nn.Module) -> list[tuple[Any, ...]]:
-    return [(tensor.detach().clone(), tensor.stride(), tensor.dtype, tensor.device) for tensor in everything(model)]
+    return [
+        (tensor.detach().clone(), tensor.stride(), tensor.dtype, tensor.device)
+        for tensor in everything(model)
+    ]
 
 
 def same(before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]) -> bool:
-    return all(torch.equal(a[0], b[0]) and a[1:] == b[1:] for a, b in zip(before, after, strict=True))
+    return all(
+        torch.equal(a[0], b[0]) and a[1:] == b[1:] for a, b in zip(before, after, strict=True)
+    )
 
 
-def test_the_memory_of_the_model_is_let_go_while_it_is_away_and_its_bits_come_back(model: Tied) -> None:
+def test_the_memory_of_the_model_is_let_go_while_it_is_away_and_its_bits_come_back(
+    model: Tied,
+) -> None:
     before, objects = facts(model), [id(tensor) for tensor in everything(model)]
     held = [StorageWeakRef(tensor.untyped_storage()) for tensor in everything(model)]
     assert not any(storage.expired() for storage in held)
@@ -102,7 +125,11 @@ def test_offload_context_does_not_break_the_training_step(model: Tied) -> None:
 
 def test_it_comes_back_behind_an_exception(model: Tied) -> None:
     before, optimizer = facts(model), SpyOptimizer()
-    with pytest.raises(ZeroDivisionError), offloaded_optimizer(optimizer, GPU), offloaded_model(model):
+    with (
+        pytest.raises(ZeroDivisionError),
+        offloaded_optimizer(optimizer, GPU),
+        offloaded_model(model),
+    ):
         _ = 1 / 0
     assert same(before, facts(model))
     assert optimizer.moves == [CPU, GPU]
@@ -117,7 +144,10 @@ class Refusing(torch.Tensor):
 
 def test_it_comes_back_when_the_way_out_fails_half_way(model: Tied) -> None:
     model.scale = model.scale.as_subclass(Refusing)
-    before, held = facts(model), [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+    before, held = (
+        facts(model),
+        [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()],
+    )
     with pytest.raises(RuntimeError, match="no room"), offloaded_model(model):
         raise AssertionError("it did not get away")
     assert same(before, facts(model))
@@ -134,7 +164,10 @@ def test_no_room_to_come_back_is_told_with_what_makes_room(model: Tied) -> None:
             if device == GPU:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(LearnerError, match=r"rollout_matching\.offload.*gpu_memory_utilization"), offloaded_optimizer(FullDevice(), GPU):
+    with (
+        pytest.raises(LearnerError, match=r"rollout_matching\.offload.*gpu_memory_utilization"),
+        offloaded_optimizer(FullDevice(), GPU),
+    ):
         pass
 
 
@@ -146,25 +179,40 @@ def configured(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> Config
     return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path, **changes)
 
 
-def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(configured: Configured, model: Tied) -> None:
+def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(
+    configured: Configured, model: Tied
+) -> None:
     both = configured(**ON)
     held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
     with offloaded(both, model, optimizer, CPU, with_model=False):
         assert not held.expired()
         assert optimizer.moves == [CPU]
-    optimizer_alone = configured(**ON | {"rollout_matching__offload": {"enabled": True, "offload_optimizer": True}})
+    optimizer_alone = configured(
+        **ON | {"rollout_matching__offload": {"enabled": True, "offload_optimizer": True}}
+    )
     with offloaded(optimizer_alone, model, optimizer, CPU, with_model=True):
         assert not held.expired()
-    model_alone, untouched = configured(**ON | {"rollout_matching__offload": {"enabled": True, "offload_model": True}}), SpyOptimizer()
+    model_alone, untouched = (
+        configured(**ON | {"rollout_matching__offload": {"enabled": True, "offload_model": True}}),
+        SpyOptimizer(),
+    )
     with offloaded(model_alone, model, untouched, CPU, with_model=True):
         assert held.expired()
     assert untouched.moves == []
 
 
-def test_enabled_alone_moves_the_model_and_the_optimizer(configured: Configured, model: Tied) -> None:
+def test_enabled_alone_moves_the_model_and_the_optimizer(
+    configured: Configured, model: Tied
+) -> None:
     optimizer = SpyOptimizer()
     held = StorageWeakRef(model.turned.untyped_storage())
-    with offloaded(configured(**ON | {"rollout_matching__offload": {"enabled": True}}), model, optimizer, CPU, with_model=True):
+    with offloaded(
+        configured(**ON | {"rollout_matching__offload": {"enabled": True}}),
+        model,
+        optimizer,
+        CPU,
+        with_model=True,
+    ):
         assert held.expired()
     assert optimizer.moves == [CPU, CPU]
 
@@ -172,12 +220,20 @@ def test_enabled_alone_moves_the_model_and_the_optimizer(configured: Configured,
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout_matching__offload": {"enabled": False, "offload_model": True, "offload_optimizer": True}},
+        {
+            "rollout_matching__offload": {
+                "enabled": False,
+                "offload_model": True,
+                "offload_optimizer": True,
+            }
+        },
         {"rollout_matching__rollout_backend": "hf"},
         {"rollout_matching__vllm": {"mode": "actors"}},
     ],
 )
-def test_everywhere_else_the_section_is_ignored(configured: Configured, model: Tied, changes: dict[str, Any]) -> None:
+def test_everywhere_else_the_section_is_ignored(
+    configured: Configured, model: Tied, changes: dict[str, Any]
+) -> None:
     config, optimizer = configured(**ON | changes), SpyOptimizer()
     held = StorageWeakRef(model.turned.untyped_storage())
     require_offload(config, CPU)
@@ -187,13 +243,21 @@ def test_everywhere_else_the_section_is_ignored(configured: Configured, model: T
     assert optimizer.moves == []
 
 
-def test_on_a_cpu_there_is_nowhere_to_go_and_the_refusal_says_what_to_do(configured: Configured) -> None:
-    with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled: .*CPU.*set it to false"):
+def test_on_a_cpu_there_is_nowhere_to_go_and_the_refusal_says_what_to_do(
+    configured: Configured,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout_matching\.offload\.enabled: .*CPU.*set it to false"
+    ):
         require_offload(configured(**ON), CPU)
     require_offload(configured(**ON), GPU)
 
 
-def test_shards_cannot_be_moved_away_and_the_refusal_says_what_to_do(configured: Configured) -> None:
+def test_shards_cannot_be_moved_away_and_the_refusal_says_what_to_do(
+    configured: Configured,
+) -> None:
     sharded = configured(**ON, learner__world_size=2, learner__parallel="fsdp")
-    with pytest.raises(ConfigError, match=r"rollout_matching\.offload\.enabled: .*fsdp.*vllm\.mode: actors"):
+    with pytest.raises(
+        ConfigError, match=r"rollout_matching\.offload\.enabled: .*fsdp.*vllm\.mode: actors"
+    ):
         require_offload(sharded, GPU)

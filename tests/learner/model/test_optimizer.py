@@ -1,4 +1,6 @@
-"""The update: parts, schedule per part, updates that are skipped, masters in float32 (spec: one optimizer update per step)."""
+"""The update: parts, schedule per part, updates that are skipped, masters in float32 (spec: one
+optimizer update per step).
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,15 @@ class Tiny(nn.Module):
         self.to(dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.model.language_model(torch.tanh(self.model.visual.merger(torch.tanh(self.model.visual.patch_embed(inputs)))))
+        return self.model.language_model(
+            torch.tanh(self.model.visual.merger(torch.tanh(self.model.visual.patch_embed(inputs))))
+        )
 
 
 def training(**changes):
-    return TrainingSection.model_validate({"seed": 1, "max_steps": 10, "learning_rate": 0.01, **changes})
+    return TrainingSection.model_validate(
+        {"seed": 1, "max_steps": 10, "learning_rate": 0.01, **changes}
+    )
 
 
 def row(index, dtype=torch.float32):
@@ -66,8 +72,17 @@ def weights(model):
 
 def state_tensors(model, updater):
     """What the updater holds beside the model: masters of its own, and AdamW's moments."""
-    own = [master for master, parameter in zip(updater.masters, model.parameters(), strict=True) if master is not parameter]
-    return own + [value for state in updater.optimizer.state.values() for name, value in state.items() if name != "step"]
+    own = [
+        master
+        for master, parameter in zip(updater.masters, model.parameters(), strict=True)
+        if master is not parameter
+    ]
+    return own + [
+        value
+        for state in updater.optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
 
 
 def same(a, b):
@@ -77,7 +92,9 @@ def same(a, b):
 def test_without_parts_the_update_is_plain_adamw_of_all_parameters_to_the_bit():
     model, config = Tiny(), training(lr_warmup_steps=2, lr_schedule="cosine", adam_beta2=0.95)
     slow = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(slow.parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        slow.parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
     updater = Optimizer(model, config, OneRank())
     for step in range(4):
         result = learn(model, updater, step)
@@ -89,7 +106,10 @@ def test_without_parts_the_update_is_plain_adamw_of_all_parameters_to_the_bit():
         optimizer.param_groups[0]["lr"] = learning_rate_at(step, config, 0.01)
         optimizer.step()
         optimizer.zero_grad()
-        assert (result.grad_norm, result.learning_rate) == (float(norm), optimizer.param_groups[0]["lr"])
+        assert (result.grad_norm, result.learning_rate) == (
+            float(norm),
+            optimizer.param_groups[0]["lr"],
+        )
         assert same(weights(model), weights(slow))
 
 
@@ -100,11 +120,17 @@ def test_a_frozen_part_keeps_its_bits_and_the_others_move():
     learn(model, updater, 0)
     after = weights(model)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {f"model.{part}.{kind}" for part in ("visual.merger", "language_model") for kind in ("weight", "bias")}
+    assert moved == {
+        f"model.{part}.{kind}"
+        for part in ("visual.merger", "language_model")
+        for kind in ("weight", "bias")
+    }
 
 
 def test_nothing_left_to_train_is_refused():
-    config = training(parts={part: {"frozen": True} for part in ("vision_tower", "aligner", "language_model")})
+    config = training(
+        parts={part: {"frozen": True} for part in ("vision_tower", "aligner", "language_model")}
+    )
     with pytest.raises(ConfigError, match=r"training\.parts: nothing is left to train; unfreeze"):
         freeze_parts(Tiny(), config.parts)
     adapted, config = Tiny(), training(parts={"language_model": {"frozen": True}})
@@ -116,24 +142,43 @@ def test_nothing_left_to_train_is_refused():
 
 def test_every_part_has_its_own_peak_on_the_same_schedule():
     config = training(
-        lr_warmup_steps=4, lr_schedule="cosine", min_lr_ratio=0.1, parts={"vision_tower": {"learning_rate": 0.001}, "aligner": {"learning_rate": 0.1}}
+        lr_warmup_steps=4,
+        lr_schedule="cosine",
+        min_lr_ratio=0.1,
+        parts={"vision_tower": {"learning_rate": 0.001}, "aligner": {"learning_rate": 0.1}},
     )
     model = Tiny()
     updater = Optimizer(model, config, OneRank())
     for step in range(10):
         result = learn(model, updater, step, rows=1)
-        assert result.part_learning_rates["vision_tower"] == pytest.approx(result.learning_rate * 0.1)
+        assert result.part_learning_rates["vision_tower"] == pytest.approx(
+            result.learning_rate * 0.1
+        )
         assert result.part_learning_rates["aligner"] == pytest.approx(result.learning_rate * 10)
-        assert result.metrics()["optim/learning_rate.aligner"] == result.part_learning_rates["aligner"]
+        assert (
+            result.metrics()["optim/learning_rate.aligner"] == result.part_learning_rates["aligner"]
+        )
         assert "optim/learning_rate.language_model" not in result.metrics()
 
 
 def test_a_part_moves_by_its_own_rate():
     """The first step of Adam moves every element by the learning rate, whatever its gradient."""
-    model, config = Tiny(), training(max_grad_norm=None, parts={"vision_tower": {"learning_rate": 1e-4}, "language_model": {"learning_rate": 1e-2}})
+    model, config = (
+        Tiny(),
+        training(
+            max_grad_norm=None,
+            parts={
+                "vision_tower": {"learning_rate": 1e-4},
+                "language_model": {"learning_rate": 1e-2},
+            },
+        ),
+    )
     before, updater = weights(model), Optimizer(model, config, OneRank())
     learn(model, updater, 0)
-    moved = {name: (parameter - before[name]).abs().mean().item() for name, parameter in weights(model).items()}
+    moved = {
+        name: (parameter - before[name]).abs().mean().item()
+        for name, parameter in weights(model).items()
+    }
     assert moved["model.visual.patch_embed.weight"] == pytest.approx(1e-4, rel=1e-2)
     assert moved["model.visual.merger.weight"] == pytest.approx(0.01, rel=1e-2)
     assert moved["model.language_model.weight"] == pytest.approx(1e-2, rel=1e-2)
@@ -153,10 +198,14 @@ def test_the_gradient_is_clipped_over_all_parts_together():
     model, config = Tiny(), training(max_grad_norm=1e-3, parts={"aligner": {"learning_rate": 0.5}})
     seen = {}
     updater = Optimizer(model, config, OneRank())
-    updater.optimizer.register_step_pre_hook(lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()}))
+    updater.optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()})
+    )
     result = learn(model, updater, 0)
     assert result.grad_norm > 1e-3
-    assert math.sqrt(sum(float(gradient.square().sum()) for gradient in seen.values())) == pytest.approx(1e-3, rel=1e-3)
+    assert math.sqrt(
+        sum(float(gradient.square().sum()) for gradient in seen.values())
+    ) == pytest.approx(1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize("spoil", [NAN, float("inf")])
@@ -169,10 +218,21 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing_and_is_cou
     skipped = [learn(model, updater, step, spoil=spoil) for step in (1, 2)]
     assert same(weights(model), before)
     assert all(torch.equal(a, b) for a, b in zip(state, state_tensors(model, updater), strict=True))
-    assert [(result.skipped, result.num_skipped_in_a_row) for result in skipped] == [(True, 1), (True, 2)]
-    assert skipped[1].metrics() == {"optim/learning_rate": pytest.approx(0.008), "optim/num_skipped": 1.0, "optim/num_skipped_in_a_row": 2.0}
+    assert [(result.skipped, result.num_skipped_in_a_row) for result in skipped] == [
+        (True, 1),
+        (True, 2),
+    ]
+    assert skipped[1].metrics() == {
+        "optim/learning_rate": pytest.approx(0.008),
+        "optim/num_skipped": 1.0,
+        "optim/num_skipped_in_a_row": 2.0,
+    }
     good = learn(model, updater, 3)
-    assert (good.skipped, good.num_skipped_in_a_row, good.learning_rate) == (False, 0, pytest.approx(0.007))
+    assert (good.skipped, good.num_skipped_in_a_row, good.learning_rate) == (
+        False,
+        0,
+        pytest.approx(0.007),
+    )
     assert not same(weights(model), before)
 
 
@@ -182,9 +242,18 @@ def test_one_more_than_the_allowed_number_in_a_row_stops_the_run_with_a_remedy()
     learn(model, updater, 0, spoil=NAN)
     learn(model, updater, 1)
     learn(model, updater, 2, spoil=NAN)
-    with pytest.raises(LearnerError, match=r"step 4: the gradient norm is nan, and so were those of the 1 updates before .*lower training\.learning_rate"):
+    with pytest.raises(
+        LearnerError,
+        match=(
+            r"step 4: the gradient norm is nan, and so were those of the 1 updates before .*lower"
+            r" training\.learning_rate"
+        ),
+    ):
         learn(model, updater, 3, spoil=NAN)
-    with pytest.raises(LearnerError, match=r"step 1: the gradient norm is nan \(training\.max_nonfinite_updates: 0\)"):
+    with pytest.raises(
+        LearnerError,
+        match=r"step 1: the gradient norm is nan \(training\.max_nonfinite_updates: 0\)",
+    ):
         learn(model, Optimizer(model, training(), OneRank()), 0, spoil=NAN)
 
 
@@ -209,7 +278,9 @@ def test_a_gradient_that_is_not_finite_on_another_rank_is_skipped_here_too():
     others = [torch.zeros_like(parameter) for parameter in model.parameters()]
     others[2][0] = NAN
     before = weights(model)
-    assert learn(model, Optimizer(model, training(max_nonfinite_updates=1), TwoRanks(others)), 0).skipped
+    assert learn(
+        model, Optimizer(model, training(max_nonfinite_updates=1), TwoRanks(others)), 0
+    ).skipped
     assert same(weights(model), before)
 
 
@@ -219,7 +290,9 @@ def test_a_rank_without_rows_takes_the_other_rank_s_update():
     sample = Tiny()
     for index in range(3):
         sample(row(index)).square().sum().backward()
-    Optimizer(model, training(), TwoRanks([parameter.grad for parameter in sample.parameters()])).update(0, 3)
+    Optimizer(
+        model, training(), TwoRanks([parameter.grad for parameter in sample.parameters()])
+    ).update(0, 3)
     assert same(weights(model), weights(alone))
 
 
@@ -231,14 +304,27 @@ def test_in_bfloat16_updates_too_small_for_it_add_up_in_the_masters():
     start = weights(model)
     learn(model, updater, 0, rows=1)
     learn(exact, reference, 0, rows=1)
-    assert sum(int((parameter != start[name]).sum()) for name, parameter in weights(model).items()) < 10, "1e-5 is less than half a unit of most weights"
+    assert (
+        sum(int((parameter != start[name]).sum()) for name, parameter in weights(model).items())
+        < 10
+    ), "1e-5 is less than half a unit of most weights"
     for step in range(1, 400):
         learn(model, updater, step, rows=1)
         learn(exact, reference, step, rows=1)
-    moved = torch.cat([(parameter.float() - start[name].float()).flatten() for name, parameter in weights(model).items()])
-    should = torch.cat([(parameter - start[name].float()).flatten() for name, parameter in weights(exact).items()])
+    moved = torch.cat(
+        [
+            (parameter.float() - start[name].float()).flatten()
+            for name, parameter in weights(model).items()
+        ]
+    )
+    should = torch.cat(
+        [(parameter - start[name].float()).flatten() for name, parameter in weights(exact).items()]
+    )
     assert torch.nn.functional.cosine_similarity(moved, should, dim=0) > 0.98
-    assert all(parameter.dtype is torch.bfloat16 and parameter.grad is None for parameter in model.parameters())
+    assert all(
+        parameter.dtype is torch.bfloat16 and parameter.grad is None
+        for parameter in model.parameters()
+    )
 
 
 @pytest.mark.slow
@@ -262,7 +348,10 @@ def test_bfloat16_weights_are_the_rounded_masters_and_two_runs_give_the_same_bit
         updater = Optimizer(model, training(parts={"aligner": {"learning_rate": 0.002}}), OneRank())
         for step in range(3):
             learn(model, updater, step)
-        assert all(torch.equal(master.bfloat16(), parameter) for master, parameter in zip(updater.masters, model.parameters(), strict=True))
+        assert all(
+            torch.equal(master.bfloat16(), parameter)
+            for master, parameter in zip(updater.masters, model.parameters(), strict=True)
+        )
         ends.append(weights(model))
     assert same(*ends)
 
@@ -277,7 +366,9 @@ def test_moving_the_state_between_rows_and_updates_changes_no_bit(dtype):
         updaters[1].move_to(torch.device("cpu"))
         learn(stays, updaters[0], step)
         learn(moves, updaters[1], step)
-        assert len(state_tensors(moves, updaters[1])) == len(list(moves.parameters())) * (2 if dtype is torch.float32 else 3)
+        assert len(state_tensors(moves, updaters[1])) == len(list(moves.parameters())) * (
+            2 if dtype is torch.float32 else 3
+        )
     assert same(weights(stays), weights(moves))
 
 
@@ -295,5 +386,7 @@ def test_the_learning_rate_warms_up_and_falls_to_its_floor():
     assert [learning_rate_at(step, config, 1.0) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert learning_rate_at(54, config, 1.0) == pytest.approx(0.6)
     assert learning_rate_at(104, config, 1.0) == pytest.approx(0.2)
-    assert learning_rate_at(54, config.model_copy(update={"lr_schedule": "linear"}), 1.0) == pytest.approx(0.6)
+    assert learning_rate_at(
+        54, config.model_copy(update={"lr_schedule": "linear"}), 1.0
+    ) == pytest.approx(0.6)
     assert learning_rate_at(54, config.model_copy(update={"lr_schedule": "constant"}), 1.0) == 1.0

@@ -6,20 +6,35 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from tiny_qwen import FAMILIES
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from learner.model.loading import MODEL_TYPES
 from learner.model.parts import ModelPart, freeze_parts, model_part, trained_parameters
 from shared.config.training import PartsSection
 
-CLASSES = {"qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig), "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig)}
+CLASSES = {
+    "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig),
+    "qwen3_vl": (Qwen3VLForConditionalGeneration, Qwen3VLConfig),
+}
 
 
-@pytest.fixture(scope="module", params=[(family, tied) for family in MODEL_TYPES for tied in (True, False)], ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[(family, tied) for family in MODEL_TYPES for tied in (True, False)],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
 def model(request):
     """Of the size that the family's configuration has by itself, without memory."""
     kind, config = CLASSES[request.param[0]]
-    small = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"depth": 3, "deepstack_visual_indexes": [0, 1]}}
+    small = {
+        "text_config": {"num_hidden_layers": 2},
+        "vision_config": {"depth": 3, "deepstack_visual_indexes": [0, 1]},
+    }
     if request.param[0] == "qwen2_5_vl":
         small = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"depth": 3}}
     with init_empty_weights():
@@ -37,24 +52,45 @@ def test_every_parameter_has_one_part_and_every_part_has_parameters(model):
     parts = {name: model_part(name) for name, _ in model.named_parameters()}
     assert set(parts.values()) == set(ModelPart)
     vision = {id(parameter) for parameter in model.model.visual.parameters()}
-    mergers = {id(p) for name, module in model.model.visual.named_modules() if "Merger" in type(module).__name__ for p in module.parameters()}
+    mergers = {
+        id(p)
+        for name, module in model.model.visual.named_modules()
+        if "Merger" in type(module).__name__
+        for p in module.parameters()
+    }
     for name, parameter in model.named_parameters():
-        expected = ModelPart.ALIGNER if id(parameter) in mergers else ModelPart.VISION_TOWER if id(parameter) in vision else ModelPart.LANGUAGE_MODEL
+        expected = (
+            ModelPart.ALIGNER
+            if id(parameter) in mergers
+            else ModelPart.VISION_TOWER
+            if id(parameter) in vision
+            else ModelPart.LANGUAGE_MODEL
+        )
         assert parts[name] is expected, name
 
 
 def test_a_head_is_frozen_and_trained_with_the_embedding_tied_or_not(model):
     freeze_parts(model, PartsSection.model_validate({"language_model": {"frozen": True}}))
     try:
-        assert not model.lm_head.weight.requires_grad and not model.get_input_embeddings().weight.requires_grad
-        assert {part for part, _ in trained_parameters(model)} == {ModelPart.VISION_TOWER, ModelPart.ALIGNER}
+        assert (
+            not model.lm_head.weight.requires_grad
+            and not model.get_input_embeddings().weight.requires_grad
+        )
+        assert {part for part, _ in trained_parameters(model)} == {
+            ModelPart.VISION_TOWER,
+            ModelPart.ALIGNER,
+        }
     finally:
         model.requires_grad_(True)
 
 
 def test_trained_parameters_are_all_and_each_once(model):
     trained = [parameter for _, parameter in trained_parameters(model)]
-    assert len(trained) == len({id(parameter) for parameter in trained}) == len(list(model.parameters()))
+    assert (
+        len(trained)
+        == len({id(parameter) for parameter in trained})
+        == len(list(model.parameters()))
+    )
     assert all(isinstance(parameter, torch.nn.Parameter) for parameter in trained)
 
 

@@ -60,9 +60,7 @@ def test_parameters_keep_their_names_shapes_and_values(tower: Any) -> None:
 
 
 def test_a_learner_loads_no_convolution(
-    demo_checkpoint: Path,
-    demo_data: Path,
-    tmp_path: Path,
+    demo_checkpoint: Path, demo_data: Path, tmp_path: Path
 ) -> None:
     config = configuration(demo_checkpoint, demo_data, tmp_path)
     model = load_model(config, torch.device("cpu")).model

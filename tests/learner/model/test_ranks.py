@@ -1,4 +1,6 @@
-"""The group of the learner ranks: sums, waits that end, and one process group that is nobody else's (DESIGN 5, decision 14; 9)."""
+"""The group of the learner ranks: sums, waits that end, and one process group that is nobody else's
+(DESIGN 5, decision 14; 9).
+"""
 
 import socket
 
@@ -31,7 +33,9 @@ def test_counts_are_summed_and_compared_over_ranks(collectives):
 
 def test_gradients_are_summed_in_float32_and_every_rank_holds_the_same_bits(collectives):
     first, second = collectives
-    for a, b, after, other in zip(first["before"], second["before"], first["after"], second["after"], strict=True):
+    for a, b, after, other in zip(
+        first["before"], second["before"], first["after"], second["after"], strict=True
+    ):
         assert torch.equal(after, other)
         assert torch.equal(after, (a.float() + b.float()).to(a.dtype))
 
@@ -61,13 +65,25 @@ def test_one_rank_asks_nobody():
     ranks = join_ranks(place, None, CPU, timeout_s=1.0, sums_in_backward=False)
     assert isinstance(ranks, OneRank)
     assert ranks.any_of([True, False]) == [True, False]
-    assert (ranks.sum(3), ranks.max(3), ranks.first_difference([1]), ranks.meet(False), ranks.pop_spans()) == (3, 3, None, False, [])
+    assert (
+        ranks.sum(3),
+        ranks.max(3),
+        ranks.first_difference([1]),
+        ranks.meet(False),
+        ranks.pop_spans(),
+    ) == (3, 3, None, False, [])
 
 
 def test_a_rank_that_does_not_come_is_missed_with_the_address_and_the_key():
     rendezvous = Rendezvous("127.0.0.1")
     place = RankTopology("rollmatch_gloo", (), rank=0, world_size=2, rendezvous=rendezvous.endpoint)
-    with pytest.raises(CollectiveError, match=rf"rank 0 of 2: no answer from the other learner ranks at {rendezvous.endpoint} after timeouts\.learn_s = 1 s; "):
+    with pytest.raises(
+        CollectiveError,
+        match=(
+            rf"rank 0 of 2: no answer from the other learner ranks at {rendezvous.endpoint} after"
+            r" timeouts\.learn_s = 1 s; "
+        ),
+    ):
         join_ranks(place, rendezvous, CPU, timeout_s=1.0, sums_in_backward=False)
 
 
@@ -80,13 +96,18 @@ def test_a_rank_whose_process_ends_is_missed_at_once_by_the_others():
     assert isinstance(ended, EOFError)
     assert type(error) is CollectiveError
     assert error.phase == "finish_step"
-    told = "rank 0 of 2: another one did not answer within timeouts.learn_s = 60 s, or its connection broke; check the rank that failed first"
+    told = (
+        "rank 0 of 2: another one did not answer within timeouts.learn_s = 60 s, or its connection"
+        " broke; check the rank that failed first"
+    )
     assert told in str(error)
 
 
 def test_errors_of_several_ranks_say_which_rank_they_are_of(two_ranks, rank_config):
     first, second = two_ranks.outcomes(rank_jobs.not_finite, rank_config(learner__world_size=2))
     for rank, error in enumerate((first, second)):
-        assert type(error) is LearnerError, "the sum is the same on every rank, and so is what becomes of it"
+        assert type(error) is LearnerError, (
+            "the sum is the same on every rank, and so is what becomes of it"
+        )
         assert error.phase == "update"
         assert f"rank {rank} of 2: step 2: the gradient norm is nan" in str(error)

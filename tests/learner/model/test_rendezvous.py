@@ -1,4 +1,6 @@
-"""What a learner rank's group is opened with on a GPU, on a machine that has none and whose torch knows no NCCL."""
+"""What a learner rank's group is opened with on a GPU, on a machine that has none and whose torch
+knows no NCCL.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,28 @@ class FakeNccl(ProcessGroupGloo):
         self.opened.append(self)
 
 
-def test_ranks_on_gpus_meet_over_nccl_there_and_over_gloo_in_host_memory_with_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_gpus_meet_over_nccl_there_and_over_gloo_in_host_memory_with_one_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(FakeNccl, "opened", [], raising=False)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
     rendezvous = Rendezvous("127.0.0.1")
 
     def join(rank: int) -> Ranks:
-        place = RankTopology(TransportKind.NCCL, (), device=Device.CUDA, rank=rank, world_size=2, rendezvous=rendezvous.endpoint)
+        place = RankTopology(
+            TransportKind.NCCL,
+            (),
+            device=Device.CUDA,
+            rank=rank,
+            world_size=2,
+            rendezvous=rendezvous.endpoint,
+        )
         hosted, device = None if rank else rendezvous, LearnerDevice(torch.device("cpu"))
         return join_ranks(place, hosted, device, timeout_s=20.0, sums_in_backward=False)
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(join, range(2))
-        assert sorted(each.given for each in FakeNccl.opened) == [(rank, 2, timedelta(seconds=20)) for rank in range(2)]
+        assert sorted(each.given for each in FakeNccl.opened) == [
+            (rank, 2, timedelta(seconds=20)) for rank in range(2)
+        ]
         assert list(threads.map(lambda ranks: ranks.sum(3), (first, second))) == [6, 6]

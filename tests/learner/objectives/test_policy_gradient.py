@@ -1,6 +1,8 @@
-"""`policy_gradient` against a slow reference in Python's floats (DESIGN 8), through collation and the pass over the logits (DESIGN 5, decision 6).
+"""`policy_gradient` against a slow reference in Python's floats (DESIGN 8), through collation and
+the pass over the logits (DESIGN 5, decision 6).
 
-The model is one that a float64 reference can follow: what it says at a position depends on the token there and on the position within the segment.
+The model is one that a float64 reference can follow: what it says at a position depends on the
+token there and on the position within the segment.
 """
 
 from __future__ import annotations
@@ -33,17 +35,35 @@ VOCABULARY, LONGEST, MAX_NEW_TOKENS = 11, 16, 20
 NO_COORDS = torch.empty(0, dtype=torch.int64)
 """A language model has no coord tokens."""
 TEMPERATURE, BANNED = 0.7, (2, 5)
-CONFIG = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0, "normalize": "step", "advantage_std": False}
+CONFIG = {
+    "clip_low": 0.2,
+    "clip_high": 0.3,
+    "ratio_cap": 2.0,
+    "normalize": "step",
+    "advantage_std": False,
+}
 NO_TEXT = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
 
 
 def objectives(weight=1.0, **changes):
-    entry = {"name": "policy_gradient", "enabled": True, "weight": weight, "channels": ["B"], "config": CONFIG | changes}
-    return build_objectives(PipelineSection.model_validate({"objective": [entry], "diagnostics": []}), Channel.B, NO_COORDS)
+    entry = {
+        "name": "policy_gradient",
+        "enabled": True,
+        "weight": weight,
+        "channels": ["B"],
+        "config": CONFIG | changes,
+    }
+    return build_objectives(
+        PipelineSection.model_validate({"objective": [entry], "diagnostics": []}),
+        Channel.B,
+        NO_COORDS,
+    )
 
 
 def rule(**changes):
-    return AdvantageEstimator.of(PolicyGradientConfig.model_validate(CONFIG | changes), max_new_tokens=MAX_NEW_TOKENS)
+    return AdvantageEstimator.of(
+        PolicyGradientConfig.model_validate(CONFIG | changes), max_new_tokens=MAX_NEW_TOKENS
+    )
 
 
 # What the model says
@@ -52,23 +72,34 @@ def rule(**changes):
 @pytest.fixture(scope="module")
 def tables():
     draw = torch.Generator().manual_seed(3)
-    return tuple(torch.randn(size, VOCABULARY, generator=draw, dtype=torch.float64) for size in (VOCABULARY, LONGEST))
+    return tuple(
+        torch.randn(size, VOCABULARY, generator=draw, dtype=torch.float64)
+        for size in (VOCABULARY, LONGEST)
+    )
 
 
 def slow_logprob(tables, example, place):
     """Of the token at `place`, as sampled: at the temperature, without the banned ids."""
     by_token, by_position = tables
-    logits = [(by_token[example.token_ids[place - 1]][v] + by_position[place - 1][v]).item() / TEMPERATURE for v in range(VOCABULARY)]
+    logits = [
+        (by_token[example.token_ids[place - 1]][v] + by_position[place - 1][v]).item() / TEMPERATURE
+        for v in range(VOCABULARY)
+    ]
     allowed = [math.exp(logit) for v, logit in enumerate(logits) if v not in BANNED]
     return logits[example.token_ids[place]] - math.log(sum(allowed))
 
 
 def examples(tables, distances, seed=0):
-    """Of two turns each; the engine's log-probability is the learner's minus the distance, of one sampled token after the other."""
+    """Of two turns each; the engine's log-probability is the learner's minus the distance, of one
+    sampled token after the other.
+    """
     draw, left, made = np.random.default_rng(seed), list(distances), []
     while left:
         mask = [0, 0, 1, 1, 0, 1, 1, 0][: draw.integers(4, 9)]
-        ids = [int(i) for i in draw.choice([v for v in range(VOCABULARY) if v not in BANNED], len(mask))]
+        ids = [
+            int(i)
+            for i in draw.choice([v for v in range(VOCABULARY) if v not in BANNED], len(mask))
+        ]
         reward = float(draw.choice([-1.5, -0.5, 0.75, 2.0]))
         # Of a group whose mean is 0, so that the reward is the advantage.
         example = TrainingExample(
@@ -81,7 +112,10 @@ def examples(tables, distances, seed=0):
             step_ends=(4, len(ids))[len(ids) <= 4 :],
             group_rewards=(reward, reward - 1.0, 1.0 - 2 * reward),
         )
-        logprobs = [slow_logprob(tables, example, place) - (left.pop() if left else 0.0) if m else 0.0 for place, m in enumerate(mask)]
+        logprobs = [
+            slow_logprob(tables, example, place) - (left.pop() if left else 0.0) if m else 0.0
+            for place, m in enumerate(mask)
+        ]
         made.append(replace(example, logprobs=logprobs, example_id=len(made)))
     return made
 
@@ -92,7 +126,11 @@ def segment_of(example, credit_rule, num_of_rollout=None):
     prompt_ids, target = trajectory_target(example, credit_rule, num_of_rollout=number)
     size = len(prompt_ids)
     nothing = torch.zeros(0, 4), torch.zeros(0, 3, dtype=torch.int64)
-    return Segment(0, EncodedPrompt(prompt_ids, prompt_ids, torch.zeros(size, dtype=torch.int64), *nothing), target)
+    return Segment(
+        0,
+        EncodedPrompt(prompt_ids, prompt_ids, torch.zeros(size, dtype=torch.int64), *nothing),
+        target,
+    )
 
 
 def plain_positions(ids_1L, **_):
@@ -100,24 +138,42 @@ def plain_positions(ids_1L, **_):
 
 
 def learn(tables, rows, *, weight=1.0, chunk=3, **config):
-    """(loss, terms, diagnostics as a mean over tokens, gradients of both tables) of segments in rows."""
+    """(loss, terms, diagnostics as a mean over tokens, gradients of both tables) of segments in
+    rows.
+    """
     of_channel = objectives(weight, **config)
     leaves = [table.float().clone().requires_grad_(True) for table in tables]
     loss, term, sums, num_tokens = 0.0, 0.0, {}, 0
     for segments in rows:
         row = collate(segments, text_weights=NO_TEXT, rope_index=plain_positions)
         at_N = row.positions_N
-        hidden = leaves[0][row.inputs.input_ids[0, at_N]] + leaves[1][row.inputs.position_ids[0, 0, at_N]]
-        values = LogitsPass(lambda hidden: hidden, NO_COORDS, of_channel.needs, Normalizer(TEMPERATURE, BANNED), chunk)(hidden, row)
+        hidden = (
+            leaves[0][row.inputs.input_ids[0, at_N]]
+            + leaves[1][row.inputs.position_ids[0, 0, at_N]]
+        )
+        values = LogitsPass(
+            lambda hidden: hidden,
+            NO_COORDS,
+            of_channel.needs,
+            Normalizer(TEMPERATURE, BANNED),
+            chunk,
+        )(hidden, row)
         (objective,), (diagnostic,) = of_channel.objectives, of_channel.diagnostics
         part = objective(values, row.supervision)
         part.loss.backward()
         loss, term = loss + part.loss.item(), term + part.terms[0].item()
         with torch.no_grad():
-            for name, value_M in zip(diagnostic.names, diagnostic(values, row.supervision), strict=True):
+            for name, value_M in zip(
+                diagnostic.names, diagnostic(values, row.supervision), strict=True
+            ):
                 sums[name] = sums.get(name, 0.0) + value_M.sum().item()
             num_tokens += len(row.supervision.sampled.at)
-    return loss, term, {name: total / num_tokens for name, total in sums.items()}, [leaf.grad for leaf in leaves]
+    return (
+        loss,
+        term,
+        {name: total / num_tokens for name, total in sums.items()},
+        [leaf.grad for leaf in leaves],
+    )
 
 
 def slow_tokens(tables, all_examples, **changes):
@@ -125,16 +181,24 @@ def slow_tokens(tables, all_examples, **changes):
     config = CONFIG | changes
     for example in all_examples:
         std = float(np.std(example.group_rewards)) + 1e-4 if config["advantage_std"] else 1.0
-        calls = [[place for place in call if place < len(example.mask)] for call in ((2, 3), (5, 6))]
+        calls = [
+            [place for place in call if place < len(example.mask)] for call in ((2, 3), (5, 6))
+        ]
         for call in calls:
-            number = {"step": len(call), "rollout": sum(map(len, calls)), "constant": MAX_NEW_TOKENS}
+            number = {
+                "step": len(call),
+                "rollout": sum(map(len, calls)),
+                "constant": MAX_NEW_TOKENS,
+            }
             for place in call:
                 ratio = math.exp(slow_logprob(tables, example, place) - example.logprobs[place])
                 yield example, place, example.advantage / std / number[config["normalize"]], ratio
 
 
 def slow_loss(tables, all_examples, **changes):
-    """Token by token: the ratio truncated at its cap, then the worse of itself and its clipped self."""
+    """Token by token: the ratio truncated at its cap, then the worse of itself and its clipped
+    self.
+    """
     total = 0.0
     for _, _, advantage, ratio in slow_tokens(tables, all_examples, **changes):
         truncated = min(ratio, CAP)
@@ -156,7 +220,24 @@ def slow_teaching(at, tables, all_examples, **changes):
 
 
 LOW, HIGH, CAP = 0.8, 1.3, 2.0
-DISTANCES = [0.0, 0.1, -0.1, 0.25, -0.2, 0.4, -0.4, 0.65, -0.6, 0.9, -0.9, 3.0, -3.0, 0.02, -0.05, 0.0]
+DISTANCES = [
+    0.0,
+    0.1,
+    -0.1,
+    0.25,
+    -0.2,
+    0.4,
+    -0.4,
+    0.65,
+    -0.6,
+    0.9,
+    -0.9,
+    3.0,
+    -3.0,
+    0.02,
+    -0.05,
+    0.0,
+]
 """Of log-probabilities: within the clip, beyond it, and beyond the cap, on either side."""
 
 
@@ -166,7 +247,9 @@ DISTANCES = [0.0, 0.1, -0.1, 0.25, -0.2, 0.4, -0.4, 0.65, -0.6, 0.9, -0.9, 3.0, 
 def test_the_loss_equals_a_slow_obvious_version(tables, normalize, advantage_std):
     settings = {"normalize": normalize, "advantage_std": advantage_std}
     of = examples(tables, DISTANCES * 3)
-    loss, term, *_ = learn(tables, [[segment_of(one, rule(**settings)) for one in of]], weight=0.5, **settings)
+    loss, term, *_ = learn(
+        tables, [[segment_of(one, rule(**settings)) for one in of]], weight=0.5, **settings
+    )
     assert term == pytest.approx(slow_loss(tables, of, **settings), abs=1e-5)
     assert loss == pytest.approx(0.5 * term, abs=1e-6)
 
@@ -174,7 +257,11 @@ def test_the_loss_equals_a_slow_obvious_version(tables, normalize, advantage_std
 def test_the_loss_and_its_gradient_do_not_depend_on_packing(tables):
     segments = [segment_of(one, rule()) for one in examples(tables, DISTANCES * 3)]
     alone = learn(tables, [[segment] for segment in segments])
-    for rows in ([segments], [list(reversed(segments))], [segments[:2], segments[2:5], segments[5:]]):
+    for rows in (
+        [segments],
+        [list(reversed(segments))],
+        [segments[:2], segments[2:5], segments[5:]],
+    ):
         packed = learn(tables, rows)
         assert packed[:2] == pytest.approx(alone[:2], abs=1e-5)
         assert packed[2] == pytest.approx(alone[2], abs=1e-5)
@@ -187,7 +274,9 @@ def test_the_loss_and_its_gradient_do_not_depend_on_packing(tables):
 def test_the_gradient_agrees_with_finite_differences(tables, normalize):
     """Of the log-probabilities, with weights that stay as they are: beyond the cap too."""
     of = examples(tables, DISTANCES)
-    _, _, _, gradients = learn(tables, [[segment_of(one, rule(normalize=normalize)) for one in of]], normalize=normalize)
+    _, _, _, gradients = learn(
+        tables, [[segment_of(one, rule(normalize=normalize)) for one in of]], normalize=normalize
+    )
     step = 1e-5
     for table, gradient in zip(tables, gradients, strict=True):
         for place in [(i, v) for i in range(0, len(table), 3) for v in range(0, VOCABULARY, 2)]:
@@ -197,7 +286,9 @@ def test_the_gradient_agrees_with_finite_differences(tables, normalize):
                 moved[place] += sign * step
                 there = [moved if other is table else other for other in tables]
                 differences.append(slow_teaching(tables, there, of, normalize=normalize))
-            assert gradient[place].item() == pytest.approx((differences[0] - differences[1]) / (2 * step), abs=2e-5)
+            assert gradient[place].item() == pytest.approx(
+                (differences[0] - differences[1]) / (2 * step), abs=2e-5
+            )
 
 
 def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
@@ -208,7 +299,9 @@ def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
 
 
 def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_what_was_worse(tables):
-    """On-policy the gradient is that of REINFORCE: minus the advantage times the score, mean over the rollout's sampled tokens."""
+    """On-policy the gradient is that of REINFORCE: minus the advantage times the score, mean over
+    the rollout's sampled tokens.
+    """
     (one,) = examples(tables, [0.0])
     for advantage in (2.0, -1.0):
         segment = segment_of(replace(one, advantage=advantage), rule(normalize="rollout"))
@@ -218,7 +311,9 @@ def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_wha
             for v in (v for v in range(VOCABULARY) if v not in BANNED):
                 ids = [*one.token_ids[:place], v]
                 p = math.exp(slow_logprob(tables, SimpleNamespace(token_ids=ids), place))
-                expected[place - 1, v] -= advantage * ((v == one.token_ids[place]) - p) / TEMPERATURE / one.num_learned
+                expected[place - 1, v] -= (
+                    advantage * ((v == one.token_ids[place]) - p) / TEMPERATURE / one.num_learned
+                )
         torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -255,7 +350,9 @@ def loss_of(log_ratio, advantage, **changes):
         (1e30, 1.0, HIGH, False),
     ],
 )
-def test_the_ratio_is_truncated_and_clipped_against_the_advantages_sign(ratio, advantage, counts_as, is_learned):
+def test_the_ratio_is_truncated_and_clipped_against_the_advantages_sign(
+    ratio, advantage, counts_as, is_learned
+):
     loss, gradient, clipped = loss_of([math.log(ratio)], [advantage])
     assert loss == pytest.approx(-advantage * counts_as, rel=1e-9)
     assert gradient == [pytest.approx(-advantage * counts_as if is_learned else 0.0, rel=1e-9)]
@@ -271,13 +368,17 @@ def test_a_cap_below_the_clip_truncates_what_the_clip_still_lets_through():
 
 def test_a_token_without_advantage_is_not_counted_as_clipped():
     sampled = NOTHING_SAMPLED._replace(engine_logprobs=torch.zeros(3), advantage=torch.zeros(3))
-    assert not is_clipped(torch.tensor([-5.0, 0.0, 5.0]), sampled, PolicyGradientConfig.model_validate(CONFIG)).any()
+    assert not is_clipped(
+        torch.tensor([-5.0, 0.0, 5.0]), sampled, PolicyGradientConfig.model_validate(CONFIG)
+    ).any()
 
 
 @pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-90, 90), st.floats(-5, 5)), min_size=1, max_size=8))
-def test_the_loss_is_the_worse_of_the_truncated_ratio_and_the_clipped_one_and_its_gradient_under_the_cap_is_ppos(pairs):
+def test_the_loss_is_the_worse_of_the_truncated_ratio_and_the_clipped_one_and_its_gradient_under_the_cap_is_ppos(
+    pairs,
+):
     """The gradient above it: see the cases above."""
     log_ratio, advantage = (list(column) for column in zip(*pairs, strict=True))
     loss, gradient, _ = loss_of(log_ratio, advantage)
@@ -289,7 +390,9 @@ def test_the_loss_is_the_worse_of_the_truncated_ratio_and_the_clipped_one_and_it
     under = [i for i, value in enumerate(log_ratio) if value < math.log(CAP)]
     at_a_kink = [abs(math.exp(log_ratio[i]) - bound) < 1e-9 for i in under for bound in (LOW, HIGH)]
     if not any(at_a_kink):
-        assert [gradient[i] for i in under] == pytest.approx([learner.grad[i].item() for i in under])
+        assert [gradient[i] for i in under] == pytest.approx(
+            [learner.grad[i].item() for i in under]
+        )
 
 
 def test_tokens_of_hardly_any_probability_have_finite_losses_and_gradients():
@@ -309,20 +412,34 @@ def test_tokens_of_hardly_any_probability_have_finite_losses_and_gradients():
 
 
 def called(tables, *calls, seed):
-    """Calls with these prompts and sampled tokens, whose log-probabilities are nearly the learner's."""
+    """Calls with these prompts and sampled tokens, whose log-probabilities are nearly the
+    learner's.
+    """
     draw = np.random.default_rng(seed)
     made = []
     for prompt, sampled in calls:
         whole = SimpleNamespace(token_ids=[*prompt, *sampled])
         places = range(len(prompt), len(whole.token_ids))
-        made.append(Call(prompt, sampled, [slow_logprob(tables, whole, p) - draw.normal(0, 0.3) for p in places]))
+        made.append(
+            Call(
+                prompt,
+                sampled,
+                [slow_logprob(tables, whole, p) - draw.normal(0, 0.3) for p in places],
+            )
+        )
     return made
 
 
 ROLLOUTS = {
     "turns of 1 and 3 tokens": ([([1, 3], [4]), ([1, 3, 4, 6], [7, 8, 9])], 1),
-    "a history that was rewritten twice": ([([1, 3], [4, 4]), ([1, 6], [7]), ([1, 9], [7, 3, 3])], 3),
-    "two calls that go on from one": ([([1], [3, 4]), ([1, 3, 4, 6], [7]), ([1, 3, 4, 9], [8, 8])], 2),
+    "a history that was rewritten twice": (
+        [([1, 3], [4, 4]), ([1, 6], [7]), ([1, 9], [7, 3, 3])],
+        3,
+    ),
+    "two calls that go on from one": (
+        [([1], [3, 4]), ([1, 3, 4, 6], [7]), ([1, 3, 4, 9], [8, 8])],
+        2,
+    ),
     "one call": ([([1, 6], [3, 4])], 1),
 }
 
@@ -330,14 +447,18 @@ ROLLOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
 @pytest.mark.parametrize("which", [*ROLLOUTS, "all of them"])
-def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(tables, which, normalize):
+def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(
+    tables, which, normalize
+):
     names = [which] if which in ROLLOUTS else list(ROLLOUTS)
     of_rule, results = rule(normalize=normalize), []
     for merges in (False, True):
         segments = []
         for seed, name in enumerate(names):
             calls, num_merged = ROLLOUTS[name]
-            made = examples_of(called(tables, *calls, seed=seed), merges=merges, advantage=1.0 - seed)
+            made = examples_of(
+                called(tables, *calls, seed=seed), merges=merges, advantage=1.0 - seed
+            )
             assert len(made) == (num_merged if merges else len(calls))
             total = sum(example.num_learned for example in made)
             targets = [segment_of(example, of_rule, num_of_rollout=total) for example in made]
@@ -349,21 +470,37 @@ def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of
         torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
 
 
-def test_a_rollout_weighs_1_however_often_its_history_was_rewritten_and_each_call_1_by_default(tables):
+def test_a_rollout_weighs_1_however_often_its_history_was_rewritten_and_each_call_1_by_default(
+    tables,
+):
     for name, (calls, _) in ROLLOUTS.items():
         made = examples_of(called(tables, *calls, seed=0), merges=True, advantage=1.0)
         total = sum(example.num_learned for example in made)
-        for normalize, weight in (("step", len(calls)), ("rollout", 1.0), ("constant", total / MAX_NEW_TOKENS)):
-            targets = [segment_of(one, rule(normalize=normalize), num_of_rollout=total).target for one in made]
-            assert sum(sum(target.credit.weights) for target in targets) == pytest.approx(weight), name
+        for normalize, weight in (
+            ("step", len(calls)),
+            ("rollout", 1.0),
+            ("constant", total / MAX_NEW_TOKENS),
+        ):
+            targets = [
+                segment_of(one, rule(normalize=normalize), num_of_rollout=total).target
+                for one in made
+            ]
+            assert sum(sum(target.credit.weights) for target in targets) == pytest.approx(weight), (
+                name
+            )
 
 
 # What is measured
 
 
-def test_mean_ratio_share_clipped_log_probability_difference_and_entropy_are_means_over_sampled_tokens(tables):
+def test_mean_ratio_share_clipped_log_probability_difference_and_entropy_are_means_over_sampled_tokens(
+    tables,
+):
     of = examples(tables, DISTANCES * 2)
-    diagnostics = learn(tables, [[segment_of(one, rule()) for one in of[:3]], [segment_of(one, rule()) for one in of[3:]]])[2]
+    diagnostics = learn(
+        tables,
+        [[segment_of(one, rule()) for one in of[:3]], [segment_of(one, rule()) for one in of[3:]]],
+    )[2]
     ratios, clipped, differences, surprises = [], [], [], []
     for one in of:
         for place in (place for place, is_learned in enumerate(one.mask) if is_learned):
@@ -374,7 +511,12 @@ def test_mean_ratio_share_clipped_log_probability_difference_and_entropy_are_mea
             differences.append(abs(logprob - one.logprobs[place]))
             surprises.append(-logprob)
     means = [np.mean(values) for values in (ratios, clipped, differences, surprises)]
-    assert list(diagnostics) == ["policy/ratio", "policy/clipped_share", "policy/logprob_difference", "policy/entropy"]
+    assert list(diagnostics) == [
+        "policy/ratio",
+        "policy/clipped_share",
+        "policy/logprob_difference",
+        "policy/entropy",
+    ]
     assert list(diagnostics.values()) == pytest.approx(means, abs=1e-4)
     assert 0.1 < diagnostics["policy/clipped_share"] < 0.9
 
@@ -386,13 +528,26 @@ def test_the_entropy_estimate_is_near_the_entropy_of_what_samples(tables):
     logits[list(BANNED)] = -math.inf
     distribution = torch.distributions.Categorical(logits=logits)
     torch.manual_seed(0)
-    made = [TrainingExample([0, token], [0.0, -1.0], [0, 1], 0.0, advantage=0.0) for token in distribution.sample((3000,)).tolist()]
+    made = [
+        TrainingExample([0, token], [0.0, -1.0], [0, 1], 0.0, advantage=0.0)
+        for token in distribution.sample((3000,)).tolist()
+    ]
     diagnostics = learn(tables, [[segment_of(one, rule()) for one in made]], chunk=512)[2]
     assert diagnostics["policy/entropy"] == pytest.approx(distribution.entropy().item(), abs=0.05)
 
 
 def test_a_policy_gradient_is_always_measured_and_nothing_else_is_where_there_is_none():
     assert [diagnostic.names[0] for diagnostic in objectives().diagnostics] == ["policy/ratio"]
-    off = {"name": "policy_gradient", "enabled": False, "weight": 1.0, "channels": ["B"], "config": CONFIG}
-    without = build_objectives(PipelineSection.model_validate({"objective": [off], "diagnostics": []}), Channel.B, NO_COORDS)
+    off = {
+        "name": "policy_gradient",
+        "enabled": False,
+        "weight": 1.0,
+        "channels": ["B"],
+        "config": CONFIG,
+    }
+    without = build_objectives(
+        PipelineSection.model_validate({"objective": [off], "diagnostics": []}),
+        Channel.B,
+        NO_COORDS,
+    )
     assert (without.objectives, without.diagnostics) == ((), ())

@@ -1,4 +1,6 @@
-"""Every malformed rollout is data, shown in the run folder (issue 3, "Bad input"; spec: parse failures are visible without crashing)."""
+"""Every malformed rollout is data, shown in the run folder (issue 3, "Bad input"; spec: parse
+failures are visible without crashing).
+"""
 
 import json
 import re
@@ -12,7 +14,14 @@ from transformers import AutoTokenizer
 
 from learner.rollout_logs.samples import RolloutLog, read_step
 from learner.rollout_logs.writer import step_path
-from learner.targets import TextWeights, TokenRole, ground_truth_target, parsed_target, rollout_target, target_settings
+from learner.targets import (
+    TextWeights,
+    TokenRole,
+    ground_truth_target,
+    parsed_target,
+    rollout_target,
+    target_settings,
+)
 from shared.config.pipeline import Channel
 from shared.errors import RecordError, StorageError
 from shared.grounding.objects import DropReason
@@ -21,7 +30,10 @@ from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason, Rollout
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = replace(target_settings(configuration(Path("model"), Path("data"), Path("run"))), geometry=frozenset({GeometryKind.BBOX}))
+RULES = replace(
+    target_settings(configuration(Path("model"), Path("data"), Path("run"))),
+    geometry=frozenset({GeometryKind.BBOX}),
+)
 SEVEN = GroundTruthObject(GeometryKind.BBOX, (100, 100, 300, 300), "seven")
 TWO = GroundTruthObject(GeometryKind.BBOX, (500, 500, 800, 900), "two")
 SAMPLE = Sample("scene", (), 96, 96, (SEVEN, TWO))
@@ -34,7 +46,23 @@ def codec(demo_checkpoint):
 
 
 def rollout_of(token_ids):
-    return Rollout(7, 3, "scene", (1, 2, 3), tuple(token_ids), None, None, None, FinishReason.LENGTH, (4,), 5, "actor-1", 1, 99, 0.25)
+    return Rollout(
+        7,
+        3,
+        "scene",
+        (1, 2, 3),
+        tuple(token_ids),
+        None,
+        None,
+        None,
+        FinishReason.LENGTH,
+        (4,),
+        5,
+        "actor-1",
+        1,
+        99,
+        0.25,
+    )
 
 
 def box(*bins):
@@ -68,9 +96,20 @@ def text_of(token_ids, codec):
 
 @pytest.mark.slow
 def test_a_line_says_what_the_engine_answered_and_what_became_of_it(tmp_path, codec):
-    kept = "{" + ", ".join([entry(1, "six", (110, 90, 310, 290)), entry(4, "nine", (0, 0, 9, 9)), entry(5, "two", (1, 2, 3))])
+    kept = "{" + ", ".join(
+        [
+            entry(1, "six", (110, 90, 310, 290)),
+            entry(4, "nine", (0, 0, 9, 9)),
+            entry(5, "two", (1, 2, 3)),
+        ]
+    )
     line, rollout, target = logged_response(tmp_path, codec, kept + ', "object_6": {"de')
-    assert (line["step"], line["position"], line["channel"], line["sample_id"]) == (7, 0, "B", "scene")
+    assert (line["step"], line["position"], line["channel"], line["sample_id"]) == (
+        7,
+        0,
+        "B",
+        "scene",
+    )
     assert line["ground_truth"] == [
         {"kind": "bbox_2d", "bins": [100, 100, 300, 300], "desc": "seven"},
         {"kind": "bbox_2d", "bins": [500, 500, 800, 900], "desc": "two"},
@@ -88,28 +127,47 @@ def test_a_line_says_what_the_engine_answered_and_what_became_of_it(tmp_path, co
     }
     reading = line["reading"]
     assert reading["prefix_text"] == kept
-    assert (reading["truncated"], reading["fallback"], reading["max_object_index"]) == (True, False, 5)
-    assert text_of(line["target"]["token_ids"][: reading["num_prefix"]], codec) == kept[:-1], "`},` holds appended text"
+    assert (reading["truncated"], reading["fallback"], reading["max_object_index"]) == (
+        True,
+        False,
+        5,
+    )
+    assert text_of(line["target"]["token_ids"][: reading["num_prefix"]], codec) == kept[:-1], (
+        "`},` holds appended text"
+    )
     assert reading["num_kept_bytes"] == len(kept)
-    assert line["target"]["token_ids"][: reading["num_kept"]] == line["rollout"]["response_token_ids"][: reading["num_kept"]]
+    assert (
+        line["target"]["token_ids"][: reading["num_kept"]]
+        == line["rollout"]["response_token_ids"][: reading["num_kept"]]
+    )
     assert [(one["key"], one["kind"], one["desc"], one["bins"]) for one in reading["objects"]] == [
         ("object_1", "bbox_2d", "six", [110, 90, 310, 290]),
         ("object_4", "bbox_2d", "nine", [0, 0, 9, 9]),
     ]
     for one in reading["objects"]:
-        assert [codec.coord_bin(line["target"]["token_ids"][p]) for p in one["coord_positions"]] == one["bins"]
+        assert [
+            codec.coord_bin(line["target"]["token_ids"][p]) for p in one["coord_positions"]
+        ] == one["bins"]
         assert all(one["span"][0] <= p < one["span"][1] for p in one["coord_positions"])
     assert reading["dropped"] == [{"key": "object_5", "reason": "wrong_arity"}]
     (pair,) = reading["pairs"]
     assert (pair["prediction"], pair["ground_truth"], pair["supervised"]) == (0, 0, True)
     assert pair["iou"] == target.reading.match.pairs[0].iou
-    assert (reading["excluded"], reading["unmatched_predictions"], reading["appended"]) == ([], [1], [1])
+    assert (reading["excluded"], reading["unmatched_predictions"], reading["appended"]) == (
+        [],
+        [1],
+        [1],
+    )
     assert reading["gating_rejections"] == target.reading.match.gating_rejections
     assert reading["appended_text"] == ", " + entry(6, "two", TWO.bins) + "}"
 
 
 def test_the_supervised_spans_cover_the_target_and_give_back_every_role_and_weight(tmp_path, codec):
-    line, _, target = logged_response(tmp_path, codec, "{" + entry(1, "seven", SEVEN.bins) + ", " + entry(2, "x", (0, 0, 5, 5)) + "}")
+    line, _, target = logged_response(
+        tmp_path,
+        codec,
+        "{" + entry(1, "seven", SEVEN.bins) + ", " + entry(2, "x", (0, 0, 5, 5)) + "}",
+    )
     roles, weights = [], []
     position = 0
     for start, stop, role, weight in line["target"]["supervision"]:
@@ -136,7 +194,12 @@ def test_a_step_of_channel_a_is_written_too(tmp_path, codec):
 def test_a_matched_object_that_cannot_be_supervised_is_named(tmp_path, codec):
     rollout = rollout_of(codec.encode("{" + entry(1, "seven", SEVEN.bins) + "}"))
     parsed = parse_rollout(rollout.response_token_ids, codec)
-    unsure = replace(parsed, objects=(replace(parsed.objects[0], coord_positions=parsed.objects[0].coord_positions[::-1]),))
+    unsure = replace(
+        parsed,
+        objects=(
+            replace(parsed.objects[0], coord_positions=parsed.objects[0].coord_positions[::-1]),
+        ),
+    )
     (line,) = logged(tmp_path, codec, [(rollout, parsed_target(unsure, SAMPLE, codec, RULES))])
     assert line["reading"]["excluded"] == [0]
     assert [pair["supervised"] for pair in line["reading"]["pairs"]] == [False]
@@ -158,32 +221,61 @@ DROPPED = {
 
 def test_parse_failures_are_visible_without_crashing(tmp_path, codec):
     assert set(DROPPED) == set(DropReason)
-    text = "{" + ", ".join(f'"object_{number}": {value}' for number, value in enumerate(DROPPED.values(), 1)) + "}"
+    text = (
+        "{"
+        + ", ".join(
+            f'"object_{number}": {value}' for number, value in enumerate(DROPPED.values(), 1)
+        )
+        + "}"
+    )
     line, _, _ = logged_response(tmp_path / "reasons", codec, text)
     assert [dropped["reason"] for dropped in line["reading"]["dropped"]] == list(DROPPED)
     assert line["reading"]["objects"] == []
     assert line["reading"]["appended"] == [0, 1]
 
     line, _, _ = logged_response(tmp_path / "prose", codec, "I see a seven.")
-    assert (line["reading"]["fallback"], line["reading"]["prefix_text"], line["rollout"]["text"]) == (True, "{", "I see a seven.")
+    assert (
+        line["reading"]["fallback"],
+        line["reading"]["prefix_text"],
+        line["rollout"]["text"],
+    ) == (True, "{", "I see a seven.")
 
 
-@pytest.mark.parametrize("desc", ["\\ud800", "\\u0000", "line\\nfeed", "\\u202etxet", 'a \\"quoted\\" name', "<script>alert(1)</script>", "größe 猫 🙂"])
+@pytest.mark.parametrize(
+    "desc",
+    [
+        "\\ud800",
+        "\\u0000",
+        "line\\nfeed",
+        "\\u202etxet",
+        'a \\"quoted\\" name',
+        "<script>alert(1)</script>",
+        "größe 猫 🙂",
+    ],
+)
 def test_any_name_a_model_can_write_comes_back_as_it_was_parsed(tmp_path, codec, desc):
     line, _, target = logged_response(tmp_path, codec, "{" + entry(1, desc, SEVEN.bins) + "}")
-    assert [one["desc"] for one in line["reading"]["objects"]] == [target.reading.parsed.objects[0].desc]
+    assert [one["desc"] for one in line["reading"]["objects"]] == [
+        target.reading.parsed.objects[0].desc
+    ]
     assert step_path(tmp_path, 7).read_bytes().isascii()
 
 
 @pytest.mark.slow
 def test_random_and_mutated_token_sequences_are_all_written(tmp_path, codec):
     rng = np.random.default_rng(5)
-    sound = np.array(codec.encode("{" + entry(1, "sevän 猫", SEVEN.bins) + ", " + entry(2, "two", TWO.bins) + "}"))
+    sound = np.array(
+        codec.encode(
+            "{" + entry(1, "sevän 猫", SEVEN.bins) + ", " + entry(2, "two", TWO.bins) + "}"
+        )
+    )
     vocabulary = codec.eos_token_id + 1200  # beyond the vocabulary too: embeddings are often padded
     cases = []
     for _ in range(150):
         random = rng.integers(0, vocabulary, int(rng.integers(0, 40)))
-        mutated = np.where(rng.random(len(sound)) < 0.05, rng.integers(0, vocabulary, len(sound)), sound)
+        mutated = np.where(
+            rng.random(len(sound)) < 0.05, rng.integers(0, vocabulary, len(sound)), sound
+        )
         for token_ids in (random, mutated[: int(rng.integers(1, len(sound) + 1))]):
             rollout = rollout_of(int(token_id) for token_id in token_ids)
             cases.append((rollout, rollout_target(rollout, SAMPLE, codec, RULES)))
@@ -200,7 +292,9 @@ def test_random_and_mutated_token_sequences_are_all_written(tmp_path, codec):
 def test_the_same_step_is_written_in_the_same_bytes(tmp_path, codec):
     for folder in (tmp_path / "one", tmp_path / "two"):
         logged_response(folder, codec, "{" + entry(1, "seven", SEVEN.bins) + "}")
-    assert step_path(tmp_path / "one", 7).read_bytes() == step_path(tmp_path / "two", 7).read_bytes()
+    assert (
+        step_path(tmp_path / "one", 7).read_bytes() == step_path(tmp_path / "two", 7).read_bytes()
+    )
 
 
 def test_what_was_written_is_there_before_the_step_ends_and_half_a_line_is_none(tmp_path, codec):
@@ -237,7 +331,10 @@ def test_the_files_of_several_ranks_are_read_as_one_step_in_rank_order(tmp_path,
 def test_a_file_that_is_no_rollout_log_is_refused_by_line(tmp_path, text):
     path = tmp_path / "step_000001.jsonl"
     path.write_text(text)
-    with pytest.raises(RecordError, match=r"step_000001\.jsonl:1: .*; a run's log is not to be edited: restore the file"):
+    with pytest.raises(
+        RecordError,
+        match=r"step_000001\.jsonl:1: .*; a run's log is not to be edited: restore the file",
+    ):
         read_step(path)
 
 
@@ -272,13 +369,17 @@ def changed_at(line, dotted, value):
         ("target.coord_targets", [1.0], "target.coord_targets"),
     ],
 )
-def test_a_line_that_was_edited_is_refused_by_file_line_and_field(tmp_path, codec, where, value, field):
+def test_a_line_that_was_edited_is_refused_by_file_line_and_field(
+    tmp_path, codec, where, value, field
+):
     logged_response(tmp_path, codec, "{" + entry(1, "seven", SEVEN.bins) + "}")
     path = step_path(tmp_path, 7)
     line = json.loads(path.read_text())
     changed_at(line, where, value)
     path.write_text(path.read_text() + json.dumps(line) + "\n")
-    with pytest.raises(RecordError, match=rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"):
+    with pytest.raises(
+        RecordError, match=rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"
+    ):
         read_step(path)
 
 
@@ -292,7 +393,9 @@ def test_a_full_disk_is_an_error_with_the_path(tmp_path, codec):
     log.close()  # and raises no second time
 
 
-def test_a_folder_that_cannot_be_made_and_a_file_that_cannot_be_opened_are_errors_with_the_path(tmp_path, codec):
+def test_a_folder_that_cannot_be_made_and_a_file_that_cannot_be_opened_are_errors_with_the_path(
+    tmp_path, codec
+):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"file/rollouts"):
         RolloutLog(tmp_path / "file" / "rollouts", codec)

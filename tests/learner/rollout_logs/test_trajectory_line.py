@@ -1,4 +1,5 @@
-"""A line of an environment's rollout log: what is written of a rollout, and what is no such line."""
+"""A line of an environment's rollout log: what is written of a rollout, and what is no such
+line."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from learner.rollout_logs.trajectories import TrajectoryLog, TrajectoryRecord, checked_trajectory_line, line_of, read_step
+from learner.rollout_logs.trajectories import (
+    TrajectoryLog,
+    TrajectoryRecord,
+    checked_trajectory_line,
+    line_of,
+    read_step,
+)
 from learner.rollout_logs.writer import step_path
 from shared.errors import RecordError
 from shared.records import ImageRef
@@ -44,14 +51,26 @@ ROLLOUT = EnvironmentRollout(
     num_splits=1,
     examples=(MERGED, SINGLE),
     prompt=[{"role": "user", "content": [{"type": "text", "text": "first of 431"}]}],
-    completion=[{"role": "assistant", "content": None, "tool_calls": ['{"id": "a"}']}, {"role": "tool", "content": "4\ud800"}],
+    completion=[
+        {"role": "assistant", "content": None, "tool_calls": ['{"id": "a"}']},
+        {"role": "tool", "content": "4\ud800"},
+    ],
     actor="environment-0",
     started_s=100.0,
     generate_s=1.5,
     reward_errors={"judge": "TimeoutError: \ud800"},
     calls=(ModelCall("", 0, 2**63 + 1, "actor-2"), ModelCall("/0", 0, 7)),
 )
-FAILED = replace(ROLLOUT, position=4, error="ValueError: no\udcff", reward=0.0, metrics={}, examples=(), prompt=None, completion=None)
+FAILED = replace(
+    ROLLOUT,
+    position=4,
+    error="ValueError: no\udcff",
+    reward=0.0,
+    metrics={},
+    examples=(),
+    prompt=None,
+    completion=None,
+)
 
 
 def logged(folder: Path, *rollouts: EnvironmentRollout) -> list[TrajectoryRecord]:
@@ -66,7 +85,14 @@ def logged(folder: Path, *rollouts: EnvironmentRollout) -> list[TrajectoryRecord
 def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
     line, failed = logged(tmp_path, ROLLOUT, FAILED)
     assert line == json.loads(json.dumps(line_of(7, ROLLOUT)))
-    assert (line["step"], line["position"], line["example"], line["reward"], line["num_splits"], line["generate_s"]) == (7, 3, 12, 0.75, 1, 1.5)
+    assert (
+        line["step"],
+        line["position"],
+        line["example"],
+        line["reward"],
+        line["num_splits"],
+        line["generate_s"],
+    ) == (7, 3, 12, 0.75, 1, 1.5)
     assert (line["prompt"], line["completion"]) == (ROLLOUT.prompt, ROLLOUT.completion)
     assert (line["metrics"], line["reward_errors"]) == (ROLLOUT.metrics, ROLLOUT.reward_errors)
     assert line["calls"] == [
@@ -86,7 +112,11 @@ def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
         "images": ["5e" * 32, "f0" * 32],
     }
     assert line["examples"][1]["images"] == []
-    assert (failed["error"], failed["examples"], failed["completion"]) == ("ValueError: no\udcff", [], None)
+    assert (failed["error"], failed["examples"], failed["completion"]) == (
+        "ValueError: no\udcff",
+        [],
+        None,
+    )
 
 
 def test_an_environment_that_completes_text_has_texts_for_messages(tmp_path: Path) -> None:
@@ -102,7 +132,14 @@ def test_a_message_may_be_whatever_an_environment_has_made_of_it(tmp_path: Path)
 
 def test_numbers_that_the_learner_refuses_later_are_read_all_the_same(tmp_path: Path) -> None:
     """The line of the rollout that ended a run is the one that somebody wants to see."""
-    (line,) = logged(tmp_path, replace(ROLLOUT, metrics={"exact": math.inf}, examples=(replace(SINGLE, logprobs=[0.0, math.nan], advantage=math.nan),)))
+    (line,) = logged(
+        tmp_path,
+        replace(
+            ROLLOUT,
+            metrics={"exact": math.inf},
+            examples=(replace(SINGLE, logprobs=[0.0, math.nan], advantage=math.nan),),
+        ),
+    )
     (example,) = line["examples"]
     assert math.isinf(line["metrics"]["exact"])
     assert math.isnan(example["logprobs"][1])
@@ -121,7 +158,13 @@ def test_half_a_line_is_none_and_the_files_of_several_ranks_are_one_step(tmp_pat
 
 @pytest.mark.parametrize("value", [[], "text", {"step": 1}])
 def test_what_is_no_line_is_refused_with_a_remedy(value: Any) -> None:
-    with pytest.raises(RecordError, match=r"^(line|position): .*; a run's log is not to be edited: restore the file, or check out the version"):
+    with pytest.raises(
+        RecordError,
+        match=(
+            r"^(line|position): .*; a run's log is not to be edited: restore the file, or check out"
+            r" the version"
+        ),
+    ):
         checked_trajectory_line(value)
 
 
@@ -153,7 +196,9 @@ def test_what_is_no_line_is_refused_with_a_remedy(value: Any) -> None:
         ("examples.1.images", None, "examples[1].images"),
     ],
 )
-def test_a_line_that_was_edited_is_refused_by_file_line_and_field(tmp_path: Path, where: str, value: Any, field: str) -> None:
+def test_a_line_that_was_edited_is_refused_by_file_line_and_field(
+    tmp_path: Path, where: str, value: Any, field: str
+) -> None:
     logged(tmp_path, ROLLOUT)
     path = step_path(tmp_path, 7)
     line = json.loads(path.read_text())
@@ -163,5 +208,7 @@ def test_a_line_that_was_edited_is_refused_by_file_line_and_field(tmp_path: Path
         inner = inner[key]
     inner[last] = value
     path.write_text(path.read_text() + json.dumps(line) + "\n")
-    with pytest.raises(RecordError, match=rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"):
+    with pytest.raises(
+        RecordError, match=rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"
+    ):
         read_step(path)

@@ -61,7 +61,9 @@ class Language:
         """int64 [count, LENGTH]"""
         ids = torch.randint(VOCABULARY, (count, 1), generator=self.generator)
         while ids.shape[1] < LENGTH:
-            which = torch.multinomial(self.frequency, count, replacement=True, generator=self.generator)
+            which = torch.multinomial(
+                self.frequency, count, replacement=True, generator=self.generator
+            )
             ids = torch.cat([ids, self.successors[ids[:, -1], which][:, None]], dim=1)
         return ids
 
@@ -90,7 +92,7 @@ def trained() -> Trained:
             optimizer.zero_grad()
             yield {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    (*_, first) = learn(120, 3e-3)
+    *_, first = learn(120, 3e-3)
     language.change()
     weights = {0: first} | dict(enumerate(learn(STEPS, 3e-5), 1))
     random = torch.randint(VOCABULARY, (16,), generator=language.generator)
@@ -137,7 +139,9 @@ def logprobs(
     return tuple(logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0].tolist())
 
 
-def scores(trained: Trained, engine: Engine, weights: Weights, head: torch.Tensor | None = None) -> Scores:
+def scores(
+    trained: Trained, engine: Engine, weights: Weights, head: torch.Tensor | None = None
+) -> Scores:
     return tuple(trained.ids_T.tolist()), logprobs(weights, trained.ids_T, engine, head)
 
 
@@ -174,7 +178,9 @@ def a_share_left_out(trained: Trained) -> Weights:
         if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
             found[name][: len(tensor) // 2] = trained.weights[0][name][: len(tensor) // 2]
         if any(part in name for part in ("o_proj", "down_proj")):
-            found[name][:, : tensor.shape[1] // 2] = trained.weights[0][name][:, : tensor.shape[1] // 2]
+            found[name][:, : tensor.shape[1] // 2] = trained.weights[0][name][
+                :, : tensor.shape[1] // 2
+            ]
     return found
 
 
@@ -184,12 +190,16 @@ def weights_fifty_steps_old(trained: Trained) -> Weights:
 
 
 @pytest.mark.parametrize("fault", [exchanged_layers, a_share_left_out, weights_fifty_steps_old])
-def test_a_fault_is_noticed_at_bfloat16s_noise(trained: Trained, engine: Engine, probe: CanaryProbe, fault: Callable[[Trained], Weights]) -> None:
+def test_a_fault_is_noticed_at_bfloat16s_noise(
+    trained: Trained, engine: Engine, probe: CanaryProbe, fault: Callable[[Trained], Weights]
+) -> None:
     with pytest.raises(WeightSyncError, match=r"canary on actor: .*weights are not the learner's"):
         probe.check("actor", *scores(trained, engine, fault(trained)))
 
 
-def test_exchanged_layers_are_noticed_though_the_noise_was_measured_with_them(trained: Trained, engine: Engine) -> None:
+def test_exchanged_layers_are_noticed_though_the_noise_was_measured_with_them(
+    trained: Trained, engine: Engine
+) -> None:
     """As of an engine that loads the checkpoint wrongly, at the start and at every sync."""
     at_fault = scores(trained, engine, exchanged_layers(trained, 0))
     noise = probe_at(trained, 0).measure("actor", at_fault)
@@ -197,19 +207,25 @@ def test_exchanged_layers_are_noticed_though_the_noise_was_measured_with_them(tr
         probe_at(trained, 0, noise).check("actor", *at_fault)
 
 
-def test_a_stale_tied_head_is_noticed_at_bfloat16s_noise(trained: Trained, engine: Engine, probe: CanaryProbe) -> None:
+def test_a_stale_tied_head_is_noticed_at_bfloat16s_noise(
+    trained: Trained, engine: Engine, probe: CanaryProbe
+) -> None:
     head = trained.weights[0][HEAD]
     with pytest.raises(WeightSyncError, match=r"canary on actor: .*weights are not the learner's"):
         probe.check("actor", *scores(trained, engine, trained.weights[STEPS], head.clone()))
 
 
 @pytest.mark.parametrize("step", range(0, STEPS + 1, 10))
-def test_the_learners_own_weights_agree_at_every_version(trained: Trained, engine: Engine, probe: CanaryProbe, step: int) -> None:
+def test_the_learners_own_weights_agree_at_every_version(
+    trained: Trained, engine: Engine, probe: CanaryProbe, step: int
+) -> None:
     at_step = probe_at(trained, step, probe.noise)
     at_step.check("actor", *scores(trained, engine, trained.weights[step]))
 
 
-def test_weights_one_step_old_are_below_the_noise_and_for_checksums_and_versions_to_find(trained: Trained, engine: Engine, probe: CanaryProbe) -> None:
+def test_weights_one_step_old_are_below_the_noise_and_for_checksums_and_versions_to_find(
+    trained: Trained, engine: Engine, probe: CanaryProbe
+) -> None:
     probe.check("actor", *scores(trained, engine, trained.weights[STEPS - 1]))
 
 
@@ -218,12 +234,16 @@ def test_weights_one_step_old_are_below_the_noise_and_for_checksums_and_versions
 
 @pytest.fixture
 def in_bfloat16(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> Iterator[Learner]:
-    learner = make_learner(configuration(demo_checkpoint, demo_data, tmp_path, model__dtype="bfloat16"))
+    learner = make_learner(
+        configuration(demo_checkpoint, demo_data, tmp_path, model__dtype="bfloat16")
+    )
     yield learner
     learner.close()
 
 
-def test_an_offer_says_which_tokens_stand_for_images_and_brings_the_noise_that_a_sync_measured(in_bfloat16: Learner, tmp_path: Path) -> None:
+def test_an_offer_says_which_tokens_stand_for_images_and_brings_the_noise_that_a_sync_measured(
+    in_bfloat16: Learner, tmp_path: Path
+) -> None:
     publisher = in_bfloat16.publisher
     question = publisher.canary.question()
     assert question.placeholder_ids == (in_bfloat16.loaded.model.config.image_token_id,)
@@ -232,5 +252,7 @@ def test_an_offer_says_which_tokens_stand_for_images_and_brings_the_noise_that_a
     publisher.done(measured)
     assert publisher.canary.question().noise == measured
     publisher.done(None)
-    assert publisher.canary.question().noise == measured, "of all syncs, the first alone measures it"
+    assert publisher.canary.question().noise == measured, (
+        "of all syncs, the first alone measures it"
+    )
     assert not (tmp_path / NOISE_FILE).exists(), "the learner shares no disk with who writes that"

@@ -47,20 +47,33 @@ class TiedModel(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def make_sender(model: nn.Module, timeout_s: float = 0.5, join: Timeout | None = None) -> WeightSender:
-    return WeightSender(CheckpointWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=timeout_s, join=join, bucket_bytes=10)
+def make_sender(
+    model: nn.Module, timeout_s: float = 0.5, join: Timeout | None = None
+) -> WeightSender:
+    return WeightSender(
+        CheckpointWeights(model),
+        transport="rollmatch_gloo",
+        receivers=(ReceiverGroup(1),),
+        timeout_s=timeout_s,
+        join=join,
+        bucket_bytes=10,
+    )
 
 
 def test_an_offer_names_every_parameter_once_with_its_size() -> None:
     sender = make_sender(TiedModel())
     terms = FullOffer.of(sender.offer(3, CANARY))
-    assert [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in terms.tensors] == [
+    assert [
+        (tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in terms.tensors
+    ] == [
         ("embedding.weight", "float32", (7, 3), 84),
         ("norm.weight", "bfloat16", (3,), 6),
         ("norm.bias", "bfloat16", (3,), 6),
     ]
     assert (terms.num_bytes, terms.group.world_size) == (96, 2)
-    assert [spec.shape for spec in terms.sent[-2:]] == [(2 * 8,), (2 * 8,)], "behind the weights: a checksum for each bucket, and the canary's numbers"
+    assert [spec.shape for spec in terms.sent[-2:]] == [(2 * 8,), (2 * 8,)], (
+        "behind the weights: a checksum for each bucket, and the canary's numbers"
+    )
     sender.close()
 
 
@@ -81,7 +94,9 @@ class Counted:
 
 def test_an_offer_computes_nothing_of_the_weights() -> None:
     source = Counted(TiedModel())
-    sender = WeightSender(source, transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=0.5)
+    sender = WeightSender(
+        source, transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=0.5
+    )
     sender.offer(1, CANARY)
     assert source.passes == 0
     sender.close()
@@ -89,7 +104,10 @@ def test_an_offer_computes_nothing_of_the_weights() -> None:
 
 def test_a_port_is_bound_before_it_is_offered_and_kept_for_the_next_offer() -> None:
     sender = make_sender(TiedModel())
-    first, second = FullOffer.of(sender.offer(1, CANARY)).group, FullOffer.of(sender.offer(2, CANARY)).group
+    first, second = (
+        FullOffer.of(sender.offer(1, CANARY)).group,
+        FullOffer.of(sender.offer(2, CANARY)).group,
+    )
     assert first == second
     with pytest.raises(OSError, match="in use"):
         socket.create_server((first.host, first.port))
@@ -101,10 +119,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again_under_another_key() -> None:
+def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again_under_another_key() -> (
+    None
+):
     port = free_port()
     sender = WeightSender(
-        CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(2, port), ReceiverGroup(1)), timeout_s=0.5, bucket_bytes=10
+        CheckpointWeights(TiedModel()),
+        transport="rollmatch_gloo",
+        receivers=(ReceiverGroup(2, port), ReceiverGroup(1)),
+        timeout_s=0.5,
+        bucket_bytes=10,
     )
     terms = FullOffer.of(sender.offer(1, CANARY))
     assert [group.world_size for group in terms.groups] == [3, 2]
@@ -119,9 +143,19 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         sender = WeightSender(
-            CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1, port)), timeout_s=0.5, bucket_bytes=10
+            CheckpointWeights(TiedModel()),
+            transport="rollmatch_gloo",
+            receivers=(ReceiverGroup(1), ReceiverGroup(1, port)),
+            timeout_s=0.5,
+            bucket_bytes=10,
         )
-        with pytest.raises(ConfigError, match=rf"rollout_matching\.vllm\.server\.servers\[1\]\.group_port: port {port} of 127.0.0.1 cannot be opened"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                rf"rollout_matching\.vllm\.server\.servers\[1\]\.group_port: port {port} of"
+                r" 127.0.0.1 cannot be opened"
+            ),
+        ):
             sender.offer(1, CANARY)
     assert FullOffer.of(sender.offer(1, CANARY)).groups[1].port == port, "free again"
     sender.close()
@@ -137,27 +171,57 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count(NAME)
 
 
-def join(group: ProcessGroupSpec, rank: int, timeout_s: float, *, join_s: float | None = None, is_elsewhere: bool = False) -> GlooReceiver:
+def join(
+    group: ProcessGroupSpec,
+    rank: int,
+    timeout_s: float,
+    *,
+    join_s: float | None = None,
+    is_elsewhere: bool = False,
+) -> GlooReceiver:
     opened = {"machine": elsewhere} if is_elsewhere else {}
     limits = {"join_s": timeout_s if join_s is None else join_s, "timeout_s": timeout_s}
-    return GlooReceiver(group.host, group.port, rank=rank, world_size=group.world_size, **limits, **opened)
+    return GlooReceiver(
+        group.host, group.port, rank=rank, world_size=group.world_size, **limits, **opened
+    )
 
 
-def receive(joined: GlooReceiver, terms: FullOffer, num_buckets: int | None = None) -> dict[str, torch.Tensor]:
+def receive(
+    joined: GlooReceiver, terms: FullOffer, num_buckets: int | None = None
+) -> dict[str, torch.Tensor]:
     """What an engine's transport does, without an engine."""
     tensors = {}
-    for bucket, packed in itertools.islice(joined.receive(terms.sent, terms.bucket_bytes), num_buckets):
+    for bucket, packed in itertools.islice(
+        joined.receive(terms.sent, terms.bucket_bytes), num_buckets
+    ):
         *starts, _ = offsets(bucket)
         for spec, start in zip(bucket, starts, strict=True):
-            tensors[spec.name] = packed[start : start + spec.num_bytes].view(torch.__dict__[spec.dtype]).view(spec.shape).clone()
+            tensors[spec.name] = (
+                packed[start : start + spec.num_bytes]
+                .view(torch.__dict__[spec.dtype])
+                .view(spec.shape)
+                .clone()
+            )
     return tensors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remote", [set(), {2}, {1, 3}], ids=["all on this machine", "one elsewhere", "one of each group elsewhere"])
-def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again(remote: set[int]) -> None:
+@pytest.mark.parametrize(
+    "remote",
+    [set(), {2}, {1, 3}],
+    ids=["all on this machine", "one elsewhere", "one of each group elsewhere"],
+)
+def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again(
+    remote: set[int],
+) -> None:
     model = TiedModel()
-    sender = WeightSender(CheckpointWeights(model), transport="rollmatch_gloo", receivers=(ReceiverGroup(2), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10)
+    sender = WeightSender(
+        CheckpointWeights(model),
+        transport="rollmatch_gloo",
+        receivers=(ReceiverGroup(2), ReceiverGroup(1)),
+        timeout_s=20.0,
+        bucket_bytes=10,
+    )
     places = {1: (0, 1), 2: (0, 2), 3: (1, 1)}
     joined: dict[int, GlooReceiver] = {}
 
@@ -179,14 +243,26 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
             arriving = [threads.submit(take, who, terms) for who in places]
             report = sender.send(offer)
             # By the prefix a report's total leaves them out: they run beside the receivers' phases.
-            assert set(report.phase_s) == {"send_gather", "send_rendezvous", "send_wire", "send_verify", "send_canary"}
-            expected = dict(ChecksummedWeights(CheckpointWeights(model).tensors(), terms, torch, CANARY.logprobs))
+            assert set(report.phase_s) == {
+                "send_gather",
+                "send_rendezvous",
+                "send_wire",
+                "send_verify",
+                "send_canary",
+            }
+            expected = dict(
+                ChecksummedWeights(
+                    CheckpointWeights(model).tensors(), terms, torch, CANARY.logprobs
+                )
+            )
             for arrived in arriving:
                 tensors = arrived.result(timeout=20)
                 assert list(tensors) == list(expected)
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
             # The group of 2 receivers, the group of 1, and the sender.
-            assert mappings() == (2 * (not remote & {1, 2}) + (3 not in remote)) + (remote != {1, 3})
+            assert mappings() == (2 * (not remote & {1, 2}) + (3 not in remote)) + (
+                remote != {1, 3}
+            )
     sender.close()
     for group in joined.values():
         group.close()
@@ -194,7 +270,9 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
 
 
 @pytest.mark.slow
-def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_leave_behind() -> None:
+def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_leave_behind() -> (
+    None
+):
     before = set(FOLDER.iterdir())
     sender = make_sender(TiedModel(), timeout_s=2.0)
     offer = sender.offer(1, CANARY)
@@ -210,7 +288,11 @@ def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_l
 @pytest.mark.slow
 def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
     sender = WeightSender(
-        CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=2.0, bucket_bytes=10
+        CheckpointWeights(TiedModel()),
+        transport="rollmatch_gloo",
+        receivers=(ReceiverGroup(1), ReceiverGroup(1)),
+        timeout_s=2.0,
+        bucket_bytes=10,
     )
     offer = sender.offer(1, CANARY)
     terms = FullOffer.of(offer)
@@ -222,43 +304,71 @@ def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
         started = time.monotonic()
         with pytest.raises(RuntimeError):
             receive(joined, terms)
-        assert time.monotonic() - started < 10, f"it is told at once, while the error is still there: {failed.value}"
+        assert time.monotonic() - started < 10, (
+            f"it is told at once, while the error is still there: {failed.value}"
+        )
         joined.close()
     assert mappings() == 0
 
 
 def listening() -> set[tuple[str, int]]:
-    return {(connection.laddr.ip, connection.laddr.port) for connection in psutil.Process().net_connections("tcp") if connection.status == psutil.CONN_LISTEN}
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
-def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_hosts_name_says() -> None:
-    """Where the name is 127.0.1.1, as Debian has it, gloo by itself would publish that, which is another machine on every other node."""
+def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_hosts_name_says() -> (
+    None
+):
+    """Where the name is 127.0.1.1, as Debian has it, gloo by itself would publish that, which is
+    another machine on every other node.
+    """
     bound = socket.create_server(("127.0.0.2", 0))
     before = listening()
     group = ProcessGroupSpec("127.0.0.2", bound.getsockname()[1], world_size=2, key="a")
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, group, 1, 20.0)
-        wire = GlooSender(FullOffer((group,), timeout_s=20.0, bucket_bytes=10, tensors=(TensorSpec("t", "uint8", (4,), 4),)), [bound])
+        wire = GlooSender(
+            FullOffer(
+                (group,),
+                timeout_s=20.0,
+                bucket_bytes=10,
+                tensors=(TensorSpec("t", "uint8", (4,), 4),),
+            ),
+            [bound],
+        )
         joined = joining.result(timeout=20)
     opened = listening() - before
-    assert {address for address, _ in opened} == {"127.0.0.2", address_towards("127.0.0.2", group.port)}
+    assert {address for address, _ in opened} == {
+        "127.0.0.2",
+        address_towards("127.0.0.2", group.port),
+    }
     wire.close()
     joined.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_phase(who: str) -> None:
+def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_phase(
+    who: str,
+) -> None:
     bound = socket.create_server(("127.0.0.1", 0))
     group = ProcessGroupSpec("127.0.0.1", bound.getsockname()[1], world_size=2, key="a")
     tensor = TensorSpec("t", "uint8", (4,), 4)
-    terms = FullOffer((group,), timeout_s=0.1, bucket_bytes=10, tensors=(tensor,), join=Timeout(3600.0, "a key"))
+    terms = FullOffer(
+        (group,), timeout_s=0.1, bucket_bytes=10, tensors=(tensor,), join=Timeout(3600.0, "a key")
+    )
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, group, 1, 0.1, join_s=3600.0)
         wire = GlooSender(terms, [bound])
         joined = joining.result(timeout=20)
     weights = [(spec.name, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in terms.sent]
-    waits = {"sender": lambda: wire.send(weights, terms), "receiver": lambda: list(joined.receive(terms.sent, terms.bucket_bytes))}
+    waits = {
+        "sender": lambda: wire.send(weights, terms),
+        "receiver": lambda: list(joined.receive(terms.sent, terms.bucket_bytes)),
+    }
     with pytest.raises(RuntimeError, match="Timed out waiting 100ms"):
         waits[who]()
     wire.close()
@@ -266,7 +376,10 @@ def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_
 
 
 def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
         assert address_towards(*server.getsockname()) == connection.getsockname()[0]
 
 
@@ -281,7 +394,9 @@ class SlowCanary(ComputedCanary):
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(is_elsewhere: bool) -> None:
+def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(
+    is_elsewhere: bool,
+) -> None:
     sender = make_sender(TiedModel(), timeout_s=20.0)
     arrived = threading.Event()
 
@@ -296,7 +411,10 @@ def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_l
         tensors = {}
         for bucket, packed in joined.receive(terms.sent, terms.bucket_bytes):
             arrived.set()
-            tensors |= {spec.name: packed[start : start + spec.num_bytes].clone() for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True)}
+            tensors |= {
+                spec.name: packed[start : start + spec.num_bytes].clone()
+                for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True)
+            }
         return tensors
 
     with ThreadPoolExecutor(1) as threads:
@@ -318,7 +436,10 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
     terms = FullOffer.of(offer)
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
-        with pytest.raises(LearnerError, match="canary on the learner: its canary failed: RuntimeError: out of memory"):
+        with pytest.raises(
+            LearnerError,
+            match="canary on the learner: its canary failed: RuntimeError: out of memory",
+        ):
             sender.send(offer)
         with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):
             receiving.result(timeout=60)
@@ -331,7 +452,13 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
     terms = FullOffer.of(offer)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
-        with pytest.raises(WeightSyncError, match=r"canary on learner: the learner took [1-9]\d*\.\d s to score it, of timeouts.sync_phase_s = 2 s"):
+        with pytest.raises(
+            WeightSyncError,
+            match=(
+                r"canary on learner: the learner took [1-9]\d*\.\d s to score it, of"
+                r" timeouts.sync_phase_s = 2 s"
+            ),
+        ):
             sender.send(offer)
 
 
@@ -339,7 +466,12 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
 def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_kept() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    sender = WeightSender(CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1, port),), timeout_s=1.0)
+    sender = WeightSender(
+        CheckpointWeights(TiedModel()),
+        transport="rollmatch_gloo",
+        receivers=(ReceiverGroup(1, port),),
+        timeout_s=1.0,
+    )
     with pytest.raises(WeightSyncError, match="rendezvous on learner") as kept:
         sender.send(sender.offer(1, CANARY))
     assert FullOffer.of(sender.offer(2, CANARY)).group.port == port, kept.value
@@ -349,24 +481,43 @@ def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_ke
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool) -> None:
     sender = WeightSender(
-        CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(1), ReceiverGroup(1)), timeout_s=20.0, bucket_bytes=10
+        CheckpointWeights(TiedModel()),
+        transport="rollmatch_gloo",
+        receivers=(ReceiverGroup(1), ReceiverGroup(1)),
+        timeout_s=20.0,
+        bucket_bytes=10,
     )
     offer = sender.offer(1, CANARY)
     terms = FullOffer.of(offer)
     with ThreadPoolExecutor(2) as threads:
-        threads.submit(lambda: receive(join(terms.groups[0], 1, 20.0, is_elsewhere=is_elsewhere), terms, 1))
-        staying = threads.submit(lambda: receive(join(terms.groups[1], 1, 20.0, is_elsewhere=is_elsewhere), terms))
+        threads.submit(
+            lambda: receive(join(terms.groups[0], 1, 20.0, is_elsewhere=is_elsewhere), terms, 1)
+        )
+        staying = threads.submit(
+            lambda: receive(join(terms.groups[1], 1, 20.0, is_elsewhere=is_elsewhere), terms)
+        )
         with pytest.raises(WeightSyncError, match="wire on learner") as failed:
             sender.send(offer)
-        assert isinstance(staying.exception(timeout=15), RuntimeError), f"it is told at once, while the error is still there: {failed.value}"
+        assert isinstance(staying.exception(timeout=15), RuntimeError), (
+            f"it is told at once, while the error is still there: {failed.value}"
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.parametrize("leaving", [1, 2, 3])
-def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_errors_are_kept(leaving: int, is_elsewhere: bool) -> None:
-    """Gloo's broadcast goes from receiver to receiver, so each that is told has to tell the next."""
-    sender = WeightSender(CheckpointWeights(TiedModel()), transport="rollmatch_gloo", receivers=(ReceiverGroup(3),), timeout_s=60.0, bucket_bytes=10)
+def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_errors_are_kept(
+    leaving: int, is_elsewhere: bool
+) -> None:
+    """Gloo's broadcast goes from receiver to receiver, so each that is told has to tell the
+    next."""
+    sender = WeightSender(
+        CheckpointWeights(TiedModel()),
+        transport="rollmatch_gloo",
+        receivers=(ReceiverGroup(3),),
+        timeout_s=60.0,
+        bucket_bytes=10,
+    )
     offer = sender.offer(1, CANARY)
     terms = FullOffer.of(offer)
     kept = []
@@ -389,21 +540,34 @@ def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_er
             sender.send(offer)
         errors = [type(future.exception(timeout=60)) for future in taking]
     assert time.monotonic() - started < 30, "nobody waited for the timeout"
-    assert errors == [ZeroDivisionError if rank == leaving else RuntimeError for rank in (1, 2, 3)], failed.value
+    assert errors == [
+        ZeroDivisionError if rank == leaving else RuntimeError for rank in (1, 2, 3)
+    ], failed.value
 
 
 def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
-    sender = WeightSender(CheckpointWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5)
+    sender = WeightSender(
+        CheckpointWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5
+    )
     offer = sender.offer(1, CANARY)
-    assert (offer.transport, FullOffer.of(offer).groups, offer.canary, sender.send(offer).phase_s) == ("inproc", (), PROBE, {})
+    assert (
+        offer.transport,
+        FullOffer.of(offer).groups,
+        offer.canary,
+        sender.send(offer).phase_s,
+    ) == ("inproc", (), PROBE, {})
 
 
 @pytest.mark.slow
-def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_has_a_new_port() -> None:
+def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_has_a_new_port() -> (
+    None
+):
     sender = make_sender(TiedModel())
     offer = sender.offer(1, CANARY)
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match=r"rendezvous on learner.*check that every rollout engine is alive") as caught:
+    with pytest.raises(
+        WeightSyncError, match=r"rendezvous on learner.*check that every rollout engine is alive"
+    ) as caught:
         sender.send(offer)
     assert time.monotonic() - started < 10
     assert (caught.value.actor, caught.value.phase) == ("learner", "rendezvous")
@@ -424,10 +588,23 @@ def test_the_joining_of_servers_has_a_limit_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("transport", "given", "bucket_bytes"),
-    [("nccl", None, 256 << 20), ("ipc", None, 256 << 20), ("rollmatch_gloo", None, 16 << 20), ("inproc", None, 16 << 20), ("nccl", 1 << 20, 1 << 20)],
+    [
+        ("nccl", None, 256 << 20),
+        ("ipc", None, 256 << 20),
+        ("rollmatch_gloo", None, 16 << 20),
+        ("inproc", None, 16 << 20),
+        ("nccl", 1 << 20, 1 << 20),
+    ],
 )
-def test_buckets_are_large_where_the_engines_loader_is_called_for_each(tmp_path: Path, transport: str, given: int | None, bucket_bytes: int) -> None:
-    config = configuration(tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "actors", "sync": {"bucket_bytes": given}})
+def test_buckets_are_large_where_the_engines_loader_is_called_for_each(
+    tmp_path: Path, transport: str, given: int | None, bucket_bytes: int
+) -> None:
+    config = configuration(
+        tmp_path,
+        tmp_path,
+        tmp_path,
+        rollout_matching__vllm={"mode": "actors", "sync": {"bucket_bytes": given}},
+    )
     parts: Any = SimpleNamespace(model=None, weights=CheckpointWeights(TiedModel()))
     (sender,) = make_senders(config, RankTopology(TransportKind(transport), ()), parts, parts)
     assert FullOffer.of(sender.offer(1, CANARY)).bucket_bytes == bucket_bytes
@@ -435,12 +612,21 @@ def test_buckets_are_large_where_the_engines_loader_is_called_for_each(tmp_path:
 
 def test_servers_are_waited_for_by_their_own_key(tmp_path: Path) -> None:
     server = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}], "timeout_s": 7.0}
-    config = configuration(tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "server", "server": server})
+    config = configuration(
+        tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "server", "server": server}
+    )
     parts: Any = SimpleNamespace(model=None, weights=CheckpointWeights(TiedModel()))
     (sender,) = make_senders(config, RankTopology(TransportKind.GLOO, ()), parts, parts)
-    assert FullOffer.of(sender.offer(1, CANARY)).join == Timeout(7.0, "rollout_matching.vllm.server.timeout_s")
+    assert FullOffer.of(sender.offer(1, CANARY)).join == Timeout(
+        7.0, "rollout_matching.vllm.server.timeout_s"
+    )
 
 
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="'carrier_pigeon' is not a valid TransportKind"):
-        WeightSender(CheckpointWeights(TiedModel()), transport="carrier_pigeon", receivers=(ReceiverGroup(1),), timeout_s=1.0)
+        WeightSender(
+            CheckpointWeights(TiedModel()),
+            transport="carrier_pigeon",
+            receivers=(ReceiverGroup(1),),
+            timeout_s=1.0,
+        )

@@ -1,4 +1,6 @@
-"""Weights between GPUs, as far as a machine without one can tell: vLLM's own code packs, joins and loads, over memory of this process in NCCL's place."""
+"""Weights between GPUs, as far as a machine without one can tell: vLLM's own code packs, joins and
+loads, over memory of this process in NCCL's place.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from learner.model.ranks import ReceiverGroup
 from learner.weight_sync.canary import ComputedCanary
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.stock_server import NoAdapters
-from rollout_actors.weight_sync.receiver import InitRequest, LoadReport, TransferGroup, UpdateRequest, WeightReceiver
+from rollout_actors.weight_sync.receiver import (
+    InitRequest,
+    LoadReport,
+    TransferGroup,
+    UpdateRequest,
+    WeightReceiver,
+)
 from shared.errors import WeightSyncError
 from shared.rollouts import WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
@@ -63,13 +71,17 @@ class FakeGroup:
 
 
 class FakeCommunicator:
-    """In the place of vLLM's `PyNcclCommunicator`: rank 0's broadcasts wait here until each of the others has come for them."""
+    """In the place of vLLM's `PyNcclCommunicator`: rank 0's broadcasts wait here until each of the
+    others has come for them.
+    """
 
     opened: list[FakeCommunicator]
     """All of a test's."""
     has_nccl: bool
 
-    def __init__(self, group: FakeGroup, device: int | str | torch.device, library_path: str | None = None) -> None:
+    def __init__(
+        self, group: FakeGroup, device: int | str | torch.device, library_path: str | None = None
+    ) -> None:
         self.group, self.device = group, device
         self.disabled = not self.has_nccl
         self.sent: list[torch.Tensor] = []
@@ -82,8 +94,14 @@ class FakeCommunicator:
         if self.group.rank == src:
             self.sent.append(tensor.clone())
             return
-        (sender,) = (other for other in self.opened if other.group.port == self.group.port and other.group.rank == src)
-        assert len(tensor) == len(sender.sent[self.num_taken]), "NCCL would hang, or read what is not there"
+        (sender,) = (
+            other
+            for other in self.opened
+            if other.group.port == self.group.port and other.group.rank == src
+        )
+        assert len(tensor) == len(sender.sent[self.num_taken]), (
+            "NCCL would hang, or read what is not there"
+        )
         tensor.copy_(sender.sent[self.num_taken])
         self.num_taken += 1
 
@@ -102,8 +120,13 @@ def test_the_fakes_and_what_is_sent_have_the_interface_of_vllms_own() -> None:
 
     assert parameters(FakeGroup.create) == parameters(StatelessProcessGroup.create)
     for name in ("__init__", "broadcast", "destroy"):
-        assert parameters(vars(FakeCommunicator)[name]) == parameters(vars(PyNcclCommunicator)[name])
-    for ours, theirs in ((InitRequest, base.WeightTransferInitRequest), (UpdateRequest, base.WeightTransferUpdateRequest)):
+        assert parameters(vars(FakeCommunicator)[name]) == parameters(
+            vars(PyNcclCommunicator)[name]
+        )
+    for ours, theirs in (
+        (InitRequest, base.WeightTransferInitRequest),
+        (UpdateRequest, base.WeightTransferUpdateRequest),
+    ):
         assert [field.name for field in fields(ours)] == [field.name for field in fields(theirs)]
 
 
@@ -141,7 +164,9 @@ class LoadedModel(nn.Module):
 
 
 class FakeLLM:
-    """An `UpdatedEngine` that `JoinsGroups`: vLLM's own `nccl` engine in each of its workers. What it is sent goes through JSON, as to a server."""
+    """An `UpdatedEngine` that `JoinsGroups`: vLLM's own `nccl` engine in each of its workers. What
+    it is sent goes through JSON, as to a server.
+    """
 
     def __init__(self, num_workers: int) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -154,12 +179,18 @@ class FakeLLM:
             parallel = SimpleNamespace(data_parallel_index=0, world_size=num_workers, rank=rank)
             vllm_config = SimpleNamespace(parallel_config=parallel, model_config=None)
             config = WeightTransferConfig(backend=TransportKind.NCCL)
-            self.workers.append(WeightTransferEngineFactory.create_engine(config, vllm_config, torch.device("cpu"), model))
+            self.workers.append(
+                WeightTransferEngineFactory.create_engine(
+                    config, vllm_config, torch.device("cpu"), model
+                )
+            )
 
     async def init_weight_transfer_engine(self, request: InitRequest) -> None:
         self.joined.append(request.init_info)
         for worker in self.workers:
-            worker.init_transfer_engine(worker.parse_init_info(json.loads(json.dumps(request.init_info))))
+            worker.init_transfer_engine(
+                worker.parse_init_info(json.loads(json.dumps(request.init_info)))
+            )
 
     async def shutdown_weight_transfer_engine(self) -> None:
         for worker in self.workers:
@@ -181,14 +212,19 @@ class FakeLLM:
         return True
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [asdict(LoadReport([], [], [], [], load_s=0.0, verify_s=0.0, logprobs=[])) for _ in self.workers]
+        return [
+            asdict(LoadReport([], [], [], [], load_s=0.0, verify_s=0.0, logprobs=[]))
+            for _ in self.workers
+        ]
 
 
 class Engine:
     def __init__(self, num_workers: int) -> None:
         self.llm = FakeLLM(num_workers)
         group = TransferGroup(self.llm, transport=TransportKind.NCCL, rank_offset=1)
-        self._intake = WeightReceiver("server-0", self.llm, group, score=self._score, adapter=NoAdapters())
+        self._intake = WeightReceiver(
+            "server-0", self.llm, group, score=self._score, adapter=NoAdapters()
+        )
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         raise AssertionError("no test goes so far")
@@ -212,7 +248,13 @@ class SmallModel(nn.Module):
 @pytest.fixture
 def sender() -> Iterator[WeightSender]:
     receivers = tuple(ReceiverGroup(size) for size in SIZES)
-    sender = WeightSender(CheckpointWeights(SmallModel()), transport="nccl", receivers=receivers, timeout_s=20.0, bucket_bytes=90)
+    sender = WeightSender(
+        CheckpointWeights(SmallModel()),
+        transport="nccl",
+        receivers=receivers,
+        timeout_s=20.0,
+        bucket_bytes=90,
+    )
     yield sender
     sender.close()
 
@@ -225,44 +267,67 @@ def sync(sender: WeightSender, engines: list[Engine], version: int) -> FullOffer
     return FullOffer.of(offer)
 
 
-def test_both_ends_join_the_same_groups_each_rank_once(sender: WeightSender, opened: list[FakeCommunicator]) -> None:
+def test_both_ends_join_the_same_groups_each_rank_once(
+    sender: WeightSender, opened: list[FakeCommunicator]
+) -> None:
     engines = [Engine(size) for size in SIZES]
     terms = sync(sender, engines, 1)
     for group, size in zip(terms.groups, SIZES, strict=True):
         members = [each.group for each in opened if each.group.port == group.port]
         assert [member.rank for member in members] == list(range(1 + size))
-        assert {(member.host, member.world_size) for member in members} == {(group.host, group.world_size)}
+        assert {(member.host, member.world_size) for member in members} == {
+            (group.host, group.world_size)
+        }
         hosts = [member.listen_socket for member in members if member.listen_socket is not None]
-        assert [bound.getsockname()[1] for bound in hosts] == [group.port], "the sender's, which has held the port since the offer"
+        assert [bound.getsockname()[1] for bound in hosts] == [group.port], (
+            "the sender's, which has held the port since the offer"
+        )
         assert members[0].store_timeout == 20
     assert len(opened) == len(SIZES) + sum(SIZES)
 
 
-def test_vllms_engine_finds_every_argument_and_unpacks_what_vllms_producer_has_packed(sender: WeightSender, opened: list[FakeCommunicator]) -> None:
+def test_vllms_engine_finds_every_argument_and_unpacks_what_vllms_producer_has_packed(
+    sender: WeightSender, opened: list[FakeCommunicator]
+) -> None:
     engines = [Engine(size) for size in SIZES]
     terms = sync(sender, engines, 1)
     expected = dict(CheckpointWeights(SmallModel()).tensors())
     for engine in engines:
         for worker, model in zip(engine.llm.workers, engine.llm.models, strict=True):
-            assert (worker.packed, worker.packed_buffer_size_bytes, worker.packed_num_buffers) == (True, 90, NUM_BUFFERS)
+            assert (worker.packed, worker.packed_buffer_size_bytes, worker.packed_num_buffers) == (
+                True,
+                90,
+                NUM_BUFFERS,
+            )
             assert [name for name, _ in model.loaded] == [*expected, CHECKSUMS, CANARY]
             arrived = dict(model.loaded)
             for name, tensor in expected.items():
-                assert arrived[name].dtype == tensor.dtype and torch.equal(arrived[name], tensor), name
+                assert arrived[name].dtype == tensor.dtype and torch.equal(arrived[name], tensor), (
+                    name
+                )
             assert arrived[CANARY].view(torch.float64).tolist() == list(LOGPROBS)
-    cut = [sum(tensor.num_bytes for tensor in bucket) for bucket in buckets(terms.sent, terms.bucket_bytes)]
+    cut = [
+        sum(tensor.num_bytes for tensor in bucket)
+        for bucket in buckets(terms.sent, terms.bucket_bytes)
+    ]
     for communicator in opened[: len(SIZES)]:
-        assert [len(packed) for packed in communicator.sent] == cut, "one broadcast for each bucket by whose rule checksums are made"
+        assert [len(packed) for packed in communicator.sent] == cut, (
+            "one broadcast for each bucket by whose rule checksums are made"
+        )
     assert len(cut) > NUM_BUFFERS
 
 
-def test_the_groups_are_kept_from_sync_to_sync_and_left_at_the_end(sender: WeightSender, opened: list[FakeCommunicator]) -> None:
+def test_the_groups_are_kept_from_sync_to_sync_and_left_at_the_end(
+    sender: WeightSender, opened: list[FakeCommunicator]
+) -> None:
     engines = [Engine(size) for size in SIZES]
     sync(sender, engines, 1)
     once = [list(model.loaded) for engine in engines for model in engine.llm.models]
     sync(sender, engines, 2)
     assert [len(engine.llm.joined) for engine in engines] == [1, 1]
-    for model, before in zip((model for engine in engines for model in engine.llm.models), once, strict=True):
+    for model, before in zip(
+        (model for engine in engines for model in engine.llm.models), once, strict=True
+    ):
         assert len(model.loaded) == 2 * len(before)
     sender.close()
     assert [each.is_destroyed for each in opened] == [each.group.rank == 0 for each in opened]
@@ -275,6 +340,8 @@ def test_a_learner_without_an_nccl_library_is_told_so_and_sends_nothing(
 ) -> None:
     """vLLM's communicator does nothing then, and the engines would wait for it."""
     monkeypatch.setattr(FakeCommunicator, "has_nccl", False)
-    with pytest.raises(WeightSyncError, match="rendezvous on learner: vLLM has no NCCL library for"):
+    with pytest.raises(
+        WeightSyncError, match="rendezvous on learner: vLLM has no NCCL library for"
+    ):
         sender.send(sender.offer(1, ComputedCanary(PROBE)))
     assert [each.sent for each in opened] == [[]]

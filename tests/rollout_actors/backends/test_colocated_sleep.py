@@ -1,4 +1,6 @@
-"""When an engine beside the learner sleeps, on a platform where it can: vLLM's `LLM` is played by one that does nothing while it is asleep."""
+"""When an engine beside the learner sleeps, on a platform where it can: vLLM's `LLM` is played by
+one that does nothing while it is asleep.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,16 @@ GREEDY = DecodeSettings(
     banned_token_ids=(),
     return_logprobs=False,
 )
-REQUESTS = [RolloutRequest(1, position, f"sample-{position}", (1, 2), (), GREEDY, seed=position) for position in range(2)]
+REQUESTS = [
+    RolloutRequest(1, position, f"sample-{position}", (1, 2), (), GREEDY, seed=position)
+    for position in range(2)
+]
 
 
 class Scene:
-    """Host and engine write down what they do, in order; what is named in `fails` they do not manage, once."""
+    """Host and engine write down what they do, in order; what is named in `fails` they do not
+    manage, once.
+    """
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -91,7 +98,9 @@ class Host:
 
 
 class SleepyLLM:
-    """Of vLLM's `LLM` what a `ColocatedLLM` calls. Its memory is there while it is awake, and nothing else works without."""
+    """Of vLLM's `LLM` what a `ColocatedLLM` calls. Its memory is there while it is awake, and
+    nothing else works without.
+    """
 
     scene: Scene
     raise_if_stopping: Callable[[], None]
@@ -139,8 +148,18 @@ class SleepyLLM:
 
         self._work("step")
         ended, self._queued = self._queued, []
-        said = CompletionOutput(index=0, text="", token_ids=[7, 9], cumulative_logprob=None, logprobs=None, finish_reason="stop")
-        return [RequestOutput(request_id, None, [1, 2], None, [said], finished=True) for request_id in ended]
+        said = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=[7, 9],
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason="stop",
+        )
+        return [
+            RequestOutput(request_id, None, [1, 2], None, [said], finished=True)
+            for request_id in ended
+        ]
 
     def _abort(self, request_ids: list[str], internal: bool) -> None:
         self._queued = [each for each in self._queued if each not in request_ids]
@@ -165,15 +184,29 @@ class SleepyLLM:
     def update_weight_version(self, new_version: str) -> None: ...
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        answers = {"guard_by": {"runner": "V1", "is_loaded": True, "settings": None}, "receipt": asdict(LoadReport([5], [5], [], [], 0.0, 0.0, []))}
+        answers = {
+            "guard_by": {"runner": "V1", "is_loaded": True, "settings": None},
+            "receipt": asdict(LoadReport([5], [5], [], [], 0.0, 0.0, [])),
+        }
         return [answers.get(method)]
 
-    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
+    def generate(
+        self, prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any
+    ) -> list[Any]:
         from vllm.logprobs import Logprob
         from vllm.outputs import RequestOutput
 
         self._work("canary")
-        return [RequestOutput("canary", None, [1, 2, 3], [None, {2: Logprob(-0.5)}, {3: Logprob(-0.25)}], [], finished=True)]
+        return [
+            RequestOutput(
+                "canary",
+                None,
+                [1, 2, 3],
+                [None, {2: Logprob(-0.5)}, {3: Logprob(-0.25)}],
+                [],
+                finished=True,
+            )
+        ]
 
 
 @pytest.fixture
@@ -184,7 +217,9 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     scene = Scene()
     monkeypatch.setattr(SleepyLLM, "scene", scene, raising=False)
     monkeypatch.setattr(colocated_llm, "BeamLLM", SleepyLLM)
-    monkeypatch.setattr(colocated_llm, "current_platform", SimpleNamespace(is_sleep_mode_available=lambda: True))
+    monkeypatch.setattr(
+        colocated_llm, "current_platform", SimpleNamespace(is_sleep_mode_available=lambda: True)
+    )
     return scene
 
 
@@ -212,7 +247,9 @@ def probe(request: pytest.FixtureRequest) -> CanaryProbe:
 
 
 def an_offer(host: Host, version: int = 1, probe: CanaryProbe = PROBE) -> WeightOffer:
-    sender = WeightSender(CheckpointWeights(host.model), transport="inproc", receivers=(), timeout_s=20.0)
+    sender = WeightSender(
+        CheckpointWeights(host.model), transport="inproc", receivers=(), timeout_s=20.0
+    )
     return sender.offer(version, ComputedCanary(probe))
 
 
@@ -224,11 +261,16 @@ def test_the_fake_sleeps_and_wakes_by_vllms_own_calls() -> None:
     from vllm import LLM
 
     for name in ("sleep", "wake_up"):
-        asked = [[(each, of.default) for each, of in signature(vars(kind)[name]).parameters.items()] for kind in (SleepyLLM, LLM)]
+        asked = [
+            [(each, of.default) for each, of in signature(vars(kind)[name]).parameters.items()]
+            for kind in (SleepyLLM, LLM)
+        ]
         assert asked[0] == asked[1]
 
 
-def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_host_comes_back(host: Host, scene: Scene) -> None:
+def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_host_comes_back(
+    host: Host, scene: Scene
+) -> None:
     backend = make_backend(host)
     backend.start()
     assert scene.take() == ["host away", "load", "sleep", "back"]
@@ -239,7 +281,9 @@ def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_
     assert backend.generate([]) == [] and scene.take() == [], "nobody is woken for nothing"
 
 
-def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(
+    backend: ColocatedBackend, host: Host, scene: Scene
+) -> None:
     """The cache comes behind the copies. Steps of channel A follow one another without a
     `generate`."""
     for version in (1, 2):
@@ -250,7 +294,9 @@ def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
 
 
-def test_an_engine_that_does_not_fall_asleep_behind_a_sync_is_not_asked_again(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+def test_an_engine_that_does_not_fall_asleep_behind_a_sync_is_not_asked_again(
+    backend: ColocatedBackend, host: Host, scene: Scene
+) -> None:
     scene.fails = "sleep"
     with pytest.raises(WeightSyncError, match="colocated: RuntimeError: could not sleep"):
         backend.receive_weights(an_offer(host))
@@ -259,7 +305,9 @@ def test_an_engine_that_does_not_fall_asleep_behind_a_sync_is_not_asked_again(ba
         backend.generate(REQUESTS)
 
 
-def test_an_engine_whose_noise_is_measured_is_awake_as_a_whole_before_it_scores_what_it_holds(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+def test_an_engine_whose_noise_is_measured_is_awake_as_a_whole_before_it_scores_what_it_holds(
+    backend: ColocatedBackend, host: Host, scene: Scene
+) -> None:
     """With a part of its memory away vLLM schedules nothing, and a probe is waited for forever."""
     report = backend.receive_weights(an_offer(host, probe=IN_BFLOAT16))
     assert report.canary_noise == Differences(0.0, 0.0)
@@ -270,20 +318,29 @@ def test_an_engine_whose_noise_is_measured_is_awake_as_a_whole_before_it_scores_
     assert scene.take()[:2] == ["optimizer away", "wake weights"], "only once in a run"
 
 
-def test_a_refused_request_and_a_host_that_is_told_to_stop_leave_the_engine_asleep(backend: ColocatedBackend, host: Host, scene: Scene) -> None:
+def test_a_refused_request_and_a_host_that_is_told_to_stop_leave_the_engine_asleep(
+    backend: ColocatedBackend, host: Host, scene: Scene
+) -> None:
     host.goes_on = False
     with pytest.raises(RolloutError, match="told to stop"):
         backend.generate(REQUESTS)
     assert scene.take() == ["host away", "wake", *QUEUED, "sleep", "back"]
     with pytest.raises(RolloutError, match="image 0 of sample broken"):
-        backend.generate([REQUESTS[0], replace(REQUESTS[1], sample_id="broken", images=(ImageRef(None, b"no image", ""),))])
+        backend.generate(
+            [
+                REQUESTS[0],
+                replace(REQUESTS[1], sample_id="broken", images=(ImageRef(None, b"no image", ""),)),
+            ]
+        )
     assert scene.take() == ["host away", "wake", "queue", "sleep", "back"]
     host.goes_on = True
     assert len(backend.generate(REQUESTS)) == len(REQUESTS)
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
 
 
-def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_again(backend: ColocatedBackend, scene: Scene) -> None:
+def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_again(
+    backend: ColocatedBackend, scene: Scene
+) -> None:
     scene.fails = "step"
     with pytest.raises(RolloutError, match="generate on colocated: RuntimeError: could not step"):
         backend.generate(REQUESTS)
@@ -294,7 +351,9 @@ def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_aga
 
 
 @pytest.mark.parametrize("phase", ["begin update", "update", "canary"])
-def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(backend: ColocatedBackend, host: Host, scene: Scene, phase: str, probe: CanaryProbe) -> None:
+def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(
+    backend: ColocatedBackend, host: Host, scene: Scene, phase: str, probe: CanaryProbe
+) -> None:
     scene.fails = phase
     with pytest.raises(WeightSyncError, match=f"could not {phase}"):
         backend.receive_weights(an_offer(host, probe=probe))
@@ -305,15 +364,23 @@ def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(backend: Coloc
     assert events[-2:] == ["sleep", "back"]
 
 
-@pytest.mark.parametrize(("receives", "fails"), [(None, "wake"), (PROBE, "wake weights"), (IN_BFLOAT16, "wake")])
-def test_an_engine_that_does_not_wake_is_not_asked_again(backend: ColocatedBackend, host: Host, scene: Scene, receives: CanaryProbe | None, fails: str) -> None:
+@pytest.mark.parametrize(
+    ("receives", "fails"), [(None, "wake"), (PROBE, "wake weights"), (IN_BFLOAT16, "wake")]
+)
+def test_an_engine_that_does_not_wake_is_not_asked_again(
+    backend: ColocatedBackend, host: Host, scene: Scene, receives: CanaryProbe | None, fails: str
+) -> None:
     scene.fails = fails
     if receives is not None:
-        with pytest.raises(WeightSyncError, match=f"pause on colocated: RuntimeError: could not {fails};"):
+        with pytest.raises(
+            WeightSyncError, match=f"pause on colocated: RuntimeError: could not {fails};"
+        ):
             backend.receive_weights(an_offer(host, probe=receives))
         assert scene.take() == ["optimizer away", fails, "back"]
     else:
-        with pytest.raises(RolloutError, match="generate on colocated: RuntimeError: could not wake"):
+        with pytest.raises(
+            RolloutError, match="generate on colocated: RuntimeError: could not wake"
+        ):
             backend.generate(REQUESTS)
         assert scene.take() == ["host away", "wake", "back"]
     with pytest.raises(RolloutError, match="serves no rollouts: it failed"):
@@ -331,11 +398,21 @@ def test_an_engine_that_does_not_fall_asleep_fails_its_start(host: Host, scene: 
 
 @pytest.mark.parametrize(("wanted", "available"), [(False, True), (True, False)])
 def test_where_it_is_not_wanted_or_not_to_be_had_nobody_sleeps(
-    host: Host, scene: Scene, monkeypatch: pytest.MonkeyPatch, probe: CanaryProbe, *, wanted: bool, available: bool
+    host: Host,
+    scene: Scene,
+    monkeypatch: pytest.MonkeyPatch,
+    probe: CanaryProbe,
+    *,
+    wanted: bool,
+    available: bool,
 ) -> None:
     from rollout_actors.backends import colocated_llm
 
-    monkeypatch.setattr(colocated_llm, "current_platform", SimpleNamespace(is_sleep_mode_available=lambda: available))
+    monkeypatch.setattr(
+        colocated_llm,
+        "current_platform",
+        SimpleNamespace(is_sleep_mode_available=lambda: available),
+    )
     backend = make_backend(host, sleep=wanted)
     backend.start()
     backend.receive_weights(an_offer(host, probe=probe))

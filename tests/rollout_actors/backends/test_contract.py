@@ -1,7 +1,7 @@
 """What every rollout backend promises (`shared.protocols.RolloutBackend`), whoever it is.
 
-A backend joins by a function in `BACKENDS`, which makes one on the checkpoint's weights, with room for `BATCH` sequences at a time and, where it has one, the
-repeat guard `GUARD`.
+A backend joins by a function in `BACKENDS`, which makes one on the checkpoint's weights, with room
+for `BATCH` sequences at a time and, where it has one, the repeat guard `GUARD`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from backend_support import ModelHost, OfEngines, UnderTest, child_processes, colocated_settings, what_was_said
+from backend_support import (
+    ModelHost,
+    OfEngines,
+    UnderTest,
+    child_processes,
+    colocated_settings,
+    what_was_said,
+)
 from counting_rows import RowsFile
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -43,7 +50,13 @@ from shared.rollouts import FinishReason, RolloutRequest
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 
 BATCH = 4
-GUARD = RepeatGuardSettings(min_new_tokens=12, max_consecutive_token_repeats=9, ngram_size=2, ngram_repeats=5, max_object_keys=None)
+GUARD = RepeatGuardSettings(
+    min_new_tokens=12,
+    max_consecutive_token_repeats=9,
+    ngram_size=2,
+    ngram_repeats=5,
+    max_object_keys=None,
+)
 SHORT = 8
 """Tokens: too few for the guard to look."""
 
@@ -54,15 +67,21 @@ def scripted(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
         seed = request.seed if request.decode.temperature else request.position
         return [50 + (seed * 31 + i * 7) % 400 for i in range(SHORT + 4)]
 
-    yield UnderTest("scripted", ScriptedBackend("scripted", script), learner, is_model=False, is_engine=False)
+    yield UnderTest(
+        "scripted", ScriptedBackend("scripted", script), learner, is_model=False, is_engine=False
+    )
 
 
 @contextmanager
 def hf(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
     rows: list[int] = []
-    hook = learner.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    hook = learner.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     backend = HFBackendSpec(BATCH, GUARD)(ModelHost(learner, "hf"))
-    yield UnderTest("hf", backend, learner, is_engine=False, take_rows=partial(taken, rows), guard=GUARD)
+    yield UnderTest(
+        "hf", backend, learner, is_engine=False, take_rows=partial(taken, rows), guard=GUARD
+    )
     hook.remove()
 
 
@@ -73,24 +92,49 @@ def taken(rows: list[int]) -> list[int]:
 
 @contextmanager
 def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    learner.sender = WeightSender(CheckpointWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
-    backend = ColocatedSpec(colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(ModelHost(learner))
+    learner.sender = WeightSender(
+        CheckpointWeights(learner.model),
+        transport="inproc",
+        receivers=(),
+        timeout_s=TIMEOUTS.sync_phase.seconds,
+    )
+    backend = ColocatedSpec(colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(
+        ModelHost(learner)
+    )
     assert isinstance(backend, ColocatedBackend)
     backend.collective_rpc("count_rows")
-    yield UnderTest("colocate", backend, learner, take_rows=lambda: backend.collective_rpc("take_rows")[0], guard=GUARD)
+    yield UnderTest(
+        "colocate",
+        backend,
+        learner,
+        take_rows=lambda: backend.collective_rpc("take_rows")[0],
+        guard=GUARD,
+    )
     backend.close()
 
 
 @contextmanager
 def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension="counting_worker.CountingWorker")
+    settings = small_settings(
+        checkpoint,
+        max_num_seqs=BATCH,
+        repeat_guard=GUARD,
+        worker_extension="counting_worker.CountingWorker",
+    )
     actor = create_actor("actor", settings, 0)
     pool = ActorPool([actor], ["actor"], TIMEOUTS, decode_batch_size=BATCH)
     pool.start()
     ray.get(actor.ask.remote("count_rows"))
     processes = [psutil.Process(pid) for pid in ray.get(actor.process_ids.remote())]
     backend = OfEngines(pool, learner)
-    yield UnderTest("actors", backend, learner, take_rows=lambda: ray.get(actor.ask.remote("take_rows"))[0], guard=GUARD, processes=processes)
+    yield UnderTest(
+        "actors",
+        backend,
+        learner,
+        take_rows=lambda: ray.get(actor.ask.remote("take_rows"))[0],
+        guard=GUARD,
+        processes=processes,
+    )
     backend.close()
 
 
@@ -101,14 +145,26 @@ def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
         folder, rows = Path(name), RowsFile(Path(name) / "rows")
         program = [str(Path(__file__).parents[2] / "fakes" / "counting_serve.py")]
         # Started without the guard: the run brings its rule.
-        with serve_process(serve_arguments(replace(settings, repeat_guard=None), port=0), folder, program=program, variables=rows.variables) as process:
+        with serve_process(
+            serve_arguments(replace(settings, repeat_guard=None), port=0),
+            folder,
+            program=program,
+            variables=rows.variables,
+        ) as process:
             client = ServerClient("server", process.address(), index=0, expected=settings)
-            yield from served("server", client, process, rows, learner, openai=(process.url, "none"))
+            yield from served(
+                "server", client, process, rows, learner, openai=(process.url, "none")
+            )
 
 
 @contextmanager
 def stock(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
-    settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, worker_extension="counting_worker.CountingWorker")
+    settings = small_settings(
+        checkpoint,
+        max_num_seqs=BATCH,
+        repeat_guard=GUARD,
+        worker_extension="counting_worker.CountingWorker",
+    )
     with tempfile.TemporaryDirectory() as name:
         folder, rows = Path(name), RowsFile(Path(name) / "rows")
         with stock_process(settings, folder, variables=rows.variables) as process:
@@ -128,11 +184,21 @@ def served(
     pool = OneServer(client)
     pool.start()
     # The server is not the client's to end: closing it leaves the process to whoever started it.
-    yield UnderTest(name, OfEngines(pool, learner), learner, take_rows=rows.take, guard=GUARD, servers=process.family(), openai=openai)
+    yield UnderTest(
+        name,
+        OfEngines(pool, learner),
+        learner,
+        take_rows=rows.take,
+        guard=GUARD,
+        servers=process.family(),
+        openai=openai,
+    )
     pool.close()
 
 
-BACKENDS: dict[str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[UnderTest]], list[Any]]] = {
+BACKENDS: dict[
+    str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[UnderTest]], list[Any]]
+] = {
     "scripted": (scripted, []),
     "hf": (hf, []),
     "colocate": (colocate, [pytest.mark.engine]),
@@ -142,39 +208,65 @@ BACKENDS: dict[str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks) for name, (_, marks) in BACKENDS.items()])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=marks) for name, (_, marks) in BACKENDS.items()],
+)
 def under(request: pytest.FixtureRequest, demo_checkpoint: Path) -> Iterator[UnderTest]:
     make, marks = BACKENDS[request.param]
     if marks:
-        request.getfixturevalue("engine_pool")  # a test compares with it, and its processes are none of the backend's
+        # a test compares with it, and its processes are none of the backend's
+        request.getfixturevalue("engine_pool")
     before = child_processes()
-    with closing(SmallLearner(demo_checkpoint, num_receivers=1)) as learner, make(learner, demo_checkpoint) as under:
+    with (
+        closing(SmallLearner(demo_checkpoint, num_receivers=1)) as learner,
+        make(learner, demo_checkpoint) as under,
+    ):
         under.children_before = before
         under.sync()
-        under.servers = [process for process in under.servers if is_alive(process)]  # what a start needs for a moment has ended
+        # what a start needs for a moment has ended
+        under.servers = [process for process in under.servers if is_alive(process)]
         yield under
 
 
-def requests_of(under: UnderTest, positions: range | list[int], **decode: Any) -> list[RolloutRequest]:
-    return [under.learner.request(position, **{"max_new_tokens": SHORT, **decode}) for position in positions]
+def requests_of(
+    under: UnderTest, positions: range | list[int], **decode: Any
+) -> list[RolloutRequest]:
+    return [
+        under.learner.request(position, **{"max_new_tokens": SHORT, **decode})
+        for position in positions
+    ]
 
 
 @pytest.mark.slow
 def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under: UnderTest) -> None:
-    requests = [replace(request, step=7) for request in requests_of(under, [9, 2, 5, 0, 7, 1, 8, 3, 4])]
+    requests = [
+        replace(request, step=7) for request in requests_of(under, [9, 2, 5, 0, 7, 1, 8, 3, 4])
+    ]
     rollouts = under.backend.generate(requests)
-    assert [(r.step, r.position, r.sample_id, r.seed) for r in rollouts] == [(7, r.position, r.sample_id, r.seed) for r in requests]
-    assert all(rollout.attempt == 0 and rollout.actor and rollout.generate_s > 0 and rollout.started_s > 0 for rollout in rollouts)
+    assert [(r.step, r.position, r.sample_id, r.seed) for r in rollouts] == [
+        (7, r.position, r.sample_id, r.seed) for r in requests
+    ]
+    assert all(
+        rollout.attempt == 0 and rollout.actor and rollout.generate_s > 0 and rollout.started_s > 0
+        for rollout in rollouts
+    )
     for rollout in rollouts:
         assert rollout.logprobs is not None
         assert 0 < len(rollout.response_token_ids) == len(rollout.logprobs) <= SHORT
 
 
 @pytest.mark.slow
-def test_a_vllm_backend_produces_token_ids_suitable_for_strict_alignment_as_every_backend_does(under: UnderTest) -> None:
+def test_a_vllm_backend_produces_token_ids_suitable_for_strict_alignment_as_every_backend_does(
+    under: UnderTest,
+) -> None:
     requests = requests_of(under, range(3))
     for request, rollout in zip(requests, under.backend.generate(requests), strict=True):
-        expanded = under.learner.logits(request.prompt_token_ids, request.images[0])[0] if under.is_model else request.prompt_token_ids
+        expanded = (
+            under.learner.logits(request.prompt_token_ids, request.images[0])[0]
+            if under.is_model
+            else request.prompt_token_ids
+        )
         assert rollout.prompt_token_ids == expanded
 
 
@@ -191,13 +283,25 @@ def test_greedy_rollouts_are_the_learners_own(under: UnderTest) -> None:
 
 def test_the_stop_token_is_kept_apart_from_the_response(under: UnderTest) -> None:
     (request,) = requests_of(under, [0])
-    (free,) = under.backend.generate([replace(request, decode=replace(request.decode, stop_token_ids=()))])
-    assert (free.finish_reason, free.stop_token_id, len(free.response_token_ids)) == (FinishReason.LENGTH, None, SHORT)
+    (free,) = under.backend.generate(
+        [replace(request, decode=replace(request.decode, stop_token_ids=()))]
+    )
+    assert (free.finish_reason, free.stop_token_id, len(free.response_token_ids)) == (
+        FinishReason.LENGTH,
+        None,
+        SHORT,
+    )
     assert free.logprobs is not None
     stop = free.response_token_ids[3]
     end = free.response_token_ids.index(stop)
-    (stopped,) = under.backend.generate([replace(request, decode=replace(request.decode, stop_token_ids=(stop,)))])
-    assert (stopped.finish_reason, stopped.stop_token_id, stopped.response_token_ids) == (FinishReason.STOP, stop, free.response_token_ids[:end])
+    (stopped,) = under.backend.generate(
+        [replace(request, decode=replace(request.decode, stop_token_ids=(stop,)))]
+    )
+    assert (stopped.finish_reason, stopped.stop_token_id, stopped.response_token_ids) == (
+        FinishReason.STOP,
+        stop,
+        free.response_token_ids[:end],
+    )
     assert stopped.logprobs == pytest.approx(free.logprobs[:end], abs=1e-5)
     assert stopped.stop_token_logprob == pytest.approx(free.logprobs[end], abs=1e-5)
 
@@ -207,11 +311,17 @@ def test_a_seed_says_what_is_sampled(under: UnderTest) -> None:
     requests = requests_of(under, range(5), temperature=1.0)
     first = under.backend.generate(requests)
     assert what_was_said(under.backend.generate(requests)) == what_was_said(first)
-    other = under.backend.generate([replace(request, seed=request.seed + 5000) for request in requests])
-    assert all(a.response_token_ids != b.response_token_ids for a, b in zip(first, other, strict=True))
+    other = under.backend.generate(
+        [replace(request, seed=request.seed + 5000) for request in requests]
+    )
+    assert all(
+        a.response_token_ids != b.response_token_ids for a, b in zip(first, other, strict=True)
+    )
 
 
-def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_backend_samples(under: UnderTest) -> None:
+def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_backend_samples(
+    under: UnderTest,
+) -> None:
     if under.openai is None:
         pytest.skip("it has no such routes")
     url, key = under.openai
@@ -219,27 +329,47 @@ def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_
     environment = SingleTurnEnv(rubric=Rubric([lambda completion: len(completion[-1]["content"])]))
 
     async def generated() -> Any:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=DefaultAsyncHttpxClient(trust_env=False), max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=f"{url}/v1",
+            api_key=key,
+            http_client=DefaultAsyncHttpxClient(trust_env=False),
+            max_retries=0,
+        ) as client:
             (model,) = [one.id async for one in client.models.list()]
-            rows = [{"question": "Detect every object in the image."}, {"question": "Which objects are there?"}]
+            rows = [
+                {"question": "Detect every object in the image."},
+                {"question": "Which objects are there?"},
+            ]
             return await environment.generate(rows, client, model, sampling, use_tqdm=False)
 
     for state in asyncio.run(generated()).state:
         assert (state["error"], state["reward"]) == (None, len(state["completion"][-1]["content"]))
         tokens = state["trajectory"][0]["tokens"]
         (request,) = requests_of(under, [0], temperature=0.7)
-        same = replace(request, prompt_token_ids=tuple(tokens["prompt_ids"]), images=(), seed=11, decode=replace(request.decode, banned_token_ids=()))
+        same = replace(
+            request,
+            prompt_token_ids=tuple(tokens["prompt_ids"]),
+            images=(),
+            seed=11,
+            decode=replace(request.decode, banned_token_ids=()),
+        )
         (rollout,) = under.backend.generate([same])
         assert rollout.prompt_token_ids == tuple(tokens["prompt_ids"])
-        assert rollout.response_token_ids == tuple(tokens["completion_ids"][: len(rollout.response_token_ids)])
-        assert rollout.logprobs == pytest.approx(tokens["completion_logprobs"][: len(rollout.response_token_ids)], abs=1e-6)
+        assert rollout.response_token_ids == tuple(
+            tokens["completion_ids"][: len(rollout.response_token_ids)]
+        )
+        assert rollout.logprobs == pytest.approx(
+            tokens["completion_logprobs"][: len(rollout.response_token_ids)], abs=1e-6
+        )
 
 
 @pytest.mark.slow
 def test_neighbours_do_not_matter(under: UnderTest) -> None:
     requests = requests_of(under, range(6), temperature=1.0)
     together = under.backend.generate(requests)
-    assert [r.response_token_ids for r in under.backend.generate(requests[::-1])][::-1] == [r.response_token_ids for r in together]
+    assert [r.response_token_ids for r in under.backend.generate(requests[::-1])][::-1] == [
+        r.response_token_ids for r in together
+    ]
     for request, rollout in zip(requests, together, strict=True):
         (alone,) = under.backend.generate([request])
         assert alone.response_token_ids == rollout.response_token_ids
@@ -257,9 +387,14 @@ def test_an_engine_samples_what_actors_sample_to_the_bit_however_the_requests_ar
     under.sync()
     requests = requests_of(under, range(9), temperature=1.0, max_new_tokens=32)
     said = what_was_said(engine_pool.generate(requests))
-    assert all(RepeatRule(GUARD).first_repetition(tokens) is None for *_, tokens, _, _, _, _, _ in said), "those actors have no guard"
+    assert all(
+        RepeatRule(GUARD).first_repetition(tokens) is None for *_, tokens, _, _, _, _, _ in said
+    ), "those actors have no guard"
     assert what_was_said(under.backend.generate(requests)) == said
-    assert what_was_said(under.backend.generate(requests[:4]) + under.backend.generate(requests[4:])) == said
+    assert (
+        what_was_said(under.backend.generate(requests[:4]) + under.backend.generate(requests[4:]))
+        == said
+    )
 
 
 @pytest.mark.slow
@@ -285,7 +420,8 @@ def test_no_requests_make_no_call(under: UnderTest) -> None:
 @pytest.mark.slow
 def test_a_rollout_says_which_weights_it_is_of(under: UnderTest) -> None:
     requests = requests_of(under, range(2))
-    for seed in (4, 5):  # where weights travel in a group, the second ones go over the one that the first have opened
+    # where weights travel in a group, the second ones go over the one that the first have opened
+    for seed in (4, 5):
         before = under.backend.version
         old = under.backend.generate(requests)
         under.learner.learn(seed)
@@ -293,9 +429,14 @@ def test_a_rollout_says_which_weights_it_is_of(under: UnderTest) -> None:
         assert report.version == under.backend.version == under.learner.version == before + 1
         assert report.canary_max_abs <= 1e-4
         new = under.backend.generate(requests)
-        assert ({r.weight_version for r in old}, {r.weight_version for r in new}) == ({before}, {before + 1})
+        assert ({r.weight_version for r in old}, {r.weight_version for r in new}) == (
+            {before},
+            {before + 1},
+        )
         if under.is_model:
-            assert [r.response_token_ids for r in new] == [under.learner.greedy(request)[0] for request in requests]
+            assert [r.response_token_ids for r in new] == [
+                under.learner.greedy(request)[0] for request in requests
+            ]
             assert [r.response_token_ids for r in new] != [r.response_token_ids for r in old]
 
 
@@ -306,16 +447,29 @@ def test_the_guard_ends_one_sequence_and_not_its_neighbours(under: UnderTest) ->
     under.forget()
     under.sync()  # the checkpoint's own weights repeat themselves now and then
     requests = requests_of(under, range(8), max_new_tokens=16)
-    unguarded = HFBackend(ModelHost(under.learner), "unguarded", decode_batch_size=8).generate(requests)
+    unguarded = HFBackend(ModelHost(under.learner), "unguarded", decode_batch_size=8).generate(
+        requests
+    )
     num_ended = 0
     for free, rollout in zip(unguarded, under.backend.generate(requests), strict=True):
         end = RepeatRule(under.guard).first_repetition(free.response_token_ids)
         if end in (None, 16):
-            assert (rollout.response_token_ids, rollout.finish_reason, rollout.forced_positions) == (free.response_token_ids, free.finish_reason, ())
+            assert (
+                rollout.response_token_ids,
+                rollout.finish_reason,
+                rollout.forced_positions,
+            ) == (free.response_token_ids, free.finish_reason, ())
             continue
         num_ended += 1
-        assert (rollout.response_token_ids, rollout.finish_reason) == (free.response_token_ids[:end], FinishReason.REPETITION)
-        assert (rollout.stop_token_id, rollout.stop_token_logprob, rollout.forced_positions) == (under.learner.stop, None, (end,))
+        assert (rollout.response_token_ids, rollout.finish_reason) == (
+            free.response_token_ids[:end],
+            FinishReason.REPETITION,
+        )
+        assert (rollout.stop_token_id, rollout.stop_token_logprob, rollout.forced_positions) == (
+            under.learner.stop,
+            None,
+            (end,),
+        )
     assert 0 < num_ended < len(requests), "otherwise nothing was tested"
 
 
@@ -325,7 +479,9 @@ def test_close_leaves_no_process_and_nothing_that_answers(under: UnderTest) -> N
     under.backend.close()
     kept = under.children_before.union(under.servers)
     deadline = time.monotonic() + 30
-    while left := [process for process in {*under.processes, *child_processes()} - kept if is_alive(process)]:
+    while left := [
+        process for process in {*under.processes, *child_processes()} - kept if is_alive(process)
+    ]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
     ended = [process for process in under.servers if not is_alive(process)]

@@ -1,4 +1,6 @@
-"""A guest that does to the process what in-process vLLM does, and a host that finds everything as it was."""
+"""A guest that does to the process what in-process vLLM does, and a host that finds everything as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -80,13 +82,19 @@ def leave(context: EngineContext) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends_with", [lambda: None, lambda: 1 / 0], ids=["return", "exception"])
-def test_the_process_is_as_it_was_behind_every_call(threads: None, tmp_path: Path, ends_with: Callable[[], Any]) -> None:
+def test_the_process_is_as_it_was_behind_every_call(
+    threads: None, tmp_path: Path, ends_with: Callable[[], Any]
+) -> None:
     seed_all(1)
     before = facts_of_the_process()
     context = EngineContext({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
     try:
         with context.entered():
-            assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], torch._dynamo.config.disable) == (1, "1", True)
+            assert (
+                torch.get_num_threads(),
+                os.environ["OMP_NUM_THREADS"],
+                torch._dynamo.config.disable,
+            ) == (1, "1", True)
             misbehave(tmp_path)
             ends_with()
     except ZeroDivisionError:
@@ -110,7 +118,9 @@ def test_the_guest_finds_its_own_things_again(threads: None, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(threads: None, host_group: Any, tmp_path: Path) -> None:
+def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(
+    threads: None, host_group: Any, tmp_path: Path
+) -> None:
     before = facts_of_the_process()
     context = EngineContext({})
     with context.entered():
@@ -127,12 +137,17 @@ def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(thr
         context.forget_default_group()
         assert not dist.is_initialized()
     assert dist.group.WORLD is host_group
-    # Functional collectives (and so DTensors) find a group by its name, in a registry that `destroy_process_group()` empties.
+    # Functional collectives (and so DTensors) find a group by its name, in a registry that
+    # `destroy_process_group()` empties.
     assert functional.all_reduce(torch.ones(1), "sum", host_group).tolist() == [1.0]
 
 
 def test_whatever_torchs_world_keeps_in_variables_of_its_module_the_engine_has_for_itself() -> None:
     c10d = dist.distributed_c10d
     variables = {name for name, value in vars(c10d).items() if not callable(value)}
-    in_module = {name for name, part in vars(c10d._World).items() if isinstance(part, property) and part.fget and variables & set(part.fget.__code__.co_names)}
+    in_module = {
+        name
+        for name, part in vars(c10d._World).items()
+        if isinstance(part, property) and part.fget and variables & set(part.fget.__code__.co_names)
+    }
     assert {"pg_map", "group_count"} <= in_module <= set(vars(EngineWorld))

@@ -1,4 +1,6 @@
-"""`generate` of the learner's own model, as a rollout backend. What every backend has in common is in `test_contract.py`."""
+"""`generate` of the learner's own model, as a rollout backend. What every backend has in common is
+in `test_contract.py`.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,25 @@ def of_different_lengths(learner: SmallLearner, **decode: Any) -> list[RolloutRe
     """So that a batch needs padding; one of them has no image."""
     requests = [learner.request(position, **decode) for position in range(6)]
     requests[2] = replace(requests[2], prompt_token_ids=(*requests[2].prompt_token_ids, 5, 6, 7))
-    text = tuple(token_id for token_id in requests[4].prompt_token_ids if token_id not in learner.banned)
+    text = tuple(
+        token_id for token_id in requests[4].prompt_token_ids if token_id not in learner.banned
+    )
     requests[4] = replace(requests[4], prompt_token_ids=text, images=())
     return requests
 
 
 @pytest.mark.slow
-def test_greedy_rollouts_are_those_of_one_forward_per_token(learner: SmallLearner, backend: HFBackend) -> None:
+def test_greedy_rollouts_are_those_of_one_forward_per_token(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
     requests = [request for request in of_different_lengths(learner) if request.images]
     for request, rollout in zip(requests, backend.generate(requests), strict=True):
         tokens, logprobs = learner.greedy(request)
         assert rollout.response_token_ids == tokens
         assert rollout.logprobs == pytest.approx(logprobs, abs=1e-5)
-        assert rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
+        assert (
+            rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
+        )
 
 
 @pytest.mark.slow
@@ -60,28 +68,50 @@ def test_microbatching_increases_decode_parallelism_without_changing_outputs_for
 
 
 @pytest.mark.slow
-def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_models_log_probabilities(learner: SmallLearner, backend: HFBackend) -> None:
+def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_models_log_probabilities(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
     greedy = [learner.request(position, max_new_tokens=12) for position in range(3)]
-    beams = [replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=4)) for request in greedy]
+    beams = [
+        replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=4))
+        for request in greedy
+    ]
     rollouts = backend.generate(beams)
     for request, rollout, other in zip(beams, rollouts, backend.generate(greedy), strict=True):
         assert rollout.logprobs is not None and other.logprobs is not None
         assert sum(rollout.logprobs) >= sum(other.logprobs)
-        expanded, logits_TV = learner.step((*request.prompt_token_ids, *rollout.response_token_ids), request.images[0])
+        expanded, logits_TV = learner.step(
+            (*request.prompt_token_ids, *rollout.response_token_ids), request.images[0]
+        )
         logits_TV[:, list(learner.banned)] -= 100
         length = len(rollout.response_token_ids)
-        expected = logits_TV[-length - 1 : -1].log_softmax(-1).gather(1, torch.tensor(expanded[-length:])[:, None])[:, 0]
+        expected = (
+            logits_TV[-length - 1 : -1]
+            .log_softmax(-1)
+            .gather(1, torch.tensor(expanded[-length:])[:, None])[:, 0]
+        )
         assert rollout.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
-    assert any(rollout.response_token_ids != other.response_token_ids for rollout, other in zip(rollouts, backend.generate(greedy), strict=True))
+    assert any(
+        rollout.response_token_ids != other.response_token_ids
+        for rollout, other in zip(rollouts, backend.generate(greedy), strict=True)
+    )
 
 
 @pytest.mark.slow
-def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(learner: SmallLearner, backend: HFBackend) -> None:
+def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
     request = learner.request(4, max_new_tokens=12)
     beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=3)
     unstopped = backend.generate([replace(request, decode=beam)])[0].response_token_ids
-    rollouts = backend.generate([replace(request, decode=replace(beam, stop_token_ids=(stop,))) for stop in unstopped])
-    ended = [(rollout, stop) for rollout, stop in zip(rollouts, unstopped, strict=True) if rollout.finish_reason is FinishReason.STOP]
+    rollouts = backend.generate(
+        [replace(request, decode=replace(beam, stop_token_ids=(stop,))) for stop in unstopped]
+    )
+    ended = [
+        (rollout, stop)
+        for rollout, stop in zip(rollouts, unstopped, strict=True)
+        if rollout.finish_reason is FinishReason.STOP
+    ]
     assert ended
     for rollout, stop in ended:
         assert rollout.stop_token_id == stop
@@ -91,13 +121,17 @@ def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(le
 
 
 @pytest.mark.slow
-def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner: SmallLearner, backend: HFBackend) -> None:
+def test_the_model_and_every_random_state_are_as_they_were_afterwards(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
     model = learner.model
     model.train()
     model.model.visual.eval()
     model.gradient_checkpointing_enable()
     request = learner.request(0, temperature=1.0)
-    expected = what_was_said(HFBackend(ModelHost(learner), "hf", decode_batch_size=4).generate([request]))
+    expected = what_was_said(
+        HFBackend(ModelHost(learner), "hf", decode_batch_size=4).generate([request])
+    )
     before = [module.training for module in model.modules()]
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     states = torch.get_rng_state().clone(), random.getstate(), np.random.get_state()[1].copy()
@@ -109,7 +143,9 @@ def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner: S
         assert random.getstate() == states[1]
         assert (np.random.get_state()[1] == states[2]).all()
         with pytest.raises(RolloutError, match="image 0 of sample sample-0"):
-            backend.generate([replace(request, images=(replace(request.images[0], data=b"no image"),))])
+            backend.generate(
+                [replace(request, images=(replace(request.images[0], data=b"no image"),))]
+            )
         assert [module.training for module in model.modules()] == before
     finally:
         model.gradient_checkpointing_disable()
@@ -117,7 +153,9 @@ def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner: S
 
 
 @pytest.mark.slow
-def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(learner: SmallLearner, backend: HFBackend) -> None:
+def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
     request = learner.request(0)
     before = learner.step(request.prompt_token_ids, request.images[0])[1]
     backend.generate(of_different_lengths(learner))
@@ -126,12 +164,21 @@ def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(learne
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner: SmallLearner, backend: HFBackend) -> None:
+def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
     request = learner.request(0)
     expected = what_was_said(backend.generate([request]))
     model = learner.model
     third = backend.generate([request])[0].response_token_ids[2]
-    recommended = {"repetition_penalty": 3.0, "do_sample": True, "temperature": 2.0, "top_k": 3, "num_beams": 2, "eos_token_id": third}
+    recommended = {
+        "repetition_penalty": 3.0,
+        "do_sample": True,
+        "temperature": 2.0,
+        "top_k": 3,
+        "num_beams": 2,
+        "eos_token_id": third,
+    }
     kept = model.generation_config.to_dict()
     model.generation_config.update(**recommended)
     try:
@@ -141,28 +188,50 @@ def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner: Sm
 
 
 @pytest.mark.slow
-def test_a_response_that_stops_early_ended_before_its_neighbours(learner: SmallLearner, backend: HFBackend) -> None:
-    requests = [learner.request(position, temperature=1.0, max_new_tokens=40) for position in range(2)]
+def test_a_response_that_stops_early_ended_before_its_neighbours(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
+    requests = [
+        learner.request(position, temperature=1.0, max_new_tokens=40) for position in range(2)
+    ]
     first, second = backend.generate(requests)
-    stop = next(token_id for token_id in second.response_token_ids[:4] if token_id not in first.response_token_ids)
-    long, short = backend.generate([replace(request, decode=replace(request.decode, stop_token_ids=(stop,))) for request in requests])
+    stop = next(
+        token_id
+        for token_id in second.response_token_ids[:4]
+        if token_id not in first.response_token_ids
+    )
+    long, short = backend.generate(
+        [
+            replace(request, decode=replace(request.decode, stop_token_ids=(stop,)))
+            for request in requests
+        ]
+    )
     assert (len(long.response_token_ids), short.stop_token_id) == (40, stop)
     assert 0 < short.generate_s < long.generate_s
 
 
-def test_an_image_without_a_place_is_refused_by_sample(learner: SmallLearner, backend: HFBackend) -> None:
+def test_an_image_without_a_place_is_refused_by_sample(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
     request = learner.request(0)
-    with pytest.raises(RolloutError, match="generate on hf: sample sample-0 has 2 images and 1 places"):
+    with pytest.raises(
+        RolloutError, match="generate on hf: sample sample-0 has 2 images and 1 places"
+    ):
         backend.generate([replace(request, images=request.images * 2)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [DecodeMode.GREEDY, DecodeMode.BEAM])
-def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner: SmallLearner, mode: DecodeMode) -> None:
+def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(
+    learner: SmallLearner, mode: DecodeMode
+) -> None:
     host = ModelHost(learner)
     backend = HFBackend(host, "hf", decode_batch_size=4)
     request = learner.request(0, max_new_tokens=12)
-    asked = replace(request, decode=replace(request.decode, mode=mode, num_beams=2 if mode is DecodeMode.BEAM else 1))
+    asked = replace(
+        request,
+        decode=replace(request.decode, mode=mode, num_beams=2 if mode is DecodeMode.BEAM else 1),
+    )
     said = what_was_said(backend.generate([asked]))
     host.stops_at, host.num_asked = 3, 0
     with pytest.raises(RolloutError, match="told to stop"):
@@ -172,13 +241,20 @@ def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner: Sma
 
 
 @pytest.mark.slow
-def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(learner: SmallLearner, backend: HFBackend) -> None:
+def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(
+    learner: SmallLearner, backend: HFBackend
+) -> None:
     widths: list[int] = []
-    hook = learner.model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)
+    hook = learner.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     requests = [learner.request(position, max_new_tokens=3) for position in range(6)]
 
     def beams(number: int) -> list[RolloutRequest]:
-        return [replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=number)) for request in requests]
+        return [
+            replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=number))
+            for request in requests
+        ]
 
     try:
         backend.generate(requests)
@@ -188,7 +264,9 @@ def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(l
             backend.generate(beams(number))
             assert max(widths) == widest
         widths.clear()
-        with pytest.raises(RolloutError, match="generate on hf: 5 beams do not fit into a batch of 4 sequences"):
+        with pytest.raises(
+            RolloutError, match="generate on hf: 5 beams do not fit into a batch of 4 sequences"
+        ):
             backend.generate(beams(5))
         assert widths == []
     finally:

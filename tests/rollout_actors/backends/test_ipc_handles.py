@@ -18,9 +18,22 @@ from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.offer import CHECKSUMS, FullOffer, TensorSpec
 from shared.weight_sync.transports import TransportKind
 
-WEIGHTS = [("q", torch.arange(6.0).reshape(2, 3)), ("k", torch.ones(4, dtype=torch.bfloat16)), ("v", torch.arange(5.0)), ("o", torch.tensor([2.0]))]
+WEIGHTS = [
+    ("q", torch.arange(6.0).reshape(2, 3)),
+    ("k", torch.ones(4, dtype=torch.bfloat16)),
+    ("v", torch.arange(5.0)),
+    ("o", torch.tensor([2.0])),
+]
 TERMS = FullOffer(
-    (), 1.0, 25, tuple(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes) for name, tensor in WEIGHTS)
+    (),
+    1.0,
+    25,
+    tuple(
+        TensorSpec(
+            name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
+        )
+        for name, tensor in WEIGHTS
+    ),
 )
 CUT = [["q", "k"], ["v", "o", CHECKSUMS]]
 """Names by bucket: a bucket ends with the tensor that takes it past 25 bytes."""
@@ -56,7 +69,9 @@ def read_by(device: FakeDevice, update: dict[str, Any]) -> dict[str, torch.Tenso
     parts = device.buffers[place][: sum(update["tensor_sizes"])].split(update["tensor_sizes"])
     return {
         name: part.clone().view(getattr(torch, dtype)).view(shape)
-        for name, dtype, shape, part in zip(update["names"], update["dtype_names"], update["shapes"], parts, strict=True)
+        for name, dtype, shape, part in zip(
+            update["names"], update["dtype_names"], update["shapes"], parts, strict=True
+        )
     }
 
 
@@ -68,10 +83,14 @@ def test_every_device_gets_every_bucket_in_the_one_buffer_that_it_shares(num_dev
     for number, update in enumerate(packed_buckets(checksummed(), devices), 1):
         names.append(update["names"])
         for device, tensors in zip(devices, read, strict=True):
-            assert device.num_waits == number, "what was copied is there before anybody is told of it"
+            assert device.num_waits == number, (
+                "what was copied is there before anybody is told of it"
+            )
             tensors |= read_by(device, update)
     assert names == CUT
-    assert [len(device.buffers) for device in devices] == [1] * num_devices, "a handle costs a counter of CUDA's"
+    assert [len(device.buffers) for device in devices] == [1] * num_devices, (
+        "a handle costs a counter of CUDA's"
+    )
     for tensors in read:
         assert all(torch.equal(tensors[name], tensor) for name, tensor in WEIGHTS)
         assert len(tensors[CHECKSUMS]) == 8 * len(CUT)
@@ -110,7 +129,9 @@ class FakeLLM:
             raise RuntimeError("no memory")
 
 
-def updated_llm(llm: FakeLLM, *devices: FakeDevice, wake: Callable[[], None] = lambda: None) -> UpdatedLLM:
+def updated_llm(
+    llm: FakeLLM, *devices: FakeDevice, wake: Callable[[], None] = lambda: None
+) -> UpdatedLLM:
     return UpdatedLLM(llm, transport=TransportKind.IPC, devices=devices, wake=wake)
 
 
@@ -121,7 +142,9 @@ def test_nothing_is_kept_of_an_update_that_has_ended_in_whatever_way(fails: bool
     source = weakref.ref(weights)
 
     async def update() -> None:
-        await updated.update_weights(UpdateRequest({"names": [name for bucket in CUT for name in bucket]}))
+        await updated.update_weights(
+            UpdateRequest({"names": [name for bucket in CUT for name in bucket]})
+        )
         assert (llm.names, device.num_collections) == (CUT, 0)
         await updated.finish_weight_update()
         assert device.num_collections == 1, "the engine has let go of it"

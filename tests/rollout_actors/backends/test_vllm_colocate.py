@@ -1,4 +1,6 @@
-"""The engine beside the learner: what only it has. What every backend has in common is in `test_contract.py`."""
+"""The engine beside the learner: what only it has. What every backend has in common is in
+`test_contract.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from engine_support import TEST_MODULES, TIMEOUTS, SmallLearner
 
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
-from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec, colocate_tensor_parallel
+from rollout_actors.backends.colocate import (
+    ColocatedBackend,
+    ColocatedSpec,
+    colocate_tensor_parallel,
+)
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.engine import warm_python
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -24,21 +30,32 @@ from shared.rollouts import DecodeMode, FinishReason
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
-def test_an_engine_takes_four_devices_or_the_largest_of_two_and_one_that_there_are(visible: int, expected: int) -> None:
+def test_an_engine_takes_four_devices_or_the_largest_of_two_and_one_that_there_are(
+    visible: int, expected: int
+) -> None:
     assert colocate_tensor_parallel(None, visible) == expected
 
 
 def test_devices_as_given_and_a_refusal_of_more_than_there_are() -> None:
     assert colocate_tensor_parallel(2, 8) == 2
     with pytest.raises(
-        ConfigError, match=r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank that can have 2 of one node"
+        ConfigError,
+        match=(
+            r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner"
+            r" rank that can have 2 of one node"
+        ),
     ):
         colocate_tensor_parallel(4, 2)
 
 
 @pytest.fixture(scope="module")
 def learner(learner: SmallLearner) -> SmallLearner:
-    learner.sender = WeightSender(CheckpointWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner.sender = WeightSender(
+        CheckpointWeights(learner.model),
+        transport="inproc",
+        receivers=(),
+        timeout_s=TIMEOUTS.sync_phase.seconds,
+    )
     learner.learn(seed=1)
     return learner
 
@@ -49,7 +66,9 @@ def host(learner: SmallLearner) -> ModelHost:
 
 
 @pytest.fixture(scope="module")
-def backend(learner: SmallLearner, host: ModelHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
+def backend(
+    learner: SmallLearner, host: ModelHost, demo_checkpoint: Path
+) -> Iterator[ColocatedBackend]:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # a learner's; the engine has one
     backend = ColocatedSpec(colocated_settings(demo_checkpoint))(host)
@@ -76,52 +95,98 @@ def test_the_host_is_offloaded_while_the_engine_works_and_its_model_stays_while_
     backend.generate([learner.request(0)])
     assert host.offloads == [False, True]
     with pytest.raises(RolloutError, match="sample sample-0 was refused"):
-        backend.generate([replace(learner.request(0), prompt_token_ids=learner.request(0).prompt_token_ids * 60)])
+        backend.generate(
+            [replace(learner.request(0), prompt_token_ids=learner.request(0).prompt_token_ids * 60)]
+        )
     assert not host.is_offloaded
-    assert len(backend.generate([learner.request(0)])) == 1, "what was queued beside a refused request is gone"
+    assert len(backend.generate([learner.request(0)])) == 1, (
+        "what was queued beside a refused request is gone"
+    )
 
 
 @pytest.mark.engine
-def test_the_learner_finds_its_process_as_it_left_it(synced: ColocatedBackend, learner: SmallLearner) -> None:
+def test_the_learner_finds_its_process_as_it_left_it(
+    synced: ColocatedBackend, learner: SmallLearner
+) -> None:
     torch.manual_seed(3)
     random.seed(3)
-    before = torch.get_rng_state(), random.getstate(), dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    before = (
+        torch.get_rng_state(),
+        random.getstate(),
+        dict(os.environ),
+        torch.set_num_threads,
+        torch.get_num_threads(),
+    )
     synced.generate([learner.request(0, temperature=1.0)])
     synced.receive_weights(learner.offer_weights())
     assert torch.equal(torch.get_rng_state(), before[0])
-    assert (random.getstate(), dict(os.environ), torch.set_num_threads, torch.get_num_threads()) == before[1:]
+    assert (
+        random.getstate(),
+        dict(os.environ),
+        torch.set_num_threads,
+        torch.get_num_threads(),
+    ) == before[1:]
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.engine
-def test_the_best_beam_is_that_of_transformers(synced: ColocatedBackend, learner: SmallLearner, host: ModelHost) -> None:
+def test_the_best_beam_is_that_of_transformers(
+    synced: ColocatedBackend, learner: SmallLearner, host: ModelHost
+) -> None:
     requests = [learner.request(position, max_new_tokens=12) for position in range(4)]
-    requests = [replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=3)) for request in requests]
+    requests = [
+        replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=3))
+        for request in requests
+    ]
     by_transformers = HFBackend(host, "hf", decode_batch_size=12).generate(requests)
     for rollout, expected in zip(synced.generate(requests), by_transformers, strict=True):
-        assert (rollout.response_token_ids, rollout.prompt_token_ids, rollout.seed) == (expected.response_token_ids, expected.prompt_token_ids, expected.seed)
+        assert (rollout.response_token_ids, rollout.prompt_token_ids, rollout.seed) == (
+            expected.response_token_ids,
+            expected.prompt_token_ids,
+            expected.seed,
+        )
         assert rollout.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 @pytest.mark.engine
-def test_a_beam_obeys_the_requests_bans_and_stop_token(synced: ColocatedBackend, learner: SmallLearner) -> None:
+def test_a_beam_obeys_the_requests_bans_and_stop_token(
+    synced: ColocatedBackend, learner: SmallLearner
+) -> None:
     request = learner.request(0, max_new_tokens=8)
     beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=2)
     (free,) = synced.generate([replace(request, decode=beam)])
     banned = free.response_token_ids[0]
-    (other,) = synced.generate([replace(request, decode=replace(beam, banned_token_ids=(*beam.banned_token_ids, banned)))])
+    (other,) = synced.generate(
+        [replace(request, decode=replace(beam, banned_token_ids=(*beam.banned_token_ids, banned)))]
+    )
     assert banned not in other.response_token_ids
-    stopped = [synced.generate([replace(request, decode=replace(beam, stop_token_ids=(stop,)))])[0] for stop in free.response_token_ids]
-    ended = [(rollout, stop) for rollout, stop in zip(stopped, free.response_token_ids, strict=True) if rollout.finish_reason is FinishReason.STOP]
+    stopped = [
+        synced.generate([replace(request, decode=replace(beam, stop_token_ids=(stop,)))])[0]
+        for stop in free.response_token_ids
+    ]
+    ended = [
+        (rollout, stop)
+        for rollout, stop in zip(stopped, free.response_token_ids, strict=True)
+        if rollout.finish_reason is FinishReason.STOP
+    ]
     assert ended
-    assert all(rollout.stop_token_id == stop and stop not in rollout.response_token_ids for rollout, stop in ended)
+    assert all(
+        rollout.stop_token_id == stop and stop not in rollout.response_token_ids
+        for rollout, stop in ended
+    )
 
 
 @pytest.mark.engine
-def test_each_response_has_the_time_of_its_own_end(synced: ColocatedBackend, learner: SmallLearner) -> None:
+def test_each_response_has_the_time_of_its_own_end(
+    synced: ColocatedBackend, learner: SmallLearner
+) -> None:
     lengths = (40, 2, 20)
-    requests = [learner.request(position, max_new_tokens=length) for position, length in enumerate(lengths)]
-    free = [replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests]
+    requests = [
+        learner.request(position, max_new_tokens=length) for position, length in enumerate(lengths)
+    ]
+    free = [
+        replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests
+    ]
     long, short, middle = synced.generate(free)
     assert [len(rollout.response_token_ids) for rollout in (long, short, middle)] == list(lengths)
     assert 0 < short.generate_s < middle.generate_s < long.generate_s
@@ -129,7 +194,9 @@ def test_each_response_has_the_time_of_its_own_end(synced: ColocatedBackend, lea
 
 
 @pytest.mark.engine
-def test_a_failed_sync_shuts_the_engine_until_one_succeeds(synced: ColocatedBackend, learner: SmallLearner) -> None:
+def test_a_failed_sync_shuts_the_engine_until_one_succeeds(
+    synced: ColocatedBackend, learner: SmallLearner
+) -> None:
     version = synced.version
     synced.collective_rpc("arm", "spoil", "model.language_model.layers.1.mlp.gate_proj.weight")
     with pytest.raises(WeightSyncError, match="canary on colocated"):
@@ -138,7 +205,10 @@ def test_a_failed_sync_shuts_the_engine_until_one_succeeds(synced: ColocatedBack
     with pytest.raises(RolloutError, match="serves no rollouts: its sync to version"):
         synced.generate([learner.request(0)])
     synced.receive_weights(learner.offer_weights())
-    assert synced.generate([learner.request(0)])[0].response_token_ids == learner.greedy(learner.request(0))[0]
+    assert (
+        synced.generate([learner.request(0)])[0].response_token_ids
+        == learner.greedy(learner.request(0))[0]
+    )
 
 
 @pytest.mark.engine
@@ -147,17 +217,29 @@ def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
     synced: ColocatedBackend, learner: SmallLearner, host: ModelHost, mode: DecodeMode
 ) -> None:
     requests = [learner.request(position, max_new_tokens=12) for position in range(3)]
-    asked = [replace(request, decode=replace(request.decode, mode=mode, num_beams=2 if mode is DecodeMode.BEAM else 1)) for request in requests]
+    asked = [
+        replace(
+            request,
+            decode=replace(
+                request.decode, mode=mode, num_beams=2 if mode is DecodeMode.BEAM else 1
+            ),
+        )
+        for request in requests
+    ]
     said = what_was_said(synced.generate(asked))
     host.num_asked, host.stops_at = 0, 3
     with pytest.raises(RolloutError, match="told to stop"):
         synced.generate(asked)
     assert host.num_asked == 3 and not host.is_offloaded
-    assert what_was_said(synced.generate(asked)) == said, "nothing of the round that was left is still queued"
+    assert what_was_said(synced.generate(asked)) == said, (
+        "nothing of the round that was left is still queued"
+    )
 
 
 @pytest.mark.engine
-def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(synced: ColocatedBackend, learner: SmallLearner) -> None:
+def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(
+    synced: ColocatedBackend, learner: SmallLearner
+) -> None:
     """The last one of this engine. What it was decoding is still queued inside it."""
     synced.collective_rpc("fail_next_step")
     with pytest.raises(RolloutError, match="generate on colocated: ZeroDivisionError"):
@@ -212,10 +294,24 @@ print("fine")
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them(demo_checkpoint: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{TEST_MODULES}:{Path(__file__).parents[3]}", "OMP_NUM_THREADS": "1"}
+def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them(
+    demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": f"{TEST_MODULES}:{Path(__file__).parents[3]}",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [*warm_python.command(), "-c", RANK, str(demo_checkpoint), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
     try:
         for rank in ranks:
             out, err = rank.communicate(timeout=240)

@@ -30,7 +30,12 @@ class AdaptedHost(ModelHost):
 
 @pytest.fixture(scope="module")
 def learner(learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
-    apply_adapter(learner.model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path=str(demo_checkpoint), seed=3)
+    apply_adapter(
+        learner.model,
+        AdapterSection(kind="lora", rank=4, alpha=8.0),
+        base_path=str(demo_checkpoint),
+        seed=3,
+    )
     learner.sender = AdapterSender(learner.model, timeout_s=TIMEOUTS.sync_phase.seconds)
     return learner
 
@@ -42,7 +47,9 @@ def host(learner: SmallLearner) -> AdaptedHost:
 
 @pytest.fixture(scope="module")
 def backend(host: AdaptedHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
-    backend = ColocatedSpec(colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4))(host)
+    backend = ColocatedSpec(colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4))(
+        host
+    )
     yield backend
     backend.close()
 
@@ -63,7 +70,9 @@ def serves(backend: ColocatedBackend, learner: SmallLearner) -> None:
         assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights(backend: ColocatedBackend, host: AdaptedHost, learner: SmallLearner) -> None:
+def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights(
+    backend: ColocatedBackend, host: AdaptedHost, learner: SmallLearner
+) -> None:
     for seed in (1, 2):
         learn(learner, seed)
         host.offloads.clear()
@@ -79,7 +88,12 @@ def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights
         backend.receive_weights(replace(offer, rendezvous={"terms": damaged}))
     with pytest.raises(RolloutError, match="serves no rollouts"):
         backend.generate([learner.request(0)])
-    learner.sender = WeightSender(CheckpointWeights(learner.model), transport="inproc", receivers=(), timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner.sender = WeightSender(
+        CheckpointWeights(learner.model),
+        transport="inproc",
+        receivers=(),
+        timeout_s=TIMEOUTS.sync_phase.seconds,
+    )
     report = backend.receive_weights(learner.offer_weights())
     assert report.mode == "full"
     serves(backend, learner)

@@ -1,4 +1,5 @@
-"""Why an engine's process has ended: what vLLM logs in it is told by the process that started it."""
+"""Why an engine's process has ended: what vLLM logs in it is told by the process that started
+it."""
 
 from __future__ import annotations
 
@@ -23,13 +24,23 @@ from rollout_actors.engine.ray_calls import RayCall, told
 from shared.errors import RolloutError, WeightSyncError
 
 SMALL_CACHE = (
-    "To serve at least one request with the model's max seq len (4096), (0.09 GiB KV cache is needed, which is larger than the available KV cache memory "
-    "(0.0 GiB). Based on the available memory, the estimated maximum model length is 16. Try increasing `gpu_memory_utilization` or decreasing "
-    "`max_model_len` when initializing the engine."
+    "To serve at least one request with the model's max seq len (4096), (0.09 GiB KV cache is"
+    " needed, which is larger than the available KV cache memory (0.0 GiB). Based on the available"
+    " memory, the estimated maximum model length is 16. Try increasing `gpu_memory_utilization` or"
+    " decreasing `max_model_len` when initializing the engine."
 )
-STARTED = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}")
-KILLED = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -9}")
-WORKERS = "WorkerProc initialization failed due to an exception in a background process. See stack trace for root cause."
+STARTED = RuntimeError(
+    "Engine core initialization failed. See root cause above. Failed core proc(s):"
+    " {'EngineCore': 1}"
+)
+KILLED = RuntimeError(
+    "Engine core initialization failed. See root cause above. Failed core proc(s):"
+    " {'EngineCore': -9}"
+)
+WORKERS = (
+    "WorkerProc initialization failed due to an exception in a background process. See stack trace"
+    " for root cause."
+)
 ENGINE_CORE = """
 import logging, multiprocessing, sys
 from rollout_actors.engine.failure import write_failures_down
@@ -65,27 +76,46 @@ def log(error):
 
 
 def test_what_an_engines_process_logs_before_it_ends_is_told_by_the_one_that_started_it(failures):
-    done = subprocess.run([sys.executable, "-c", ENGINE_CORE, SMALL_CACHE], env=os.environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE_CORE, SMALL_CACHE],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
     why, story = failures.of_error(STARTED)
-    assert why.startswith(f"EngineCore: ValueError: {SMALL_CACHE} (gpu_memory_utilization is rollout_matching.vllm.gpu_memory_utilization, or ")
+    assert why.startswith(
+        f"EngineCore: ValueError: {SMALL_CACHE} (gpu_memory_utilization is"
+        " rollout_matching.vllm.gpu_memory_utilization, or "
+    )
     assert "max_model_len is rollout_matching.vllm.max_model_len, or global_max_length" in why
     assert story.startswith("Traceback") and f"ValueError: {SMALL_CACHE}" in story
 
 
 def test_an_engine_that_was_killed_is_said_to_have_been(failures):
-    assert failures.of_error(KILLED) == ("EngineCore was ended by SIGKILL, as the system does where memory runs out", "")
+    assert failures.of_error(KILLED) == (
+        "EngineCore was ended by SIGKILL, as the system does where memory runs out",
+        "",
+    )
     assert failures.of_end({"EngineCore": -signal.SIGSEGV})[0] == "EngineCore was ended by SIGSEGV"
 
 
 def test_an_error_of_this_process_is_told_as_it_is(failures):
     engine_failure.write_failures_down()
     log(ValueError("of an earlier call, which the engine has survived"))
-    assert failures.of_error(TimeoutError("Timed out waiting for engine core processes")) == ("TimeoutError: Timed out waiting for engine core processes", "")
+    assert failures.of_error(TimeoutError("Timed out waiting for engine core processes")) == (
+        "TimeoutError: Timed out waiting for engine core processes",
+        "",
+    )
 
 
 def test_an_error_that_nobody_says_more_of_is_told_as_it_is(failures):
-    assert failures.of_error(RuntimeError("See stack trace")) == ("RuntimeError: See stack trace", "")
+    assert failures.of_error(RuntimeError("See stack trace")) == (
+        "RuntimeError: See stack trace",
+        "",
+    )
 
 
 def test_half_a_line_of_a_process_that_was_killed_does_not_hide_the_others(failures):
@@ -111,9 +141,20 @@ def test_a_process_that_is_being_ended_because_it_failed_has_failed_and_was_not_
 
 
 def test_a_process_that_wrote_nothing_is_said_to_have_ended_with_its_status(failures):
-    assert failures.of_end({"EngineCore": 7}) == ("EngineCore ended with status 7 and wrote no error, as where it is killed; see what it printed", "")
-    unknown = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
-    assert failures.of_error(unknown)[0] == "EngineCore ended and wrote no error, as where it is killed; see what it printed"
+    assert failures.of_end({"EngineCore": 7}) == (
+        (
+            "EngineCore ended with status 7 and wrote no error, as where it is killed; see what it"
+            " printed"
+        ),
+        "",
+    )
+    unknown = RuntimeError(
+        "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    )
+    assert (
+        failures.of_error(unknown)[0]
+        == "EngineCore ended and wrote no error, as where it is killed; see what it printed"
+    )
 
 
 def test_an_error_of_hours_ago_is_not_told_as_the_end(failures, monkeypatch):
@@ -148,12 +189,16 @@ def test_without_somebody_who_asks_nothing_is_written_down(failures, monkeypatch
 
 @pytest.mark.engine
 def test_an_engine_that_has_ended_is_told_of_twice_and_leaves_no_file(failures, tmp_path):
-    """Whoever has it ends without closing it (`EngineActor._or_exit`). With the engine tests, because it imports vllm."""
+    """Whoever has it ends without closing it (`EngineActor._or_exit`). With the engine tests,
+    because it imports vllm.
+    """
     from rollout_actors.engine.vllm_engine import VllmEngine
 
     engine = VllmEngine("rollout-actor-0", make_settings(tmp_path))
     engine._failures = failures
-    engine._llm = SimpleNamespace(errored=True, engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=None)))
+    engine._llm = SimpleNamespace(
+        errored=True, engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=None))
+    )
     engine_failure.write_failures_down()
     log(OSError("no such weights"))
     assert [engine.why_dead.rpartition(": ")[2] for _ in range(2)] == ["no such weights"] * 2
@@ -175,7 +220,9 @@ def test_an_actor_whose_engine_has_died_says_why_before_it_ends(monkeypatch):
     monkeypatch.setattr(os, "_exit", ended.append)
 
     async def call():
-        asyncio.get_running_loop().call_later = lambda seconds, *work: later.append((seconds, *work))
+        asyncio.get_running_loop().call_later = lambda seconds, *work: later.append(
+            (seconds, *work)
+        )
         await EngineActor(DeadEngine).generate()
 
     later = []
@@ -187,6 +234,14 @@ def test_an_actor_whose_engine_has_died_says_why_before_it_ends(monkeypatch):
 @pytest.mark.parametrize("kind", [RolloutError, WeightSyncError])
 def test_the_run_is_told_why_the_engine_has_ended_and_its_whole_story(kind):
     cause = EngineEndedError("EngineCore: ValueError: no room")
-    error = told(RayCall("generate", None, "", kind), "rollout-actor-1", RayTaskError("generate", "Traceback ...", cause))
+    error = told(
+        RayCall("generate", None, "", kind),
+        "rollout-actor-1",
+        RayTaskError("generate", "Traceback ...", cause),
+    )
     assert isinstance(error, kind)
-    assert error.message == "its process has ended (EngineCore: ValueError: no room); check its log and the machine's memory"
+    assert (
+        error.message
+        == "its process has ended (EngineCore: ValueError: no room); check its log and the"
+        " machine's memory"
+    )

@@ -35,16 +35,28 @@ def test_an_image_that_is_not_one_names_the_actor_and_the_sample() -> None:
         decode_images([ref(b"no image")], "a", actor="b")
 
 
-@pytest.mark.parametrize(("path", "told"), [(None, "image 0 of sample a cannot"), (Path("x/y.png"), r"image 0 of sample a \(x/y.png\) cannot")])
-def test_it_names_the_file_where_there_is_one_and_no_address_in_memory(path: Path | None, told: str) -> None:
-    with pytest.raises(RolloutError, match=rf"{told} be decoded: it is of no format that is known$"):
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (None, "image 0 of sample a cannot"),
+        (Path("x/y.png"), r"image 0 of sample a \(x/y.png\) cannot"),
+    ],
+)
+def test_it_names_the_file_where_there_is_one_and_no_address_in_memory(
+    path: Path | None, told: str
+) -> None:
+    with pytest.raises(
+        RolloutError, match=rf"{told} be decoded: it is of no format that is known$"
+    ):
         decode_images([ImageRef(path=path, data=b"no image", sha256="")], "a", actor="b")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P", "I;16"])
 def test_engine_and_learner_see_the_same_pixels(mode: str) -> None:
     buffer = io.BytesIO()
-    Image.effect_noise((9, 8), 90).convert(mode).save(buffer, "PNG", **({"transparency": 5} if mode == "P" else {}))
+    Image.effect_noise((9, 8), 90).convert(mode).save(
+        buffer, "PNG", **({"transparency": 5} if mode == "P" else {})
+    )
     (image,) = decode_images([ref(buffer.getvalue())], "a", actor="b")
     of_learner = decode_image(ref(buffer.getvalue()))
     assert (image.mode, image.tobytes()) == (of_learner.mode, of_learner.tobytes())
@@ -53,7 +65,13 @@ def test_engine_and_learner_see_the_same_pixels(mode: str) -> None:
 def test_an_engine_names_the_sample_whose_pixels_have_no_known_range() -> None:
     buffer = io.BytesIO()
     Image.new("F", (2, 2), 0.5).save(buffer, "TIFF")
-    with pytest.raises(RolloutError, match=r"image 0 of sample a cannot be decoded: its pixels are floating-point numbers .*; save it with 8 or 16 bits"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"image 0 of sample a cannot be decoded: its pixels are floating-point numbers .*; save"
+            r" it with 8 or 16 bits"
+        ),
+    ):
         decode_images([ref(buffer.getvalue())], "a", actor="b")
 
 
@@ -61,4 +79,8 @@ def test_both_see_white_behind_what_is_transparent() -> None:
     buffer = io.BytesIO()
     Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(buffer, "PNG")
     (image,) = decode_images([ref(buffer.getvalue())], "a", actor="b")
-    assert image.getpixel((0, 0)) == decode_image(ref(buffer.getvalue())).getpixel((0, 0)) == (255, 255, 255)
+    assert (
+        image.getpixel((0, 0))
+        == decode_image(ref(buffer.getvalue())).getpixel((0, 0))
+        == (255, 255, 255)
+    )

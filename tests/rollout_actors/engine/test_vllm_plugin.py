@@ -18,12 +18,21 @@ from rollout_actors.engine.vllm_plugin import register
 from shared.weight_sync.transports import Device, TransportKind
 
 SETTINGS = EngineSettings(
-    "model", "float32", max_model_len=8, max_num_seqs=1, seed=0, transport=TransportKind.GLOO, device=Device.CPU, gpu_memory_utilization=0.5
+    "model",
+    "float32",
+    max_model_len=8,
+    max_num_seqs=1,
+    seed=0,
+    transport=TransportKind.GLOO,
+    device=Device.CPU,
+    gpu_memory_utilization=0.5,
 )
 
 
 def test_the_plugin_is_installed_as_an_entry_point() -> None:
-    (entry,) = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "rollmatch"]
+    (entry,) = [
+        entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "rollmatch"
+    ]
     assert entry.value == "rollout_actors.engine.vllm_plugin:register"
 
 
@@ -39,18 +48,29 @@ def test_registering_again_does_nothing() -> None:
 
 def test_a_cpu_engine_runs_on_one_thread_and_loads_no_foreign_plugin() -> None:
     environment = engine_environment(SETTINGS)
-    assert (environment["OMP_NUM_THREADS"], environment["VLLM_CPU_OMP_THREADS_BIND"], environment["VLLM_PLUGINS"]) == ("1", "nobind", "rollmatch")
+    assert (
+        environment["OMP_NUM_THREADS"],
+        environment["VLLM_CPU_OMP_THREADS_BIND"],
+        environment["VLLM_PLUGINS"],
+    ) == ("1", "nobind", "rollmatch")
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 @pytest.mark.parametrize("device", Device)
-def test_the_environment_of_an_engine_asks_for_processes_that_are_started_anew_on_every_device(device: Device) -> None:
-    assert engine_environment(replace(SETTINGS, device=device))["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+def test_the_environment_of_an_engine_asks_for_processes_that_are_started_anew_on_every_device(
+    device: Device,
+) -> None:
+    assert (
+        engine_environment(replace(SETTINGS, device=device))["VLLM_WORKER_MULTIPROC_METHOD"]
+        == "spawn"
+    )
 
 
 @pytest.mark.slow
 def test_memory_that_syncs_free_is_there_for_the_next_one() -> None:
-    """glibc reads its settings when a process starts. It needs a few rounds to settle, then what is freed and taken again costs no page faults."""
+    """glibc reads its settings when a process starts. It needs a few rounds to settle, then what is
+    freed and taken again costs no page faults.
+    """
     code = (
         "import resource, torch\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
@@ -59,14 +79,26 @@ def test_memory_that_syncs_free_is_there_for_the_next_one() -> None:
         "    [torch.empty(26 << 20, dtype=torch.uint8).fill_(1) for _ in range(3)]\n"
         "print(faults() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | engine_environment(SETTINGS), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | engine_environment(SETTINGS),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert int(done.stdout) < 1000, "of 20,000 pages"
 
 
 @pytest.mark.slow
 def test_whoever_places_the_actors_need_not_import_vllm_or_torch() -> None:
-    code = "import sys, launch.runtime.rollout_client, rollout_actors.engine.actor, rollout_actors.engine.settings; print({'vllm', 'torch'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, launch.runtime.rollout_client, rollout_actors.engine.actor,"
+        " rollout_actors.engine.settings; print({'vllm', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "set()"
 
 
@@ -90,18 +122,37 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ending", "status", "said"), [("pass", 0, ""), ("sys.exit(4)", 4, ""), ("sys.exit('no memory')", 1, "no memory"), ("1 / 0", 1, "ZeroDivisionError")]
+    ("ending", "status", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(4)", 4, ""),
+        ("sys.exit('no memory')", 1, "no memory"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+    ],
 )
-def test_an_engines_process_that_ends_at_once_keeps_its_exit_code_and_says_why(tmp_path: Path, ending: str, status: int, said: str) -> None:
+def test_an_engines_process_that_ends_at_once_keeps_its_exit_code_and_says_why(
+    tmp_path: Path, ending: str, status: int, said: str
+) -> None:
     (tmp_path / "program.py").write_text(ENDING)
-    done = subprocess.run([sys.executable, "program.py", ending], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "program.py", ending],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (status, "tidied up\n")
     assert said in done.stderr
     assert bool(done.stderr) == bool(said)
 
 
-def test_an_engines_process_keeps_its_objects_frozen_at_its_end_unless_its_devices_have_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two devices give back named memory while their modules are taken apart, for which their objects have to be seen."""
+def test_an_engines_process_keeps_its_objects_frozen_at_its_end_unless_its_devices_have_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two devices give back named memory while their modules are taken apart, for which their
+    objects have to be seen.
+    """
     monkeypatch.delitem(sys.modules, vllm_plugin.SEVERAL_DEVICES, raising=False)
     gc.freeze()
     try:

@@ -1,4 +1,6 @@
-"""A fork of a warm server is what `python` with the same arguments would have been, for whoever started it."""
+"""A fork of a warm server is what `python` with the same arguments would have been, for whoever
+started it.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,22 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 def run(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     options = {"env": environment(folder), "timeout": SECONDS} | options
-    return subprocess.run([*warm_python.command(), *arguments], capture_output=True, text=True, check=False, **options)
+    return subprocess.run(
+        [*warm_python.command(), *arguments], capture_output=True, text=True, check=False, **options
+    )
 
 
 def start(folder: Path, code: str) -> subprocess.Popen[str]:
     """Returns when the code has printed its first line."""
     command = [*warm_python.command(), "-c", code]
-    process = subprocess.Popen(command, env=environment(folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment(folder),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     return process
@@ -72,18 +83,36 @@ print("to the other stream", file=sys.stderr)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["code", "module", "file"])
-def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_shim(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_shim(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
     (tmp_path / "shown.py").write_text(SHOW)
     (tmp_path / "below").mkdir()
-    program = {"code": ["-c", SHOW], "module": ["-B", "-m", "shown"], "file": [str(tmp_path / "shown.py")]}[kind]
+    program = {
+        "code": ["-c", SHOW],
+        "module": ["-B", "-m", "shown"],
+        "file": [str(tmp_path / "shown.py")],
+    }[kind]
     variables = environment(folder, COLOUR="blue", PYTHONPATH=str(tmp_path))
-    done = run(folder, *program, "one", "two words", env=variables, cwd=tmp_path / "below", input="said")
+    done = run(
+        folder, *program, "one", "two words", env=variables, cwd=tmp_path / "below", input="said"
+    )
     assert (done.returncode, done.stderr) == (0, "to the other stream\n")
     arguments, path, cwd, colour, said, name, warm = json.loads(done.stdout)
-    first = {"code": "-c", "module": str(tmp_path / "shown.py"), "file": str(tmp_path / "shown.py")}[kind]
+    first = {
+        "code": "-c",
+        "module": str(tmp_path / "shown.py"),
+        "file": str(tmp_path / "shown.py"),
+    }[kind]
     assert arguments == [first, "one", "two words"]
     assert path == {"code": "", "module": str(tmp_path / "below"), "file": str(tmp_path)}[kind]
-    assert (cwd, colour, said, name, warm) == (str(tmp_path / "below"), "blue", "said", "__main__", True)
+    assert (cwd, colour, said, name, warm) == (
+        str(tmp_path / "below"),
+        "blue",
+        "said",
+        "__main__",
+        True,
+    )
 
 
 @pytest.mark.slow
@@ -110,7 +139,10 @@ def test_what_is_registered_for_a_processs_end_is_done(folder: Path) -> None:
 
 
 def test_forks_have_random_states_of_their_own(folder: Path) -> None:
-    assert len({run(folder, "-c", "import random; print(random.random())").stdout for _ in range(2)}) == 2
+    assert (
+        len({run(folder, "-c", "import random; print(random.random())").stdout for _ in range(2)})
+        == 2
+    )
 
 
 @pytest.mark.slow
@@ -118,26 +150,45 @@ def test_forks_have_random_states_of_their_own(folder: Path) -> None:
 def test_a_fork_has_the_threads_that_it_asks_for_though_its_server_has_one() -> None:
     folder = new_folder()
     variables = environment(folder, OMP_NUM_THREADS="3,2")
-    code = "import torch; print(torch.get_num_threads(), torch.ones(300, 300).matmul(torch.ones(300, 300)).sum().item())"
+    code = (
+        "import torch; print(torch.get_num_threads(), torch.ones(300, 300).matmul(torch.ones(300,"
+        " 300)).sum().item())"
+    )
     with closing(warm_python.connect(folder, variables, preloaded=["torch"])):
         three = run(folder, "-c", code, env=variables)
         del variables["OMP_NUM_THREADS"]
         all_ = run(folder, "-c", code, env=variables)
-    assert (three.stdout, all_.stdout) == ("3 27000000.0\n", f"{len(os.sched_getaffinity(0))} 27000000.0\n"), three.stderr + all_.stderr
+    assert (three.stdout, all_.stdout) == (
+        "3 27000000.0\n",
+        f"{len(os.sched_getaffinity(0))} 27000000.0\n",
+    ), three.stderr + all_.stderr
 
 
 @pytest.mark.slow
 def test_a_server_has_the_variables_that_are_named_for_it_and_a_fork_its_own() -> None:
     folder = new_folder()
-    variables = environment(folder, OMP_WAIT_POLICY="ACTIVE", **{warm_python.VARIABLES: '{"COLOUR": "red"}'})
+    variables = environment(
+        folder, OMP_WAIT_POLICY="ACTIVE", **{warm_python.VARIABLES: '{"COLOUR": "red"}'}
+    )
     with closing(warm_python.connect(folder, variables, preloaded=["fractions"])):
         of_server = server_of(folder).environ()
-        assert (of_server["COLOUR"], of_server["OMP_NUM_THREADS"], of_server["OMP_WAIT_POLICY"]) == ("red", "1", "PASSIVE")
-        assert run(folder, "-c", "import os; print(os.environ.get('COLOUR'))", env=variables).stdout == "None\n"
+        assert (
+            of_server["COLOUR"],
+            of_server["OMP_NUM_THREADS"],
+            of_server["OMP_WAIT_POLICY"],
+        ) == ("red", "1", "PASSIVE")
+        assert (
+            run(folder, "-c", "import os; print(os.environ.get('COLOUR'))", env=variables).stdout
+            == "None\n"
+        )
 
 
 def test_a_signal_to_the_shim_reaches_the_fork(folder: Path) -> None:
-    process = start(folder, "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); print('here', flush=True); sys.stdin.read()")
+    process = start(
+        folder,
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); print('here',"
+        " flush=True); sys.stdin.read()",
+    )
     process.terminate()
     assert process.wait(SECONDS) == 5
 
@@ -151,14 +202,18 @@ def test_a_fork_ends_with_a_shim_that_was_killed(folder: Path) -> None:
 
 
 def test_a_fork_is_alone_in_its_process_group(folder: Path) -> None:
-    """Ray kills the group of a worker that has ended: neither the server nor another fork may be in it."""
+    """Ray kills the group of a worker that has ended: neither the server nor another fork may be in
+    it.
+    """
     done = run(folder, "-c", "import os; print(os.getpgrp() == os.getpid())")
     assert done.stdout == "True\n"
 
 
 def test_a_pipe_ends_with_the_fork_that_writes_to_it(folder: Path) -> None:
     """The shim holds none of the files that it has handed over."""
-    process = start(folder, "import os, sys; print('here', flush=True); os.close(1); sys.stdin.read()")
+    process = start(
+        folder, "import os, sys; print('here', flush=True); os.close(1); sys.stdin.read()"
+    )
     assert process.stdout is not None
     assert process.stdout.read() == "", "at its end, while the fork is alive"
     assert process.poll() is None
@@ -166,7 +221,9 @@ def test_a_pipe_ends_with_the_fork_that_writes_to_it(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_multiprocessing_starts_further_forks_of_the_same_server(folder: Path, tmp_path: Path) -> None:
+def test_multiprocessing_starts_further_forks_of_the_same_server(
+    folder: Path, tmp_path: Path
+) -> None:
     program = """
 import multiprocessing, os, sys
 def work(queue):
@@ -187,7 +244,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_server_that_nobody_is_connected_to_ends_with_its_folder_and_the_next_shim_starts_another() -> None:
+def test_a_server_that_nobody_is_connected_to_ends_with_its_folder_and_the_next_shim_starts_another() -> (
+    None
+):
     folder = new_folder()
     with closing(warm_python.connect(folder, os.environ, preloaded=["fractions"])):
         assert run(folder, "-c", "print('forked')").stdout == "forked\n"
@@ -212,16 +271,34 @@ def test_forks_end_with_a_server_that_was_killed_and_their_shims_tell() -> None:
 
 
 def server_of(folder: Path) -> psutil.Process:
-    (server,) = [child for child in psutil.Process().children() if is_warm_server(child) and str(folder) in child.cmdline()]
+    (server,) = [
+        child
+        for child in psutil.Process().children()
+        if is_warm_server(child) and str(folder) in child.cmdline()
+    ]
     return server
 
 
-def run_with(preloaded: str, *, before: str = "pass", **variables: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+def run_with(
+    preloaded: str, *, before: str = "pass", **variables: str
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """A shim whose server, a new one, imports this module."""
     folder = new_folder()
-    shim = f"warm_python.shim(['-c', 'import sys; print(10); sys.exit(3)'], preloaded=[{preloaded!r}])"
-    code = f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import warm_python; {before}; {shim}"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(folder, **variables), capture_output=True, text=True, timeout=SECONDS, check=False)
+    shim = (
+        f"warm_python.shim(['-c', 'import sys; print(10); sys.exit(3)'], preloaded=[{preloaded!r}])"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import"
+        f" warm_python; {before}; {shim}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(folder, **variables),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
     assert (done.stdout, done.returncode) == ("10\n", 3), done.stderr
     return done, folder
 
@@ -229,17 +306,28 @@ def run_with(preloaded: str, *, before: str = "pass", **variables: str) -> tuple
 @pytest.mark.slow
 def test_a_fork_needs_no_more_open_files_than_it_has() -> None:
     """The limit is the server's, and some systems begin with a low one."""
-    done, _ = run_with("fractions", before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))")
+    done, _ = run_with(
+        "fractions", before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))"
+    )
     assert done.stderr == "", "it was forked"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "reason"), [("no_such_module", "No module named"), ("threaded", "1 other threads")])
-def test_where_a_server_cannot_start_the_shim_says_so_and_is_an_ordinary_python(tmp_path: Path, module: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "reason"), [("no_such_module", "No module named"), ("threaded", "1 other threads")]
+)
+def test_where_a_server_cannot_start_the_shim_says_so_and_is_an_ordinary_python(
+    tmp_path: Path, module: str, reason: str
+) -> None:
     """A fork of a process with threads would have their locks, held as they were."""
-    (tmp_path / "threaded.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
     done, folder = run_with(module, PYTHONPATH=str(tmp_path))
-    assert f"the warm server ended instead of forking; see {folder / 'log'}; starting without it" in done.stderr
+    assert (
+        f"the warm server ended instead of forking; see {folder / 'log'}; starting without it"
+        in done.stderr
+    )
     assert reason in (folder / "log").read_text()
     shutil.rmtree(folder)
 
@@ -254,6 +342,17 @@ def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
 
 def test_the_shim_imports_nothing_slow() -> None:
     """It runs for every process."""
-    code = f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import warm_python; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-IS", "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True)
-    assert not {"asyncio", "email", "logging", "multiprocessing", "runpy", "torch"} & set(done.stdout.split())
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import"
+        " warm_python; print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-IS", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
+    assert not {"asyncio", "email", "logging", "multiprocessing", "runpy", "torch"} & set(
+        done.stdout.split()
+    )

@@ -1,4 +1,6 @@
-"""The OpenAI routes of a server that is given adapters: answers are of the adapter that was sent last, and of nothing between."""
+"""The OpenAI routes of a server that is given adapters: answers are of the adapter that was sent
+last, and of nothing between.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NUM_TOKENS = GREEDY["max_tokens"]
 
 
 @pytest.fixture(scope="module")
-def served(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Endpoint, OneServer]]:
+def served(
+    demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Endpoint, OneServer]]:
     settings = small_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4)
     arguments = [*serve_arguments(settings, port=0), "served_model_name=policy"]
     with serve_process(arguments, tmp_path_factory.mktemp("serve")) as one:
@@ -58,7 +62,9 @@ def says(endpoint: Endpoint, learner: SmallLearner) -> list[int]:
     return tokens["completion_ids"]
 
 
-def test_an_answer_is_of_the_adapter_that_was_sent_and_then_of_the_next(endpoint: Endpoint, pool: OneServer, adapted: AdaptedLearner) -> None:
+def test_an_answer_is_of_the_adapter_that_was_sent_and_then_of_the_next(
+    endpoint: Endpoint, pool: OneServer, adapted: AdaptedLearner
+) -> None:
     base = says(endpoint, adapted)  # an adapter that has learned nothing
     said = {tuple(base)}
     for seed in (11, 12):
@@ -69,7 +75,9 @@ def test_an_answer_is_of_the_adapter_that_was_sent_and_then_of_the_next(endpoint
     assert (len(said), adapted.version) == (3, 2)
 
 
-def test_no_answer_is_of_two_adapters_however_often_they_arrive(endpoint: Endpoint, pool: OneServer, adapted: AdaptedLearner) -> None:
+def test_no_answer_is_of_two_adapters_however_often_they_arrive(
+    endpoint: Endpoint, pool: OneServer, adapted: AdaptedLearner
+) -> None:
     sync_weights(adapted, pool)
     prompt_ids = endpoint.tokens(endpoint.chat(**GREEDY))["prompt_ids"]
     expected = {adapted.version: greedy(adapted, prompt_ids, NUM_TOKENS)}
@@ -88,13 +96,17 @@ def test_no_answer_is_of_two_adapters_however_often_they_arrive(endpoint: Endpoi
     assert len({tuple(tokens) for tokens in expected.values()}) == 4
 
 
-def test_after_a_fall_back_an_answer_is_of_the_merged_weights_alone(endpoint: Endpoint, pool: OneServer, adapted: AdaptedLearner) -> None:
+def test_after_a_fall_back_an_answer_is_of_the_merged_weights_alone(
+    endpoint: Endpoint, pool: OneServer, adapted: AdaptedLearner
+) -> None:
     """Last: from here on the learner sends all of its weights."""
     adapted.learn(31)
 
     def changed_on_the_way(terms: AdapterOffer) -> AdapterOffer:
         tensors = terms.files.tensors
-        return replace(terms, files=AdapterFiles(tensors[:-1] + bytes([tensors[-1] ^ 1]), terms.files.config))
+        return replace(
+            terms, files=AdapterFiles(tensors[:-1] + bytes([tensors[-1] ^ 1]), terms.files.config)
+        )
 
     adapted.spoil = changed_on_the_way
     report = sync_weights(adapted, pool)

@@ -40,7 +40,10 @@ def test_batches_are_generated_ahead_of_the_one_who_uses_them():
 
 
 def test_batches_are_generated_one_after_another_in_the_order_of_their_submission():
-    asked, client = [], ScriptedClient(lambda call: asked.append(call.text) or call.text, delay_s=0.02)
+    asked, client = (
+        [],
+        ScriptedClient(lambda call: asked.append(call.text) or call.text, delay_s=0.02),
+    )
     with AsyncBatchGenerator(environment(), client, "model", max_ahead=1) as batches:
         batches.submit(7, rows(2))
         batches.submit(3, [{"question": "later", "answer": "later"}])
@@ -52,7 +55,10 @@ def test_only_a_bounded_number_of_batches_is_ahead_and_a_result_makes_room():
     with AsyncBatchGenerator(environment(), ScriptedClient(echo), "model", max_ahead=1) as batches:
         batches.submit(0, rows(1))
         batches.submit(1, rows(1))
-        with pytest.raises(RuntimeError, match="batch 2: 2 are submitted and max_ahead is 1; fetch the result of 0 first"):
+        with pytest.raises(
+            RuntimeError,
+            match="batch 2: 2 are submitted and max_ahead is 1; fetch the result of 0 first",
+        ):
             batches.submit(2, rows(1))
         batches.result(0, 60)
         batches.submit(2, rows(1))
@@ -87,7 +93,10 @@ def test_a_result_that_is_not_there_in_time_can_be_asked_for_again():
 
     with AsyncBatchGenerator(environment(), ScriptedClient(late), "model") as batches:
         batches.submit(0, rows(1))
-        with pytest.raises(TimeoutError, match=r"batch 0 is not there after 0.05 s; look whether the endpoint answers"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"batch 0 is not there after 0.05 s; look whether the endpoint answers",
+        ):
             batches.result(0, 0.05)
         is_asked_again.set()
         assert batches.result(0, 60).reward == [1.0]
@@ -95,7 +104,14 @@ def test_a_result_that_is_not_there_in_time_can_be_asked_for_again():
 
 def test_arguments_of_generate_are_passed_on():
     client = ScriptedClient(echo, delay_s=0.01)
-    with AsyncBatchGenerator(environment(), client, "model", sampling_args={"temperature": 0.5}, max_concurrent=1, score_rollouts=False) as batches:
+    with AsyncBatchGenerator(
+        environment(),
+        client,
+        "model",
+        sampling_args={"temperature": 0.5},
+        max_concurrent=1,
+        score_rollouts=False,
+    ) as batches:
         batches.submit(0, rows(3))
         assert batches.result(0, 60).reward == [None] * 3
     assert client.most_under_way == 1 and client.calls[0].arguments == {"temperature": 0.5}
@@ -165,7 +181,10 @@ def test_closing_has_a_timeout_that_says_what_to_look_for():
     batches.submit(0, rows(1))
     while not client.num_under_way:
         time.sleep(0.002)
-    with pytest.raises(TimeoutError, match=r"did not end within 0.1 s; look for a cleanup or a reward function that hangs"):
+    with pytest.raises(
+        TimeoutError,
+        match=r"did not end within 0.1 s; look for a cleanup or a reward function that hangs",
+    ):
         batches.close(timeout_s=0.1)
     release.set()
     batches.close(timeout_s=60)

@@ -30,7 +30,11 @@ def test_who_copies_gets_the_full_reward_in_two_turns_of_which_the_second_is_the
     assert results.metadata.num_errors == 0
     assert set(results.reward) == {1.0}
     for state in results.state:
-        assert [message["role"] for message in state["completion"]] == ["assistant", "user", "assistant"]
+        assert [message["role"] for message in state["completion"]] == [
+            "assistant",
+            "user",
+            "assistant",
+        ]
         assert state["completion"][1]["content"] == "last"
         assert (len(state["trajectory"]), state["stop_condition"]) == (2, "max_turns_reached")
 
@@ -38,7 +42,11 @@ def test_who_copies_gets_the_full_reward_in_two_turns_of_which_the_second_is_the
 def test_the_prompt_of_the_second_turn_begins_with_the_whole_first_turn():
     client = ScriptedClient(["3", "1"])
     generated(load_environment("copy_digits"), [row("341")], client)
-    assert [(message["role"], message["content"]) for message in client.calls[1].prompt] == [("user", "first of 341"), ("assistant", "3"), ("user", "last")]
+    assert [(message["role"], message["content"]) for message in client.calls[1].prompt] == [
+        ("user", "first of 341"),
+        ("assistant", "3"),
+        ("user", "last"),
+    ]
 
 
 @pytest.mark.slow
@@ -55,7 +63,9 @@ def test_the_prompt_of_the_second_turn_begins_with_the_whole_first_turn():
         (("", ""), 0.0),
     ],
 )
-def test_each_turn_is_half_of_the_reward_and_the_digit_with_more_behind_it_half_of_a_turn(said, reward):
+def test_each_turn_is_half_of_the_reward_and_the_digit_with_more_behind_it_half_of_a_turn(
+    said, reward
+):
     results = generated(load_environment("copy_digits"), [row("341")], ScriptedClient(list(said)))
     assert results.reward == [reward]
     assert results.metrics["first"][0] + results.metrics["last"][0] == pytest.approx(2 * reward)
@@ -85,7 +95,9 @@ def test_no_number_that_is_held_out_is_among_those_to_train_on(seed):
 
 def test_the_rows_follow_from_the_seed():
     def rows(seed: int) -> list[str]:
-        environment = load_environment("copy_digits", num_examples=50, num_eval_examples=20, seed=seed)
+        environment = load_environment(
+            "copy_digits", num_examples=50, num_eval_examples=20, seed=seed
+        )
         return numbers(environment.get_dataset()) + numbers(environment.get_eval_dataset())
 
     assert rows(1) == rows(1)
@@ -94,7 +106,9 @@ def test_the_rows_follow_from_the_seed():
 
 
 def test_more_rows_than_there_are_numbers_are_refused():
-    with pytest.raises(ValueError, match="1001 together; there are 1000 numbers of 3 digits below 10"):
+    with pytest.raises(
+        ValueError, match="1001 together; there are 1000 numbers of 3 digits below 10"
+    ):
         load_environment("copy_digits", num_examples=901, num_eval_examples=100)
 
 

@@ -1,4 +1,6 @@
-"""From results to a dataset (spec: orchestration, dataset construction and sanitization, and its testing plan)."""
+"""From results to a dataset (spec: orchestration, dataset construction and sanitization, and its
+testing plan).
+"""
 
 import datasets
 import httpx2
@@ -6,7 +8,13 @@ import pytest
 from scripted_client import Answer, ScriptedClient
 
 from rollout_actors.environments.chat.messages import cleanup_messages
-from rollout_actors.environments.datasets import build_dataset_from_outputs, field_of, plain, push_dataset, sanitize_messages
+from rollout_actors.environments.datasets import (
+    build_dataset_from_outputs,
+    field_of,
+    plain,
+    push_dataset,
+    sanitize_messages,
+)
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import State
@@ -23,12 +31,17 @@ class UsesTools(MultiTurnEnv):
     """Answers every call of a tool with 2."""
 
     async def env_response(self, messages, state, **kwargs):
-        return [{"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in messages[-1]["tool_calls"]]
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+            for call in messages[-1]["tool_calls"]
+        ]
 
 
 def results_of(rows, script, environment=None, **arguments):
     environment = environment or SingleTurnEnv(dataset=rows, rubric=Rubric([exact]))
-    return environment, environment.generate_sync(rows, ScriptedClient(script), "demo", use_tqdm=False, **arguments)
+    return environment, environment.generate_sync(
+        rows, ScriptedClient(script), "demo", use_tqdm=False, **arguments
+    )
 
 
 def echoed(rows, **changes):
@@ -36,20 +49,39 @@ def echoed(rows, **changes):
 
 
 def test_make_dataset_includes_id_when_available():
-    rows = [{"id": "x", "question": "a", "answer": "a"}, {"id": "y", "question": "b", "answer": "c"}]
+    rows = [
+        {"id": "x", "question": "a", "answer": "a"},
+        {"id": "y", "question": "b", "answer": "c"},
+    ]
     environment, results = echoed(rows)
     made = environment.make_dataset(results)
     assert made["id"][:] == ["x", "y"]
     assert made["example_id"][:] == ["x", "y"]
     synthesized, results = echoed([{"question": "a"}, {"question": "b"}])
     assert synthesized.make_dataset(results)["id"][:] == [0, 1]
-    assert not {"id", "example_id"} & set(environment.make_dataset(results, include_ids=False).column_names)
+    assert not {"id", "example_id"} & set(
+        environment.make_dataset(results, include_ids=False).column_names
+    )
 
 
 def test_make_dataset_has_prompt_completion_answer_task_reward_and_a_column_per_metric():
-    environment, results = echoed([{"question": "a", "answer": "a", "task": "letters"}, {"question": "b", "answer": "c", "task": "letters"}])
+    environment, results = echoed(
+        [
+            {"question": "a", "answer": "a", "task": "letters"},
+            {"question": "b", "answer": "c", "task": "letters"},
+        ]
+    )
     made = environment.make_dataset(results)
-    assert made.column_names == ["id", "example_id", "prompt", "completion", "answer", "task", "reward", "exact"]
+    assert made.column_names == [
+        "id",
+        "example_id",
+        "prompt",
+        "completion",
+        "answer",
+        "task",
+        "reward",
+        "exact",
+    ]
     assert list(made)[1] == {
         "id": 1,
         "example_id": 1,
@@ -66,7 +98,9 @@ def test_answer_and_info_are_columns_only_where_a_row_has_them():
     environment = SingleTurnEnv(dataset=[])
     _, results = echoed([{"question": "a"}], environment=environment)
     assert not {"answer", "info"} & set(build_dataset_from_outputs(results).column_names)
-    _, results = echoed([{"question": "a"}, {"question": "b", "info": {"k": 1}}], environment=environment)
+    _, results = echoed(
+        [{"question": "a"}, {"question": "b", "info": {"k": 1}}], environment=environment
+    )
     assert list(build_dataset_from_outputs(results)["info"]) == [{}, {"k": 1}]
 
 
@@ -78,9 +112,15 @@ def test_make_dataset_applies_sanitation_to_both_prompt_and_completion():
     ]
     rows = [{"prompt": asks, "answer": "2"}]
     script = [Answer(tool_calls=[("add", {"a": [1]}), ("sub", {"b": "c"})]), "2"]
-    environment, results = results_of(rows, script, UsesTools(dataset=rows, rubric=Rubric([exact]), max_turns=2))
+    environment, results = results_of(
+        rows, script, UsesTools(dataset=rows, rubric=Rubric([exact]), max_turns=2)
+    )
     [row] = environment.make_dataset(results)
-    calls = [call for message in [*row["prompt"], *row["completion"]] for call in message.get("tool_calls") or ()]
+    calls = [
+        call
+        for message in [*row["prompt"], *row["completion"]]
+        for call in message.get("tool_calls") or ()
+    ]
     assert len(calls) == 3
     assert all(isinstance(call, str) for call in calls)
     # What is stored is what was said: it can be sent again.
@@ -90,7 +130,10 @@ def test_make_dataset_applies_sanitation_to_both_prompt_and_completion():
 
 
 def test_sanitize_messages_leaves_its_argument_as_it_is_and_is_the_same_twice():
-    messages = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "user", "content": "a", "tool_calls": None}]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "user", "content": "a", "tool_calls": None},
+    ]
     once = sanitize_messages(messages)
     assert messages[0]["tool_calls"] == [CALL]
     assert sanitize_messages(once) == once
@@ -100,25 +143,46 @@ def test_sanitize_messages_leaves_its_argument_as_it_is_and_is_the_same_twice():
 
 def test_make_dataset_extracts_requested_state_columns_by_dotted_paths():
     environment, results = echoed([{"question": "a", "answer": "a"}])
-    [row] = environment.make_dataset(results, state_columns=["timing", "timing.total_ms", "stop_condition", "trajectory"])
+    [row] = environment.make_dataset(
+        results, state_columns=["timing", "timing.total_ms", "stop_condition", "trajectory"]
+    )
     assert row["timing.total_ms"] == row["timing"]["total_ms"] > 0
     assert row["stop_condition"] == "max_turns_reached"
     assert row["trajectory"][0]["completion"] == [{"role": "assistant", "content": "a"}]
 
 
 def test_a_state_column_that_no_state_has_is_refused_with_what_there_is_and_one_that_some_have_is_none_elsewhere():
-    environment, results = echoed([{"question": "a", "answer": "a"}, {"question": "b", "answer": "b"}])
-    with pytest.raises(KeyError, match=r"state column 'timing\.totl_ms': timing has no 'totl_ms', only generation_ms, scoring_ms, total_ms"):
+    environment, results = echoed(
+        [{"question": "a", "answer": "a"}, {"question": "b", "answer": "b"}]
+    )
+    with pytest.raises(
+        KeyError,
+        match=(
+            r"state column 'timing\.totl_ms': timing has no 'totl_ms', only generation_ms,"
+            r" scoring_ms, total_ms"
+        ),
+    ):
         environment.make_dataset(results, state_columns=["timing.totl_ms"])
-    with pytest.raises(KeyError, match=r"state column 'reward\.mean': reward has no 'mean', only a float"):
+    with pytest.raises(
+        KeyError, match=r"state column 'reward\.mean': reward has no 'mean', only a float"
+    ):
         environment.make_dataset(results, state_columns=["reward.mean"])
     results.state[1]["letters"] = 2
-    assert list(environment.make_dataset(results, state_columns=["letters"])["letters"]) == [None, 2]
+    assert list(environment.make_dataset(results, state_columns=["letters"])["letters"]) == [
+        None,
+        2,
+    ]
 
 
 def test_state_columns_are_a_list_and_not_one_text():
     environment, results = echoed([{"question": "a", "answer": "a"}])
-    with pytest.raises(TypeError, match=r"state_columns: must be a list of names, got the text 'timing\.total_ms'; give \['timing\.total_ms'\]"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"state_columns: must be a list of names, got the text 'timing\.total_ms'; give"
+            r" \['timing\.total_ms'\]"
+        ),
+    ):
         environment.make_dataset(results, state_columns="timing.total_ms")
     with pytest.raises(TypeError, match="state_columns: must be a list of names, got the text"):
         build_dataset_from_outputs(results, state_columns="timing")
@@ -127,7 +191,12 @@ def test_state_columns_are_a_list_and_not_one_text():
 def test_rows_of_different_types_read_as_they_were():
     rows = [
         {"question": "a", "answer": "a", "info": {"k": 1}},
-        {"question": "b", "answer": "b", "info": {"k": "text", "more": [1, "2"]}, "example_id": "named"},
+        {
+            "question": "b",
+            "answer": "b",
+            "info": {"k": "text", "more": [1, "2"]},
+            "example_id": "named",
+        },
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": "c"}]}], "answer": "c"},
     ]
     environment, results = results_of(rows, lambda call: "a")
@@ -139,7 +208,9 @@ def test_rows_of_different_types_read_as_they_were():
 
 def test_a_failed_rollout_is_a_row():
     rows = [{"question": "a", "answer": "a"}, {"question": "b", "answer": "b"}]
-    environment, results = results_of(rows, lambda call: ValueError("no") if call.text == "b" else call.text)
+    environment, results = results_of(
+        rows, lambda call: ValueError("no") if call.text == "b" else call.text
+    )
     made = environment.make_dataset(results, state_columns=["error"])
     assert [(row["reward"], row["completion"], row["error"]) for row in made] == [
         (1.0, [{"role": "assistant", "content": "a"}], None),
@@ -151,38 +222,56 @@ def test_a_metric_named_as_a_column_does_not_hide_it():
     def reward(completion):
         return 3.0
 
-    environment, results = echoed([{"question": "a"}], environment=SingleTurnEnv(dataset=[], rubric=Rubric([reward], [0.5])))
+    environment, results = echoed(
+        [{"question": "a"}], environment=SingleTurnEnv(dataset=[], rubric=Rubric([reward], [0.5]))
+    )
     [row] = environment.make_dataset(results)
     assert (row["reward"], row["metric_reward"]) == (1.5, 3.0)
 
 
 def test_make_dataset_and_save_path_have_one_schema(tmp_path):
-    environment, results = echoed([{"question": "a", "answer": "a"}], save_path=tmp_path, state_columns=["timing.total_ms"])
+    environment, results = echoed(
+        [{"question": "a", "answer": "a"}], save_path=tmp_path, state_columns=["timing.total_ms"]
+    )
     saved = datasets.Dataset.from_json(str(tmp_path / "results.jsonl"))
-    assert saved.column_names == environment.make_dataset(results, state_columns=["timing.total_ms"]).column_names
+    assert (
+        saved.column_names
+        == environment.make_dataset(results, state_columns=["timing.total_ms"]).column_names
+    )
 
 
 def test_a_push_goes_to_the_hubs_own_method_with_the_datasets_name(monkeypatch):
     pushed = []
-    monkeypatch.setattr(datasets.Dataset, "push_to_hub", lambda self, repo_id: pushed.append((repo_id, list(self))))
-    environment, results = echoed([{"question": "a", "answer": "a"}], environment=SingleTurnEnv(dataset=[], env_id="letters"))
+    monkeypatch.setattr(
+        datasets.Dataset, "push_to_hub", lambda self, repo_id: pushed.append((repo_id, list(self)))
+    )
+    environment, results = echoed(
+        [{"question": "a", "answer": "a"}], environment=SingleTurnEnv(dataset=[], env_id="letters")
+    )
     made = environment.make_dataset(results, push_to_hf_hub=True, hub_name="me/letters")
     environment.make_dataset(results, push_to_hf_hub=True)
     assert pushed == [("me/letters", list(made)), ("letters-results", list(made))]
 
 
-@pytest.mark.parametrize("error", [OSError("offline"), httpx2.ConnectError("no way"), ValueError("a name with two slashes")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError("offline"), httpx2.ConnectError("no way"), ValueError("a name with two slashes")],
+)
 def test_a_push_that_fails_says_why(error):
     class Refusing:
         def push_to_hub(self, name):
             raise error
 
-    with pytest.raises(StorageError, match=f"cannot push dataset me/a: {type(error).__name__}: {error}"):
+    with pytest.raises(
+        StorageError, match=f"cannot push dataset me/a: {type(error).__name__}: {error}"
+    ):
         push_dataset(Refusing(), "me/a")
 
 
 def test_field_of_reads_fields_of_the_input_and_keys_with_a_dot():
-    state = State(input={"prompt": "a", "example_id": 3, "task": "t", "info": {"a.b": 1, "c": {"d": 2}}})
+    state = State(
+        input={"prompt": "a", "example_id": 3, "task": "t", "info": {"a.b": 1, "c": {"d": 2}}}
+    )
     assert [field_of(state, path) for path in ("info.a.b", "info.c.d", "example_id")] == [1, 2, 3]
 
 
@@ -190,14 +279,26 @@ def test_plain_has_a_form_for_everything(tmp_path):
     import numpy as np
 
     response = ScriptedClient(["a"])
-    assert plain({1: (np.float32(0.5), np.arange(2)), "set": {3}, "path": tmp_path}) == {"1": [0.5, [0, 1]], "set": [3], "path": str(tmp_path)}
+    assert plain({1: (np.float32(0.5), np.arange(2)), "set": {3}, "path": tmp_path}) == {
+        "1": [0.5, [0, 1]],
+        "set": [3],
+        "path": str(tmp_path),
+    }
     assert plain(response).startswith("<")
 
 
 def test_id_and_timing_are_recorded_per_rollout_and_are_available_for_inclusion_in_datasets():
     environment, results = echoed([{"question": "a", "id": "x"}, {"question": "b", "id": "y"}])
-    made = environment.make_dataset(results, state_columns=["timing", "timing.generation_ms", "timing.scoring_ms"])
+    made = environment.make_dataset(
+        results, state_columns=["timing", "timing.generation_ms", "timing.scoring_ms"]
+    )
     for row, state in zip(made, results.state, strict=True):
         assert row["id"] == state["id"] and row["timing"] == state["timing"]
-        assert 0 < row["timing.generation_ms"] < row["timing"]["total_ms"] and row["timing.scoring_ms"] > 0
-    assert made["id"][:] == ["x", "y"] and "timing" not in environment.make_dataset(results).column_names
+        assert (
+            0 < row["timing.generation_ms"] < row["timing"]["total_ms"]
+            and row["timing.scoring_ms"] > 0
+        )
+    assert (
+        made["id"][:] == ["x", "y"]
+        and "timing" not in environment.make_dataset(results).column_names
+    )

@@ -17,7 +17,11 @@ from rollout_actors.environments.types import RolloutInput, RolloutTiming, State
 
 SAMPLING_ARGS = {
     "logprobs": 1,
-    "extra_body": {"return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 1},
+    "extra_body": {
+        "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
+        "prompt_logprobs": 1,
+    },
 }
 """The document's vLLM configuration."""
 
@@ -60,7 +64,9 @@ def test_the_second_example_a_rollout_with_its_trajectory_works():
     state = asyncio.run(main())
     assert [len(step["prompt"]) for step in state["trajectory"]] == list(range(1, 21, 2))
     for step in state["trajectory"]:
-        assert step["reward"] is None and step["tokens"]["prompt_ids"] == rendered_ids(step["prompt"])
+        assert step["reward"] is None and step["tokens"]["prompt_ids"] == rendered_ids(
+            step["prompt"]
+        )
 
 
 def test_the_third_example_training_with_trajectories_works():
@@ -68,7 +74,13 @@ def test_the_third_example_training_with_trajectories_works():
         env = load_environment("guess_number")
         dataset = env.get_dataset(5)
         client = ScriptedClient(lambda call: "<guess>50</guess>")
-        results = await env.generate(dataset, client=client, model="model-checkpoint", sampling_args=SAMPLING_ARGS, score_rollouts=True)
+        results = await env.generate(
+            dataset,
+            client=client,
+            model="model-checkpoint",
+            sampling_args=SAMPLING_ARGS,
+            score_rollouts=True,
+        )
         return results, process_trajectories_for_training(states=results.state, mask_prompts=True)
 
     results, training_examples = asyncio.run(main())
@@ -83,7 +95,9 @@ def test_the_third_example_training_with_trajectories_works():
 
 
 def test_without_those_flags_tokens_are_none_and_every_step_is_skipped_in_training():
-    results = generated(Talk(rubric=rubric_of(said_the_answer)), rows(2), ScriptedClient(lambda call: "a"))
+    results = generated(
+        Talk(rubric=rubric_of(said_the_answer)), rows(2), ScriptedClient(lambda call: "a")
+    )
     assert [step["tokens"] for state in results.state for step in state["trajectory"]] == [None] * 6
     assert process_trajectories_for_training(results.state) == []
 
@@ -100,13 +114,21 @@ def test_an_environment_with_the_documents_own_init_state_is_generated_and_score
             state["trajectory"] = []  # Always enabled
             state["reward"] = None
             state["metrics"] = None
-            state["timing"] = RolloutTiming(generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time())
+            state["timing"] = RolloutTiming(
+                generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
+            )
             return state
 
     def script(call):
-        return RuntimeError("no") if call.prompt[0]["content"] == "q1" and call.turn == 1 else call.prompt[0]["content"]
+        return (
+            RuntimeError("no")
+            if call.prompt[0]["content"] == "q1" and call.turn == 1
+            else call.prompt[0]["content"]
+        )
 
-    results = generated(Listed(max_turns=2, rubric=rubric_of(said_the_answer)), rows(3), ScriptedClient(script))
+    results = generated(
+        Listed(max_turns=2, rubric=rubric_of(said_the_answer)), rows(3), ScriptedClient(script)
+    )
     assert results.reward == [1.0, 0.0, 1.0]
     assert [state["error"] for state in results.state] == [None, "RuntimeError: no", None]
     assert [state["advantage"] for state in results.state] == [0.0, None, 0.0]
@@ -146,7 +168,10 @@ def test_the_sandbox_listing_releases_after_each_rollout_and_deletes_when_it_is_
     async def main():
         async with SandboxEnv(max_turns=1) as env:
             await env.generate(rows(3), ScriptedClient(lambda call: "a"), "model", use_tqdm=False)
-            assert (sorted(env.sandbox_client.released), env.sandbox_client.deleted) == ([0, 1, 2], [])
+            assert (sorted(env.sandbox_client.released), env.sandbox_client.deleted) == (
+                [0, 1, 2],
+                [],
+            )
             return env
 
     assert sorted(asyncio.run(main()).sandbox_client.deleted) == [0, 1, 2]
@@ -166,7 +191,9 @@ def test_the_migration_example_asks_the_conditions_first_and_then_its_own(too_lo
 
     client = ScriptedClient(["a"])
     (state,) = generated(Migrated(max_turns=-1), rows(1), client).state
-    assert state["is_completed"] and (client.num_calls, state["stop_condition"]) == ((0, "prompt_too_long") if too_long else (1, None))
+    assert state["is_completed"] and (client.num_calls, state["stop_condition"]) == (
+        (0, "prompt_too_long") if too_long else (1, None)
+    )
     assert len(state["completion"]) == client.num_calls
 
 
@@ -175,8 +202,14 @@ def test_tools_of_the_environment_are_in_the_state_unless_the_datas_info_has_som
         """Turn the lamp."""
         return way
 
-    own = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
+    own = {
+        "type": "function",
+        "function": {"name": "other", "parameters": {"type": "object", "properties": {}}},
+    }
     env = ToolEnv(tools=[turn])
     assert env.oai_tools == [convert_tool_to_oai_format(turn)]
     given = [{"question": "a"}, {"question": "b", "info": {"oai_tools": [own]}}]
-    assert [state["oai_tools"] for state in generated(env, given, ScriptedClient(lambda call: "done")).state] == [env.oai_tools, [own]]
+    assert [
+        state["oai_tools"]
+        for state in generated(env, given, ScriptedClient(lambda call: "done")).state
+    ] == [env.oai_tools, [own]]

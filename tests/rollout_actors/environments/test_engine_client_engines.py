@@ -29,7 +29,10 @@ from shared.weight_sync.phases import sync_weights
 pytestmark = pytest.mark.engine
 
 NAMES = ("actor-0", "actor-1", "actor-2")
-ROWS = [{"question": f"Detect every {name} object.", "position": i} for i, name in enumerate(("red", "big", "seven", "second", "other"))]
+ROWS = [
+    {"question": f"Detect every {name} object.", "position": i}
+    for i, name in enumerate(("red", "big", "seven", "second", "other"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +47,34 @@ def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLea
 
 def engines_of(pool: EnginePool, *names: str, seconds: float = 120.0) -> RayEngines:
     chosen = names or NAMES
-    return RayEngines([pool.actors[name] for name in chosen], chosen, Timeout(seconds, "timeouts.generate_s"))
+    return RayEngines(
+        [pool.actors[name] for name in chosen], chosen, Timeout(seconds, "timeouts.generate_s")
+    )
 
 
-def client_of(pool: EnginePool, learner: SmallLearner, *names: str, seconds: float = 120.0, **decode: Any) -> EngineClient:
-    settings = decode_settings(learner.tokenizer, **{"max_new_tokens": 24, "banned_token_ids": learner.banned, **decode})
-    return client_over(engines_of(pool, *names, seconds=seconds), learner.tokenizer, decode=settings, max_model_len=512)
+def client_of(
+    pool: EnginePool, learner: SmallLearner, *names: str, seconds: float = 120.0, **decode: Any
+) -> EngineClient:
+    settings = decode_settings(
+        learner.tokenizer, **{"max_new_tokens": 24, "banned_token_ids": learner.banned, **decode}
+    )
+    return client_over(
+        engines_of(pool, *names, seconds=seconds),
+        learner.tokenizer,
+        decode=settings,
+        max_model_len=512,
+    )
 
 
 def logprobs_of(learner: SmallLearner, token_ids: list[int]) -> torch.Tensor:
     """[T - 1]: the learner's, of each token but the first."""
     ids_1T = torch.tensor([token_ids])
     with torch.no_grad():
-        logits_TV = learner.model(input_ids=ids_1T, mm_token_type_ids=torch.zeros_like(ids_1T, dtype=torch.int32), use_cache=False).logits[0]
+        logits_TV = learner.model(
+            input_ids=ids_1T,
+            mm_token_type_ids=torch.zeros_like(ids_1T, dtype=torch.int32),
+            use_cache=False,
+        ).logits[0]
     logits_TV[:, list(learner.banned)] = -torch.inf
     return logits_TV[:-1].log_softmax(-1).gather(1, ids_1T[0, 1:, None])[:, 0]
 
@@ -65,7 +83,9 @@ def assert_the_learner_agrees(learner: SmallLearner, state: Any) -> None:
     """About every sampled token, in the examples that it learns."""
     for example in merge_trajectories_for_training([state]).examples:
         learners = logprobs_of(learner, example.token_ids)
-        for place, (logprob, is_learned) in enumerate(zip(example.logprobs, example.mask, strict=True)):
+        for place, (logprob, is_learned) in enumerate(
+            zip(example.logprobs, example.mask, strict=True)
+        ):
             if is_learned:
                 assert logprob == pytest.approx(float(learners[place - 1]), abs=1e-4)
 
@@ -88,9 +108,20 @@ def test_rollouts_on_the_engines_extend_token_by_token_and_the_learner_finds_the
         assert_the_learner_agrees(learner, state)
 
 
-def test_a_sampled_stop_token_is_learned_with_its_own_log_probability(engine_pool: EnginePool, learner: SmallLearner) -> None:
-    stops = (learner.stop, *(token for token in range(0, 1300, 5) if token not in learner.banned and token != learner.stop))
-    states = generated(Talk(max_turns=2), ROWS, client_of(engine_pool, learner, stop_token_ids=stops)).state
+def test_a_sampled_stop_token_is_learned_with_its_own_log_probability(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
+    stops = (
+        learner.stop,
+        *(
+            token
+            for token in range(0, 1300, 5)
+            if token not in learner.banned and token != learner.stop
+        ),
+    )
+    states = generated(
+        Talk(max_turns=2), ROWS, client_of(engine_pool, learner, stop_token_ids=stops)
+    ).state
     steps = [step for state in states for step in state["trajectory"]]
     stopped = [step for step in steps if step["response"].choices[0].finish_reason == "stop"]
     assert stopped
@@ -99,9 +130,16 @@ def test_a_sampled_stop_token_is_learned_with_its_own_log_probability(engine_poo
         assert_the_learner_agrees(learner, state)
 
 
-def test_what_is_sampled_depends_on_the_place_of_a_rollout_and_not_on_the_engine_that_answers(engine_pool: EnginePool, learner: SmallLearner) -> None:
+def test_what_is_sampled_depends_on_the_place_of_a_rollout_and_not_on_the_engine_that_answers(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
     on_three = generated(Talk(max_turns=2), ROWS, client_of(engine_pool, learner)).completion
-    assert generated(Talk(max_turns=2), ROWS[::-1], client_of(engine_pool, learner, "actor-1")).completion[::-1] == on_three
+    assert (
+        generated(
+            Talk(max_turns=2), ROWS[::-1], client_of(engine_pool, learner, "actor-1")
+        ).completion[::-1]
+        == on_three
+    )
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -111,7 +149,9 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_the_request_is_aborted_when_the_rollout_is_cancelled(engine_pool: EnginePool, learner: SmallLearner) -> None:
+def test_the_request_is_aborted_when_the_rollout_is_cancelled(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
     actor = engine_pool.actors["actor-2"]
     client = client_of(engine_pool, learner, "actor-2", max_new_tokens=450)
 
@@ -131,17 +171,32 @@ def test_the_request_is_aborted_when_the_rollout_is_cancelled(engine_pool: Engin
     asyncio.run(begun_and_cancelled())
     _, after = ray.get(actor.requests_and_tokens.remote())
     assert after == before, "a request that had ended by itself would be counted"
-    assert generated(Talk(max_turns=1), ROWS, client_of(engine_pool, learner, "actor-2")).metadata.num_errors == 0
+    assert (
+        generated(
+            Talk(max_turns=1), ROWS, client_of(engine_pool, learner, "actor-2")
+        ).metadata.num_errors
+        == 0
+    )
 
 
-def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(engine_pool: EnginePool, learner: SmallLearner) -> None:
+def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
     actor = engine_pool.actors["actor-1"]
     engines = engines_of(engine_pool, "actor-1", seconds=0.05)
     decode = decode_settings(learner.tokenizer, max_new_tokens=450)
-    request = RolloutRequest(1, 0, "sample-0", tuple(learner.tokenizer.encode("Detect")), (), decode, 5)
+    request = RolloutRequest(
+        1, 0, "sample-0", tuple(learner.tokenizer.encode("Detect")), (), decode, 5
+    )
 
     async def late() -> None:
-        with pytest.raises(RolloutError, match=r"generate on actor-1: no answer from actor-1 after timeouts.generate_s = 0.1 s; check the engine's log"):
+        with pytest.raises(
+            RolloutError,
+            match=(
+                r"generate on actor-1: no answer from actor-1 after timeouts.generate_s = 0.1 s;"
+                r" check the engine's log"
+            ),
+        ):
             await engines.generate(0, request)
         await until(lambda: ray.get(actor.requests_and_tokens.remote())[0] == 0)
 
@@ -150,29 +205,57 @@ def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(en
     assert ray.get(actor.requests_and_tokens.remote()) == (0, before)
 
 
-def test_a_prompt_that_only_its_images_make_too_long_ends_the_rollout_as_truncated(engine_pool: EnginePool, learner: SmallLearner) -> None:
-    """The client counts one token for an image that no engine has seen yet, and here the engine's is the limit."""
+def test_a_prompt_that_only_its_images_make_too_long_ends_the_rollout_as_truncated(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
+    """The client counts one token for an image that no engine has seen yet, and here the engine's
+    is the limit.
+    """
     data = noise_image(0).data
     assert data is not None
-    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+    image = {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"},
+    }
 
     def prompt(number: int) -> list[dict[str, Any]]:
         return [{"role": "user", "content": [image, {"type": "text", "text": "?" * number}]}]
 
     def length(number: int) -> int:
-        return len(learner.tokenizer.apply_chat_template(prompt(number), add_generation_prompt=True, tokenize=True, return_dict=False))
+        return len(
+            learner.tokenizer.apply_chat_template(
+                prompt(number), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
 
     just_fits = next(number for number in range(4096) if length(number + 1) == 512)
-    results = generated(Talk(), [{"prompt": prompt(just_fits)}, ROWS[1]], client_of(engine_pool, learner))
-    assert [(state["error"], state["is_truncated"]) for state in results.state] == [(None, True), (None, False)]
-    assert results.state[0]["trajectory"] == [] and results.state[0]["stop_condition"] == "prompt_too_long"
+    results = generated(
+        Talk(), [{"prompt": prompt(just_fits)}, ROWS[1]], client_of(engine_pool, learner)
+    )
+    assert [(state["error"], state["is_truncated"]) for state in results.state] == [
+        (None, True),
+        (None, False),
+    ]
+    assert (
+        results.state[0]["trajectory"] == []
+        and results.state[0]["stop_condition"] == "prompt_too_long"
+    )
 
 
-def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(engine_pool: EnginePool, learner: SmallLearner) -> None:
+def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(
+    engine_pool: EnginePool, learner: SmallLearner
+) -> None:
     data = learner.request(0).images[0].data
     assert data is not None
-    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+    image = {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"},
+    }
     many = [*[image] * 9, {"type": "text", "text": "What?"}]
-    results = generated(Talk(), [{"prompt": [{"role": "user", "content": many}]}, ROWS[1]], client_of(engine_pool, learner))
+    results = generated(
+        Talk(),
+        [{"prompt": [{"role": "user", "content": many}]}, ROWS[1]],
+        client_of(engine_pool, learner),
+    )
     assert re.search(r"sample 0 was refused: At most \d image", results.state[0]["error"])
     assert results.state[1]["error"] is None

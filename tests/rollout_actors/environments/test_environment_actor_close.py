@@ -1,4 +1,6 @@
-"""What becomes of rollouts under way when a run ends: each cleans up, and then the environment is torn down (spec: trajectories, 5). No Ray here."""
+"""What becomes of rollouts under way when a run ends: each cleans up, and then the environment is
+torn down (spec: trajectories, 5). No Ray here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def actor(tokenizer_folder: Path, log: Path, collector: None) -> Callable[..., E
     """Before one engine, which its rollouts never come to ask."""
 
     def make(**args: Any) -> EnvironmentActor:
-        settings = RunnerSettings("sandboxes_environment", str(tokenizer_folder), 512, 8, {"log": str(log), **args})
+        settings = RunnerSettings(
+            "sandboxes_environment", str(tokenizer_folder), 512, 8, {"log": str(log), **args}
+        )
         return EnvironmentActor("environment-0", settings, [None], ["rollout-actor-0"], None)
 
     return make
@@ -58,7 +62,9 @@ async def with_rollouts_under_way(actor: EnvironmentActor, log: Path) -> asyncio
     return round_
 
 
-def test_when_an_actor_is_closed_its_rollouts_clean_up_before_the_teardown(actor: Callable[..., EnvironmentActor], log: Path) -> None:
+def test_when_an_actor_is_closed_its_rollouts_clean_up_before_the_teardown(
+    actor: Callable[..., EnvironmentActor], log: Path
+) -> None:
     async def ended() -> BaseException | None:
         one = actor()
         round_ = await with_rollouts_under_way(one, log)
@@ -74,7 +80,10 @@ def test_when_an_actor_is_closed_its_rollouts_clean_up_before_the_teardown(actor
 
 
 def test_a_cleanup_that_hangs_is_told_and_does_not_keep_the_environment_from_its_teardown(
-    actor: Callable[..., EnvironmentActor], log: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    actor: Callable[..., EnvironmentActor],
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert environment_actor.CLEANUP_S <= CLOSED_S / 2, "teardown has to have time too"
     monkeypatch.setattr(environment_actor, "CLEANUP_S", 0.3)
@@ -96,7 +105,9 @@ def test_a_cleanup_that_hangs_is_told_and_does_not_keep_the_environment_from_its
     assert "still clean up after 0.3 s" in caplog.text
 
 
-def test_a_round_that_is_cancelled_itself_is_cancelled_and_cleans_up(actor: Callable[..., EnvironmentActor], log: Path) -> None:
+def test_a_round_that_is_cancelled_itself_is_cancelled_and_cleans_up(
+    actor: Callable[..., EnvironmentActor], log: Path
+) -> None:
     async def ended() -> bool:
         one = actor()
         round_ = await with_rollouts_under_way(one, log)
@@ -109,6 +120,8 @@ def test_a_round_that_is_cancelled_itself_is_cancelled_and_cleans_up(actor: Call
     assert sorted(noted(log)[4:-1]) == SHUT
 
 
-def test_an_actor_that_has_not_started_has_nothing_to_close(actor: Callable[..., EnvironmentActor], log: Path) -> None:
+def test_an_actor_that_has_not_started_has_nothing_to_close(
+    actor: Callable[..., EnvironmentActor], log: Path
+) -> None:
     asyncio.run(actor().close())
     assert not log.exists()

@@ -53,7 +53,13 @@ def keeps_the_store(call: Call) -> Any:
     if question.startswith("Set"):
         return Answer(None, tool_calls=[("put", {"name": names[0], "number": first + second})])
     if question.startswith("Swap"):
-        return Answer(None, tool_calls=[("put", {"name": names[0], "number": second}), ("put", {"name": names[1], "number": first})])
+        return Answer(
+            None,
+            tool_calls=[
+                ("put", {"name": names[0], "number": second}),
+                ("put", {"name": names[1], "number": first}),
+            ],
+        )
     return Answer(None, tool_calls=[("remove", {"name": names[0] if first < second else names[1]})])
 
 
@@ -89,7 +95,13 @@ def test_who_plays_well_gets_the_full_reward(name):
     environment = load_environment(name, num_eval_examples=40)
     results = asyncio.run(environment.evaluate(ScriptedClient(PLAYERS[name]), "m", use_tqdm=False))
     assert results.metadata.num_errors == 0
-    full = {"arithmetic": 1.1, "copy_digits": 1.0, "guess_number": 1.6, "hidden_digit": 1.0, "key_value_store": 1.0}[name]
+    full = {
+        "arithmetic": 1.1,
+        "copy_digits": 1.0,
+        "guess_number": 1.6,
+        "hidden_digit": 1.0,
+        "key_value_store": 1.0,
+    }[name]
     assert results.reward == pytest.approx([full] * 40)
 
 
@@ -97,7 +109,11 @@ def test_who_plays_well_gets_the_full_reward(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_who_says_nothing_that_can_be_read_gets_nothing(name):
     environment = load_environment(name, num_eval_examples=10)
-    results = asyncio.run(environment.evaluate(ScriptedClient(lambda call: "I would rather not."), "m", use_tqdm=False))
+    results = asyncio.run(
+        environment.evaluate(
+            ScriptedClient(lambda call: "I would rather not."), "m", use_tqdm=False
+        )
+    )
     assert results.metadata.num_errors == 0
     assert results.reward == [0.0] * 10
 
@@ -119,14 +135,22 @@ def test_a_right_number_in_the_wrong_form_is_not_an_answer():
     environment = load_environment("arithmetic")
     row = {"question": "What is 2 + 3?", "answer": "5"}
     rewards = [
-        generated(environment, [row], ScriptedClient([said])).reward[0] for said in ("5", "<answer>6</answer>", "<answer>5</answer>", "<answer> 5\n</answer>")
+        generated(environment, [row], ScriptedClient([said])).reward[0]
+        for said in ("5", "<answer>6</answer>", "<answer>5</answer>", "<answer> 5\n</answer>")
     ]
     assert rewards == pytest.approx([0.0, 0.1, 1.1, 1.1])
 
 
 def test_a_game_ends_when_the_number_is_found_and_later_guesses_are_worth_less():
     environment = load_environment("guess_number", largest=7)
-    said = ["<guess>1</guess>", "hm", "<guess>7</guess>", "<guess>2</guess>", "<guess>4</guess>", "<guess>3</guess>"]
+    said = [
+        "<guess>1</guess>",
+        "hm",
+        "<guess>7</guess>",
+        "<guess>2</guess>",
+        "<guess>4</guess>",
+        "<guess>3</guess>",
+    ]
     client = ScriptedClient(said)
     results = generated(environment, [{"question": "from 1 to 7", "answer": "3"}], client)
     state = results.state[0]
@@ -143,19 +167,29 @@ def test_a_game_ends_when_the_number_is_found_and_later_guesses_are_worth_less()
 
 def test_a_game_ends_with_its_last_turn_and_the_guess_of_that_turn_counts():
     environment = load_environment("guess_number", max_turns=2)
-    lost = rolled_out(environment, environment.get_dataset()[0], ScriptedClient(["<guess>101</guess>"] * 2))
+    lost = rolled_out(
+        environment, environment.get_dataset()[0], ScriptedClient(["<guess>101</guess>"] * 2)
+    )
     assert (lost["stop_condition"], lost["guesses"]) == ("max_turns_reached", [101, 101])
-    won = generated(environment, [{"question": "?", "answer": "9"}], ScriptedClient(["<guess>8</guess>", "<guess>9</guess>"]))
+    won = generated(
+        environment,
+        [{"question": "?", "answer": "9"}],
+        ScriptedClient(["<guess>8</guess>", "<guess>9</guess>"]),
+    )
     assert won.metrics["found"] == [1.0]
 
 
 def test_a_store_is_judged_by_all_that_is_in_it():
     environment = load_environment("key_value_store")
-    row = {"question": "Set figs to 3.", "info": {"store": {"figs": 1, "eggs": 2}, "wanted": {"figs": 3, "eggs": 2}}}
+    row = {
+        "question": "Set figs to 3.",
+        "info": {"store": {"figs": 1, "eggs": 2}, "wanted": {"figs": 3, "eggs": 2}},
+    }
     put = ("put", {"name": "figs", "number": 3})
     spoilt = ("put", {"name": "extra", "number": 3})
     results = [
-        generated(environment, [row], ScriptedClient([Answer(None, tool_calls=calls), "done"])) for calls in ([put], [put, spoilt], [("get", {"name": "x"})])
+        generated(environment, [row], ScriptedClient([Answer(None, tool_calls=calls), "done"]))
+        for calls in ([put], [put, spoilt], [("get", {"name": "x"})])
     ]
     assert [one.reward[0] for one in results] == [1.0, 0.0, 0.0]
     assert [one.metrics["num_tool_errors"][0] for one in results] == [0.0, 0.0, 1.0]

@@ -1,4 +1,6 @@
-"""Orchestration: interleaving, bounds, order, failures as data, timing (spec: rollout orchestration, testing plan and acceptance criteria)."""
+"""Orchestration: interleaving, bounds, order, failures as data, timing (spec: rollout
+orchestration, testing plan and acceptance criteria).
+"""
 
 import asyncio
 import math
@@ -32,12 +34,15 @@ def length(completion):
 
 
 def counted_of(environment, inputs, client, **kwargs):
-    """Outputs of `generate`, and the seconds that it would have taken; nobody waits for them. Reward functions are asynchronous."""
+    """Outputs of `generate`, and the seconds that it would have taken; nobody waits for them.
+    Reward functions are asynchronous.
+    """
     return counted(environment.generate(inputs, client, "model", use_tqdm=False, **kwargs))
 
 
 class Scorer:
-    """A reward function that takes time, and knows when it began and how many of it are under way."""
+    """A reward function that takes time, and knows when it began and how many of it are under
+    way."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s, self.num, self.most, self.began_s = delay_s, 0, 0, []
@@ -56,11 +61,25 @@ class Scorer:
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 def test_list_ordering_is_preserved_and_aligned_across_all_columns(interleave_scoring):
-    given = [{"question": f"q{i}", "answer": f"q{i}" if i % 2 else "other", "info": {"i": i}, "task": f"t{i}"} for i in range(5)]
+    given = [
+        {
+            "question": f"q{i}",
+            "answer": f"q{i}" if i % 2 else "other",
+            "info": {"i": i},
+            "task": f"t{i}",
+        }
+        for i in range(5)
+    ]
     env = SingleTurnEnv(rubric=rubric_of(said_the_answer, length))
     results = generated(env, given, ScriptedClient(uneven), interleave_scoring=interleave_scoring)
-    assert [prompt[0]["content"] for prompt in results.prompt] == [completion[0]["content"] for completion in results.completion] == [f"q{i}" for i in range(5)]
-    assert results.answer == [row["answer"] for row in given] and results.info == [row["info"] for row in given]
+    assert (
+        [prompt[0]["content"] for prompt in results.prompt]
+        == [completion[0]["content"] for completion in results.completion]
+        == [f"q{i}" for i in range(5)]
+    )
+    assert results.answer == [row["answer"] for row in given] and results.info == [
+        row["info"] for row in given
+    ]
     assert results.task == [f"t{i}" for i in range(5)] and results.example_id == list(range(5))
     assert results.reward == [2.0, 3.0, 2.0, 3.0, 2.0]
     assert results.metrics == {"said_the_answer": [0.0, 1.0, 0.0, 1.0, 0.0], "length": [2.0] * 5}
@@ -71,19 +90,39 @@ def test_interleaved_outputs_match_two_phase_ones_for_deterministic_reward_funct
     env = Talk(max_turns=2, rubric=rubric_of(said_the_answer, length, weights=[1.0, 0.5]))
 
     def script(call):
-        return status_error(400, "bad") if call.text == "q3" else Answer(call.text, delay_s=0.001 * (call.number % 4))
+        return (
+            status_error(400, "bad")
+            if call.text == "q3"
+            else Answer(call.text, delay_s=0.001 * (call.number % 4))
+        )
 
-    one, other = (generated(env, rows(8), ScriptedClient(script), interleave_scoring=interleaved, max_concurrent=3) for interleaved in (True, False))
+    one, other = (
+        generated(
+            env, rows(8), ScriptedClient(script), interleave_scoring=interleaved, max_concurrent=3
+        )
+        for interleaved in (True, False)
+    )
     assert {name: one[name] for name in COLUMNS} == {name: other[name] for name in COLUMNS}
     fields = ("id", "stop_condition", "is_completed", "is_truncated", "error", "advantage")
-    assert [[state[name] for name in fields] for state in one.state] == [[state[name] for name in fields] for state in other.state]
-    assert (one.metadata.avg_reward, one.metadata.num_errors) == (other.metadata.avg_reward, other.metadata.num_errors)
+    assert [[state[name] for name in fields] for state in one.state] == [
+        [state[name] for name in fields] for state in other.state
+    ]
+    assert (one.metadata.avg_reward, one.metadata.num_errors) == (
+        other.metadata.avg_reward,
+        other.metadata.num_errors,
+    )
 
 
 def test_interleaving_is_at_least_25_percent_faster_on_mixed_latency_with_equal_results():
     def timed(interleaved):
         env = SingleTurnEnv(rubric=rubric_of(Scorer(0.1)))
-        return counted_of(env, rows(6), ScriptedClient(echo, delay_s=0.1), max_concurrent=2, interleave_scoring=interleaved)
+        return counted_of(
+            env,
+            rows(6),
+            ScriptedClient(echo, delay_s=0.1),
+            max_concurrent=2,
+            interleave_scoring=interleaved,
+        )
 
     (one, fast_s), (other, slow_s) = timed(True), timed(False)
     assert fast_s <= 0.75 * slow_s
@@ -99,7 +138,13 @@ def test_interleaved_scoring_begins_before_the_last_generation_ends_and_two_phas
             ended_s.append(asyncio.get_running_loop().time())
             return call.text
 
-        counted_of(SingleTurnEnv(rubric=rubric_of(scorer)), rows(4), ScriptedClient(script), max_concurrent=2, interleave_scoring=interleaved)
+        counted_of(
+            SingleTurnEnv(rubric=rubric_of(scorer)),
+            rows(4),
+            ScriptedClient(script),
+            max_concurrent=2,
+            interleave_scoring=interleaved,
+        )
         assert (min(scorer.began_s) < max(ended_s)) is interleaved
 
 
@@ -115,7 +160,11 @@ def test_no_rows_are_no_results():
 @pytest.mark.parametrize(("generation", "scoring"), [(2, 5), (5, 2), (1, 1)])
 def test_generations_and_scorings_are_bound_separately(generation, scoring, interleave_scoring):
     scorer, client = Scorer(0.02), ScriptedClient(echo, delay_s=0.01)
-    bounds = {"max_concurrent_generation": generation, "max_concurrent_scoring": scoring, "interleave_scoring": interleave_scoring}
+    bounds = {
+        "max_concurrent_generation": generation,
+        "max_concurrent_scoring": scoring,
+        "interleave_scoring": interleave_scoring,
+    }
     results, _ = counted_of(SingleTurnEnv(rubric=rubric_of(scorer)), rows(12), client, **bounds)
     assert client.most_under_way == generation
     # While rollouts trickle in one by one, fewer than the bound may be there to score.
@@ -131,7 +180,13 @@ def test_max_concurrent_holds_for_both_where_they_are_not_set():
 
 def test_a_bound_of_its_own_wins_over_max_concurrent():
     scorer, client = Scorer(0.02), ScriptedClient(echo, delay_s=0.01)
-    counted_of(SingleTurnEnv(rubric=rubric_of(scorer)), rows(9), client, max_concurrent=3, max_concurrent_scoring=1)
+    counted_of(
+        SingleTurnEnv(rubric=rubric_of(scorer)),
+        rows(9),
+        client,
+        max_concurrent=3,
+        max_concurrent_scoring=1,
+    )
     assert (client.most_under_way, scorer.most) == (3, 1)
     client = ScriptedClient(echo, delay_s=0.01)
     counted_of(SingleTurnEnv(), rows(9), client, max_concurrent=3, max_concurrent_generation=-1)
@@ -173,12 +228,22 @@ def test_group_functions_see_all_rollouts_of_one_example_and_only_those(interlea
     groups = []
 
     def best(states):
-        groups.append([(state["example_id"], state["completion"][-1]["content"]) for state in states])
+        groups.append(
+            [(state["example_id"], state["completion"][-1]["content"]) for state in states]
+        )
         return ranks([state["completion"] for state in states])
 
     env = SingleTurnEnv(dataset=rows(2), rubric=rubric_of(best))
     client = ScriptedClient(lambda call: f"{call.text} {call.number % 3}")
-    results = asyncio.run(env.evaluate(client, "model", rollouts_per_example=3, use_tqdm=False, interleave_scoring=interleave_scoring))
+    results = asyncio.run(
+        env.evaluate(
+            client,
+            "model",
+            rollouts_per_example=3,
+            use_tqdm=False,
+            interleave_scoring=interleave_scoring,
+        )
+    )
     assert sorted(groups) == [[(i, f"q{i} {k}") for k in range(3)] for i in range(2)]
     assert results.reward == [0.0, 1.0, 2.0] * 2
     assert [state["advantage"] for state in results.state] == [-1.0, 0.0, 1.0] * 2
@@ -214,8 +279,14 @@ def test_rows_of_two_tasks_are_no_group_though_they_share_an_id():
 
 
 def test_advantages_are_over_the_examples_mean_also_without_group_functions():
-    given = [{"question": "a", "answer": "a", "example_id": 0}, {"question": "b", "answer": "a", "example_id": 0}, {"question": "c", "answer": "c"}]
-    results = generated(SingleTurnEnv(rubric=rubric_of(said_the_answer)), given, ScriptedClient(echo))
+    given = [
+        {"question": "a", "answer": "a", "example_id": 0},
+        {"question": "b", "answer": "a", "example_id": 0},
+        {"question": "c", "answer": "c"},
+    ]
+    results = generated(
+        SingleTurnEnv(rubric=rubric_of(said_the_answer)), given, ScriptedClient(echo)
+    )
     assert [state["advantage"] for state in results.state] == [0.5, -0.5, 0.0]
     assert [state["trajectory"][0]["advantage"] for state in results.state] == [0.5, -0.5, 0.0]
 
@@ -228,7 +299,9 @@ def test_advantages_that_a_rubric_of_the_users_own_has_given_stand():
             for state in states:
                 state["advantage"] = state["reward"] - (total - state["reward"]) / (len(states) - 1)
 
-    env = SingleTurnEnv(dataset=rows(1), rubric=LeaveOneOut([lambda completions: ranks(completions)]))
+    env = SingleTurnEnv(
+        dataset=rows(1), rubric=LeaveOneOut([lambda completions: ranks(completions)])
+    )
     client = ScriptedClient(lambda call: str(call.number))
     results = asyncio.run(env.evaluate(client, "model", rollouts_per_example=3, use_tqdm=False))
     assert [state["advantage"] for state in results.state] == [-1.5, 0.0, 1.5]
@@ -238,12 +311,22 @@ def test_advantages_that_a_rubric_of_the_users_own_has_given_stand():
 
 
 def test_ids_are_recorded_in_the_state():
-    assert [state["id"] for state in generated(SingleTurnEnv(), rows(3), ScriptedClient(echo)).state] == [0, 1, 2]
+    assert [
+        state["id"] for state in generated(SingleTurnEnv(), rows(3), ScriptedClient(echo)).state
+    ] == [0, 1, 2]
     given = [{"question": "a", "id": "x"}, {"question": "b", "example_id": "y"}]
     results = generated(SingleTurnEnv(), given, ScriptedClient(echo))
-    assert [state["id"] for state in results.state] == [state["example_id"] for state in results.state] == ["x", "y"]
-    (both,) = generated(SingleTurnEnv(), [{"question": "a", "id": "x", "example_id": 7}], ScriptedClient(echo)).state
-    assert (both["id"], both["example_id"]) == ("x", 7), "a column of ids is carried through to the state"
+    assert (
+        [state["id"] for state in results.state]
+        == [state["example_id"] for state in results.state]
+        == ["x", "y"]
+    )
+    (both,) = generated(
+        SingleTurnEnv(), [{"question": "a", "id": "x", "example_id": 7}], ScriptedClient(echo)
+    ).state
+    assert (both["id"], both["example_id"]) == ("x", 7), (
+        "a column of ids is carried through to the state"
+    )
 
 
 @pytest.mark.slow
@@ -251,7 +334,13 @@ def test_ids_are_recorded_in_the_state():
 def test_timing_is_recorded_and_the_wait_for_a_turn_is_not_counted(interleave_scoring):
     env = SingleTurnEnv(rubric=rubric_of(Scorer(0.06)))
     began_s = time.time()
-    results = generated(env, rows(6), ScriptedClient(echo, delay_s=0.06), max_concurrent=1, interleave_scoring=interleave_scoring)
+    results = generated(
+        env,
+        rows(6),
+        ScriptedClient(echo, delay_s=0.06),
+        max_concurrent=1,
+        interleave_scoring=interleave_scoring,
+    )
     for state in results.state:
         timing = state["timing"]
         assert timing["generation_ms"] > 55 and timing["scoring_ms"] > 55
@@ -266,7 +355,11 @@ def test_timing_is_recorded_and_the_wait_for_a_turn_is_not_counted(interleave_sc
 
 def test_a_rollout_by_itself_times_its_generation_too():
     began_s = time.time()
-    state = asyncio.run(SingleTurnEnv().rollout({"prompt": [user("a")], "example_id": 0}, ScriptedClient(echo, delay_s=0.05), "model"))
+    state = asyncio.run(
+        SingleTurnEnv().rollout(
+            {"prompt": [user("a")], "example_id": 0}, ScriptedClient(echo, delay_s=0.05), "model"
+        )
+    )
     assert 45 < state["timing"]["generation_ms"] <= 1000 * (time.time() - began_s)
 
 
@@ -276,9 +369,16 @@ def test_a_rollout_by_itself_times_its_generation_too():
 def test_without_scoring_rewards_are_none_and_no_function_is_called():
     called = []
     env = SingleTurnEnv(rubric=rubric_of(lambda state: called.append(1) or 1.0))
-    client = ScriptedClient(lambda call: status_error(400, "bad request") if call.text == "q1" else "a")
+    client = ScriptedClient(
+        lambda call: status_error(400, "bad request") if call.text == "q1" else "a"
+    )
     results = generated(env, rows(2), client, score_rollouts=False)
-    assert results.reward == [None, None] and called == [] and results.metrics == {} and math.isnan(results.metadata.avg_reward)
+    assert (
+        results.reward == [None, None]
+        and called == []
+        and results.metrics == {}
+        and math.isnan(results.metadata.avg_reward)
+    )
     assert results.metadata.num_errors == 1
     assert [step["reward"] for step in results.state[0]["trajectory"]] == [None]
 
@@ -286,13 +386,24 @@ def test_without_scoring_rewards_are_none_and_no_function_is_called():
 def test_each_rollout_is_told_when_it_is_done():
     told = []
     env = SingleTurnEnv(rubric=rubric_of(said_the_answer))
-    generated(env, rows(4), ScriptedClient(uneven), on_rollout=lambda place, state: told.append((place, state["reward"])))
+    generated(
+        env,
+        rows(4),
+        ScriptedClient(uneven),
+        on_rollout=lambda place, state: told.append((place, state["reward"])),
+    )
     assert told == [(3, 1.0), (2, 1.0), (1, 1.0), (0, 1.0)]
 
 
 def test_without_scoring_each_rollout_is_told_too():
     told = []
-    generated(SingleTurnEnv(), rows(3), ScriptedClient(echo), score_rollouts=False, on_rollout=lambda place, state: told.append(place))
+    generated(
+        SingleTurnEnv(),
+        rows(3),
+        ScriptedClient(echo),
+        score_rollouts=False,
+        on_rollout=lambda place, state: told.append(place),
+    )
     assert sorted(told) == [0, 1, 2]
 
 
@@ -310,14 +421,18 @@ def test_synchronous_reward_functions_hold_up_neither_generation_nor_each_other(
         return float(generated_all.wait(60))
 
     client = ScriptedClient(script, delay_s=0.01)
-    results = generated(SingleTurnEnv(rubric=rubric_of(waits)), rows(4), client, max_concurrent_generation=1)
+    results = generated(
+        SingleTurnEnv(rubric=rubric_of(waits)), rows(4), client, max_concurrent_generation=1
+    )
     assert results.reward == [1.0] * 4 and results.metadata.num_errors == 0
 
 
 def test_it_works_off_the_main_thread():
     results = []
     env = Talk(max_turns=2, rubric=rubric_of(lambda completion: 1.0))
-    thread = threading.Thread(target=lambda: results.append(generated(env, rows(3), ScriptedClient(lambda call: "a"))))
+    thread = threading.Thread(
+        target=lambda: results.append(generated(env, rows(3), ScriptedClient(lambda call: "a")))
+    )
     thread.start()
     thread.join(60)
     assert results[0].reward == [1.0] * 3
@@ -327,9 +442,18 @@ def test_it_works_off_the_main_thread():
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 def test_the_bound_of_scorings_holds_for_the_rollouts_of_a_group_too(interleave_scoring):
     scorer = Scorer(0.01)
-    env = SingleTurnEnv(dataset=rows(3), rubric=rubric_of(scorer, lambda states: [0.0] * len(states)))
+    env = SingleTurnEnv(
+        dataset=rows(3), rubric=rubric_of(scorer, lambda states: [0.0] * len(states))
+    )
     results = asyncio.run(
-        env.evaluate(ScriptedClient(echo), "m", rollouts_per_example=4, max_concurrent_scoring=2, interleave_scoring=interleave_scoring, use_tqdm=False)
+        env.evaluate(
+            ScriptedClient(echo),
+            "m",
+            rollouts_per_example=4,
+            max_concurrent_scoring=2,
+            interleave_scoring=interleave_scoring,
+            use_tqdm=False,
+        )
     )
     assert scorer.most == 2 and results.reward == [1.0] * 12
     # Four of each example, two at a time.
@@ -346,17 +470,27 @@ def test_the_wait_for_a_thread_is_not_counted_as_scoring(monkeypatch):
 
     results = generated(SingleTurnEnv(rubric=rubric_of(slow)), rows(24), ScriptedClient(echo))
     spent_ms = [state["timing"]["scoring_ms"] for state in results.state]
-    # Two at a time, it is twice the time that there was; with the wait for one of the threads, twelve times.
+    # Two at a time, it is twice the time that there was; with the wait for one of the threads,
+    # twelve times.
     assert min(spent_ms) > 29 and sum(spent_ms) < 6 * results.metadata.time_ms
 
 
 def test_rows_may_be_given_to_an_environment_of_one_turn_without_naming_them():
-    assert len(SingleTurnEnv(rows(3)).get_dataset()) == 3 and len(SingleTurnEnv(rows(3), rows(2)).get_eval_dataset()) == 2
+    assert (
+        len(SingleTurnEnv(rows(3)).get_dataset()) == 3
+        and len(SingleTurnEnv(rows(3), rows(2)).get_eval_dataset()) == 2
+    )
 
 
 def test_generate_sync_where_an_event_loop_runs_says_what_to_write():
     async def notebook():
         SingleTurnEnv().generate_sync(rows(1), ScriptedClient(["a"]), "m")
 
-    with pytest.raises(RuntimeError, match=r"generate_sync: an event loop runs here, as in a notebook; write `await environment\.generate"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"generate_sync: an event loop runs here, as in a notebook; write `await"
+            r" environment\.generate"
+        ),
+    ):
         asyncio.run(notebook())

@@ -1,4 +1,6 @@
-"""Rollouts that fail: they are data, they are counted, they teach nothing, and the others go on (the issue's orchestration)."""
+"""Rollouts that fail: they are data, they are counted, they teach nothing, and the others go on
+(the issue's orchestration).
+"""
 
 import asyncio
 import contextlib
@@ -13,7 +15,16 @@ from pathlib import Path
 
 import pytest
 from counted_time import counted
-from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user, without_place
+from environment_support import (
+    Talk,
+    assistant,
+    generated,
+    rows,
+    rubric_of,
+    said_the_answer,
+    user,
+    without_place,
+)
 from scripted_client import Answer, ScriptedClient, connection_error, overlong_error, status_error
 
 from rollout_actors.environments import concurrency as turns
@@ -24,7 +35,10 @@ from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.tool import ToolEnv
-from rollout_actors.environments.training.examples import merge_trajectories_for_training, process_trajectories_for_training
+from rollout_actors.environments.training.examples import (
+    merge_trajectories_for_training,
+    process_trajectories_for_training,
+)
 from rollout_actors.environments.types import State
 
 
@@ -46,21 +60,39 @@ def test_one_failing_rollout_is_data_with_reward_0_and_counted(interleave_scorin
     results = generated(env, rows(3), ScriptedClient(bad_q1), interleave_scoring=interleave_scoring)
     assert results.reward == [3.0, 0.0, 3.0]
     assert results.metrics == {"said_the_answer": [1.0, None, 1.0], "length": [2.0, None, 2.0]}
-    assert [state["error"] for state in results.state] == [None, "BadRequestError: Error code: 400 - bad request", None]
+    assert [state["error"] for state in results.state] == [
+        None,
+        "BadRequestError: Error code: 400 - bad request",
+        None,
+    ]
     # Nobody has measured the 0: averages are over the others.
     assert results.metadata.num_errors == 1 and results.metadata.avg_reward == 3.0
     assert results.metadata.avg_metrics == {"said_the_answer": 1.0, "length": 2.0}
     failed = results.state[1]
-    assert failed["is_completed"] and failed["stop_condition"] == "error" and results.completion[1] == []
+    assert (
+        failed["is_completed"]
+        and failed["stop_condition"] == "error"
+        and results.completion[1] == []
+    )
 
 
 def test_a_rollout_that_fails_later_keeps_the_steps_that_it_had():
     def script(call):
-        return status_error(400, "bad") if call.turn == 1 and call.prompt[0]["content"] == "q1" else "a"
+        return (
+            status_error(400, "bad")
+            if call.turn == 1 and call.prompt[0]["content"] == "q1"
+            else "a"
+        )
 
-    results = generated(Talk(max_turns=2), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS)
+    results = generated(
+        Talk(max_turns=2), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS
+    )
     failed = results.state[1]
-    assert len(failed["trajectory"]) == 1 and failed["trajectory"][0]["tokens"] is not None and failed["trajectory"][0]["reward"] == 0.0
+    assert (
+        len(failed["trajectory"]) == 1
+        and failed["trajectory"][0]["tokens"] is not None
+        and failed["trajectory"][0]["reward"] == 0.0
+    )
     assert failed["completion"] == [assistant("a")] and failed["example_id"] == 1
 
 
@@ -115,9 +147,16 @@ class FailsIn(Talk):
         self._at("put_away", state)
 
 
-@pytest.mark.parametrize("place", ["init_state", "setup_state", "env_response", "is_completed", "_render_completion", "put_away"])
+@pytest.mark.parametrize(
+    "place",
+    ["init_state", "setup_state", "env_response", "is_completed", "_render_completion", "put_away"],
+)
 def test_wherever_an_environment_fails_the_other_rollouts_go_on(place):
-    results = generated(FailsIn(place, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
+    results = generated(
+        FailsIn(place, rubric=rubric_of(lambda state: 1.0)),
+        rows(3),
+        ScriptedClient(lambda call: "a"),
+    )
     assert results.reward == [1.0, 0.0, 1.0] and results.example_id == [0, 1, 2]
     assert without_place(results.state[1]) == f"RuntimeError: broken {place}"
 
@@ -144,11 +183,22 @@ def test_a_rollout_that_hangs_is_cut_off_at_its_limit_and_is_data_as_any_that_fa
         return 1.0
 
     env = Hangs(rubric=rubric_of(right))
-    results, seconds = counted(env.generate(rows(3), ScriptedClient(lambda call: "a"), "model", use_tqdm=False, rollout_timeout_s=1.0))
+    results, seconds = counted(
+        env.generate(
+            rows(3),
+            ScriptedClient(lambda call: "a"),
+            "model",
+            use_tqdm=False,
+            rollout_timeout_s=1.0,
+        )
+    )
     assert seconds == pytest.approx(1.0)
     assert results.reward == [1.0, 0.0, 1.0] and results.metadata.num_errors == 1
     failed = results.state[1]
-    told = "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and cleanups wait for, or allow more"
+    told = (
+        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
+        " cleanups wait for, or allow more"
+    )
     assert failed["error"] == told and len(failed["trajectory"]) == 1
     assert sorted(env.put_away_of) == [0, 1, 2]
 
@@ -159,7 +209,14 @@ def test_the_wait_for_a_turn_does_not_count_towards_a_rollouts_limit():
             await asyncio.sleep(0.25)
             return state
 
-    work = Slow(max_turns=1).generate(rows(6), ScriptedClient(lambda call: "a"), "model", use_tqdm=False, rollout_timeout_s=1.2, max_concurrent=1)
+    work = Slow(max_turns=1).generate(
+        rows(6),
+        ScriptedClient(lambda call: "a"),
+        "model",
+        use_tqdm=False,
+        rollout_timeout_s=1.2,
+        max_concurrent=1,
+    )
     results, seconds = counted(work)
     assert seconds == pytest.approx(1.5)
     assert [state["error"] for state in results.state] == [None] * 6
@@ -178,21 +235,32 @@ def test_tools_that_hang_cost_their_own_rollouts_alone_though_they_have_every_th
         return str(number)
 
     def script(call):
-        return "done" if call.turn else Answer(None, tool_calls=[("look_up", {"number": int(call.prompt[0]["content"])})])
+        return (
+            "done"
+            if call.turn
+            else Answer(None, tool_calls=[("look_up", {"number": int(call.prompt[0]["content"])})])
+        )
 
     examples = [{"question": str(number)} for number in range(28)]
     try:
-        results = generated(ToolEnv([look_up]), examples, ScriptedClient(script), rollout_timeout_s=1.0)
+        results = generated(
+            ToolEnv([look_up]), examples, ScriptedClient(script), rollout_timeout_s=1.0
+        )
     finally:
         release.set()
     assert [state["error"] for state in results.state[8:]] == [None] * 20
-    assert all(state["error"].startswith("TimeoutError: not done after rollout_timeout_s = 1 s") for state in results.state[:8])
+    assert all(
+        state["error"].startswith("TimeoutError: not done after rollout_timeout_s = 1 s")
+        for state in results.state[:8]
+    )
     assert results.metadata.num_given_up == {"look_up": 8}
     assert results.state[0]["given_up"] == ["look_up"]
 
 
 @pytest.mark.slow
-def test_rewards_that_hang_in_every_thread_are_bounded_by_the_rollouts_limit_so_that_tools_get_one(monkeypatch):
+def test_rewards_that_hang_in_every_thread_are_bounded_by_the_rollouts_limit_so_that_tools_get_one(
+    monkeypatch,
+):
     monkeypatch.setattr(turns, "THREADS", Threads(2))
     release, hung = threading.Event(), []
 
@@ -211,15 +279,27 @@ def test_rewards_that_hang_in_every_thread_are_bounded_by_the_rollouts_limit_so_
         if number >= 2 and not call.turn:
             while len(hung) < 2:  # until both threads are taken
                 await asyncio.sleep(0.01)
-        return "done" if call.turn or number < 2 else Answer(None, tool_calls=[("look_up", {"number": number})])
+        return (
+            "done"
+            if call.turn or number < 2
+            else Answer(None, tool_calls=[("look_up", {"number": number})])
+        )
 
     examples = [{"question": str(number), "answer": str(number)} for number in range(4)]
     try:
-        results = generated(ToolEnv([look_up], rubric=Rubric([judged])), examples, ScriptedClient(script), rollout_timeout_s=2.0)
+        results = generated(
+            ToolEnv([look_up], rubric=Rubric([judged])),
+            examples,
+            ScriptedClient(script),
+            rollout_timeout_s=2.0,
+        )
     finally:
         release.set()
     assert [state["error"] for state in results.state[2:]] == [None] * 2
-    error = "TimeoutError: reward function judged is not done after rollout_timeout_s = 2 s; check what it waits for, or allow more with scoring_timeout_s"
+    error = (
+        "TimeoutError: reward function judged is not done after rollout_timeout_s = 2 s; check what"
+        " it waits for, or allow more with scoring_timeout_s"
+    )
     assert [state["reward_errors"] for state in results.state[:2]] == [{"judged": error}] * 2
 
 
@@ -233,17 +313,24 @@ def test_an_asynchronous_reward_function_that_hangs_has_no_figure_at_its_limit()
         return 1.0
 
     env = SingleTurnEnv(rubric=Rubric([judged, length], [0.0, 1.0]))
-    results, seconds = counted(env.generate(rows(3), ScriptedClient(echo), "model", use_tqdm=False, scoring_timeout_s=2.0))
+    results, seconds = counted(
+        env.generate(rows(3), ScriptedClient(echo), "model", use_tqdm=False, scoring_timeout_s=2.0)
+    )
     assert seconds == pytest.approx(2.0)
     assert results.reward == [1.0, 1.0, 1.0]
-    error = "TimeoutError: reward function judged is not done after scoring_timeout_s = 2 s; check what it waits for, or allow more with scoring_timeout_s"
+    error = (
+        "TimeoutError: reward function judged is not done after scoring_timeout_s = 2 s; check what"
+        " it waits for, or allow more with scoring_timeout_s"
+    )
     assert results.state[1]["reward_errors"] == {"judged": error}
     assert results.metadata.num_reward_errors == {"judged": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_thread_is_given_up(interleave_scoring):
+def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_thread_is_given_up(
+    interleave_scoring,
+):
     release = threading.Event()
 
     def hangs(completion):
@@ -252,10 +339,18 @@ def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_t
 
     env = SingleTurnEnv(rubric=Rubric([hangs], [0.0]))
     try:
-        results = generated(env, rows(1), ScriptedClient(echo), scoring_timeout_s=1.0, interleave_scoring=interleave_scoring)
+        results = generated(
+            env,
+            rows(1),
+            ScriptedClient(echo),
+            scoring_timeout_s=1.0,
+            interleave_scoring=interleave_scoring,
+        )
     finally:
         release.set()
-    assert results.state[0]["reward_errors"]["hangs"].startswith("TimeoutError: reward function hangs is not done after scoring_timeout_s = 1 s")
+    assert results.state[0]["reward_errors"]["hangs"].startswith(
+        "TimeoutError: reward function hangs is not done after scoring_timeout_s = 1 s"
+    )
     assert results.state[0]["timing"]["scoring_ms"] >= 50
     assert results.state[0]["error"] is None
     assert results.metadata.num_given_up == {"hangs": 1}
@@ -269,14 +364,29 @@ def test_a_reward_function_that_needs_signals_is_told_that_it_runs_in_a_thread()
         try:
             by_signal(completion)
         except ValueError as error:
-            raise ValueError("no threads here, due to the usage of signal.alarm() in the timeout mechanism") from error
+            raise ValueError(
+                "no threads here, due to the usage of signal.alarm() in the timeout mechanism"
+            ) from error
 
-    results = generated(SingleTurnEnv(rubric=Rubric([by_signal, by_library], [0.0, 0.0])), rows(1), ScriptedClient(echo))
+    results = generated(
+        SingleTurnEnv(rubric=Rubric([by_signal, by_library], [0.0, 0.0])),
+        rows(1),
+        ScriptedClient(echo),
+    )
     errors = results.state[0]["reward_errors"]
     assert errors["by_signal"].startswith("ValueError: signal only works in main thread")
     for one in errors.values():
-        assert one.count("plain functions run in threads, where no limit of time works that is kept by signals") == 1
-        assert "math_verify: parse(..., parsing_timeout=None), verify(..., timeout_seconds=None)" in one
+        assert (
+            one.count(
+                "plain functions run in threads, where no limit of time works that is kept by"
+                " signals"
+            )
+            == 1
+        )
+        assert (
+            "math_verify: parse(..., parsing_timeout=None), verify(..., timeout_seconds=None)"
+            in one
+        )
 
 
 def test_a_timeout_of_an_environments_own_says_what_it_said():
@@ -292,15 +402,24 @@ def test_a_timeout_of_an_environments_own_says_what_it_said():
 def test_info_that_is_no_json_is_one_rollouts_failure():
     given = [{"question": "q0", "info": '{"k": 1}'}, {"question": "q1", "info": "{k"}]
     results = generated(SingleTurnEnv(), given, ScriptedClient(echo))
-    assert results.state[0]["error"] is None and "info: is not JSON" in results.state[1]["error"] and results.example_id == [0, 1]
+    assert (
+        results.state[0]["error"] is None
+        and "info: is not JSON" in results.state[1]["error"]
+        and results.example_id == [0, 1]
+    )
 
 
 def test_a_length_mismatch_of_tokens_is_one_rollouts_failure():
     def script(call):
         return Answer("a", completion_ids=[1, 2], logprobs=[-0.1]) if call.text == "q1" else "a"
 
-    results = generated(SingleTurnEnv(), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS)
-    assert results.state[0]["error"] is None and "2 token ids with 1 log-probabilities" in results.state[1]["error"]
+    results = generated(
+        SingleTurnEnv(), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS
+    )
+    assert (
+        results.state[0]["error"] is None
+        and "2 token ids with 1 log-probabilities" in results.state[1]["error"]
+    )
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
@@ -310,14 +429,24 @@ def test_a_reward_function_that_fails_is_one_rollouts_failure(interleave_scoring
             raise RuntimeError("no idea")
         return 1.0
 
-    results = generated(SingleTurnEnv(rubric=rubric_of(picky)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
-    assert results.reward == [1.0, 0.0, 1.0] and without_place(results.state[1]) == "RuntimeError: no idea"
+    results = generated(
+        SingleTurnEnv(rubric=rubric_of(picky)),
+        rows(3),
+        ScriptedClient(echo),
+        interleave_scoring=interleave_scoring,
+    )
+    assert (
+        results.reward == [1.0, 0.0, 1.0]
+        and without_place(results.state[1]) == "RuntimeError: no idea"
+    )
     assert results.metadata.num_errors == 1 and results.state[1]["trajectory"][0]["reward"] == 0.0
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 @pytest.mark.parametrize("compares", [False, True])
-def test_averages_are_over_what_there_is_and_a_reward_function_that_fails_is_counted(compares, interleave_scoring, caplog):
+def test_averages_are_over_what_there_is_and_a_reward_function_that_fails_is_counted(
+    compares, interleave_scoring, caplog
+):
     def constant(completion):
         return 1.0
 
@@ -331,10 +460,17 @@ def test_averages_are_over_what_there_is_and_a_reward_function_that_fails_is_cou
     results = generated(env, rows(2), ScriptedClient(echo), interleave_scoring=interleave_scoring)
     assert results.reward == [1.0, 1.0] and results.metadata.num_errors == 0
     metadata = results.metadata
-    assert (metadata.avg_reward, metadata.avg_metrics["constant"], metadata.avg_metrics["picky"]) == (1.0, 1.0, 3.0)
+    assert (
+        metadata.avg_reward,
+        metadata.avg_metrics["constant"],
+        metadata.avg_metrics["picky"],
+    ) == (1.0, 1.0, 3.0)
     assert results.metrics["picky"] == [3.0, None]
     assert metadata.num_reward_errors == {"picky": 1}
-    assert "reward function picky failed for 1 of 2 rollouts, the first of example 1: RuntimeError: no idea" in caplog.text
+    assert (
+        "reward function picky failed for 1 of 2 rollouts, the first of example 1: RuntimeError: no"
+        " idea" in caplog.text
+    )
 
 
 def test_where_every_rollout_failed_there_is_no_average():
@@ -348,7 +484,9 @@ def test_where_every_rollout_failed_there_is_no_average():
 def test_an_endpoint_that_cannot_be_reached_leaves_every_rollout_as_data():
     client = ScriptedClient(lambda call: connection_error())
     results = generated(SingleTurnEnv(rubric=rubric_of(said_the_answer)), rows(3), client)
-    assert results.metadata.num_errors == 3 and results.reward == [0.0] * 3 and client.num_calls == 9
+    assert (
+        results.metadata.num_errors == 3 and results.reward == [0.0] * 3 and client.num_calls == 9
+    )
 
 
 @pytest.mark.slow
@@ -357,7 +495,11 @@ def test_retries_are_for_infrastructure_errors_only():
 
     def script(call):
         seen[call.text] = seen.get(call.text, 0) + 1
-        failures = {"q0": connection_error(), "q1": status_error(400, "bad"), "q2": ValueError("mine")}
+        failures = {
+            "q0": connection_error(),
+            "q1": status_error(400, "bad"),
+            "q2": ValueError("mine"),
+        }
         return failures[call.text] if seen[call.text] == 1 else "a"
 
     results = generated(SingleTurnEnv(), rows(3), ScriptedClient(script))
@@ -372,7 +514,10 @@ def test_truncated_rollouts_are_counted_and_scored_and_are_no_errors():
     env = Talk(max_turns=2, rubric=rubric_of(lambda completion: float(len(completion))))
     results = generated(env, rows(2), ScriptedClient(script))
     assert (results.metadata.num_truncated, results.metadata.num_errors) == (1, 0)
-    assert results.reward == [3.0, 1.0] and [state["is_truncated"] for state in results.state] == [False, True]
+    assert results.reward == [3.0, 1.0] and [state["is_truncated"] for state in results.state] == [
+        False,
+        True,
+    ]
 
 
 def test_a_failing_batch_is_told_with_its_first_error(caplog):
@@ -384,7 +529,9 @@ def test_cancelling_the_batch_cancels_its_calls():
     client = ScriptedClient(echo, delay_s=30)
 
     async def cancelled():
-        task = asyncio.create_task(SingleTurnEnv().generate(rows(4), client, "model", use_tqdm=False))
+        task = asyncio.create_task(
+            SingleTurnEnv().generate(rows(4), client, "model", use_tqdm=False)
+        )
         while client.num_under_way < 4:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -405,9 +552,13 @@ def test_a_group_function_that_fails_is_its_groups_failure_and_the_others_go_on(
         return 0.5
 
     env = SingleTurnEnv(dataset=rows(2), rubric=rubric_of(right, picky))
-    results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False))
+    results = asyncio.run(
+        env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False)
+    )
     assert results.reward == [0.0, 0.0, 1.5, 0.5] and results.metadata.num_errors == 2
-    assert [without_place(state) for state in results.state] == ["RuntimeError: no idea"] * 2 + [None] * 2
+    assert [without_place(state) for state in results.state] == ["RuntimeError: no idea"] * 2 + [
+        None
+    ] * 2
     assert results.metrics == {"right": [0.5, 0.5, 0.5, 0.5], "picky": [None, None, 1.0, 0.0]}
     assert results.metadata.avg_metrics == {"right": 0.5, "picky": 0.5}
     assert results.metadata.num_reward_errors == {"picky": 2}
@@ -424,23 +575,41 @@ def test_of_a_rubric_that_fails_itself_nothing_stays_not_even_what_its_functions
             await super().score_rollout(state)
             raise ValueError("mine")
 
-    results = generated(SingleTurnEnv(rubric=Own([length, picky], [1.0, 0.0])), rows(1), ScriptedClient(echo))
+    results = generated(
+        SingleTurnEnv(rubric=Own([length, picky], [1.0, 0.0])), rows(1), ScriptedClient(echo)
+    )
     (failed,) = results.state
     assert without_place(failed) == "ValueError: mine"
-    assert (failed["metrics"], "reward_errors" in failed, results.metadata.num_reward_errors) == ({}, False, {})
+    assert (failed["metrics"], "reward_errors" in failed, results.metadata.num_reward_errors) == (
+        {},
+        False,
+        {},
+    )
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, "None"), (float("nan"), "nan")])
 @pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_a_rubric_of_the_users_own_that_gives_no_reward_fails_its_rollout_and_not_the_batch(given, told, interleave_scoring):
+def test_a_rubric_of_the_users_own_that_gives_no_reward_fails_its_rollout_and_not_the_batch(
+    given, told, interleave_scoring
+):
     class Own(Rubric):
         async def score_rollout(self, state):
             state["reward"] = given if state["completion"][-1]["content"] == "q1" else 0.5
 
     env = SingleTurnEnv(dataset=rows(3), rubric=Own())
-    results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False, interleave_scoring=interleave_scoring))
+    results = asyncio.run(
+        env.evaluate(
+            ScriptedClient(echo),
+            "model",
+            rollouts_per_example=2,
+            use_tqdm=False,
+            interleave_scoring=interleave_scoring,
+        )
+    )
     assert results.reward == [0.5, 0.5, 0.0, 0.0, 0.5, 0.5]
-    assert results.state[2]["error"] == f"ValueError: Own gave the reward {told}; give a finite number"
+    assert (
+        results.state[2]["error"] == f"ValueError: Own gave the reward {told}; give a finite number"
+    )
 
 
 async def cancelled_task():
@@ -456,8 +625,16 @@ def test_a_rollout_that_waits_for_a_cancelled_task_of_its_own_is_data_too():
                 await cancelled_task()
             return await super().env_response(messages, state, **kwargs)
 
-    results = generated(Waits(max_turns=2, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
-    assert results.reward == [1.0, 0.0, 1.0] and results.example_id == [0, 1, 2] and "CancelledError" in results.state[1]["error"]
+    results = generated(
+        Waits(max_turns=2, rubric=rubric_of(lambda state: 1.0)),
+        rows(3),
+        ScriptedClient(lambda call: "a"),
+    )
+    assert (
+        results.reward == [1.0, 0.0, 1.0]
+        and results.example_id == [0, 1, 2]
+        and "CancelledError" in results.state[1]["error"]
+    )
 
 
 def test_a_reward_function_that_waits_for_a_cancelled_task_of_its_own_is_one_rollouts_failure():
@@ -479,12 +656,18 @@ def of_one_row(env, script, number, **kwargs):
     def or_fails(call):
         return status_error(400, "bad") if call.number == number + 1 else script(call)
 
-    return asyncio.run(env.evaluate(ScriptedClient(or_fails), "model", rollouts_per_example=number, use_tqdm=False, **kwargs))
+    return asyncio.run(
+        env.evaluate(
+            ScriptedClient(or_fails), "model", rollouts_per_example=number, use_tqdm=False, **kwargs
+        )
+    )
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 @pytest.mark.parametrize("compares", [True, False])
-def test_a_rollout_that_failed_has_reward_0_and_no_advantage_and_is_not_in_its_groups_mean(compares, interleave_scoring):
+def test_a_rollout_that_failed_has_reward_0_and_no_advantage_and_is_not_in_its_groups_mean(
+    compares, interleave_scoring
+):
     def places(states):
         return [float(state["completion"][0]["content"]) for state in states]
 
@@ -492,16 +675,39 @@ def test_a_rollout_that_failed_has_reward_0_and_no_advantage_and_is_not_in_its_g
         return float(state["completion"][0]["content"])
 
     env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(places if compares else place))
-    results = of_one_row(env, lambda call: str(call.number), 4, sampling_args=RETURNS_TOKENS, interleave_scoring=interleave_scoring)
+    results = of_one_row(
+        env,
+        lambda call: str(call.number),
+        4,
+        sampling_args=RETURNS_TOKENS,
+        interleave_scoring=interleave_scoring,
+    )
     assert [state["error"] is None for state in results.state] == [True, False, True, True]
-    assert results.reward == [0.0, 0.0, 2.0, 3.0], "the first one's 0 is a judgement, the second one's is none"
+    assert results.reward == [0.0, 0.0, 2.0, 3.0], (
+        "the first one's 0 is a judgement, the second one's is none"
+    )
     mean = 5.0 / 3.0
-    assert [state["advantage"] for state in results.state] == [0.0 - mean, None, 2.0 - mean, 3.0 - mean]
+    assert [state["advantage"] for state in results.state] == [
+        0.0 - mean,
+        None,
+        2.0 - mean,
+        3.0 - mean,
+    ]
     assert [len(state["trajectory"]) for state in results.state] == [2, 1, 2, 2]
-    assert all(step["advantage"] == state["advantage"] for state in results.state for step in state["trajectory"])
+    assert all(
+        step["advantage"] == state["advantage"]
+        for state in results.state
+        for step in state["trajectory"]
+    )
 
 
-@pytest.mark.parametrize("examples_of", [process_trajectories_for_training, lambda states: merge_trajectories_for_training(states).examples])
+@pytest.mark.parametrize(
+    "examples_of",
+    [
+        process_trajectories_for_training,
+        lambda states: merge_trajectories_for_training(states).examples,
+    ],
+)
 def test_rollouts_that_failed_do_not_teach(examples_of):
     def place(state):
         return float(state["completion"][0]["content"])
@@ -518,25 +724,39 @@ def test_rollouts_that_failed_do_not_teach(examples_of):
 def test_the_only_sound_rollout_of_a_group_has_nothing_to_be_compared_with():
     env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(lambda state: 1.0))
     sound, failed = of_one_row(env, lambda call: "a", 2).state
-    assert (sound["reward"], sound["advantage"], failed["reward"], failed["advantage"]) == (1.0, 0.0, 0.0, None)
+    assert (sound["reward"], sound["advantage"], failed["reward"], failed["advantage"]) == (
+        1.0,
+        0.0,
+        0.0,
+        None,
+    )
 
 
 def test_what_a_rubric_gave_before_another_one_failed_is_taken_back():
     def fails(states):
         raise RuntimeError("no idea")
 
-    group = RubricGroup([rubric_of(lambda states: [float(place) for place in range(len(states))]), rubric_of(fails)])
+    group = RubricGroup(
+        [rubric_of(lambda states: [float(place) for place in range(len(states))]), rubric_of(fails)]
+    )
     env = SingleTurnEnv(dataset=rows(1), rubric=group)
-    results = asyncio.run(env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False))
+    results = asyncio.run(
+        env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False)
+    )
     assert results.reward == [0.0, 0.0] and results.metadata.num_errors == 2
-    assert [(state["advantage"], state["trajectory"][0]["advantage"], state["trajectory"][0]["reward"]) for state in results.state] == [(None, None, 0.0)] * 2
+    assert [
+        (state["advantage"], state["trajectory"][0]["advantage"], state["trajectory"][0]["reward"])
+        for state in results.state
+    ] == [(None, None, 0.0)] * 2
 
 
 # What an environment of a user's may get wrong
 
 
 @pytest.mark.parametrize("method", ["init_state", "setup_state", "rollout"])
-def test_an_environment_that_forgets_to_return_the_state_is_told_so_and_the_other_rollouts_go_on(method):
+def test_an_environment_that_forgets_to_return_the_state_is_told_so_and_the_other_rollouts_go_on(
+    method,
+):
     class Forgets(Talk):
         pass
 
@@ -545,9 +765,16 @@ def test_an_environment_that_forgets_to_return_the_state_is_told_so_and_the_othe
         return None if given["prompt"][0]["content"] == "q1" else made
 
     setattr(Forgets, method, forgetful)
-    results = generated(Forgets(max_turns=1, env_id="mine", rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
+    results = generated(
+        Forgets(max_turns=1, env_id="mine", rubric=rubric_of(lambda state: 1.0)),
+        rows(3),
+        ScriptedClient(lambda call: "a"),
+    )
     assert results.reward == [1.0, 0.0, 1.0] and results.example_id == [0, 1, 2]
-    assert results.state[1]["error"] == f"TypeError: {method} of mine returned nothing; return the state"
+    assert (
+        results.state[1]["error"]
+        == f"TypeError: {method} of mine returned nothing; return the state"
+    )
 
 
 def test_an_environment_with_a_rollout_of_its_own_may_leave_out_fields_of_the_state():
@@ -558,7 +785,10 @@ def test_an_environment_with_a_rollout_of_its_own_may_leave_out_fields_of_the_st
             return State(input=input, completion=[assistant("q0")])
 
     results = generated(Own(rubric=rubric_of(said_the_answer)), rows(2), None)
-    assert results.reward == [1.0, 0.0] and [state["trajectory"] for state in results.state] == [[], []]
+    assert results.reward == [1.0, 0.0] and [state["trajectory"] for state in results.state] == [
+        [],
+        [],
+    ]
     assert [without_place(state) for state in results.state] == [None, "RuntimeError: mine"]
 
 
@@ -567,21 +797,38 @@ def test_a_rollout_that_fails_behind_one_that_it_began_itself_keeps_its_own_stat
         """Plays a rollout of another environment in every turn."""
 
         async def env_response(self, messages, state, **kwargs):
-            judge = await SingleTurnEnv().rollout({"prompt": [user("judge")], "example_id": "other", "task": "judge"}, ScriptedClient(["fine"]), "model")
+            judge = await SingleTurnEnv().rollout(
+                {"prompt": [user("judge")], "example_id": "other", "task": "judge"},
+                ScriptedClient(["fine"]),
+                "model",
+            )
             raise RuntimeError(judge["completion"][-1]["content"])
 
-    (failed,) = generated(Asks(), [{"question": "q", "example_id": "mine"}], ScriptedClient(["a"])).state
+    (failed,) = generated(
+        Asks(), [{"question": "q", "example_id": "mine"}], ScriptedClient(["a"])
+    ).state
     assert (failed["example_id"], without_place(failed)) == ("mine", "RuntimeError: fine")
-    assert failed["prompt"] == [user("q")] and [step["completion"] for step in failed["trajectory"]] == [[assistant("a")]]
+    assert failed["prompt"] == [user("q")] and [
+        step["completion"] for step in failed["trajectory"]
+    ] == [[assistant("a")]]
 
 
 def test_an_answer_without_choices_is_one_rollouts_failure_with_what_the_endpoint_says():
     def script(call):
-        return Answer(fields={"choices": None, "error": {"message": "upstream is gone", "code": 502}}) if call.text == "q1" else "a"
+        return (
+            Answer(fields={"choices": None, "error": {"message": "upstream is gone", "code": 502}})
+            if call.text == "q1"
+            else "a"
+        )
 
-    results = generated(SingleTurnEnv(), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS)
+    results = generated(
+        SingleTurnEnv(), rows(2), ScriptedClient(script), sampling_args=RETURNS_TOKENS
+    )
     assert results.state[0]["error"] is None
-    assert "the endpoint's answer has no choices, and says {'message': 'upstream is gone', 'code': 502}" in results.state[1]["error"]
+    assert (
+        "the endpoint's answer has no choices, and says {'message': 'upstream is gone', 'code':"
+        " 502}" in results.state[1]["error"]
+    )
 
 
 def test_the_error_of_an_environments_own_code_says_in_which_line_and_that_of_a_client_says_none():
@@ -606,9 +853,14 @@ class Exits(FailsIn):
         sys.exit()
 
 
-@pytest.mark.parametrize("place", ["init_state", "setup_state", "env_response", "is_completed", "_render_completion", "put_away"])
+@pytest.mark.parametrize(
+    "place",
+    ["init_state", "setup_state", "env_response", "is_completed", "_render_completion", "put_away"],
+)
 def test_an_environment_that_calls_exit_fails_its_rollout_and_the_others_go_on(place):
-    results = generated(Exits(place, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a"))
+    results = generated(
+        Exits(place, rubric=rubric_of(lambda state: 1.0)), rows(3), ScriptedClient(lambda call: "a")
+    )
     assert results.reward == [1.0, 0.0, 1.0]
     assert without_place(results.state[1]) == "RuntimeError: _fail called exit()"
 
@@ -630,10 +882,19 @@ def runs_code_of_all(states):
 
 @pytest.mark.parametrize("function", [runs_code, runs_code_later, runs_code_of_all])
 @pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_a_reward_function_that_runs_code_which_calls_exit_is_one_rollouts_failure(function, interleave_scoring):
+def test_a_reward_function_that_runs_code_which_calls_exit_is_one_rollouts_failure(
+    function, interleave_scoring
+):
     # With another one that compares rollouts, asynchronous functions run in tasks of their own.
-    functions = [function] if function is runs_code else [function, lambda states: [0.0] * len(states)]
-    results = generated(SingleTurnEnv(rubric=rubric_of(*functions)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    functions = (
+        [function] if function is runs_code else [function, lambda states: [0.0] * len(states)]
+    )
+    results = generated(
+        SingleTurnEnv(rubric=rubric_of(*functions)),
+        rows(3),
+        ScriptedClient(echo),
+        interleave_scoring=interleave_scoring,
+    )
     assert results.reward == [1.0, 0.0, 1.0]
     assert without_place(results.state[1]) == "RuntimeError: runs_code called exit()"
 
@@ -648,15 +909,23 @@ def test_a_rollout_of_an_environments_own_that_fails_behind_one_of_another_envir
         async def rollout(self, input, client, model, sampling_args=None):
             state = await self.init_state(input)
             state["sandbox"] = "mine"
-            await SingleTurnEnv().rollout({"prompt": [user("judge")], "example_id": "other", "task": "judge"}, client, model)
+            await SingleTurnEnv().rollout(
+                {"prompt": [user("judge")], "example_id": "other", "task": "judge"}, client, model
+            )
             raise RuntimeError("after")
 
         @cleanup
         def release(self, state):
             released.append(state.get("sandbox"))
 
-    (failed,) = generated(Outer(), [{"question": "q", "example_id": "mine"}], ScriptedClient(["fine"])).state
-    assert (failed["example_id"], failed["prompt"], failed["sandbox"]) == ("mine", [user("q")], "mine")
+    (failed,) = generated(
+        Outer(), [{"question": "q", "example_id": "mine"}], ScriptedClient(["fine"])
+    ).state
+    assert (failed["example_id"], failed["prompt"], failed["sandbox"]) == (
+        "mine",
+        [user("q")],
+        "mine",
+    )
     assert without_place(failed) == "RuntimeError: after" and released == ["mine"]
 
 
@@ -665,7 +934,9 @@ def cancels_its_own_task():
 
 
 class LimitsItself(Talk):
-    """A limit of time as one writes it without `asyncio.timeout`: nobody takes the cancellation back."""
+    """A limit of time as one writes it without `asyncio.timeout`: nobody takes the cancellation
+    back.
+    """
 
     async def env_response(self, messages, state, **kwargs):
         if state["prompt"][0]["content"] == "q1":
@@ -679,8 +950,17 @@ class LimitsItself(Talk):
 
 @pytest.mark.parametrize("score_rollouts", [True, False])
 def test_a_rollout_that_cancels_its_own_task_is_one_rollouts_failure(score_rollouts):
-    results = generated(LimitsItself(max_turns=2), rows(3), ScriptedClient(lambda call: "a"), score_rollouts=score_rollouts)
-    assert [without_place(state) for state in results.state] == [None, "RuntimeError: sandbox too slow", None]
+    results = generated(
+        LimitsItself(max_turns=2),
+        rows(3),
+        ScriptedClient(lambda call: "a"),
+        score_rollouts=score_rollouts,
+    )
+    assert [without_place(state) for state in results.state] == [
+        None,
+        "RuntimeError: sandbox too slow",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
@@ -694,12 +974,19 @@ def test_a_timer_that_a_rollout_has_left_behind_cancels_nothing_of_its_scoring(i
         await asyncio.sleep(0.05)
         return 1.0
 
-    results = generated(LeavesATimer(rubric=rubric_of(slow)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    results = generated(
+        LeavesATimer(rubric=rubric_of(slow)),
+        rows(3),
+        ScriptedClient(echo),
+        interleave_scoring=interleave_scoring,
+    )
     assert (results.reward, results.metadata.num_errors) == ([1.0] * 3, 0)
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_a_cancellation_that_a_rollout_asks_for_at_its_very_end_reaches_nothing_else(interleave_scoring):
+def test_a_cancellation_that_a_rollout_asks_for_at_its_very_end_reaches_nothing_else(
+    interleave_scoring,
+):
     class Late(SingleTurnEnv):
         async def rollout(self, input, client, model, sampling_args=None):
             state = await super().rollout(input, client, model, sampling_args)
@@ -710,7 +997,12 @@ def test_a_cancellation_that_a_rollout_asks_for_at_its_very_end_reaches_nothing_
         await asyncio.sleep(0)
         return 1.0
 
-    results = generated(Late(rubric=rubric_of(awaits)), rows(3), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    results = generated(
+        Late(rubric=rubric_of(awaits)),
+        rows(3),
+        ScriptedClient(echo),
+        interleave_scoring=interleave_scoring,
+    )
     assert (results.reward, results.metadata.num_errors) == ([1.0] * 3, 0)
 
 
@@ -742,7 +1034,12 @@ def test_scoring_knows_nothing_of_what_its_rollout_has_left_in_its_context(inter
         return 1.0
 
     found = []
-    generated(Leaves(rubric=rubric_of(seen)), rows(2), ScriptedClient(echo), interleave_scoring=interleave_scoring)
+    generated(
+        Leaves(rubric=rubric_of(seen)),
+        rows(2),
+        ScriptedClient(echo),
+        interleave_scoring=interleave_scoring,
+    )
     assert found == ["the caller's"] * 2
 
 
@@ -756,7 +1053,9 @@ def test_a_reward_function_that_cancels_its_own_task_is_one_rollouts_failure(int
         return float(completion[-1]["content"][1:])
 
     env = SingleTurnEnv(rubric=rubric_of(impatient))
-    results = generated(env, rows(3), ScriptedClient(lambda call: call.text), interleave_scoring=interleave_scoring)
+    results = generated(
+        env, rows(3), ScriptedClient(lambda call: call.text), interleave_scoring=interleave_scoring
+    )
     assert (results.reward, results.metadata.num_errors) == ([0.0, 1.0, 2.0], 0)
 
 
@@ -768,7 +1067,9 @@ def test_a_rollout_that_keeps_the_cancellation_at_its_limit_to_itself_has_failed
             except asyncio.CancelledError:
                 return [user("anyway")]
 
-    (state,) = generated(Stubborn(max_turns=2), rows(1), ScriptedClient(["a", "b"]), rollout_timeout_s=0.05).state
+    (state,) = generated(
+        Stubborn(max_turns=2), rows(1), ScriptedClient(["a", "b"]), rollout_timeout_s=0.05
+    ).state
     assert state["error"].startswith("TimeoutError: not done after rollout_timeout_s = 0.05 s")
 
 
@@ -782,23 +1083,43 @@ def test_a_cleanup_that_fails_because_the_rollout_did_leaves_the_first_error_tol
             del state["sandbox_id"]
 
     (state,) = generated(Sandbox(), rows(1), ScriptedClient([])).state
-    assert re.fullmatch(r"KeyError: 'sandbox_id' \(.*\), after ConnectionError: the host answered 503 \(test_generate_failures.py:\d+\)", state["error"])
+    assert re.fullmatch(
+        r"KeyError: 'sandbox_id' \(.*\), after ConnectionError: the host answered 503"
+        r" \(test_generate_failures.py:\d+\)",
+        state["error"],
+    )
 
 
 @pytest.mark.parametrize("missing", ["input", "timing", "trajectory"])
-def test_an_environment_with_a_rollout_of_its_own_may_leave_out_what_the_row_has_and_what_is_measured(missing):
+def test_an_environment_with_a_rollout_of_its_own_may_leave_out_what_the_row_has_and_what_is_measured(
+    missing,
+):
     class Own(SingleTurnEnv):
         async def rollout(self, input, client, model, sampling_args=None):
-            state = State(input=dict(input), timing=None, trajectory=None, completion=[assistant("a")])
+            state = State(
+                input=dict(input), timing=None, trajectory=None, completion=[assistant("a")]
+            )
             if missing == "input":
                 del state["input"]
             return state
 
-    results = generated(Own(rubric=rubric_of(said_the_answer)), [{"question": "q", "answer": "a"}], ScriptedClient([]))
-    assert (results.reward, results.metadata.num_errors, results.state[0]["task"], results.prompt) == ([1.0], 0, "default", [[user("q")]])
+    results = generated(
+        Own(rubric=rubric_of(said_the_answer)),
+        [{"question": "q", "answer": "a"}],
+        ScriptedClient([]),
+    )
+    assert (
+        results.reward,
+        results.metadata.num_errors,
+        results.state[0]["task"],
+        results.prompt,
+    ) == ([1.0], 0, "default", [[user("q")]])
 
 
-@pytest.mark.parametrize("method", ["init_state", "setup_state", "get_prompt_messages", "env_response", "is_completed", "rollout"])
+@pytest.mark.parametrize(
+    "method",
+    ["init_state", "setup_state", "get_prompt_messages", "env_response", "is_completed", "rollout"],
+)
 def test_an_environments_methods_may_be_plain_functions(method):
     class Plain(Talk):
         pass
@@ -810,12 +1131,20 @@ def test_an_environments_methods_may_be_plain_functions(method):
     if method == "setup_state":
         Plain.setup_state = lambda self, state: state
     (state,) = generated(Plain(max_turns=2), rows(1), ScriptedClient(["a", "b"])).state
-    assert state["error"] is None and state["completion"] == [assistant("a"), user("yes"), assistant("b")]
+    assert state["error"] is None and state["completion"] == [
+        assistant("a"),
+        user("yes"),
+        assistant("b"),
+    ]
 
 
-def test_the_place_of_an_error_of_an_installed_environment_is_its_first_line_outside_of_this_package(tmp_path):
+def test_the_place_of_an_error_of_an_installed_environment_is_its_first_line_outside_of_this_package(
+    tmp_path,
+):
     installed = Path(sysconfig.get_path("purelib")) / "shiny_env" / "rules.py"
     names = {}
     exec(compile("\n\ndef broken(state):\n    return {}['nope']\n", str(installed), "exec"), names)
-    (state,) = generated(SingleTurnEnv(rubric=Rubric([names["broken"]])), rows(1), ScriptedClient(["a"])).state
+    (state,) = generated(
+        SingleTurnEnv(rubric=Rubric([names["broken"]])), rows(1), ScriptedClient(["a"])
+    ).state
     assert state["error"] == "KeyError: 'nope' (rules.py:4)"

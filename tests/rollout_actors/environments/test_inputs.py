@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from environment_support import assistant, user
 
-from rollout_actors.environments.datasets import Examples, PromptFormat, placed, require_one_row_per_id, rows_of
+from rollout_actors.environments.datasets import (
+    Examples,
+    PromptFormat,
+    placed,
+    require_one_row_per_id,
+    rows_of,
+)
 
 
 def inputs(rows, **form):
@@ -41,7 +47,10 @@ def test_ids_are_synthesized_from_0_where_a_row_has_none():
 
 @pytest.mark.parametrize("column", ["id", "example_id"])
 def test_ids_that_rows_have_are_carried_through(column):
-    assert [row["example_id"] for row in inputs([{"question": "a", column: "x"}, {"question": "b", column: 9}])] == ["x", 9]
+    assert [
+        row["example_id"]
+        for row in inputs([{"question": "a", column: "x"}, {"question": "b", column: 9}])
+    ] == ["x", 9]
 
 
 def test_example_id_is_canonical_where_a_row_has_both():
@@ -51,7 +60,10 @@ def test_example_id_is_canonical_where_a_row_has_both():
 
 
 def test_an_id_of_0_is_an_id():
-    assert [row["example_id"] for row in inputs([{"question": "a", "id": 1}, {"question": "a", "id": 0}])] == [1, 0]
+    assert [
+        row["example_id"]
+        for row in inputs([{"question": "a", "id": 1}, {"question": "a", "id": 0}])
+    ] == [1, 0]
 
 
 def test_a_selection_keeps_the_ids_of_its_rows():
@@ -67,19 +79,32 @@ def test_a_row_with_neither_prompt_nor_question_is_refused_with_its_number():
 
 
 def test_answer_and_info_are_optional_and_a_task_has_a_default():
-    assert set(inputs([{"question": "a", "answer": None, "info": None}])[0]) == {"prompt", "example_id", "task"}
+    assert set(inputs([{"question": "a", "answer": None, "info": None}])[0]) == {
+        "prompt",
+        "example_id",
+        "task",
+    }
     assert inputs([{"question": "a"}], task="sums")[0]["task"] == "sums"
     assert inputs([{"question": "a", "task": "own"}], task="sums")[0]["task"] == "own"
 
 
 def test_columns_are_rows():
     made = inputs({"question": ["a", "b"], "answer": ["1", "2"]})
-    assert [(row["prompt"][0]["content"], row["answer"]) for row in made] == [("a", "1"), ("b", "2")]
+    assert [(row["prompt"][0]["content"], row["answer"]) for row in made] == [
+        ("a", "1"),
+        ("b", "2"),
+    ]
 
 
 def test_columns_of_prompts_are_rows_for_messages_and_for_text():
-    assert [row["prompt"] for row in inputs({"prompt": [[user("a")], [user("b")]]})] == [[user("a")], [user("b")]]
-    assert [row["prompt"] for row in inputs({"prompt": ["a", "b"]}, message_type="completion")] == ["a", "b"]
+    assert [row["prompt"] for row in inputs({"prompt": [[user("a")], [user("b")]]})] == [
+        [user("a")],
+        [user("b")],
+    ]
+    assert [row["prompt"] for row in inputs({"prompt": ["a", "b"]}, message_type="completion")] == [
+        "a",
+        "b",
+    ]
 
 
 def test_one_row_is_a_row():
@@ -88,12 +113,21 @@ def test_one_row_is_a_row():
 
 
 def test_rows_of_a_generator_are_rows():
-    assert [row["prompt"] for row in inputs({"question": text} for text in "ab")] == [[user("a")], [user("b")]]
+    assert [row["prompt"] for row in inputs({"question": text} for text in "ab")] == [
+        [user("a")],
+        [user("b")],
+    ]
 
 
 @pytest.mark.parametrize("given", ["What is 2 + 2?", 7, None])
 def test_what_is_no_rows_is_refused_with_what_it_must_be(given):
-    with pytest.raises(TypeError, match=f"inputs: must be a dataset, rows, one row, or a mapping of columns, got {type(given).__name__}"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            "inputs: must be a dataset, rows, one row, or a mapping of columns, got"
+            f" {type(given).__name__}"
+        ),
+    ):
         inputs(given)
 
 
@@ -102,30 +136,50 @@ def test_columns_of_different_lengths_are_refused_with_their_lengths():
         inputs({"question": ["a", "b"], "answer": ["1"]})
 
 
-@pytest.mark.parametrize("given", [{"answer": 5}, {"answer": ["1", "2"], "prompt": None}, {"answer": "1"}])
+@pytest.mark.parametrize(
+    "given", [{"answer": 5}, {"answer": ["1", "2"], "prompt": None}, {"answer": "1"}]
+)
 def test_a_mapping_with_neither_prompt_nor_question_is_refused_with_what_it_has(given):
-    with pytest.raises(ValueError, match=r"inputs: neither prompt nor question, only answer; give one of the two"):
+    with pytest.raises(
+        ValueError, match=r"inputs: neither prompt nor question, only answer; give one of the two"
+    ):
         inputs(given)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kind"), [("abc", "str"), (7, "int"), ({"a": 1, "b": 2, "c": 3}, "dict"), (iter("abc"), "str_.*iterator"), ({"x", "y", "z"}, "set")]
+    ("wrong", "kind"),
+    [
+        ("abc", "str"),
+        (7, "int"),
+        ({"a": 1, "b": 2, "c": 3}, "dict"),
+        (iter("abc"), "str_.*iterator"),
+        ({"x", "y", "z"}, "set"),
+    ],
 )
 def test_what_is_no_list_beside_columns_is_refused_with_the_remedy(wrong, kind):
-    with pytest.raises(TypeError, match=rf"inputs: task must be a list with one for each row, got {kind}"):
+    with pytest.raises(
+        TypeError, match=rf"inputs: task must be a list with one for each row, got {kind}"
+    ):
         inputs({"prompt": [[user("a")], [user("b")], [user("c")]], "task": wrong})
 
 
 @pytest.mark.parametrize("key", ["prompt", "question"])
 def test_a_prompt_that_is_neither_one_nor_a_column_is_refused_with_what_it_must_be(key):
-    with pytest.raises(TypeError, match=f"inputs: {key} must be a list with one for each row, got int"):
+    with pytest.raises(
+        TypeError, match=f"inputs: {key} must be a list with one for each row, got int"
+    ):
         inputs({key: 5, "answer": "1"})
 
 
 def test_columns_of_a_table_are_columns():
-    table = datasets.Dataset.from_list([{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}])
+    table = datasets.Dataset.from_list(
+        [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]
+    )
     made = inputs({"question": table["question"], "answer": table["answer"]})
-    assert [(row["prompt"][0]["content"], row["answer"]) for row in made] == [("a", "1"), ("b", "2")]
+    assert [(row["prompt"][0]["content"], row["answer"]) for row in made] == [
+        ("a", "1"),
+        ("b", "2"),
+    ]
 
 
 def test_no_rows_are_no_inputs():
@@ -133,7 +187,11 @@ def test_no_rows_are_no_inputs():
 
 
 def test_what_an_input_holds_is_not_the_rows_own():
-    row = {"prompt": [user("a"), {"role": "user", "content": [{"type": "text", "text": "b"}]}], "info": {"k": [1]}, "answer": ["x"]}
+    row = {
+        "prompt": [user("a"), {"role": "user", "content": [{"type": "text", "text": "b"}]}],
+        "info": {"k": [1]},
+        "answer": ["x"],
+    }
     before = copy.deepcopy(row)
     made = inputs([row])[0]
     made["prompt"][1]["content"][0]["text"] = "changed"
@@ -145,13 +203,20 @@ def test_what_an_input_holds_is_not_the_rows_own():
 
 
 def test_inputs_without_a_position_get_their_place_and_nothing_of_the_callers_is_written_to():
-    given = [{"prompt": [], "example_id": "x", "task": "t"}, {"prompt": [], "example_id": "y", "task": "t", "position": 7}]
+    given = [
+        {"prompt": [], "example_id": "x", "task": "t"},
+        {"prompt": [], "example_id": "y", "task": "t", "position": 7},
+    ]
     before = copy.deepcopy(given)
     assert [one["position"] for one in placed(given)] == [0, 7] and given == before
 
 
 def tool(name, parameter):
-    parameters = {"type": "object", "properties": {parameter: {"type": "integer"}}, "required": [parameter]}
+    parameters = {
+        "type": "object",
+        "properties": {parameter: {"type": "integer"}},
+        "required": [parameter],
+    }
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
@@ -163,10 +228,15 @@ def test_a_rows_own_tools_come_out_of_a_table_as_they_were_put_in_and_the_rest_o
             {"question": "b", "info": {"oai_tools": own[1], "told": {"b": 2}}},
         ]
     )
-    assert [row["info"] for row in inputs(table)] == [{"oai_tools": own[0], "told": {"a": 1, "b": None}}, {"oai_tools": own[1], "told": {"a": None, "b": 2}}]
+    assert [row["info"] for row in inputs(table)] == [
+        {"oai_tools": own[0], "told": {"a": 1, "b": None}},
+        {"oai_tools": own[1], "told": {"a": None, "b": 2}},
+    ]
 
 
-@pytest.mark.parametrize("info", [{"oai_tools": None}, {"k": None}, '{"oai_tools": [{"type": null}]}'])
+@pytest.mark.parametrize(
+    "info", [{"oai_tools": None}, {"k": None}, '{"oai_tools": [{"type": null}]}']
+)
 def test_info_without_a_list_of_tools_stays_as_it_is(info):
     assert inputs([{"question": "a", "info": info}])[0]["info"] == info
 
@@ -180,7 +250,13 @@ ONE, OTHER = {"question": "1 + 1", "id": 7}, {"question": "2 + 2", "id": 7}
 
 
 def test_an_id_that_two_different_rows_have_is_refused_because_they_would_be_one_group():
-    with pytest.raises(ValueError, match=r"id: inputs 0 and 2 both have 7 and are different rows, .*; give every row an id of its own"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"id: inputs 0 and 2 both have 7 and are different rows, .*; give every row an id of"
+            r" its own"
+        ),
+    ):
         require(ONE, {"question": "?", "id": 8}, OTHER)
     for field in ("answer", "info"):
         with pytest.raises(ValueError, match="inputs 0 and 1 both have 7"):
@@ -195,7 +271,10 @@ def test_an_id_that_two_different_rows_have_is_refused_because_they_would_be_one
 
 @pytest.mark.parametrize("named", [{"id": 1}, {"example_id": 1}])
 def test_a_row_without_an_id_whose_number_is_anothers_is_refused(named):
-    told = r"id: inputs 0 and 1 both have 1 \(input 1 by its number in the data, for it has none\) and are different rows"
+    told = (
+        r"id: inputs 0 and 1 both have 1 \(input 1 by its number in the data, for it has none\) and"
+        r" are different rows"
+    )
     with pytest.raises(ValueError, match=told):
         require({"question": "a"} | named, {"question": "b"})
     require({"question": "a"} | named, {"question": "a"})
@@ -205,12 +284,18 @@ def test_a_row_without_an_id_whose_number_is_anothers_is_refused(named):
 @pytest.mark.parametrize("column", ["id", "example_id"])
 @pytest.mark.parametrize("nan", [float("nan"), np.float32("nan")], ids=["python", "numpy"])
 def test_an_id_that_is_nan_is_refused_by_row(column, nan):
-    with pytest.raises(ValueError, match=f"^{column}: of row 1 is NaN; give every row one, or leave the column out$"):
+    with pytest.raises(
+        ValueError,
+        match=f"^{column}: of row 1 is NaN; give every row one, or leave the column out$",
+    ):
         inputs([{"question": "a", column: 1.0}, {"question": "b", column: nan}])
 
 
 def test_rows_with_arrays_are_compared_by_what_is_in_them():
-    one, same, other = ({"question": "q", "id": 7, "answer": np.array(values), "info": {"boxes": [np.arange(2)]}} for values in ([1, 2], [1, 2], [1, 3]))
+    one, same, other = (
+        {"question": "q", "id": 7, "answer": np.array(values), "info": {"boxes": [np.arange(2)]}}
+        for values in ([1, 2], [1, 2], [1, 3])
+    )
     require(one, same)
     with pytest.raises(ValueError, match="inputs 0 and 1 both have 7"):
         require(one, other)
@@ -220,7 +305,10 @@ def test_rows_with_arrays_are_compared_by_what_is_in_them():
     ("prompt", "problem"),
     [
         ([{"content": "hi"}], "message 0 has no role, only content"),
-        ([{"role": "system", "content": "hi"}, {"role": None, "content": "hi"}], "message 1 has no role, only role, content"),
+        (
+            [{"role": "system", "content": "hi"}, {"role": None, "content": "hi"}],
+            "message 1 has no role, only role, content",
+        ),
         (["hi"], "message 0 is str"),
         ({"role": "user", "content": "hi"}, "is dict, not a list of messages"),
         (3, "is int, not a list of messages"),
@@ -228,6 +316,8 @@ def test_rows_with_arrays_are_compared_by_what_is_in_them():
 )
 def test_a_prompt_that_is_no_conversation_is_refused_with_its_row_and_the_remedy(prompt, problem):
     examples = Examples([{"question": "fine"}, {"prompt": prompt}], PromptFormat())
-    with pytest.raises(ValueError, match=r"^row 1: prompt.*write it like {\"role\": \"user\"") as caught:
+    with pytest.raises(
+        ValueError, match=r"^row 1: prompt.*write it like {\"role\": \"user\""
+    ) as caught:
         examples[1]
     assert problem in str(caught.value)

@@ -54,7 +54,9 @@ def test_handlers_come_by_priority_highest_first_and_then_by_name():
 
 
 def test_each_decorator_marks_for_its_own_event():
-    assert names(Ordered(), Event.CLEANUP) == ["put_away"] and names(Ordered(), Event.TEARDOWN) == ["close"]
+    assert names(Ordered(), Event.CLEANUP) == ["put_away"] and names(Ordered(), Event.TEARDOWN) == [
+        "close"
+    ]
 
 
 def test_a_subclass_inherits_adds_and_overrides():
@@ -92,7 +94,11 @@ def test_the_first_stop_condition_that_holds_is_noted_by_name():
 
     assert rolled_out(Env(), ROW, ScriptedClient([]))["stop_condition"] == "b_second"
     done = rolled_out(Both(max_turns=5), ROW, ScriptedClient(["1", "2"]))
-    assert done["stop_condition"] == "c_first" and done["is_completed"] and len(done["trajectory"]) == 2
+    assert (
+        done["stop_condition"] == "c_first"
+        and done["is_completed"]
+        and len(done["trajectory"]) == 2
+    )
 
 
 def test_of_two_stop_conditions_of_one_priority_the_first_by_name_is_noted():
@@ -131,7 +137,10 @@ def test_an_override_of_is_completed_asks_the_conditions_and_adds_its_own():
     done = rolled_out(Env(max_turns=3), ROW, ScriptedClient(["1"]))
     assert done["is_completed"] and done["stop_condition"] is None
     assert done["completion"] == [{"role": "assistant", "content": "1"}]
-    assert rolled_out(Env(max_turns=1), ROW, ScriptedClient(["1"]))["stop_condition"] == "max_turns_reached"
+    assert (
+        rolled_out(Env(max_turns=1), ROW, ScriptedClient(["1"]))["stop_condition"]
+        == "max_turns_reached"
+    )
 
 
 def test_an_override_of_is_completed_that_asks_nobody_else_ends_with_the_environments_last_word_too():
@@ -173,7 +182,11 @@ def test_a_stop_condition_that_holds_by_what_the_environment_says_is_asked_when_
             return state.get("won", False)
 
     done = rolled_out(Game(max_turns=-1), ROW, ScriptedClient(["1", "hurrah"]))
-    assert done["stop_condition"] == "won" and done["completion"] == [assistant("1"), user("you won"), assistant("hurrah")]
+    assert done["stop_condition"] == "won" and done["completion"] == [
+        assistant("1"),
+        user("you won"),
+        assistant("hurrah"),
+    ]
 
 
 # Cleanup
@@ -296,7 +309,9 @@ def test_a_cancelled_batch_cleans_up_every_rollout_that_has_begun_exactly_once()
     env, client = Held(max_turns=3), ScriptedClient(lambda call: "1", delay_s=30)
 
     async def cancelled():
-        task = asyncio.create_task(env.generate(rows(5), client, "model", max_concurrent=3, use_tqdm=False))
+        task = asyncio.create_task(
+            env.generate(rows(5), client, "model", max_concurrent=3, use_tqdm=False)
+        )
         while client.num_under_way < 3:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -415,7 +430,9 @@ PROGRAM = """
 
 
 def program(body: str, *, signal_at: str | None = None) -> tuple[list[str], int, str]:
-    """Lines that it wrote, how it ended, and what it complained of; with SIGTERM when it has written `signal_at`."""
+    """Lines that it wrote, how it ended, and what it complained of; with SIGTERM when it has
+    written `signal_at`.
+    """
     code = textwrap.dedent(PROGRAM) + textwrap.dedent(body)
     lines, status, complaints = ran(code, signal_at=signal_at)
     return " ".join(lines).split(), status, complaints
@@ -434,12 +451,22 @@ def test_teardown_is_called_when_the_process_ends_by_an_exception():
 
 @pytest.mark.slow
 def test_an_environment_that_was_closed_is_not_torn_down_again_when_the_process_ends():
-    assert program("env = Env(); other = Env(); asyncio.run(env.aclose()); print('end')")[0] == ["teardown", "plainly", "end", "teardown", "plainly"]
+    assert program("env = Env(); other = Env(); asyncio.run(env.aclose()); print('end')")[0] == [
+        "teardown",
+        "plainly",
+        "end",
+        "teardown",
+        "plainly",
+    ]
 
 
 @pytest.mark.slow
 def test_teardown_is_called_for_an_environment_that_nobody_refers_to():
-    assert program("Env(); import gc; gc.collect(); print('end')")[0] == ["end", "teardown", "plainly"]
+    assert program("Env(); import gc; gc.collect(); print('end')")[0] == [
+        "end",
+        "teardown",
+        "plainly",
+    ]
 
 
 @pytest.mark.slow
@@ -451,12 +478,18 @@ def test_a_teardown_that_fails_at_the_end_is_told_and_the_others_have_their_turn
     one, other = Bad(), Env()
     """
     lines, _, complaints = program(body)
-    assert sorted(lines) == ["plainly", "plainly", "teardown", "teardown"] and "stuck" in complaints and "Bad" in complaints
+    assert (
+        sorted(lines) == ["plainly", "plainly", "teardown", "teardown"]
+        and "stuck" in complaints
+        and "Bad" in complaints
+    )
 
 
 @pytest.mark.slow
 def test_teardown_is_called_once_on_sigterm():
-    lines, code, _ = program("env = Env(); print('ready', flush=True); time.sleep(60)", signal_at="ready")
+    lines, code, _ = program(
+        "env = Env(); print('ready', flush=True); time.sleep(60)", signal_at="ready"
+    )
     assert lines == ["ready", "teardown", "plainly"] and code == 128 + signal.SIGTERM
 
 
@@ -474,7 +507,9 @@ def test_on_sigterm_rollouts_under_way_clean_up_before_the_teardown():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))"])
+@pytest.mark.parametrize(
+    "handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))"]
+)
 def test_sigterm_ends_the_process_also_where_it_comes_while_an_environments_code_runs(handler):
     body = f"""
     {handler}
@@ -506,7 +541,10 @@ def test_environments_made_off_the_main_thread_work_and_are_torn_down_when_the_p
     thread = threading.Thread(target=work); thread.start(); thread.join()
     """
     lines, code, complaints = program(body)
-    assert lines == ["cleanup", "cleanup", "2", "done", "teardown", "plainly"] and (code, complaints) == (0, "")
+    assert lines == ["cleanup", "cleanup", "2", "done", "teardown", "plainly"] and (
+        code,
+        complaints,
+    ) == (0, "")
 
 
 def test_an_environment_made_off_the_main_thread_sets_no_signal_handler():
@@ -554,7 +592,13 @@ class DocumentsRollout(Talk):
         state = await self.setup_state(state)
         while not await self.is_completed(state):
             prompt_messages = await self.get_prompt_messages(state)
-            response = await self.get_model_response(client, model, prompt_messages, oai_tools=state["oai_tools"], sampling_args=sampling_args)
+            response = await self.get_model_response(
+                client,
+                model,
+                prompt_messages,
+                oai_tools=state["oai_tools"],
+                sampling_args=sampling_args,
+            )
             await self.add_model_response(state, prompt_messages, response)
         return state
 
@@ -569,7 +613,9 @@ def test_generate_cleans_up_once_after_each_rollout_of_an_environments_own(fails
     own = OwnRollout(fails=fails, dataset=rows(3))
     environment = EnvGroup([own]) if grouped else own
     results = generated(environment, environment.dataset, ScriptedClient(lambda call: "a"))
-    assert sorted(own.cleaned) == [0, 1, 2] and all((without_place(state) == "ValueError: own") is fails for state in results.state)
+    assert sorted(own.cleaned) == [0, 1, 2] and all(
+        (without_place(state) == "ValueError: own") is fails for state in results.state
+    )
 
 
 def test_generate_cleans_up_once_after_the_documents_own_rollout_and_after_that_of_turns():
@@ -583,7 +629,9 @@ def test_generate_cleans_up_once_after_a_rollout_of_an_environments_own_that_is_
     environment = OwnRollout(waits=True)
 
     async def cancelled():
-        task = asyncio.create_task(environment.generate(rows(3), ScriptedClient(lambda call: "a"), "model", use_tqdm=False))
+        task = asyncio.create_task(
+            environment.generate(rows(3), ScriptedClient(lambda call: "a"), "model", use_tqdm=False)
+        )
         while environment.num_waiting < 3:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -673,7 +721,11 @@ class Clumsy(Talk):
 def test_a_cleanup_that_waits_for_a_task_that_it_has_cancelled_fails_its_rollout_and_the_other_cleanups_go_on():
     env = Clumsy(asyncio.CancelledError)
     (state,) = generated(env, rows(1), ScriptedClient(["a"])).state
-    assert env.released == [0] and without_place(state) == "RuntimeError: a task that was waited for is cancelled; catch its CancelledError"
+    assert (
+        env.released == [0]
+        and without_place(state)
+        == "RuntimeError: a task that was waited for is cancelled; catch its CancelledError"
+    )
 
 
 def test_a_rollout_that_is_cancelled_stays_cancelled_where_its_cleanup_fails(caplog):
@@ -681,7 +733,15 @@ def test_a_rollout_that_is_cancelled_stays_cancelled_where_its_cleanup_fails(cap
 
     async def cancelled():
         client = ScriptedClient(lambda call: "1", delay_s=30)
-        task = asyncio.create_task(env.generate(rows(2), client, "model", use_tqdm=False, on_rollout=lambda place, state: told.append(place)))
+        task = asyncio.create_task(
+            env.generate(
+                rows(2),
+                client,
+                "model",
+                use_tqdm=False,
+                on_rollout=lambda place, state: told.append(place),
+            )
+        )
         while client.num_under_way < 2:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -702,9 +762,17 @@ def test_a_time_limit_around_a_rollout_holds_where_its_cleanup_fails():
 
 
 HANDLERS = {
-    "an object that is called": "class H:\n    def __call__(self, s, f): sys.exit(7)\nsignal.signal(signal.SIGTERM, H())",
-    "a partial": "from functools import partial\nsignal.signal(signal.SIGTERM, partial(lambda code, s, f: sys.exit(code), 7))",
-    "one that ignores the next signal": "def once(s, f):\n    signal.signal(s, signal.SIG_IGN)\n    sys.exit(7)\nsignal.signal(signal.SIGTERM, once)",
+    "an object that is called": (
+        "class H:\n    def __call__(self, s, f): sys.exit(7)\nsignal.signal(signal.SIGTERM, H())"
+    ),
+    "a partial": (
+        "from functools import partial\nsignal.signal(signal.SIGTERM, partial(lambda code, s, f:"
+        " sys.exit(code), 7))"
+    ),
+    "one that ignores the next signal": (
+        "def once(s, f):\n    signal.signal(s, signal.SIG_IGN)\n   "
+        " sys.exit(7)\nsignal.signal(signal.SIGTERM, once)"
+    ),
 }
 
 
@@ -737,7 +805,10 @@ def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts
 
     first, second = generated(Stuck(max_turns=1), rows(2), ScriptedClient(lambda call: "a")).state
     assert first["error"] is None
-    assert "TimeoutError: cleaning up is not done after 0.5 s; check what it waits for, or allow more" in second["error"]
+    assert (
+        "TimeoutError: cleaning up is not done after 0.5 s; check what it waits for, or allow more"
+        in second["error"]
+    )
 
 
 def test_a_teardown_leaves_what_the_task_has_entered_that_closes_the_environment():
@@ -769,7 +840,9 @@ def test_a_teardown_that_hangs_ends_at_the_environments_limit_and_the_others_go_
             done.append("second")
 
     done = []
-    with pytest.raises(TimeoutError, match=r"the teardown is not done after 0\.05 s; check what it waits for"):
+    with pytest.raises(
+        TimeoutError, match=r"the teardown is not done after 0\.05 s; check what it waits for"
+    ):
         asyncio.run(Env().aclose())
     assert done == ["second"]
 
@@ -863,7 +936,10 @@ def test_a_group_has_the_longest_limit_of_its_environments():
     class Patient(Talk):
         cleanup_timeout_s = 900.0
 
-    assert EnvGroup([Talk(env_id="a"), Patient(env_id="b")]).cleanup_timeout_s == 900.0 and Talk.cleanup_timeout_s == 300.0
+    assert (
+        EnvGroup([Talk(env_id="a"), Patient(env_id="b")]).cleanup_timeout_s == 900.0
+        and Talk.cleanup_timeout_s == 300.0
+    )
 
 
 def test_the_other_teardowns_go_on_where_aclose_is_cancelled_meanwhile():

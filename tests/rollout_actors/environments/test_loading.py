@@ -51,14 +51,20 @@ def test_dashes_of_a_name_are_underscores():
 
 
 def test_a_module_is_loaded_by_its_path():
-    assert load_environment("rollout_actors.environments.examples.arithmetic").env_id == "arithmetic"
+    assert (
+        load_environment("rollout_actors.environments.examples.arithmetic").env_id == "arithmetic"
+    )
 
 
 def test_a_module_of_the_working_directory_is_found(here):
     (here / "mine.py").write_text(FILE)
     environment = load_environment("mine", size=4)
     assert isinstance(environment, SingleTurnEnv)
-    assert (environment.env_id, environment.env_args, len(environment.get_dataset())) == ("mine", {"size": 4}, 4)
+    assert (environment.env_id, environment.env_args, len(environment.get_dataset())) == (
+        "mine",
+        {"size": 4},
+        4,
+    )
 
 
 def test_a_file_is_loaded_by_its_path_whatever_else_has_its_name(here):
@@ -83,14 +89,18 @@ def test_an_installed_entry_point_is_loaded_by_its_name(here, value):
 def test_a_wrong_name_lists_what_there_is():
     with pytest.raises(ValueError) as caught:
         load_environment("aritmetic")
-    assert str(caught.value) == (
-        "no environment 'aritmetic' (did you mean arithmetic?); there are arithmetic, copy_digits, guess_number, hidden_digit, key_value_store, "
-        "and any module or .py file that has load_environment(**args)"
+    assert (
+        str(caught.value)
+        == "no environment 'aritmetic' (did you mean arithmetic?); there are arithmetic,"
+        " copy_digits, guess_number, hidden_digit, key_value_store, and any module or .py file"
+        " that has load_environment(**args)"
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["", ".x", "a/b", "no.such.module", "rollout_actors.environments.nothing", "two words"])
+@pytest.mark.parametrize(
+    "name", ["", ".x", "a/b", "no.such.module", "rollout_actors.environments.nothing", "two words"]
+)
 def test_a_name_that_means_nothing_is_refused_as_such(name):
     with pytest.raises(ValueError, match="no environment"):
         load_environment(name)
@@ -98,7 +108,13 @@ def test_a_name_that_means_nothing_is_refused_as_such(name):
 
 def test_a_name_that_means_two_things_is_refused(here):
     (here / "arithmetic.py").write_text(FILE)
-    with pytest.raises(ValueError, match=r"arithmetic is the example .*examples\.arithmetic and the module arithmetic; write the module with its package"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"arithmetic is the example .*examples\.arithmetic and the module arithmetic; write the"
+            r" module with its package"
+        ),
+    ):
         load_environment("arithmetic")
 
 
@@ -106,24 +122,44 @@ def test_wrong_arguments_are_named_with_those_that_there_are(here):
     (here / "mine.py").write_text(FILE)
     with pytest.raises(ValueError) as caught:
         load_environment("mine", sise=3, stop=1)
-    assert str(caught.value) == "mine: there is no argument 'sise'; there is no argument 'stop'; 'size' is missing; it takes size, step=1"
+    assert (
+        str(caught.value)
+        == "mine: there is no argument 'sise'; there is no argument 'stop'; 'size' is missing; it"
+        " takes size, step=1"
+    )
 
 
 def test_a_module_without_load_environment_is_told_what_to_define(here):
     (here / "empty.py").write_text("")
-    with pytest.raises(ValueError, match=r"empty\.py has no load_environment; define load_environment\(\*\*args\)"):
+    with pytest.raises(
+        ValueError, match=r"empty\.py has no load_environment; define load_environment\(\*\*args\)"
+    ):
         load_environment("empty")
 
 
 def test_what_is_no_environment_is_refused(here):
     (here / "wrong.py").write_text("def load_environment(): return 3")
-    with pytest.raises(ValueError, match=r"wrong: its load_environment returned int; return an Environment of rollout_actors\.environments"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"wrong: its load_environment returned int; return an Environment of"
+            r" rollout_actors\.environments"
+        ),
+    ):
         load_environment("wrong")
 
 
 def test_an_environment_of_another_library_is_refused_by_its_full_name(here):
-    (here / "elsewhere.py").write_text("class SingleTurnEnv: pass\ndef load_environment(): return SingleTurnEnv()")
-    with pytest.raises(ValueError, match=r"returned elsewhere\.SingleTurnEnv; return an Environment of rollout_actors\.environments"):
+    (here / "elsewhere.py").write_text(
+        "class SingleTurnEnv: pass\ndef load_environment(): return SingleTurnEnv()"
+    )
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"returned elsewhere\.SingleTurnEnv; return an Environment of"
+            r" rollout_actors\.environments"
+        ),
+    ):
         load_environment("elsewhere")
 
 
@@ -148,11 +184,22 @@ def test_a_folder_without_a_module_is_no_environment(here):
 
 
 def test_what_takes_any_arguments_is_given_them(here):
-    (here / "anything.py").write_text(FILE.replace("size, step=1", "**given").replace("0, size, step", "given['n']"))
+    (here / "anything.py").write_text(
+        FILE.replace("size, step=1", "**given").replace("0, size, step", "given['n']")
+    )
     environment: Any = load_environment("anything", n=2)
     assert len(environment.get_dataset()) == 2
 
 
 def test_a_group_of_loaded_environments_goes_by_their_names():
-    group = EnvGroup([load_environment(name, num_examples=1) for name in ("arithmetic", "guess_number", "key_value_store")])
-    assert [row["task"] for row in group.get_dataset()] == ["arithmetic", "guess_number", "key_value_store"]
+    group = EnvGroup(
+        [
+            load_environment(name, num_examples=1)
+            for name in ("arithmetic", "guess_number", "key_value_store")
+        ]
+    )
+    assert [row["task"] for row in group.get_dataset()] == [
+        "arithmetic",
+        "guess_number",
+        "key_value_store",
+    ]

@@ -1,6 +1,8 @@
-"""Rollout orchestration: the promises of its testing plan and acceptance criteria, in their own words (`docs/requirements.md`).
+"""Rollout orchestration: the promises of its testing plan and acceptance criteria, in their own
+words (`docs/requirements.md`).
 
-Seconds are counted here, not waited for: the loop's clock goes on to what is due next, so that a bound or a latency is the same on every machine.
+Seconds are counted here, not waited for: the loop's clock goes on to what is due next, so that a
+bound or a latency is the same on every machine.
 """
 
 import asyncio
@@ -31,7 +33,18 @@ from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 
 COLUMNS = ("prompt", "completion", "answer", "info", "task", "example_id", "reward", "metrics")
-FIELDS = ("id", "stop_condition", "is_completed", "is_truncated", "error", "advantage", "reward", "metrics", "completion", "trajectory")
+FIELDS = (
+    "id",
+    "stop_condition",
+    "is_completed",
+    "is_truncated",
+    "error",
+    "advantage",
+    "reward",
+    "metrics",
+    "completion",
+    "trajectory",
+)
 
 
 def rows(number):
@@ -66,7 +79,10 @@ def workloads(draw):
     fates = st.sampled_from(["done", "done", "done", "refused", "overlong", "unscored"])
     seconds = st.integers(0, 3)
     rollouts = draw(st.lists(st.tuples(fates, seconds, seconds), min_size=number, max_size=number))
-    bounds = {name: draw(st.sampled_from([-1, 1, 2, 3])) for name in ("max_concurrent", "max_concurrent_generation", "max_concurrent_scoring")}
+    bounds = {
+        name: draw(st.sampled_from([-1, 1, 2, 3]))
+        for name in ("max_concurrent", "max_concurrent_generation", "max_concurrent_scoring")
+    }
     return rollouts, draw(st.integers(1, 3)), draw(st.booleans()), bounds
 
 
@@ -92,28 +108,55 @@ def test_outputs_match_non_interleaved_results_for_deterministic_reward_function
         return [1.0 / (1 + place) for place in range(len(completions))]
 
     def outputs(interleave_scoring):
-        env = Talk(max_turns=2, dataset=rows(len(rollouts)), rubric=Rubric([length, compared] if compares else [length]))
+        env = Talk(
+            max_turns=2,
+            dataset=rows(len(rollouts)),
+            rubric=Rubric([length, compared] if compares else [length]),
+        )
         client = ScriptedClient(script)
-        work = env.evaluate(client, "model", rollouts_per_example=rollouts_per_example, use_tqdm=False, interleave_scoring=interleave_scoring, **bounds)
+        work = env.evaluate(
+            client,
+            "model",
+            rollouts_per_example=rollouts_per_example,
+            use_tqdm=False,
+            interleave_scoring=interleave_scoring,
+            **bounds,
+        )
         results, _ = counted(work)
         for state in results.state:
             for step in state["trajectory"]:
                 step["response"] = step["response"].choices  # without the number of the call
         metadata = results.metadata
-        whole = (metadata.avg_reward, metadata.avg_metrics, metadata.num_errors, metadata.num_truncated, metadata.num_examples)
-        return {name: results[name] for name in COLUMNS}, [{name: state[name] for name in FIELDS} for state in results.state], whole
+        whole = (
+            metadata.avg_reward,
+            metadata.avg_metrics,
+            metadata.num_errors,
+            metadata.num_truncated,
+            metadata.num_examples,
+        )
+        return (
+            {name: results[name] for name in COLUMNS},
+            [{name: state[name] for name in FIELDS} for state in results.state],
+            whole,
+        )
 
     interleaved, two_phase = outputs(True), outputs(False)
     assert interleaved == two_phase
     # Of both: an example's rollouts fail and are cut off as they were drawn to.
     fates = Counter(fate for fate, _, _ in rollouts for _ in range(rollouts_per_example))
-    assert interleaved[2][2:] == (fates["refused"] + fates["unscored"], fates["overlong"], len(rollouts))
+    assert interleaved[2][2:] == (
+        fates["refused"] + fates["unscored"],
+        fates["overlong"],
+        len(rollouts),
+    )
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.permutations(range(6)), st.permutations(range(6)), st.booleans())
-def test_list_ordering_is_preserved_and_aligned_across_prompt_completion_reward_and_metrics(generated, scored, interleave_scoring):
+def test_list_ordering_is_preserved_and_aligned_across_prompt_completion_reward_and_metrics(
+    generated, scored, interleave_scoring
+):
     """In whatever order they are generated and scored."""
     ended = []
 
@@ -126,26 +169,59 @@ def test_list_ordering_is_preserved_and_aligned_across_prompt_completion_reward_
 
     env = SingleTurnEnv(rubric=Rubric([place, right], [1.0, 10.0]))
     client = ScriptedClient(lambda call: Answer(call.text, delay_s=generated[place_of(call)]))
-    told = {"use_tqdm": False, "interleave_scoring": interleave_scoring, "on_rollout": lambda place, state: ended.append((place, state["reward"]))}
+    told = {
+        "use_tqdm": False,
+        "interleave_scoring": interleave_scoring,
+        "on_rollout": lambda place, state: ended.append((place, state["reward"])),
+    }
     results, _ = counted(env.generate(rows(6), client, "model", **told))
     assert results.prompt == [[user(f"q{i}")] for i in range(6)]
-    assert [completion[0]["content"] for completion in results.completion] == results.answer == [f"q{i}" for i in range(6)]
+    assert (
+        [completion[0]["content"] for completion in results.completion]
+        == results.answer
+        == [f"q{i}" for i in range(6)]
+    )
     assert results.reward == [10.0 + i for i in range(6)]
     assert results.metrics == {"place": [0, 1, 2, 3, 4, 5], "right": [1] * 6}
-    assert [state["info"] for state in results.state] == results.info == [{"place": i} for i in range(6)]
+    assert (
+        [state["info"] for state in results.state]
+        == results.info
+        == [{"place": i} for i in range(6)]
+    )
     assert [state["reward"] for state in results.state] == results.reward
-    assert ended == [(i, 10.0 + i) for i in sorted(range(6), key=lambda i: 10 * scored[i] + (generated[i] if interleave_scoring else 0))]
+    assert ended == [
+        (i, 10.0 + i)
+        for i in sorted(
+            range(6), key=lambda i: 10 * scored[i] + (generated[i] if interleave_scoring else 0)
+        )
+    ]
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
 @pytest.mark.parametrize(("generation", "scoring"), [(1, 12), (12, 1), (2, 5), (5, 2), (3, 3)])
-def test_separate_generation_and_scoring_semaphores_are_respected(generation, scoring, interleave_scoring):
+def test_separate_generation_and_scoring_semaphores_are_respected(
+    generation, scoring, interleave_scoring
+):
     """As many as the bound says, and no more, of either."""
     # Scoring takes longer, so that interleaved it has as many to do as it may.
-    scorer, client = Scorer(lambda place: 100.0), ScriptedClient(lambda call: Answer("a", delay_s=1.0))
+    scorer, client = (
+        Scorer(lambda place: 100.0),
+        ScriptedClient(lambda call: Answer("a", delay_s=1.0)),
+    )
     env = SingleTurnEnv(eval_dataset=rows(6), rubric=Rubric([scorer.score]))
-    bounds = {"max_concurrent": 4, "max_concurrent_generation": generation, "max_concurrent_scoring": scoring}
-    work = env.evaluate(client, "model", rollouts_per_example=2, use_tqdm=False, interleave_scoring=interleave_scoring, **bounds)
+    bounds = {
+        "max_concurrent": 4,
+        "max_concurrent_generation": generation,
+        "max_concurrent_scoring": scoring,
+    }
+    work = env.evaluate(
+        client,
+        "model",
+        rollouts_per_example=2,
+        use_tqdm=False,
+        interleave_scoring=interleave_scoring,
+        **bounds,
+    )
     results, seconds = counted(work)
     assert results.reward == [1.0] * 12
     assert (client.most_under_way, scorer.most) == (generation, scoring)
@@ -158,17 +234,37 @@ def test_separate_generation_and_scoring_semaphores_are_respected(generation, sc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", [list, datasets.Dataset.from_list], ids=["rows", "Dataset"])
-@pytest.mark.parametrize("column", [None, "id", "example_id"], ids=["synthesized", "id", "example_id"])
+@pytest.mark.parametrize(
+    "column", [None, "id", "example_id"], ids=["synthesized", "id", "example_id"]
+)
 def test_id_propagation_synthesized_and_pre_existing_id_columns(column, table):
-    given = [{"question": f"q{i}", "answer": "", **({} if column is None else {column: f"row-{9 - i}"})} for i in range(3)]
+    given = [
+        {"question": f"q{i}", "answer": "", **({} if column is None else {column: f"row-{9 - i}"})}
+        for i in range(3)
+    ]
     ids = [0, 1, 2] if column is None else ["row-9", "row-8", "row-7"]
-    env, client = SingleTurnEnv(dataset=table(given)), ScriptedClient(lambda call: Answer("a", delay_s=3.0 - int(call.text[1:])))
+    env, client = (
+        SingleTurnEnv(dataset=table(given)),
+        ScriptedClient(lambda call: Answer("a", delay_s=3.0 - int(call.text[1:]))),
+    )
     generated, _ = counted(env.generate(table(given), client, "model", use_tqdm=False))
-    assert [state["id"] for state in generated.state] == generated.example_id == env.make_dataset(generated)["id"][:] == ids
+    assert (
+        [state["id"] for state in generated.state]
+        == generated.example_id
+        == env.make_dataset(generated)["id"][:]
+        == ids
+    )
     evaluated, _ = counted(env.evaluate(client, "model", rollouts_per_example=2, use_tqdm=False))
     repeated = [ids[i // 2] for i in range(6)]
-    assert [state["id"] for state in evaluated.state] == evaluated.example_id == env.make_dataset(evaluated)["id"][:] == repeated
-    assert [state["prompt"] for state in evaluated.state] == [[user(f"q{i // 2}")] for i in range(6)]
+    assert (
+        [state["id"] for state in evaluated.state]
+        == evaluated.example_id
+        == env.make_dataset(evaluated)["id"][:]
+        == repeated
+    )
+    assert [state["prompt"] for state in evaluated.state] == [
+        [user(f"q{i // 2}")] for i in range(6)
+    ]
 
 
 @pytest.mark.slow
@@ -180,15 +276,24 @@ def test_timing_fields_present_and_reasonably_sized(interleave_scoring):
 
     env = Talk(max_turns=2, dataset=rows(4), rubric=Rubric([slow]))
     client = ScriptedClient(lambda call: "a", delay_s=0.02)
-    results = asyncio.run(env.evaluate(client, "model", max_concurrent=2, interleave_scoring=interleave_scoring, use_tqdm=False))
+    results = asyncio.run(
+        env.evaluate(
+            client, "model", max_concurrent=2, interleave_scoring=interleave_scoring, use_tqdm=False
+        )
+    )
     for state in results.state:
         timing = state["timing"]
         assert set(timing) == {"generation_ms", "scoring_ms", "total_ms", "start_time"}
-        assert 39 < timing["generation_ms"] < results.metadata.time_ms and 29 < timing["scoring_ms"] < results.metadata.time_ms
+        assert (
+            39 < timing["generation_ms"] < results.metadata.time_ms
+            and 29 < timing["scoring_ms"] < results.metadata.time_ms
+        )
         assert timing["total_ms"] == pytest.approx(timing["generation_ms"] + timing["scoring_ms"])
     # Two at a time: with the waiting for a turn it would be more than all the time that there was.
     for name in ("generation_ms", "scoring_ms"):
-        assert sum(state["timing"][name] for state in results.state) < 2.1 * results.metadata.time_ms
+        assert (
+            sum(state["timing"][name] for state in results.state) < 2.1 * results.metadata.time_ms
+        )
 
 
 # Acceptance criteria
@@ -199,7 +304,9 @@ def test_timing_fields_present_and_reasonably_sized(interleave_scoring):
     [
         pytest.param([0.1] * 6, [0.1] * 6, 2, 0.4, 0.6, id="the issue's six, two at a time"),
         pytest.param([1, 1, 1, 1], [5, 5, 5, 5], 2, 11, 12, id="slow rubric functions"),
-        pytest.param([1, 1, 1, 9], [5, 5, 5, 1], 2, 11, 20, id="one slow answer among slow rubric functions"),
+        pytest.param(
+            [1, 1, 1, 9], [5, 5, 5, 1], 2, 11, 20, id="one slow answer among slow rubric functions"
+        ),
         pytest.param([9, 1, 1], [1, 9, 9], -1, 10, 18, id="the same without a bound"),
     ],
 )
@@ -209,8 +316,14 @@ def test_interleaved_orchestration_reduces_wall_clock_latency_on_mixed_latency_w
     taken, outputs = [], []
     for flags in ({}, {"interleave_scoring": True}, {"interleave_scoring": False}):
         env = SingleTurnEnv(rubric=Rubric([Scorer(lambda place: scoring_s[place]).score]))
-        client = ScriptedClient(lambda call: Answer(call.text, delay_s=generation_s[place_of(call)]))
-        results, seconds = counted(env.generate(rows(len(scoring_s)), client, "model", max_concurrent=bound, use_tqdm=False, **flags))
+        client = ScriptedClient(
+            lambda call: Answer(call.text, delay_s=generation_s[place_of(call)])
+        )
+        results, seconds = counted(
+            env.generate(
+                rows(len(scoring_s)), client, "model", max_concurrent=bound, use_tqdm=False, **flags
+            )
+        )
         taken.append(seconds)
         outputs.append({name: results[name] for name in COLUMNS})
     assert taken == pytest.approx([interleaved_s, interleaved_s, two_phase_s])
@@ -234,7 +347,14 @@ def test_independent_semaphores_correctly_bound_concurrent_generations_vs_scorin
 
         client = ScriptedClient(script)
         env = SingleTurnEnv(rubric=Rubric([waits]))
-        return await env.generate(rows(8), client, "model", max_concurrent_generation=2, max_concurrent_scoring=1, use_tqdm=False)
+        return await env.generate(
+            rows(8),
+            client,
+            "model",
+            max_concurrent_generation=2,
+            max_concurrent_scoring=1,
+            use_tqdm=False,
+        )
 
     async def scored_while_generation_is_full():
         scored = [asyncio.Event() for _ in range(4)]
@@ -249,7 +369,14 @@ def test_independent_semaphores_correctly_bound_concurrent_generations_vs_scorin
             return 1.0
 
         env = SingleTurnEnv(rubric=Rubric([right]))
-        return await env.generate(rows(4), ScriptedClient(script), "model", max_concurrent_generation=1, max_concurrent_scoring=3, use_tqdm=False)
+        return await env.generate(
+            rows(4),
+            ScriptedClient(script),
+            "model",
+            max_concurrent_generation=1,
+            max_concurrent_scoring=3,
+            use_tqdm=False,
+        )
 
     assert counted(generated_while_scoring_is_full())[0].reward == [1.0] * 8
     assert counted(scored_while_generation_is_full())[0].reward == [1.0] * 4
@@ -267,7 +394,9 @@ def test_async_batch_generator_benefits_from_interleaving_by_default_without_cha
         scored.set()
         return completion[-1]["content"] == answer
 
-    with AsyncBatchGenerator(SingleTurnEnv(rubric=Rubric([right])), ScriptedClient(script), "model") as batches:
+    with AsyncBatchGenerator(
+        SingleTurnEnv(rubric=Rubric([right])), ScriptedClient(script), "model"
+    ) as batches:
         batches.submit(0, rows(3))
         results = batches.result(0, 60)
     assert results.reward == [1.0] * 3 and results.metadata.num_errors == 0
@@ -311,7 +440,10 @@ def serving_scripted(client):
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "demo", "object": "model", "created": 0, "owned_by": "nobody"}]}
+        return {
+            "object": "list",
+            "data": [{"id": "demo", "object": "model", "created": 0, "owned_by": "nobody"}],
+        }
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> dict[str, Any]:
@@ -332,19 +464,46 @@ def handlers_left_alone():
 
 
 @pytest.mark.slow
-def test_vf_eval_s_and_hf_pushes_use_a_single_centralized_dataset_construction_path_with_consistent_sanitation(tmp_path, monkeypatch, handlers_left_alone):
-    """Tool calls in prompt and completion, which sanitation stores as text: in the file, on the hub and from the library alike."""
+def test_vf_eval_s_and_hf_pushes_use_a_single_centralized_dataset_construction_path_with_consistent_sanitation(
+    tmp_path, monkeypatch, handlers_left_alone
+):
+    """Tool calls in prompt and completion, which sanitation stores as text: in the file, on the hub
+    and from the library alike.
+    """
     (tmp_path / "calls_env.py").write_text(textwrap.dedent(ENVIRONMENT))
     monkeypatch.chdir(tmp_path)
     pushed = {}
-    monkeypatch.setattr(datasets.Dataset, "push_to_hub", lambda self, repo_id: pushed.update({repo_id: list(self)}))
+    monkeypatch.setattr(
+        datasets.Dataset, "push_to_hub", lambda self, repo_id: pushed.update({repo_id: list(self)})
+    )
     with serving_scripted(ScriptedClient(adds)) as url:
-        vf_eval(["calls_env.py", "-m", "demo", "-b", url, "-n", "2", "-r", "2", "-s", "-H", "-D", "me/calls", "-C", "stop_condition"])
+        vf_eval(
+            [
+                "calls_env.py",
+                "-m",
+                "demo",
+                "-b",
+                url,
+                "-n",
+                "2",
+                "-r",
+                "2",
+                "-s",
+                "-H",
+                "-D",
+                "me/calls",
+                "-C",
+                "stop_condition",
+            ]
+        )
     (path,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
     saved = [json.loads(line) for line in path.read_text().splitlines()]
 
     env = load_environment("calls_env.py")
-    results, columns = env.evaluate_sync(ScriptedClient(adds), "demo", rollouts_per_example=2, use_tqdm=False), ["stop_condition"]
+    results, columns = (
+        env.evaluate_sync(ScriptedClient(adds), "demo", rollouts_per_example=2, use_tqdm=False),
+        ["stop_condition"],
+    )
     made = env.make_dataset(results, state_columns=columns)
     assert made.to_list() == list(build_dataset_from_outputs(results, state_columns=columns))
     env.make_dataset(results, state_columns=columns, push_to_hf_hub=True, hub_name="me/library")
@@ -353,8 +512,18 @@ def test_vf_eval_s_and_hf_pushes_use_a_single_centralized_dataset_construction_p
         """Without the ids of calls, which the endpoint numbers."""
         return [json.loads(re.sub(r"call_\d_\d", "call", json.dumps(row))) for row in rows]
 
-    assert comparable(saved) == comparable(pushed["me/calls"]) == comparable(made) == comparable(pushed["me/library"])
-    assert [row["reward"] for row in saved] == [1.0] * 4 and [row["id"] for row in saved] == ["row-0", "row-0", "row-1", "row-1"]
+    assert (
+        comparable(saved)
+        == comparable(pushed["me/calls"])
+        == comparable(made)
+        == comparable(pushed["me/library"])
+    )
+    assert [row["reward"] for row in saved] == [1.0] * 4 and [row["id"] for row in saved] == [
+        "row-0",
+        "row-0",
+        "row-1",
+        "row-1",
+    ]
     for row in saved:
         for messages in (row["prompt"], row["completion"]):
             (stored,) = [call for message in messages for call in message.get("tool_calls") or ()]
@@ -383,13 +552,16 @@ BOUNDED = """
 
 
 @pytest.mark.slow
-def test_vf_eval_bounds_generations_and_scorings_by_flags_of_their_own(tmp_path, monkeypatch, handlers_left_alone):
+def test_vf_eval_bounds_generations_and_scorings_by_flags_of_their_own(
+    tmp_path, monkeypatch, handlers_left_alone
+):
     (tmp_path / "bounded_env.py").write_text(textwrap.dedent(BOUNDED))
     monkeypatch.chdir(tmp_path)
     all_at_once = asyncio.Event()
 
     async def meets(call):
-        # The process is as slow as it likes: nobody is answered before four are asked. A fifth would be there in the time after that.
+        # The process is as slow as it likes: nobody is answered before four are asked. A fifth
+        # would be there in the time after that.
         if client.num_under_way == 4:
             all_at_once.set()
         await asyncio.wait_for(all_at_once.wait(), 60)
@@ -397,7 +569,15 @@ def test_vf_eval_bounds_generations_and_scorings_by_flags_of_their_own(tmp_path,
 
     client = ScriptedClient(meets)
     with serving_scripted(client) as url:
-        flags = ["-c", "1", "--max-concurrent-generation", "4", "--max-concurrent-scoring", "2", "--no-interleave-scoring"]
+        flags = [
+            "-c",
+            "1",
+            "--max-concurrent-generation",
+            "4",
+            "--max-concurrent-scoring",
+            "2",
+            "--no-interleave-scoring",
+        ]
         vf_eval(["bounded_env.py", "-m", "demo", "-b", url, "-n", "9", "-r", "1", "-s", *flags])
     (path,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
     scored = [json.loads(line)["scored_at_a_time"] for line in path.read_text().splitlines()]

@@ -24,8 +24,12 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("benchmarks.environments")
 
 
-def test_a_thousand_concurrent_rollouts_of_three_turns_against_an_instant_client_cost_at_most_0_15_ms_a_turn(benchmark: Any) -> None:
-    """Token extraction included. (What threads cost beside it, where a reward function is a plain one, is the machine's: docs/performance.md.)"""
+def test_a_thousand_concurrent_rollouts_of_three_turns_against_an_instant_client_cost_at_most_0_15_ms_a_turn(
+    benchmark: Any,
+) -> None:
+    """Token extraction included. (What threads cost beside it, where a reward function is a plain
+    one, is the machine's: docs/performance.md.)
+    """
     spent_ms: list[float] = []
     # Processor time, and the best of several: the machine may be busy with something else.
     while len(spent_ms) < 8 and min(spent_ms, default=1.0) > MOST_MS:
@@ -35,8 +39,13 @@ def test_a_thousand_concurrent_rollouts_of_three_turns_against_an_instant_client
 
 
 def test_an_environment_actors_collector_is_set_as_it_is_measured() -> None:
-    code = "import gc; from rollout_actors.environments.training.actor import collect_rarely; collect_rarely(); print(gc.get_threshold(), gc.get_freeze_count() > 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    code = (
+        "import gc; from rollout_actors.environments.training.actor import collect_rarely;"
+        " collect_rarely(); print(gc.get_threshold(), gc.get_freeze_count() > 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stdout.strip() == "(50000, 20, 100) True"
 
 

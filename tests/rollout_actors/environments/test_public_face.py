@@ -1,4 +1,6 @@
-"""What users import: the names of the contract's section "rollout_actors.environments", from the package of that name."""
+"""What users import: the names of the contract's section "rollout_actors.environments", from the
+package of that name.
+"""
 
 import subprocess
 import sys
@@ -62,6 +64,11 @@ def test_the_face_has_these_names_and_no_others():
 
 @pytest.mark.slow
 def test_importing_the_package_imports_nothing_that_takes_long():
-    code = "import sys, rollout_actors.environments; print({'ray', 'vllm', 'torch', 'transformers', 'datasets', 'PIL'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    code = (
+        "import sys, rollout_actors.environments; print({'ray', 'vllm', 'torch', 'transformers',"
+        " 'datasets', 'PIL'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout.strip() == "set()", done.stderr

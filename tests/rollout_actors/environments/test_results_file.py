@@ -28,7 +28,9 @@ def finished(example=0, rollout=0, columns=(), script=("a",), **fields):
     environment = SingleTurnEnv(dataset=[{**ROW, **fields}], rubric=Rubric([exact]))
     client = ScriptedClient(list(script), returns_tokens=True)
     results = environment.generate_sync([{**ROW, **fields}], client, "demo", use_tqdm=False)
-    return FinishedRollout.of(results.state[0], example=example, rollout=rollout, row="0", state_columns=columns)
+    return FinishedRollout.of(
+        results.state[0], example=example, rollout=rollout, row="0", state_columns=columns
+    )
 
 
 def test_a_rollout_is_a_line_of_json_as_soon_as_it_is_appended(tmp_path):
@@ -50,9 +52,19 @@ def test_what_was_appended_is_read_back_as_it_was(tmp_path):
     assert read_rollouts(tmp_path / NAME) == [one]
     assert set(one.columns) == {"timing.total_ms", "trajectory"}
     state = one.state()
-    assert (state["prompt"], state["completion"], state["answer"], state["info"]) == (one.prompt, one.completion, "a", {"kind": "letter"})
+    assert (state["prompt"], state["completion"], state["answer"], state["info"]) == (
+        one.prompt,
+        one.completion,
+        "a",
+        {"kind": "letter"},
+    )
     assert state["trajectory"][0]["tokens"]["completion_ids"]
-    assert (state["reward"], state["metrics"], state["example_id"], state["id"]) == (1.0, {"exact": 1.0}, 0, 0)
+    assert (state["reward"], state["metrics"], state["example_id"], state["id"]) == (
+        1.0,
+        {"exact": 1.0},
+        0,
+        0,
+    )
 
 
 def test_numbers_and_texts_that_json_has_no_form_for_are_kept(tmp_path):
@@ -131,7 +143,13 @@ with ResultsFile(Path({str(tmp_path)!r})):
     sys.stdin.read()
 """
     root = Path(__file__).parents[3]
-    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
         assert other.stdout.readline() == "open\n"
         with pytest.raises(StorageError, match="another process is writing it"):
             ResultsFile(tmp_path)
@@ -148,7 +166,17 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 
 def test_the_tokens_of_a_rollout_are_those_of_all_its_calls_and_unknown_where_a_call_has_none():
     step = {"tokens": {"prompt_ids": [1, 2], "completion_ids": [3]}, "response": None}
-    assert tokens_of({"trajectory": [step, {"tokens": {"prompt_ids": [1, 2, 3, 4], "completion_ids": [5, 6]}, "response": None}]}) == (6, 3)
+    assert tokens_of(
+        {
+            "trajectory": [
+                step,
+                {
+                    "tokens": {"prompt_ids": [1, 2, 3, 4], "completion_ids": [5, 6]},
+                    "response": None,
+                },
+            ]
+        }
+    ) == (6, 3)
     counted = {"tokens": None, "response": Answer}
     assert tokens_of({"trajectory": [step, counted]}) == (None, None)
 

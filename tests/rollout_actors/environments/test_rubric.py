@@ -14,15 +14,47 @@ from scripted_client import ScriptedClient, status_error
 
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Parser, Rubric, RubricGroup, credit, give_advantages, relative_steps, settle
+from rollout_actors.environments.rubric import (
+    Parser,
+    Rubric,
+    RubricGroup,
+    credit,
+    give_advantages,
+    relative_steps,
+    settle,
+)
 from rollout_actors.environments.types import State
 
 
 def state(said: str = "4", example_id: int = 0, steps: int = 1, **row):
-    step = {"prompt": [], "completion": [], "response": None, "tokens": None, "reward": None, "advantage": None, "extras": {}}
-    given = {"prompt": [user("2 + 2")], "answer": "4", "task": "sums", "info": {"k": 1}, "example_id": example_id, **row}
+    step = {
+        "prompt": [],
+        "completion": [],
+        "response": None,
+        "tokens": None,
+        "reward": None,
+        "advantage": None,
+        "extras": {},
+    }
+    given = {
+        "prompt": [user("2 + 2")],
+        "answer": "4",
+        "task": "sums",
+        "info": {"k": 1},
+        "example_id": example_id,
+        **row,
+    }
     trajectory = [dict(step) for _ in range(steps)]
-    return State(input=given, completion=[assistant(said)], trajectory=trajectory, reward=None, advantage=None, metrics=None, error=None, turn=2)
+    return State(
+        input=given,
+        completion=[assistant(said)],
+        trajectory=trajectory,
+        reward=None,
+        advantage=None,
+        metrics=None,
+        error=None,
+        turn=2,
+    )
 
 
 def scored(rubric: Rubric, one: State) -> State:
@@ -61,7 +93,9 @@ def test_a_reward_function_that_takes_keywords_gets_all_of_them():
         return 1
 
     scored(Rubric([reward]), state())
-    assert {"prompt", "completion", "info", "task", "state", "trajectory"} <= set(seen) and "answer" not in seen
+    assert {"prompt", "completion", "info", "task", "state", "trajectory"} <= set(
+        seen
+    ) and "answer" not in seen
 
 
 def test_a_default_holds_where_nothing_has_the_name():
@@ -147,11 +181,27 @@ def test_a_rubric_with_a_score_group_of_its_own_is_asked_for_groups():
                 one["reward"], one["metrics"] = float(place), {}
 
     env = SingleTurnEnv(rubric=Ranked())
-    results = generated(env, [{"question": "q", "example_id": 0}] * 3, ScriptedClient(lambda call: "a"))
+    results = generated(
+        env, [{"question": "q", "example_id": 0}] * 3, ScriptedClient(lambda call: "a")
+    )
     assert results.reward == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("plural", ["states", "prompts", "completions", "answers", "infos", "tasks", "example_ids", "ids", "timings", "trajectories"])
+@pytest.mark.parametrize(
+    "plural",
+    [
+        "states",
+        "prompts",
+        "completions",
+        "answers",
+        "infos",
+        "tasks",
+        "example_ids",
+        "ids",
+        "timings",
+        "trajectories",
+    ],
+)
 def test_a_function_that_takes_states_or_another_plural_is_of_a_group(plural):
     seen = []
     source = f"def reward({plural}):\n    seen.append({plural})\n    return [0.0, 1.0]"
@@ -176,7 +226,10 @@ def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
     def right(completion, grader, strictness=1):
         return 1.0
 
-    told = r"TypeError: reward function right asks for grader; there are advantage, answer, .*turn; add others to the rubric's class_objects"
+    told = (
+        r"TypeError: reward function right asks for grader; there are advantage, answer, .*turn;"
+        r" add others to the rubric's class_objects"
+    )
     assert re.match(told, scored(Rubric([right]), state())["error"])
 
 
@@ -194,13 +247,22 @@ def test_score_rollouts_scores_each_by_itself_so_many_at_a_time():
         most[0] = 0
         states = [state(str(i)) for i in range(6)]
         asyncio.run(Rubric([right]).score_rollouts(states, max_concurrent=bound))
-        assert [one["reward"] for one in states] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0] and most == [expected]
+        assert [one["reward"] for one in states] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0] and most == [
+            expected
+        ]
     asyncio.run(Rubric([right]).score_rollouts([]))
 
 
 def test_score_rollouts_compares_those_of_each_example():
-    states = [state(said, example_id, task=task) for said, example_id, task in (("a", 0, "t"), ("b", 1, "t"), ("cc", 0, "t"), ("d", 0, "u"))]
-    asyncio.run(RubricGroup([Rubric([lambda completions: [float(len(one[-1]["content"])) for one in completions]])]).score_rollouts(states))
+    states = [
+        state(said, example_id, task=task)
+        for said, example_id, task in (("a", 0, "t"), ("b", 1, "t"), ("cc", 0, "t"), ("d", 0, "u"))
+    ]
+    asyncio.run(
+        RubricGroup(
+            [Rubric([lambda completions: [float(len(one[-1]["content"])) for one in completions]])]
+        ).score_rollouts(states)
+    )
     assert [one["advantage"] for one in states] == [-0.5, 0.0, 0.5, 0.0]
 
 
@@ -215,7 +277,10 @@ def test_a_group_gets_rewards_metrics_and_the_advantage_over_its_mean():
     group = [state("4"), state("44")]
     asyncio.run(Rubric([longest, right], [1.0, 0.5]).score_group(group))
     assert [one["reward"] for one in group] == [0.5, 1.0]
-    assert [one["metrics"] for one in group] == [{"longest": 0.0, "right": 1.0}, {"longest": 1.0, "right": 0.0}]
+    assert [one["metrics"] for one in group] == [
+        {"longest": 0.0, "right": 1.0},
+        {"longest": 1.0, "right": 0.0},
+    ]
     assert [one["advantage"] for one in group] == [-0.25, 0.25]
     assert [one["trajectory"][0]["advantage"] for one in group] == [-0.25, 0.25]
 
@@ -243,7 +308,10 @@ def test_a_group_function_that_returns_no_list_is_refused_by_name(returned):
     group = [state(), state()]
     asyncio.run(Rubric([best]).score_group(group))
     for one in group:
-        assert f"best returned {returned} for a group of 2 rollouts; return a list with one reward for each" in one["error"]
+        assert (
+            f"best returned {returned} for a group of 2 rollouts; return a list with one reward for"
+            " each" in one["error"]
+        )
 
 
 @pytest.mark.parametrize("wrong", [math.nan, None, "good", 10**400])
@@ -256,13 +324,19 @@ def test_a_figure_of_a_group_function_that_is_no_number_fails_its_own_rollout_al
     assert [one["error"] is None for one in group] == [True, False, True]
     assert [one["metrics"].get("best") for one in group] == [1.0, None, 3.0]
     assert [list(one.get("reward_errors", {})) for one in group] == [[], ["best"], []]
-    assert [(one["reward"], one["advantage"]) for one in group] == [(1.0, -1.0), (0.0, None), (3.0, 1.0)]
+    assert [(one["reward"], one["advantage"]) for one in group] == [
+        (1.0, -1.0),
+        (0.0, None),
+        (3.0, 1.0),
+    ]
 
 
 def test_rollouts_of_equal_rewards_have_an_advantage_of_exactly_0():
     states = [state() for _ in range(3)]
     asyncio.run(Rubric([lambda states: [0.1] * 3]).score_group(states))
-    assert [one["advantage"] for one in states] == [0.0] * 3, "and not what rounding leaves of the mean"
+    assert [one["advantage"] for one in states] == [0.0] * 3, (
+        "and not what rounding leaves of the mean"
+    )
 
 
 @pytest.mark.parametrize("value", [None, "good", [1.0], float("nan"), float("inf")])
@@ -351,7 +425,10 @@ def test_what_a_function_raises_costs_no_other_rollout_of_its_group_anything():
     asyncio.run(Rubric([reward, lambda states: [0.0, 0.5]]).score_group(group))
     assert ended == ["4"]
     assert [without_place(one) for one in group] == ["RuntimeError: no", None]
-    assert [one["metrics"] for one in group] == [{"<lambda>": 0.0}, {"reward": 1.0, "<lambda>": 0.5}]
+    assert [one["metrics"] for one in group] == [
+        {"<lambda>": 0.0},
+        {"reward": 1.0, "<lambda>": 0.5},
+    ]
     assert [(one["reward"], one["advantage"]) for one in group] == [(0.0, None), (1.5, 0.0)]
 
 
@@ -364,7 +441,10 @@ def one_point(completion):
 
 
 def test_a_function_of_weight_0_that_fails_costs_a_rollout_nothing_but_its_own_figure():
-    for rubric in (Rubric([one_point, fails], [1.0, 0.0]), RubricGroup([Rubric([one_point]), Rubric([fails], [0.0])])):
+    for rubric in (
+        Rubric([one_point, fails], [1.0, 0.0]),
+        RubricGroup([Rubric([one_point]), Rubric([fails], [0.0])]),
+    ):
         one = scored(rubric, state())
         assert (one["error"], one["reward"], one["metrics"]) == (None, 1.0, {"one_point": 1.0})
         assert one["reward_errors"]["fails"].startswith("RuntimeError: no idea")
@@ -374,11 +454,17 @@ def test_where_a_function_with_a_weight_fails_there_is_no_reward_and_the_other_f
     for rubric in (Rubric([one_point, fails]), RubricGroup([Rubric([fails]), Rubric([one_point])])):
         one = scored(rubric, state())
         assert without_place(one) == "RuntimeError: no idea"
-        assert (one["reward"], one["metrics"], list(one["reward_errors"])) == (0.0, {"one_point": 1.0}, ["fails"])
+        assert (one["reward"], one["metrics"], list(one["reward_errors"])) == (
+            0.0,
+            {"one_point": 1.0},
+            ["fails"],
+        )
 
 
 def test_a_sum_of_two_metrics_of_one_name_is_missing_where_one_of_them_is():
-    one = scored(RubricGroup([Rubric([one_point, fails], [1.0, 0.0]), Rubric([lambda state: 2.0])]), state())
+    one = scored(
+        RubricGroup([Rubric([one_point, fails], [1.0, 0.0]), Rubric([lambda state: 2.0])]), state()
+    )
     assert one["metrics"] == {"one_point": 1.0, "<lambda>": 2.0}
 
     def wrong(state):
@@ -399,7 +485,12 @@ def test_a_rollout_that_is_scored_again_when_its_function_is_mended_has_no_error
     scored(rubric, one)
     assert one["error"] is not None
     scored(rubric, one)
-    assert (one["error"], one["reward"], one["metrics"], "reward_errors" in one) == (None, 1.0, {"judge": 1.0}, False)
+    assert (one["error"], one["reward"], one["metrics"], "reward_errors" in one) == (
+        None,
+        1.0,
+        {"judge": 1.0},
+        False,
+    )
 
 
 def test_weights_have_to_be_as_many_as_functions_and_names_have_to_differ():
@@ -458,7 +549,15 @@ def test_the_reward_of_no_functions_is_0():
 
 
 def test_lambdas_and_partials_are_numbered_from_the_second_of_their_kind():
-    rubric = Rubric([lambda state: 1.0, partial(sum, [2]), lambda state: 3.0, partial(sum, [4]), lambda state: 5.0])
+    rubric = Rubric(
+        [
+            lambda state: 1.0,
+            partial(sum, [2]),
+            lambda state: 3.0,
+            partial(sum, [4]),
+            lambda state: 5.0,
+        ]
+    )
     assert rubric.reward_names == ["<lambda>", "partial", "<lambda>_2", "partial_2", "<lambda>_3"]
 
 
@@ -466,13 +565,30 @@ def test_states_with_the_keys_of_the_documents_own_init_state_are_scored():
     """Without `advantage`, without a reward in the steps, and without a trajectory at all."""
 
     def made(**fields):
-        row = {"prompt": [user("2 + 2")], "answer": "4", "task": "sums", "info": {}, "example_id": 0}
-        return State(input=row, is_completed=False, oai_tools=[], completion=[assistant("4")], reward=None, metrics=None, **fields)
+        row = {
+            "prompt": [user("2 + 2")],
+            "answer": "4",
+            "task": "sums",
+            "info": {},
+            "example_id": 0,
+        }
+        return State(
+            input=row,
+            is_completed=False,
+            oai_tools=[],
+            completion=[assistant("4")],
+            reward=None,
+            metrics=None,
+            **fields,
+        )
 
     group = [made(trajectory=[{"prompt": [], "completion": [], "tokens": None}]), made()]
     asyncio.run(Rubric([lambda states: [1.0, 0.0]]).score_group(group))
     assert [one["advantage"] for one in group] == [0.5, -0.5]
-    assert (group[0]["trajectory"][0]["reward"], group[0]["trajectory"][0]["advantage"]) == (1.0, 0.5)
+    assert (group[0]["trajectory"][0]["reward"], group[0]["trajectory"][0]["advantage"]) == (
+        1.0,
+        0.5,
+    )
     bare = State(completion="4", task="sums", example_id=0)
     asyncio.run(Rubric([lambda completion: float(completion)]).score_rollouts([bare]))
     assert bare["reward"] == 4.0
@@ -507,7 +623,10 @@ def test_score_rollouts_counts_rollouts_where_functions_compare_them_too():
 # Rubrics of users, which change what they were given
 
 
-EXAMPLE = [{"question": "a", "answer": "a", "example_id": 0}, {"question": "bbb", "answer": "b", "example_id": 0}]
+EXAMPLE = [
+    {"question": "a", "answer": "a", "example_id": 0},
+    {"question": "bbb", "answer": "b", "example_id": 0},
+]
 """Two rollouts of it, which `length` rewards with 1 and 3."""
 
 
@@ -579,7 +698,10 @@ def test_a_step_that_a_rubric_has_set_since_keeps_its_own():
                 one["advantage"] *= 10
 
     states = scored_example(Own([length]))
-    assert of_steps(states, "reward") == [0.5, 4.0] and of_steps(states, "advantage") == [0.125, 10.0]
+    assert of_steps(states, "reward") == [0.5, 4.0] and of_steps(states, "advantage") == [
+        0.125,
+        10.0,
+    ]
 
 
 def test_rewards_that_a_rubric_changes_after_they_were_compared_are_compared_again():
@@ -639,12 +761,17 @@ def test_a_reward_of_nan_does_not_stay_with_the_steps():
             credit(state, math.nan)
 
     states = scored_example(Spoilt([length]))
-    assert [one["error"] for one in states] == ["ValueError: Spoilt gave the reward nan; give a finite number"] * 2
+    assert [one["error"] for one in states] == [
+        "ValueError: Spoilt gave the reward nan; give a finite number"
+    ] * 2
     assert of_steps(states, "reward") == [0.0, 0.0]
 
 
 def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_another():
-    compared, own = scored_example(Rubric([length, lambda states: [0.0] * len(states)])), scored_example(Tenfold([length]))
+    compared, own = (
+        scored_example(Rubric([length, lambda states: [0.0] * len(states)])),
+        scored_example(Tenfold([length])),
+    )
     assert [relative_steps(one) for one in (*compared, *own, state())] == [[0], [0], [], [], None]
     again = pickle.loads(pickle.dumps(compared[0]))
     assert relative_steps(again) == relative_steps(compared[0].copy()) == [0]
@@ -659,7 +786,11 @@ def test_a_key_inherited_is_the_users():
             return state
 
     (only,) = generated(Heir(rubric=Rubric([length])), EXAMPLE[:1], ScriptedClient(echo)).state
-    assert only["inherited"] is True and only["error"] is None and only["trajectory"][0]["reward"] == 1.0
+    assert (
+        only["inherited"] is True
+        and only["error"] is None
+        and only["trajectory"][0]["reward"] == 1.0
+    )
 
 
 def test_a_score_group_of_a_subclass_may_score_each_rollout_by_itself_first():
@@ -685,7 +816,9 @@ def test_a_score_group_of_a_subclass_that_scores_each_by_itself_compares_them_al
     for rubric in (Own(functions), OwnGroup([Rubric(functions)])):
         results = generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo))
         rewards = [one["reward"] for one in results.state]
-        assert [one["advantage"] for one in results.state] == [reward - sum(rewards) / len(rewards) for reward in rewards] and len(set(rewards)) > 1
+        assert [one["advantage"] for one in results.state] == [
+            reward - sum(rewards) / len(rewards) for reward in rewards
+        ] and len(set(rewards)) > 1
 
 
 @pytest.mark.parametrize("made", [lambda score: score, asyncio.ensure_future])
@@ -710,7 +843,9 @@ def test_what_a_partial_has_bound_is_what_it_is_called_with(bound):
         return float(given[bound] == "mine")
 
     def names(completion, answer=None, parser=None, task=None, info=None):
-        return float({"answer": answer, "parser": parser, "task": task, "info": info}[bound] == "mine")
+        return float(
+            {"answer": answer, "parser": parser, "task": task, "info": info}[bound] == "mine"
+        )
 
     for function in (names, says):
         rubric = Rubric([partial(function, **{bound: "mine"})], parser=Parser())
@@ -721,7 +856,13 @@ def test_a_function_that_takes_its_arguments_by_position_alone_is_refused_with_t
     def by_place(answer, /):
         return 1.0
 
-    with pytest.raises(ValueError, match=r"reward function by_place: answer can only be given by position; .* leave out the slash"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"reward function by_place: answer can only be given by position; .* leave out the"
+            r" slash"
+        ),
+    ):
         Rubric([by_place])
 
 
@@ -752,18 +893,32 @@ class Left(Rubric):
         state.update(self._fields)
 
 
-@pytest.mark.parametrize("value", [None, "good", math.nan, [1.0], 10**400], ids=["none", "text", "nan", "list", "huge"])
-@pytest.mark.parametrize("wrapped", [lambda rubric: rubric, lambda rubric: RubricGroup([rubric])], ids=["alone", "in_a_group"])
-def test_a_reward_or_metric_that_a_rubric_leaves_and_that_is_no_number_is_the_error_of_its_rollout(value, wrapped):
+@pytest.mark.parametrize(
+    "value", [None, "good", math.nan, [1.0], 10**400], ids=["none", "text", "nan", "list", "huge"]
+)
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda rubric: rubric, lambda rubric: RubricGroup([rubric])],
+    ids=["alone", "in_a_group"],
+)
+def test_a_reward_or_metric_that_a_rubric_leaves_and_that_is_no_number_is_the_error_of_its_rollout(
+    value, wrapped
+):
     states = scored_example(wrapped(Left(reward=value)))
-    assert [one["error"] for one in states] == [f"ValueError: Left gave the reward {value!r}; give a finite number"] * 2
+    assert [one["error"] for one in states] == [
+        f"ValueError: Left gave the reward {value!r}; give a finite number"
+    ] * 2
     states = scored_example(wrapped(Left(metrics={"judge": value})))
-    assert [one["error"] for one in states] == [f"ValueError: Left gave the metric judge = {value!r}; give a finite number, or leave it out"] * 2
+    assert [one["error"] for one in states] == [
+        f"ValueError: Left gave the metric judge = {value!r}; give a finite number, or leave it out"
+    ] * 2
     assert [(one["reward"], one["metrics"]) for one in states] == [(0.0, {})] * 2
 
 
 def test_truth_values_and_numbers_of_numpy_are_numbers():
-    rubric = Left(reward=np.float32(0.5), metrics={"right": True, "close": np.True_, "size": np.int64(3)})
+    rubric = Left(
+        reward=np.float32(0.5), metrics={"right": True, "close": np.True_, "size": np.int64(3)}
+    )
     results = generated(SingleTurnEnv(rubric=RubricGroup([rubric])), EXAMPLE, ScriptedClient(echo))
     assert [one["error"] for one in results.state] == [None, None] and results.reward == [0.5, 0.5]
     assert results.metadata.avg_metrics == {"right": 1.0, "close": 1.0, "size": 3.0}
@@ -808,33 +963,59 @@ def test_a_score_rollouts_of_a_subclass_is_what_scores_in_the_two_phase_way(asks
     )
     assert rubric.calls == [(3, 2)]
     assert results.reward == [2.0, 0.0, 1.0] == of_steps(results.state, "reward")
-    assert sorted(told) == [(0, 2.0), (1, 0.0), (2, 1.0)], "nobody hears of a reward before it is final"
+    assert sorted(told) == [(0, 2.0), (1, 0.0), (2, 1.0)], (
+        "nobody hears of a reward before it is final"
+    )
     assert results.metrics == ({"length": [3.0, 1.0, 2.0]} if asks_super else {})
-    assert all(one["timing"]["total_ms"] == one["timing"]["generation_ms"] + one["timing"]["scoring_ms"] for one in results.state)
+    assert all(
+        one["timing"]["total_ms"] == one["timing"]["generation_ms"] + one["timing"]["scoring_ms"]
+        for one in results.state
+    )
     generated(SingleTurnEnv(rubric=rubric), THREE, ScriptedClient(echo))
     assert rubric.calls == [(3, 2)], "interleaved, each is scored as soon as it is there"
 
 
 @pytest.mark.parametrize("asks_super", [True, False])
 @pytest.mark.parametrize("compares", [True, False])
-def test_in_a_group_of_rubrics_each_ones_own_score_rollouts_is_asked_and_the_rewards_are_added(asks_super, compares):
+def test_in_a_group_of_rubrics_each_ones_own_score_rollouts_is_asked_and_the_rewards_are_added(
+    asks_super, compares
+):
     def picky(completion):
         if length(completion) == 1:
             raise RuntimeError("no idea")
         return 0.25
 
     told, ranked = [], Ranked(asks_super)
-    group = RubricGroup([Rubric([one_point, picky], [1.0, 0.0]), ranked, Rubric([lambda states: [0.5] * len(states)] if compares else [])])
+    group = RubricGroup(
+        [
+            Rubric([one_point, picky], [1.0, 0.0]),
+            ranked,
+            Rubric([lambda states: [0.5] * len(states)] if compares else []),
+        ]
+    )
     env = SingleTurnEnv(rubric=group)
     given = {"interleave_scoring": False, "max_concurrent_scoring": 2}
-    results = generated(env, THREE, ScriptedClient(echo), on_rollout=lambda place, one: told.append((place, one["reward"])), **given)
+    results = generated(
+        env,
+        THREE,
+        ScriptedClient(echo),
+        on_rollout=lambda place, one: told.append((place, one["reward"])),
+        **given,
+    )
     more = 0.5 * compares
     assert ranked.calls == [(3, 2)]
-    assert results.reward == [3.0 + more, 1.0 + more, 2.0 + more] == of_steps(results.state, "reward")
+    assert (
+        results.reward == [3.0 + more, 1.0 + more, 2.0 + more] == of_steps(results.state, "reward")
+    )
     assert sorted(told) == list(enumerate(results.reward))
-    assert (results.metrics["one_point"], results.metrics["picky"]) == ([1.0] * 3, [0.25, None, 0.25])
+    assert (results.metrics["one_point"], results.metrics["picky"]) == (
+        [1.0] * 3,
+        [0.25, None, 0.25],
+    )
     assert results.metrics.get("length") == ([3.0, 1.0, 2.0] if asks_super else None)
-    assert [one["error"] for one in results.state] == [None] * 3 and results.metadata.num_reward_errors == {"picky": 1}
+    assert [one["error"] for one in results.state] == [
+        None
+    ] * 3 and results.metadata.num_reward_errors == {"picky": 1}
     assert [one["advantage"] for one in results.state] == [0.0] * 3
     generated(env, THREE, ScriptedClient(echo))
     assert ranked.calls == [(3, 2)], "interleaved, each is scored as soon as it is there"
@@ -848,10 +1029,20 @@ def test_what_one_rubric_of_a_group_leaves_unsound_is_one_rollouts_failure_and_t
 
     last = Ranked(True)
     group = RubricGroup([Leaves(True), last])
-    results = generated(SingleTurnEnv(rubric=group), THREE, ScriptedClient(echo), interleave_scoring=False)
-    assert [one["error"] for one in results.state] == [None, "ValueError: Leaves gave the reward None; give a finite number", None]
+    results = generated(
+        SingleTurnEnv(rubric=group), THREE, ScriptedClient(echo), interleave_scoring=False
+    )
+    assert [one["error"] for one in results.state] == [
+        None,
+        "ValueError: Leaves gave the reward None; give a finite number",
+        None,
+    ]
     assert last.calls == [(2, -1)]
-    assert results.reward == [3.0, 0.0, 1.0] and [one["metrics"] for one in results.state] == [{"length": 6.0}, {}, {"length": 4.0}]
+    assert results.reward == [3.0, 0.0, 1.0] and [one["metrics"] for one in results.state] == [
+        {"length": 6.0},
+        {},
+        {"length": 4.0},
+    ]
 
 
 def test_rollouts_of_a_row_are_compared_by_the_sum_in_the_two_phase_way_too():
@@ -867,7 +1058,9 @@ def test_rollouts_that_failed_are_not_scored_in_the_two_phase_way_either():
         return status_error(400, "bad") if call.text == "a" else call.text
 
     rubric = Ranked(asks_super=True)
-    results = generated(SingleTurnEnv(rubric=rubric), THREE, ScriptedClient(script), interleave_scoring=False)
+    results = generated(
+        SingleTurnEnv(rubric=rubric), THREE, ScriptedClient(script), interleave_scoring=False
+    )
     assert rubric.calls == [(2, -1)]
     assert results.reward == [1.0, 0.0, 0.0] and results.metrics == {"length": [3.0, None, 2.0]}
 
@@ -882,16 +1075,27 @@ def test_a_score_rollouts_that_fails_fails_what_it_scores_and_what_it_leaves_uns
             await super().score_rollouts(states, max_concurrent)
             states[1]["reward"] = None
 
-    results = generated(SingleTurnEnv(rubric=Fails([length])), THREE, ScriptedClient(echo), interleave_scoring=False)
+    results = generated(
+        SingleTurnEnv(rubric=Fails([length])), THREE, ScriptedClient(echo), interleave_scoring=False
+    )
     assert [without_place(one) for one in results.state] == ["RuntimeError: no idea"] * 3
     assert results.reward == [0.0] * 3
-    results = generated(SingleTurnEnv(rubric=Leaves(True)), THREE, ScriptedClient(echo), interleave_scoring=False)
-    assert [one["error"] for one in results.state] == [None, "ValueError: Leaves gave the reward None; give a finite number", None]
+    results = generated(
+        SingleTurnEnv(rubric=Leaves(True)), THREE, ScriptedClient(echo), interleave_scoring=False
+    )
+    assert [one["error"] for one in results.state] == [
+        None,
+        "ValueError: Leaves gave the reward None; give a finite number",
+        None,
+    ]
 
 
 def test_each_environment_of_a_group_has_its_rollouts_scored_by_its_own_rubric_in_the_two_phase_way():
     rubrics = [Ranked(True), Ranked(True)]
-    envs = [SingleTurnEnv(dataset=THREE[: place + 1], rubric=rubric) for place, rubric in enumerate(rubrics)]
+    envs = [
+        SingleTurnEnv(dataset=THREE[: place + 1], rubric=rubric)
+        for place, rubric in enumerate(rubrics)
+    ]
     group = EnvGroup(envs, ["one", "two"])
     results = generated(group, group.get_dataset(), ScriptedClient(echo), interleave_scoring=False)
     assert [rubric.calls for rubric in rubrics] == [[(1, -1)], [(2, -1)]]

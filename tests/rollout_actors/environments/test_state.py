@@ -1,4 +1,6 @@
-"""`State`: the fields of its input look like its own, however it is read (spec: trajectories, state structure)."""
+"""`State`: the fields of its input look like its own, however it is read (spec: trajectories, state
+structure).
+"""
 
 import copy
 import json
@@ -11,11 +13,26 @@ from rollout_actors.environments.types import State
 
 
 def state(**more: Any) -> State:
-    return State(input={"prompt": [{"role": "user", "content": "2 + 2"}], "answer": "4", "task": "sums", "info": {"k": [1]}, "example_id": 7}, **more)
+    return State(
+        input={
+            "prompt": [{"role": "user", "content": "2 + 2"}],
+            "answer": "4",
+            "task": "sums",
+            "info": {"k": [1]},
+            "example_id": 7,
+        },
+        **more,
+    )
 
 
 EVERYTHING = {
-    "input": {"prompt": [{"role": "user", "content": "2 + 2"}], "answer": "4", "task": "sums", "info": {"k": [1]}, "example_id": 7},
+    "input": {
+        "prompt": [{"role": "user", "content": "2 + 2"}],
+        "answer": "4",
+        "task": "sums",
+        "info": {"k": [1]},
+        "example_id": 7,
+    },
     "prompt": [{"role": "user", "content": "2 + 2"}],
     "answer": "4",
     "task": "sums",
@@ -107,7 +124,11 @@ def test_a_copy_forwards_and_writing_to_it_leaves_the_first_as_it_is(copied):
     assert dict(one) == EVERYTHING
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+    ids=["deepcopy", "pickle"],
+)
 def test_a_deep_copy_and_a_pickled_one_forward_to_an_input_of_their_own(copied):
     one = state(turn=1)
     other = copied(one)
@@ -171,14 +192,23 @@ def test_a_state_made_of_another_one_has_an_input_of_its_own():
     assert first["answer"] == "a"
 
 
-@pytest.mark.parametrize("made", [lambda other: State(**other), lambda other: State() | other, lambda other: State(turn=1) | dict(other)])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda other: State(**other),
+        lambda other: State() | other,
+        lambda other: State(turn=1) | dict(other),
+    ],
+)
 def test_what_is_written_after_joining_leaves_the_other_as_it_was(made):
     other = state()
     made(other)["answer"] = "changed"
     assert other["answer"] == "4"
 
 
-@pytest.mark.parametrize("copied", [State.copy, copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize(
+    "copied", [State.copy, copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
+)
 def test_a_copy_of_a_subclass_is_of_the_subclass(copied):
     assert type(copied(Richer(state()))) is Richer
 

@@ -1,4 +1,6 @@
-"""Plain functions in threads: those whose caller has gone are given up and replaced, within a bound."""
+"""Plain functions in threads: those whose caller has gone are given up and replaced, within a
+bound.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,10 @@ def test_a_thread_whose_caller_is_cancelled_is_given_up_replaced_noted_and_said(
         assert threads.running() == ["hangs_0", "hangs_1"], "no thread can be ended"
 
     ran(work)
-    assert "plain function hangs_0 was given up, because its caller was cancelled or had reached its limit of time" in caplog.text
+    assert (
+        "plain function hangs_0 was given up, because its caller was cancelled or had reached its"
+        " limit of time" in caplog.text
+    )
 
 
 def test_a_call_that_is_cancelled_in_the_queue_is_never_begun(hangs):
@@ -98,7 +103,10 @@ def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_o
         queued = asyncio.create_task(threads.call(lambda: "there", "queued"))
         await asyncio.sleep(0)
         await cancel(hung)
-        refusal = "no thread is left for {}: 3 plain functions that were given up still run (hangs_0, hangs_1, hangs_2); give what they wait for a limit"
+        refusal = (
+            "no thread is left for {}: 3 plain functions that were given up still run (hangs_0,"
+            " hangs_1, hangs_2); give what they wait for a limit"
+        )
         for name, call in (("queued", queued), ("next", threads.call(lambda: "there", "next"))):
             with pytest.raises(RuntimeError) as caught:
                 await call
@@ -110,7 +118,9 @@ def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_o
     ran(work)
 
 
-def test_where_the_system_starts_no_thread_calls_are_refused_and_the_next_ones_run_again(monkeypatch):
+def test_where_the_system_starts_no_thread_calls_are_refused_and_the_next_ones_run_again(
+    monkeypatch,
+):
     def refuses(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -120,7 +130,9 @@ def test_where_the_system_starts_no_thread_calls_are_refused_and_the_next_ones_r
     threads = Threads(2)
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", refuses)
-        with pytest.raises(RuntimeError, match="no thread is left for later: the system starts no more threads"):
+        with pytest.raises(
+            RuntimeError, match="no thread is left for later: the system starts no more threads"
+        ):
             asyncio.run(call())
     assert asyncio.run(call()) == "done"
 
@@ -246,7 +258,11 @@ def test_the_wait_for_a_thread_is_in_no_limit_of_time(hangs):
 
     async def work() -> None:
         threads = Threads(1)
-        late, healthy = await asyncio.gather(limited(threads, hangs, "hangs"), limited(threads, lambda: "there", "healthy"), return_exceptions=True)
+        late, healthy = await asyncio.gather(
+            limited(threads, hangs, "hangs"),
+            limited(threads, lambda: "there", "healthy"),
+            return_exceptions=True,
+        )
         assert healthy == "there"
         assert isinstance(late, TimeoutError)
         assert str(late) == "hangs is not done after limit_s = 1 s; wait longer"
@@ -256,11 +272,15 @@ def test_the_wait_for_a_thread_is_in_no_limit_of_time(hangs):
 
 @pytest.mark.slow
 def test_a_limit_goes_on_while_another_call_of_its_task_runs(hangs):
-    """Or two tasks, each with one call that hangs and one that waits, would wait for each other for ever."""
+    """Or two tasks, each with one call that hangs and one that waits, would wait for each other for
+    ever.
+    """
 
     async def both(threads: Threads) -> None:
         async with within(0.5, "both are not done after limit_s", "wait longer"):
-            await asyncio.gather(threads.call(hangs, "hangs"), threads.call(lambda: "there", "waits"))
+            await asyncio.gather(
+                threads.call(hangs, "hangs"), threads.call(lambda: "there", "waits")
+            )
 
     async def work() -> None:
         threads = Threads(2)

@@ -54,10 +54,15 @@ def tool_messages(state: State) -> list[dict[str, Any]]:
     return [message for message in state["completion"] if message["role"] == "tool"]
 
 
-def contents_after(calls: list[tuple[str, Any]], tools: Any = (area, echo, fail), **kwargs: Any) -> list[str]:
+def contents_after(
+    calls: list[tuple[str, Any]], tools: Any = (area, echo, fail), **kwargs: Any
+) -> list[str]:
     """What the tool messages say that answer one message with these calls."""
     client = ScriptedClient([Answer(None, tool_calls=calls), "done"])
-    return [message["content"] for message in tool_messages(rolled_out(ToolEnv(tools, **kwargs), ROW, client))]
+    return [
+        message["content"]
+        for message in tool_messages(rolled_out(ToolEnv(tools, **kwargs), ROW, client))
+    ]
 
 
 # What the model is told
@@ -108,12 +113,25 @@ def test_parameters_may_have_any_name():
         return [copy, _hidden, model_config, title]
 
     made = Tool.of(tool)
-    assert list(made.schema["function"]["parameters"]["properties"]) == ["copy", "_hidden", "model_config", "title"]
-    assert made.read('{"copy": 1, "_hidden": 2, "model_config": 3, "title": "t"}') == {"copy": 1, "_hidden": 2, "model_config": 3, "title": "t"}
+    assert list(made.schema["function"]["parameters"]["properties"]) == [
+        "copy",
+        "_hidden",
+        "model_config",
+        "title",
+    ]
+    assert made.read('{"copy": 1, "_hidden": 2, "model_config": 3, "title": "t"}') == {
+        "copy": 1,
+        "_hidden": 2,
+        "model_config": 3,
+        "title": "t",
+    }
 
 
 def test_a_docstring_without_sections_is_the_description():
-    assert read_docstring("Just this.\nAnd that: no section.") == ("Just this.\nAnd that: no section.", {})
+    assert read_docstring("Just this.\nAnd that: no section.") == (
+        "Just this.\nAnd that: no section.",
+        {},
+    )
     assert read_docstring("") == ("", {})
 
 
@@ -127,13 +145,18 @@ def test_what_cannot_be_told_to_a_model_is_refused_with_the_tools_name_and_a_rem
     def takes_a_lock(lock: threading.Lock) -> None: ...
     def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
-    with pytest.raises(ValueError, match=r"tool takes_all: parameter .*kwargs.* cannot be given by name"):
+    with pytest.raises(
+        ValueError, match=r"tool takes_all: parameter .*kwargs.* cannot be given by name"
+    ):
         Tool.of(takes_all)
     with pytest.raises(ValueError, match=r"tool takes_a_lock: .*hide them with args_to_skip"):
         Tool.of(takes_a_lock)
     with pytest.raises(ValueError, match=r"tool takes_the_unknown: .*Nowhere"):
         Tool.of(takes_the_unknown)
-    with pytest.raises(ValueError, match="tool area: args_to_skip has depth, which is no parameter; they are width, height"):
+    with pytest.raises(
+        ValueError,
+        match="tool area: args_to_skip has depth, which is no parameter; they are width, height",
+    ):
         Tool.of(area, ["depth"])
     with pytest.raises(ValueError, match="tool area is there already"):
         ToolEnv([area, area])
@@ -145,7 +168,19 @@ def test_what_cannot_be_told_to_a_model_is_refused_with_the_tools_name_and_a_rem
 
 
 def test_the_calls_of_one_message_are_answered_in_order_each_with_its_id():
-    client = ScriptedClient([Answer("let me see", tool_calls=[("area", {"width": 3}), ("echo", {"text": "hi"}), ("area", {"width": 1, "height": 1})]), "done"])
+    client = ScriptedClient(
+        [
+            Answer(
+                "let me see",
+                tool_calls=[
+                    ("area", {"width": 3}),
+                    ("echo", {"text": "hi"}),
+                    ("area", {"width": 1, "height": 1}),
+                ],
+            ),
+            "done",
+        ]
+    )
     state = rolled_out(ToolEnv([area, echo]), ROW, client)
     assert tool_messages(state) == [
         {"role": "tool", "tool_call_id": "call_0_0", "content": "6"},
@@ -153,15 +188,31 @@ def test_the_calls_of_one_message_are_answered_in_order_each_with_its_id():
         {"role": "tool", "tool_call_id": "call_0_2", "content": "1"},
     ]
     assert client.calls[1].prompt == [*ROW["prompt"], *state["completion"][:-1]]
-    assert [tool["function"]["name"] for tool in client.calls[0].arguments["tools"]] == ["area", "echo"]
+    assert [tool["function"]["name"] for tool in client.calls[0].arguments["tools"]] == [
+        "area",
+        "echo",
+    ]
 
 
 def test_an_unknown_tool_malformed_arguments_and_a_raising_tool_become_tool_messages():
-    contents = contents_after([("steal", {}), ("area", '{"width": '), ("area", "[1]"), ("area", {"width": "wide"}), ("area", {}), ("fail", {"reason": "why"})])
+    contents = contents_after(
+        [
+            ("steal", {}),
+            ("area", '{"width": '),
+            ("area", "[1]"),
+            ("area", {"width": "wide"}),
+            ("area", {}),
+            ("fail", {"reason": "why"}),
+        ]
+    )
     assert contents[0] == "there is no tool steal; there are area, echo, fail"
     assert contents[1].startswith("the arguments of area are not JSON")
     assert contents[2] == "the arguments of area are no JSON object, but [1]"
-    assert contents[3] == "the arguments of area are wrong: width: Input should be a valid integer, unable to parse string as an integer"
+    assert (
+        contents[3]
+        == "the arguments of area are wrong: width: Input should be a valid integer, unable to"
+        " parse string as an integer"
+    )
     assert contents[4] == "the arguments of area are wrong: width: Field required"
     assert contents[5] == "'why'"
 
@@ -171,11 +222,15 @@ def test_an_error_of_which_nothing_is_said_is_told_by_its_name():
         raise TimeoutError
 
     assert contents_after([("wait", {})], tools=[wait]) == ["TimeoutError"]
-    assert contents_after([("wait", {})], tools=[wait], error_formatter=lambda error: "") == ["TimeoutError"]
+    assert contents_after([("wait", {})], tools=[wait], error_formatter=lambda error: "") == [
+        "TimeoutError"
+    ]
 
 
 def test_the_error_formatter_says_what_the_model_is_told():
-    assert contents_after([("fail", {"reason": "why"})], error_formatter=lambda error: f"<{type(error).__name__}>") == ["<KeyError>"]
+    assert contents_after(
+        [("fail", {"reason": "why"})], error_formatter=lambda error: f"<{type(error).__name__}>"
+    ) == ["<KeyError>"]
 
 
 def test_arguments_come_as_their_types_and_defaults_stay_the_functions_own():
@@ -214,7 +269,9 @@ def test_plain_tools_run_in_threads_so_that_rollouts_do_not_wait_for_each_other(
         barrier.wait()
         return threading.current_thread().name
 
-    client = ScriptedClient(lambda call: "done" if call.turn else Answer(None, tool_calls=[("meet", {})]))
+    client = ScriptedClient(
+        lambda call: "done" if call.turn else Answer(None, tool_calls=[("meet", {})])
+    )
     results = generated(ToolEnv([meet]), [{"question": "a"}, {"question": "b"}], client)
     assert results.metadata.num_errors == 0
     names = [tool_messages(state)[0]["content"] for state in results.state]
@@ -238,7 +295,9 @@ def test_methods_and_asynchronous_callables_are_tools_too():
 
     counter = Counter()
     assert list(Tool.of(counter.add).schema["function"]["parameters"]["properties"]) == ["number"]
-    assert contents_after([("add", {"number": 2}), ("add", {"number": 3})], tools=[counter.add]) == ["2", "5"]
+    assert contents_after(
+        [("add", {"number": 2}), ("add", {"number": 3})], tools=[counter.add]
+    ) == ["2", "5"]
 
 
 def test_a_parameter_may_be_called_as_one_of_what_calls_the_tool():
@@ -256,15 +315,32 @@ def test_a_partial_is_told_as_what_it_wraps_without_what_it_binds():
     shown = convert_tool_to_oai_format(partial(area, height=5))["function"]
     assert (shown["name"], shown["description"]) == ("area", told["description"])
     properties = {"width": told["parameters"]["properties"]["width"]}
-    assert shown["parameters"] == {"type": "object", "properties": properties, "required": ["width"], "additionalProperties": False}
+    assert shown["parameters"] == {
+        "type": "object",
+        "properties": properties,
+        "required": ["width"],
+        "additionalProperties": False,
+    }
     by_place = convert_tool_to_oai_format(partial(area, 5))["function"]["parameters"]
     assert list(by_place["properties"]) == ["height"] and "required" not in by_place
 
 
-@pytest.mark.parametrize("tool", [partial(area, height=5), partial(partial(area, height=9), height=5), update_wrapper(partial(area, height=5), area)])
+@pytest.mark.parametrize(
+    "tool",
+    [
+        partial(area, height=5),
+        partial(partial(area, height=9), height=5),
+        update_wrapper(partial(area, height=5), area),
+    ],
+)
 def test_a_partial_is_called_with_what_it_binds_which_a_model_cannot_set(tool):
-    contents = contents_after([("area", {"width": 2}), ("area", {"width": 2, "height": 1})], tools=[tool])
-    assert contents == ["10", "the arguments of area are wrong: height: Extra inputs are not permitted"]
+    contents = contents_after(
+        [("area", {"width": 2}), ("area", {"width": 2, "height": 1})], tools=[tool]
+    )
+    assert contents == [
+        "10",
+        "the arguments of area are wrong: height: Extra inputs are not permitted",
+    ]
 
 
 def test_a_partial_of_an_asynchronous_function_is_waited_for():
@@ -273,13 +349,25 @@ def test_a_partial_of_an_asynchronous_function_is_waited_for():
 
 def test_partials_of_one_function_need_names_of_their_own():
     one, two = partial(area, height=1), partial(area, height=2)
-    with pytest.raises(ValueError, match="tool area is there already; tools go by the functions' names: give one of the two a __name__ of its own"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "tool area is there already; tools go by the functions' names: give one of the two a"
+            " __name__ of its own"
+        ),
+    ):
         ToolEnv([one, two])
     two.__name__, two.__doc__ = "strip", "The area of a strip."
     environment = ToolEnv([one, two])
     assert environment.tool_names == ["area", "strip"]
-    assert [told["function"]["description"] for told in environment.oai_tools] == [Tool.of(area).schema["function"]["description"], "The area of a strip."]
-    assert contents_after([("area", {"width": 3}), ("strip", {"width": 3})], tools=[one, two]) == ["3", "6"]
+    assert [told["function"]["description"] for told in environment.oai_tools] == [
+        Tool.of(area).schema["function"]["description"],
+        "The area of a strip.",
+    ]
+    assert contents_after([("area", {"width": 3}), ("strip", {"width": 3})], tools=[one, two]) == [
+        "3",
+        "6",
+    ]
     shown = Tool.of(partial(two, 4)).schema["function"]
     assert shown["name"] == "strip" and shown["parameters"]["properties"] == {}
 
@@ -287,16 +375,27 @@ def test_partials_of_one_function_need_names_of_their_own():
 def test_what_a_partial_binds_may_be_skipped_and_set_by_the_environment():
     environment = StatefulToolEnv()
     environment.add_tool(partial(take, session=None), args_to_skip=["session"])
-    assert list(environment.oai_tools[0]["function"]["parameters"]["properties"]) == ["name", "limit"]
+    assert list(environment.oai_tools[0]["function"]["parameters"]["properties"]) == [
+        "name",
+        "limit",
+    ]
 
 
 # Turns
 
 
 def test_a_rollout_ends_with_the_first_message_that_calls_no_tool():
-    state = rolled_out(ToolEnv([area]), ROW, ScriptedClient([Answer(None, tool_calls=[("area", {"width": 1})]), "done", "never"]))
+    state = rolled_out(
+        ToolEnv([area]),
+        ROW,
+        ScriptedClient([Answer(None, tool_calls=[("area", {"width": 1})]), "done", "never"]),
+    )
     assert state["stop_condition"] == "no_tools_called"
-    assert [message["role"] for message in state["completion"]] == ["assistant", "tool", "assistant"]
+    assert [message["role"] for message in state["completion"]] == [
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert len(state["trajectory"]) == 2
 
 
@@ -322,7 +421,9 @@ def test_a_tool_that_is_added_later_is_there_for_later_rollouts():
     rolled_out(environment, ROW, client)
     environment.add_tool(echo)
     assert environment.tool_names == ["area", "echo"]
-    assert [message["content"] for message in tool_messages(rolled_out(environment, ROW, client))] == ["x"]
+    assert [
+        message["content"] for message in tool_messages(rolled_out(environment, ROW, client))
+    ] == ["x"]
 
 
 # Stateful tools
@@ -349,7 +450,9 @@ class Shop(StatefulToolEnv):
         state["session"] = []
         return state
 
-    async def update_tool_args(self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State) -> dict[str, Any]:
+    async def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> dict[str, Any]:
         if "poison" in tool_args.values():
             raise RuntimeError("the session is gone")
         return {**tool_args, "session": state["session"]}
@@ -362,17 +465,33 @@ class Shop(StatefulToolEnv):
 def test_skipped_arguments_are_not_in_the_schema_and_come_from_update_tool_args():
     shop = Shop()
     assert list(shop.oai_tools[0]["function"]["parameters"]["properties"]) == ["name", "limit"]
-    client = ScriptedClient(lambda call: "done" if call.turn == 2 else Answer(None, tool_calls=[("take", {"name": f"{call.prompt[0]['content']}{call.turn}"})]))
+    client = ScriptedClient(
+        lambda call: (
+            "done"
+            if call.turn == 2
+            else Answer(
+                None, tool_calls=[("take", {"name": f"{call.prompt[0]['content']}{call.turn}"})]
+            )
+        )
+    )
     results = generated(shop, [{"question": "a"}, {"question": "b"}], client)
     assert [state["session"] for state in results.state] == [["a0", "a1"], ["b0", "b1"]]
-    assert [message["content"] for message in tool_messages(results.state[0])] == ["1 of 5", "2 of 5"]
+    assert [message["content"] for message in tool_messages(results.state[0])] == [
+        "1 of 5",
+        "2 of 5",
+    ]
     assert sorted(shop.closed) == [["a0", "a1"], ["b0", "b1"]]
 
 
 def test_a_model_cannot_set_a_skipped_argument():
-    client = ScriptedClient([Answer(None, tool_calls=[("take", {"name": "x", "session": ["mine"]})]), "done"])
+    client = ScriptedClient(
+        [Answer(None, tool_calls=[("take", {"name": "x", "session": ["mine"]})]), "done"]
+    )
     state = rolled_out(Shop(), ROW, client)
-    assert tool_messages(state)[0]["content"] == "the arguments of take are wrong: session: Extra inputs are not permitted"
+    assert (
+        tool_messages(state)[0]["content"]
+        == "the arguments of take are wrong: session: Extra inputs are not permitted"
+    )
     assert state["session"] == []
 
 
@@ -398,7 +517,11 @@ class Filled(StatefulToolEnv):
         ({"name": "x", "count": "2"}, "me", "2 x of me"),
         ({"name": "x", "owner": "you"}, "me", "1 x of you"),
         ({"name": "x"}, None, "the arguments of take are wrong: owner: Field required"),
-        ({"name": "x", "nobody": 1}, "me", "the arguments of take are wrong: nobody: Extra inputs are not permitted"),
+        (
+            {"name": "x", "nobody": 1},
+            "me",
+            "the arguments of take are wrong: nobody: Extra inputs are not permitted",
+        ),
     ],
 )
 def test_arguments_are_whole_when_update_tool_args_has_filled_them(arguments, owner, answer):
@@ -417,7 +540,9 @@ def test_update_tool_args_may_be_plain():
         def update_tool_args(self, tool_name, tool_args, messages, state):  # type: ignore[override]
             return {**tool_args, "session": state["session"]}
 
-    state = rolled_out(Plain(), ROW, ScriptedClient([Answer(None, tool_calls=[("take", {"name": "x"})]), "done"]))
+    state = rolled_out(
+        Plain(), ROW, ScriptedClient([Answer(None, tool_calls=[("take", {"name": "x"})]), "done"])
+    )
     assert state["session"] == ["x"]
 
 
@@ -439,10 +564,23 @@ def test_the_tool_rubric_counts_calls_and_errors_and_is_no_part_of_the_reward():
 
     environment = ToolEnv([area, echo])
     environment.rubric = RubricGroup([Rubric([one]), ToolRubric(environment.tool_names)])
-    client = ScriptedClient([Answer(None, tool_calls=[("area", {"width": 1}), ("area", {"width": "w"}), ("steal", {})]), "done"])
+    client = ScriptedClient(
+        [
+            Answer(
+                None, tool_calls=[("area", {"width": 1}), ("area", {"width": "w"}), ("steal", {})]
+            ),
+            "done",
+        ]
+    )
     results = generated(environment, [{"question": "a"}], client)
     assert results.reward == [1.0]
-    assert results.metadata.avg_metrics == {"one": 1.0, "num_tool_calls": 3.0, "num_tool_errors": 2.0, "num_calls_of_area": 2.0, "num_calls_of_echo": 0.0}
+    assert results.metadata.avg_metrics == {
+        "one": 1.0,
+        "num_tool_calls": 3.0,
+        "num_tool_errors": 2.0,
+        "num_calls_of_area": 2.0,
+        "num_calls_of_echo": 0.0,
+    }
 
 
 def test_a_tool_that_raises_stop_iteration_is_told_to_the_model_and_does_not_hang():
@@ -466,4 +604,6 @@ def test_a_tool_that_calls_exit_is_told_to_the_model_as_any_that_raises(is_plain
         exec(code)
 
     tool = python if is_plain else python_later
-    assert contents_after([(tool.__name__, {"code": "exit()"})], tools=[tool]) == [f"{tool.__name__} called exit()"]
+    assert contents_after([(tool.__name__, {"code": "exit()"})], tools=[tool]) == [
+        f"{tool.__name__} called exit()"
+    ]

@@ -1,4 +1,6 @@
-"""Trajectories: what the document's summary says that they achieve, in its own words (`docs/requirements.md`)."""
+"""Trajectories: what the document's summary says that they achieve, in its own words
+(`docs/requirements.md`).
+"""
 
 import asyncio
 import copy
@@ -9,9 +11,26 @@ import textwrap
 
 import datasets
 import pytest
-from environment_support import Talk, assistant, generated, rolled_out, rows, rubric_of, said_the_answer, user
+from environment_support import (
+    Talk,
+    assistant,
+    generated,
+    rolled_out,
+    rows,
+    rubric_of,
+    said_the_answer,
+    user,
+)
 from forked_programs import ran
-from scripted_client import Answer, Call, ScriptedClient, chat_response, connection_error, overlong_error, status_error
+from scripted_client import (
+    Answer,
+    Call,
+    ScriptedClient,
+    chat_response,
+    connection_error,
+    overlong_error,
+    status_error,
+)
 
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, stop, teardown
@@ -23,7 +42,11 @@ from rollout_actors.environments.types import State
 
 SAMPLING_ARGS = {
     "logprobs": 1,
-    "extra_body": {"return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 1},
+    "extra_body": {
+        "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
+        "prompt_logprobs": 1,
+    },
 }
 """The document's vLLM configuration."""
 
@@ -46,7 +69,9 @@ class Fresh(Talk):
         return [user(f"{state['prompt'][0]['content']}, part {len(state['trajectory'])}")]
 
     async def _render_completion(self, state):
-        state["completion"] = [message for step in state["trajectory"] for message in step["completion"]]
+        state["completion"] = [
+            message for step in state["trajectory"] for message in step["completion"]
+        ]
 
 
 ENVIRONMENTS = {
@@ -61,14 +86,19 @@ NUM_TURNS = {"one turn": 1, "several turns": 3, "independent prompts": 2, "tools
 
 def environment(kind, **changes):
     made, arguments = ENVIRONMENTS[kind]
-    given = [{"prompt": f"q{i}" if kind == "text" else [user(f"q{i}")], "answer": "said 0"} for i in range(2)]
+    given = [
+        {"prompt": f"q{i}" if kind == "text" else [user(f"q{i}")], "answer": "said 0"}
+        for i in range(2)
+    ]
     return made(**{"dataset": given, "env_id": kind.replace(" ", "-"), **arguments, **changes})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_clean_trajectory_support_each_step_is_one_llm_request_response(kind):
-    """Neither what was tried again nor what was refused for its length is a step, and no step is more than one call."""
+    """Neither what was tried again nor what was refused for its length is a step, and no step is
+    more than one call.
+    """
     client = ScriptedClient(lambda call: connection_error() if call.number == 0 else twice(call))
     state = rolled_out(environment(kind), environment(kind).dataset[0], client)
     answered = client.calls[1:]
@@ -82,21 +112,35 @@ def test_clean_trajectory_support_each_step_is_one_llm_request_response(kind):
         else:
             (message,) = step["completion"]
             assert (message["role"], message["content"]) == ("assistant", said.message.content)
-    refused = rolled_out(environment(kind), environment(kind).dataset[0], ScriptedClient([overlong_error()]))
+    refused = rolled_out(
+        environment(kind), environment(kind).dataset[0], ScriptedClient([overlong_error()])
+    )
     assert refused["trajectory"] == [] and refused["is_truncated"]
 
 
 def test_no_retokenization_brittleness_use_vllm_s_native_token_ids_logprobs():
-    """Tokens that no tokenizer would make of what was said, and log-probabilities to the last bit; of the prompt, none are kept."""
+    """Tokens that no tokenizer would make of what was said, and log-probabilities to the last bit;
+    of the prompt, none are kept.
+    """
     prompts, sampled = [[7, 7, 1], [7, 7, 1, 9, 2**31, 4]], [[9, 2**31], [0, 0, 0]]
     logprobs = [[-0.1, -1 / 3], [-1e-300, -0.0, -87.33654475055310898657]]
 
     def script(call):
         fields = {"prompt_logprobs": [None, {"7": {"logprob": -2.0}}]}
-        return Answer("the same words", prompt_ids=prompts[call.turn], completion_ids=sampled[call.turn], logprobs=logprobs[call.turn], fields=fields)
+        return Answer(
+            "the same words",
+            prompt_ids=prompts[call.turn],
+            completion_ids=sampled[call.turn],
+            logprobs=logprobs[call.turn],
+            fields=fields,
+        )
 
-    (state,) = generated(Talk(max_turns=2), rows(1), ScriptedClient(script), sampling_args=SAMPLING_ARGS).state
-    for step, prompt_ids, ids, values in zip(state["trajectory"], prompts, sampled, logprobs, strict=True):
+    (state,) = generated(
+        Talk(max_turns=2), rows(1), ScriptedClient(script), sampling_args=SAMPLING_ARGS
+    ).state
+    for step, prompt_ids, ids, values in zip(
+        state["trajectory"], prompts, sampled, logprobs, strict=True
+    ):
         assert step["response"].prompt_logprobs
         assert step["tokens"] == {
             "prompt_ids": prompt_ids,
@@ -105,16 +149,30 @@ def test_no_retokenization_brittleness_use_vllm_s_native_token_ids_logprobs():
             "completion_mask": [1] * len(ids),
             "completion_logprobs": values,
         }
-        assert list(map(float.hex, step["tokens"]["completion_logprobs"])) == list(map(float.hex, values))
+        assert list(map(float.hex, step["tokens"]["completion_logprobs"])) == list(
+            map(float.hex, values)
+        )
     examples = process_trajectories_for_training([state])
-    assert [one.token_ids for one in examples] == [prompt_ids + ids for prompt_ids, ids in zip(prompts, sampled, strict=True)]
-    assert [one.logprobs for one in examples] == [[0.0] * len(prompt_ids) + values for prompt_ids, values in zip(prompts, logprobs, strict=True)]
+    assert [one.token_ids for one in examples] == [
+        prompt_ids + ids for prompt_ids, ids in zip(prompts, sampled, strict=True)
+    ]
+    assert [one.logprobs for one in examples] == [
+        [0.0] * len(prompt_ids) + values
+        for prompt_ids, values in zip(prompts, logprobs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["several turns", "independent prompts", "tools"])
 def test_horizontal_training_each_trajectory_step_independent_training_example(kind):
-    """As many examples as calls, and each the same whatever other steps there are, whether or not a prompt extends the one before."""
-    results = generated(environment(kind, rubric=rubric_of(said_the_answer)), rows(2), ScriptedClient(twice), sampling_args=SAMPLING_ARGS)
+    """As many examples as calls, and each the same whatever other steps there are, whether or not a
+    prompt extends the one before.
+    """
+    results = generated(
+        environment(kind, rubric=rubric_of(said_the_answer)),
+        rows(2),
+        ScriptedClient(twice),
+        sampling_args=SAMPLING_ARGS,
+    )
     examples = process_trajectories_for_training(states=results.state, mask_prompts=True)
     steps = [step for state in results.state for step in state["trajectory"]]
     assert len(examples) == len(steps) == 2 * NUM_TURNS[kind]
@@ -129,10 +187,23 @@ def test_horizontal_training_each_trajectory_step_independent_training_example(k
 
 
 def test_backward_compatibility_most_existing_environments_work_unchanged_via_state_forwarding():
-    """Code that knows nothing of `state["input"]`, over a table with tools and more in its `info` column."""
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    """Code that knows nothing of `state["input"]`, over a table with tools and more in its `info`
+    column.
+    """
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
     table = datasets.Dataset.from_list(
-        [{"prompt": [user(f"q{i}")], "answer": f"{i}", "task": "old", "info": json.dumps({"oai_tools": [tool], "hint": i})} for i in range(2)]
+        [
+            {
+                "prompt": [user(f"q{i}")],
+                "answer": f"{i}",
+                "task": "old",
+                "info": json.dumps({"oai_tools": [tool], "hint": i}),
+            }
+            for i in range(2)
+        ]
     )
 
     class Old(Talk):
@@ -143,17 +214,27 @@ def test_backward_compatibility_most_existing_environments_work_unchanged_via_st
         async def env_response(self, messages, state, **kwargs):
             known = dict(state)
             copied = pickle.loads(pickle.dumps(state.copy()))
-            assert {name: known[name] for name in State.INPUT_FIELDS} == {name: copied[name] for name in State.INPUT_FIELDS}
+            assert {name: known[name] for name in State.INPUT_FIELDS} == {
+                name: copied[name] for name in State.INPUT_FIELDS
+            }
             state["answer"] = state.get("answer", "none") + "!"
-            return [user(f"{state['task']} {state['example_id']} {state['hint']} {known['answer']}")]
+            return [
+                user(f"{state['task']} {state['example_id']} {state['hint']} {known['answer']}")
+            ]
 
     def judged(prompt, completion, answer, info, task, state):
-        return float((prompt[0]["content"], task, answer) == (f"q{info['hint']}", "old", f"{info['hint']}!") and state["answer"] == answer)
+        return float(
+            (prompt[0]["content"], task, answer) == (f"q{info['hint']}", "old", f"{info['hint']}!")
+            and state["answer"] == answer
+        )
 
     client = ScriptedClient(lambda call: "a")
     results = generated(Old(max_turns=2, rubric=Rubric([judged])), table, client)
     assert results.reward == [1.0, 1.0] and results.metadata.num_errors == 0
-    assert [completion[1]["content"] for completion in results.completion] == ["old 0 0 0", "old 1 1 1"]
+    assert [completion[1]["content"] for completion in results.completion] == [
+        "old 0 0 0",
+        "old 1 1 1",
+    ]
     assert all(call.arguments["tools"] == [tool] for call in client.calls)
 
 
@@ -181,17 +262,30 @@ def test_setup_pattern_clarity_init_state_for_data_setup_state_for_config():
     assert asyncio.run(begun(first)) == asyncio.run(begun(second)), "whatever the environment"
     client = ScriptedClient(["done"])
     state = rolled_out(first, row, client)
-    assert client.calls[0].prompt == [user("hi"), user("you are in north-3")] and state["sandbox"] == "north-3"
+    assert (
+        client.calls[0].prompt == [user("hi"), user("you are in north-3")]
+        and state["sandbox"] == "north-3"
+    )
     assert row == before
 
 
 def test_always_on_trajectories_all_rollouts_track_trajectory_data():
-    """Of every kind of environment, alone and in a group, and also where a rollout fails, is cut off or is not scored."""
+    """Of every kind of environment, alone and in a group, and also where a rollout fails, is cut
+    off or is not scored.
+    """
     members = [environment(kind) for kind in ENVIRONMENTS if kind != "text"]
     several = {name: environment(name) for name in ENVIRONMENTS} | {"group": EnvGroup(members)}
     for score_rollouts in (True, False):
         for env in several.values():
-            results = asyncio.run(env.evaluate(ScriptedClient(twice), "model", sampling_args=SAMPLING_ARGS, use_tqdm=False, score_rollouts=score_rollouts))
+            results = asyncio.run(
+                env.evaluate(
+                    ScriptedClient(twice),
+                    "model",
+                    sampling_args=SAMPLING_ARGS,
+                    use_tqdm=False,
+                    score_rollouts=score_rollouts,
+                )
+            )
             assert results.metadata.num_errors == 0
             for state in results.state:
                 assert len(state["trajectory"]) == NUM_TURNS[state["task"].replace("-", " ")]
@@ -202,19 +296,27 @@ def test_always_on_trajectories_all_rollouts_track_trajectory_data():
             return "first" if call.text == "q1" and not call.turn else ends
 
         none, one = generated(Talk(max_turns=3), rows(2), ScriptedClient(answers)).state
-        assert none["trajectory"] == [] and [step["completion"] for step in one["trajectory"]] == [[assistant("first")]]
+        assert none["trajectory"] == [] and [step["completion"] for step in one["trajectory"]] == [
+            [assistant("first")]
+        ]
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_input_first_api_clean_interface_matching_dataset_structure(kind):
-    """A row of the dataset is what a rollout begins with, by place and by name, and stays as it is."""
+    """A row of the dataset is what a rollout begins with, by place and by name, and stays as it
+    is."""
     env = environment(kind)
     row = env.dataset[0]
     before = copy.deepcopy(row)
-    states = [rolled_out(env, row, ScriptedClient(twice)), asyncio.run(env.rollout(input=row, client=ScriptedClient(twice), model="m"))]
+    states = [
+        rolled_out(env, row, ScriptedClient(twice)),
+        asyncio.run(env.rollout(input=row, client=ScriptedClient(twice), model="m")),
+    ]
     for state in states:
         assert isinstance(state, State) and state["is_completed"] and state["input"] == row
-        assert [state[name] for name in ("prompt", "answer", "task", "example_id")] == [row[name] for name in ("prompt", "answer", "task", "example_id")]
+        assert [state[name] for name in ("prompt", "answer", "task", "example_id")] == [
+            row[name] for name in ("prompt", "answer", "task", "example_id")
+        ]
     assert row == before and states[0]["input"] is not row
 
 
@@ -241,13 +343,20 @@ def test_decorator_based_termination_stop_cleanup_teardown_for_declarative_lifec
     async def main():
         async with Derived(max_turns=3) as env:
             given = [{"question": "a", "info": {"turns": turns}} for turns in (1, 2, 9)]
-            return await env.generate(given, ScriptedClient(lambda call: "a"), "model", use_tqdm=False, max_concurrent=1)
+            return await env.generate(
+                given, ScriptedClient(lambda call: "a"), "model", use_tqdm=False, max_concurrent=1
+            )
 
     results = asyncio.run(main())
     reasons = ["has_said_enough", "has_said_enough", "max_turns_reached"]
-    assert [state["stop_condition"] for state in results.state] == reasons and all(state["is_completed"] for state in results.state)
+    assert [state["stop_condition"] for state in results.state] == reasons and all(
+        state["is_completed"] for state in results.state
+    )
     assert [len(state["trajectory"]) for state in results.state] == [1, 2, 3]
-    assert called == [*(("release", place, reason) for place, reason in enumerate(reasons)), ("delete_all",)]
+    assert called == [
+        *(("release", place, reason) for place, reason in enumerate(reasons)),
+        ("delete_all",),
+    ]
 
 
 # Rules of the document without a place in its summary
@@ -261,13 +370,17 @@ def test_extras_allows_environments_to_add_custom_metadata_per_step():
 
     env = Notes(max_turns=2)
     results = generated(env, rows(2), ScriptedClient(lambda call: "a"))
-    assert [[step["extras"] for step in state["trajectory"]] for state in results.state] == [[{"turn": 1}, {"turn": 2}]] * 2
+    assert [[step["extras"] for step in state["trajectory"]] for state in results.state] == [
+        [{"turn": 1}, {"turn": 2}]
+    ] * 2
     made = env.make_dataset(results, state_columns=["trajectory"])
     assert [step["extras"]["turn"] for step in made[0]["trajectory"]] == [1, 2]
 
 
 def test_a_state_with_steps_of_a_users_own_is_rendered_from_its_last_step():
-    """`_render_completion` as the document lists it: all of the last call behind the rollout's own prompt."""
+    """`_render_completion` as the document lists it: all of the last call behind the rollout's own
+    prompt.
+    """
     env = Talk(max_turns=1)
     state = asyncio.run(env.init_state({"prompt": [user("hi")], "example_id": 0}))
     for said in ("a", "b"):

@@ -25,8 +25,14 @@ class Client:
     """Answers everyone the same, at once."""
 
     def __init__(self) -> None:
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "the answer is 4"}}
-        self._response = ChatCompletion.construct(id="1", object="chat.completion", created=0, model="model", choices=[choice])
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": "the answer is 4"},
+        }
+        self._response = ChatCompletion.construct(
+            id="1", object="chat.completion", created=0, model="model", choices=[choice]
+        )
         self.chat = self.completions = self
 
     async def create(self, **arguments: Any) -> ChatCompletion:
@@ -91,7 +97,16 @@ def cyclic() -> Any:
     return value
 
 
-@pytest.mark.parametrize("value", ["text", {1: "one", (2, 3): ["two"]}, ({"in a tuple": []},), {"set": {1, 2}, "bytes": b"x"}, shared()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        {1: "one", (2, 3): ["two"]},
+        ({"in a tuple": []},),
+        {"set": {1, 2}, "bytes": b"x"},
+        shared(),
+    ],
+)
 def test_a_deep_copy_is_equal_and_shares_nothing(value: Any) -> None:
     copy = deeply_copied(value)
     assert copy == deepcopy(value)

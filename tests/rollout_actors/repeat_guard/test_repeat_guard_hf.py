@@ -16,13 +16,18 @@ pytestmark = pytest.mark.slow
 
 PROMPT = 3
 STOP = 7
-RULE = RepeatRule(RepeatGuardSettings(4, 3, 2, 3, 1), lambda token_id: [b'{"object_', b"1", b'": ', b", "][token_id] if token_id < 4 else b"")
+RULE = RepeatRule(
+    RepeatGuardSettings(4, 3, 2, 3, 1),
+    lambda token_id: [b'{"object_', b"1", b'": ', b", "][token_id] if token_id < 4 else b"",
+)
 
 
 def over(scores: torch.Tensor) -> list[bool]:
     ended = scores[:, STOP] == 0.0
     assert torch.isneginf(scores[ended][:, :STOP]).all()
-    assert torch.equal(scores[~ended], torch.ones_like(scores[~ended])), "neighbours keep their scores"
+    assert torch.equal(scores[~ended], torch.ones_like(scores[~ended])), (
+        "neighbours keep their scores"
+    )
     return ended.tolist()
 
 
@@ -33,7 +38,9 @@ def expected(tokens: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("num_shuffled", [0, 1, 4])
-def test_every_row_is_judged_by_its_own_tokens_even_when_rows_change_places_as_beams_do(num_shuffled: int) -> None:
+def test_every_row_is_judged_by_its_own_tokens_even_when_rows_change_places_as_beams_do(
+    num_shuffled: int,
+) -> None:
     rng = random.Random(num_shuffled)
     ended = 0
     for _ in range(60):
@@ -57,24 +64,42 @@ def test_the_prompt_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_generate_ends_the_offending_sequences_and_leaves_their_neighbours_alone(demo_checkpoint: Path, num_beams: int) -> None:
+def test_generate_ends_the_offending_sequences_and_leaves_their_neighbours_alone(
+    demo_checkpoint: Path, num_beams: int
+) -> None:
     model = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32).eval()
     rng, stop = random.Random(0), 0
     ids = torch.tensor([[rng.randrange(1300) for _ in range(PROMPT)] for _ in range(8)])
-    config = GenerationConfig(do_sample=False, num_beams=num_beams, max_new_tokens=24, eos_token_id=stop, pad_token_id=stop)
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=num_beams,
+        max_new_tokens=24,
+        eos_token_id=stop,
+        pad_token_id=stop,
+    )
     rule = RepeatRule(RepeatGuardSettings(0, 8, 99, 2, None))
 
     def generate(*processors: HFRepeatGuard) -> list[list[int]]:
         with torch.no_grad():
             output = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, logits_processor=LogitsProcessorList(processors)
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=LogitsProcessorList(processors),
             )
-        return [row[: row.index(stop)] if stop in row else row for row in output[:, PROMPT:].tolist()]
+        return [
+            row[: row.index(stop)] if stop in row else row for row in output[:, PROMPT:].tolist()
+        ]
 
-    free, guarded = generate(), generate(HFRepeatGuard(rule, prompt_length=PROMPT, stop_token_id=stop))
+    free, guarded = (
+        generate(),
+        generate(HFRepeatGuard(rule, prompt_length=PROMPT, stop_token_id=stop)),
+    )
     ends = [rule.first_repetition(row) for row in free]
     assert None in ends and set(ends) != {None}
-    assert all(rule.first_repetition(row) in (None, len(row)) for row in guarded), "nothing goes on behind a repetition"
+    assert all(rule.first_repetition(row) in (None, len(row)) for row in guarded), (
+        "nothing goes on behind a repetition"
+    )
     if num_beams == 1:
         assert guarded == [row[:end] for row, end in zip(free, ends, strict=True)]
     else:  # its beams are one prompt's: a prompt none of whose beams is ended keeps its answer

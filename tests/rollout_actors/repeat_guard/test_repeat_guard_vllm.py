@@ -1,4 +1,6 @@
-"""Both of vLLM's model runners are told to end the sequences that the rule ends, however they move their requests about."""
+"""Both of vLLM's model runners are told to end the sequences that the rule ends, however they move
+their requests about.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     pieces = ["a", "b", "c", "d", "e", "f", '"object_1":', '"object_', "2", '":', '"', "z"]
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, []))).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -69,7 +73,9 @@ class Request:
     def params(self) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(stop_token_ids=[] if self.stop is None else [self.stop], ignore_eos=True)
+        return SamplingParams(
+            stop_token_ids=[] if self.stop is None else [self.stop], ignore_eos=True
+        )
 
     def is_over(self, rule: RepeatRule) -> bool:
         guard = rule.guard()
@@ -84,11 +90,19 @@ def new_request(rng: random.Random) -> Request:
 
 def next_token(request: Request, rng: random.Random) -> int:
     known = [*request.prompt, *request.output]
-    return known[-rng.choice([1, 2])] if len(known) > 1 and rng.random() < 0.75 else rng.randrange(VOCABULARY)
+    return (
+        known[-rng.choice([1, 2])]
+        if len(known) > 1 and rng.random() < 0.75
+        else rng.randrange(VOCABULARY)
+    )
 
 
-def check_forced(logits: torch.Tensor, before: torch.Tensor, requests: list[Request], rule: RepeatRule) -> int:
-    """Rows of ended requests are certain of their stop token, all others are what they were. Returns how many are ended."""
+def check_forced(
+    logits: torch.Tensor, before: torch.Tensor, requests: list[Request], rule: RepeatRule
+) -> int:
+    """Rows of ended requests are certain of their stop token, all others are what they were.
+    Returns how many are ended.
+    """
     num_over = 0
     for row, request in enumerate(requests):
         expected = before[row].clone()
@@ -105,7 +119,9 @@ def check_forced(logits: torch.Tensor, before: torch.Tensor, requests: list[Requ
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS, WITH_KEYS])
-def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(module: Any, tokenizer: str, settings: RepeatGuardSettings) -> None:
+def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(
+    module: Any, tokenizer: str, settings: RepeatGuardSettings
+) -> None:
     from vllm.v1.sample.logits_processor import BatchUpdateBuilder, MoveDirectionality
 
     rng = random.Random(3)
@@ -166,19 +182,35 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self.tokens = torch.zeros(SLOTS, LONGEST, dtype=torch.int32)
-        self.prompt_len, self.prefill_len, self.total_len = (np.zeros(SLOTS, dtype=np.int32) for _ in range(3))
+        self.prompt_len, self.prefill_len, self.total_len = (
+            np.zeros(SLOTS, dtype=np.int32) for _ in range(3)
+        )
 
     def state(self) -> Any:
         from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcRequestState
 
-        both = {name: SimpleNamespace(np=values, gpu=torch.from_numpy(values)) for name, values in vars(self).items() if name != "tokens"}
-        return LogitsProcRequestState(torch.device("cpu"), SLOTS, VOCABULARY, all_token_ids=SimpleNamespace(gpu=self.tokens), **both)  # type: ignore[arg-type]
+        both = {
+            name: SimpleNamespace(np=values, gpu=torch.from_numpy(values))
+            for name, values in vars(self).items()
+            if name != "tokens"
+        }
+        return LogitsProcRequestState(
+            torch.device("cpu"),
+            SLOTS,
+            VOCABULARY,
+            all_token_ids=SimpleNamespace(gpu=self.tokens),
+            **both,
+        )  # type: ignore[arg-type]
 
     def enter(self, slot: int, request: Request) -> None:
         """What was there before stays behind the request's tokens."""
         known = [*request.prompt, *request.output]
         self.tokens[slot, : len(known)] = torch.tensor(known)
-        self.prompt_len[slot], self.prefill_len[slot], self.total_len[slot] = len(request.prompt), len(known), len(known)
+        self.prompt_len[slot], self.prefill_len[slot], self.total_len[slot] = (
+            len(request.prompt),
+            len(known),
+            len(known),
+        )
 
     def append(self, slot: int, token: int) -> None:
         self.tokens[slot, self.total_len[slot]] = token
@@ -187,7 +219,9 @@ class FakeRunner:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS, WITH_KEYS])
-def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: Any, tokenizer: str, settings: RepeatGuardSettings) -> None:
+def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(
+    module: Any, tokenizer: str, settings: RepeatGuardSettings
+) -> None:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
     rng = random.Random(4)
@@ -213,7 +247,9 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: A
                 num_resumed += bool(slots[slot].output)
                 computed[slot] = 0
                 runner.enter(slot, slots[slot])
-                assert processor.add_request(slot, slots[slot].params()) == (slots[slot].stop is not None)
+                assert processor.add_request(slot, slots[slot].params()) == (
+                    slots[slot].stop is not None
+                )
         processor.apply_staged_writes()
         batch = rng.sample(sorted(slots), len(slots))  # rows are reordered in every step
         if not batch:
@@ -221,7 +257,11 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: A
         # A prompt may be computed in parts; only its last token is followed by one of the model's.
         lengths = [int(runner.total_len[slot]) for slot in batch]
         parts = [
-            length if computed[slot] >= runner.prefill_len[slot] or rng.random() < 0.7 else rng.randint(1, length)
+            (
+                length
+                if computed[slot] >= runner.prefill_len[slot] or rng.random() < 0.7
+                else rng.randint(1, length)
+            )
             for slot, length in zip(batch, lengths, strict=True)
         ]
         mapping, last = torch.tensor(batch, dtype=torch.int32), torch.tensor(parts) - 1
@@ -236,8 +276,14 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: A
         )
         before = torch.randn(len(batch), VOCABULARY)
         logits = processor.apply(before.clone(), context)
-        whole = [row for row, (part, length) in enumerate(zip(parts, lengths, strict=True)) if part == length]
-        num_over += check_forced(logits[whole], before[whole], [slots[batch[row]] for row in whole], rule)
+        whole = [
+            row
+            for row, (part, length) in enumerate(zip(parts, lengths, strict=True))
+            if part == length
+        ]
+        num_over += check_forced(
+            logits[whole], before[whole], [slots[batch[row]] for row in whole], rule
+        )
         for row, slot in enumerate(batch):
             computed[slot] = parts[row]
             if row in whole:
@@ -250,9 +296,14 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module: A
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [({"speculative_config": object()}, "speculative decoding"), ({"parallel_config": SimpleNamespace(enable_batch_sharded_sampling=True)}, "batch-sharded")],
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"parallel_config": SimpleNamespace(enable_batch_sharded_sampling=True)}, "batch-sharded"),
+    ],
 )
-def test_v2_refuses_by_name_what_it_cannot_follow(module: Any, change: dict[str, Any], name: str) -> None:
+def test_v2_refuses_by_name_what_it_cannot_follow(
+    module: Any, change: dict[str, Any], name: str
+) -> None:
     asked = config()
     vars(asked).update(change)
     guard = module.RepeatGuardProcessor(asked, FakeRunner().state())
@@ -265,11 +316,17 @@ def test_both_runners_accept_the_one_name(module: Any) -> None:
     from vllm.v1.sample.logits_processor import _load_logitsprocs_by_fqcns
     from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_by_fqcns
 
-    assert _load_logitsprocs_by_fqcns([GUARD_PROCESSOR]) == _load_v2_logitsprocs_by_fqcns([GUARD_PROCESSOR]) == [module.RepeatGuardProcessor]
+    assert (
+        _load_logitsprocs_by_fqcns([GUARD_PROCESSOR])
+        == _load_v2_logitsprocs_by_fqcns([GUARD_PROCESSOR])
+        == [module.RepeatGuardProcessor]
+    )
 
 
 @pytest.mark.parametrize("version", [V1, V2])
-def test_nothing_is_guarded_before_a_run_has_brought_its_rule_and_after_one_without_a_guard(module: Any, version: str) -> None:
+def test_nothing_is_guarded_before_a_run_has_brought_its_rule_and_after_one_without_a_guard(
+    module: Any, version: str
+) -> None:
     guard = module.RepeatGuardProcessor(config(), *arguments_of(version))
     for settings in (None, SETTINGS, None):
         guard.guard_by(settings)
@@ -290,10 +347,16 @@ def test_nothing_is_guarded_before_a_run_has_brought_its_rule_and_after_one_with
         assert bool(logits.any()) == (settings is not None)
 
 
-def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it_ignores_it(module: Any) -> None:
+def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it_ignores_it(
+    module: Any,
+) -> None:
     from vllm import SamplingParams
 
-    ordinary, ignoring, naming = SamplingParams(), SamplingParams(ignore_eos=True), SamplingParams(stop_token_ids=[4, 5])
+    ordinary, ignoring, naming = (
+        SamplingParams(),
+        SamplingParams(ignore_eos=True),
+        SamplingParams(stop_token_ids=[4, 5]),
+    )
     for params in (ordinary, ignoring, naming):
         params.update_from_generation_config({}, 2)
     assert [module.stop_token(params) for params in (ordinary, ignoring, naming)] == [2, None, 4]
@@ -301,7 +364,9 @@ def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it
 
 def runner_of(version: str, processors: list[Any]) -> Any:
     if version == V1:
-        return SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=SimpleNamespace(all=processors)))
+        return SimpleNamespace(
+            input_batch=SimpleNamespace(logitsprocs=SimpleNamespace(all=processors))
+        )
     return SimpleNamespace(sampler=SimpleNamespace(logits_processors=processors))
 
 
@@ -333,7 +398,9 @@ def test_an_engine_whose_every_worker_holds_the_guard_starts(module: Any, versio
 
 
 @pytest.mark.parametrize("version", [V1, V2])
-def test_a_rule_that_is_in_force_is_not_made_again(module: Any, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_is_in_force_is_not_made_again(
+    module: Any, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its tokenizer takes seconds to load, and a stock server is told the rule in every sync."""
     made: list[RepeatGuardSettings | None] = []
 
@@ -342,7 +409,9 @@ def test_a_rule_that_is_in_force_is_not_made_again(module: Any, version: str, mo
         return repeat_rule(settings, lambda: None)
 
     monkeypatch.setattr(module, "_rule", rule_of)
-    worker = worker_of(module, version, [module.RepeatGuardProcessor(config(), *arguments_of(version))])
+    worker = worker_of(
+        module, version, [module.RepeatGuardProcessor(config(), *arguments_of(version))]
+    )
     other = replace(SETTINGS, ngram_size=SETTINGS.ngram_size + 1)
     for settings in (None, SETTINGS, SETTINGS, other, other, None, None):
         method, told = guard_call(settings)
@@ -376,15 +445,22 @@ def engine_over(llm: RefusingLLM) -> Any:
 def test_a_guard_that_the_workers_refuse_names_the_server_and_what_to_switch_off() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    said = "Call to collective_rpc method failed: the repeat guard cannot be active with speculative decoding; switch off one of them"
-    with pytest.raises(RolloutError, match=r"server-3: .*repeat_terminate.* with speculative decoding; switch off") as caught:
+    said = (
+        "Call to collective_rpc method failed: the repeat guard cannot be active with speculative"
+        " decoding; switch off one of them"
+    )
+    with pytest.raises(
+        RolloutError, match=r"server-3: .*repeat_terminate.* with speculative decoding; switch off"
+    ) as caught:
         asyncio.run(engine_over(RefusingLLM(Exception(said))).guard_by(SETTINGS))
     assert caught.value.actor == "server-3"
     with pytest.raises(EngineDeadError):
         asyncio.run(engine_over(RefusingLLM(EngineDeadError())).guard_by(SETTINGS))
 
 
-def test_an_engine_answers_other_calls_while_its_rule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_answers_other_calls_while_its_rule_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The tokenizer that it may need takes seconds to load."""
     from rollout_actors.engine import vllm_engine
 
@@ -406,7 +482,9 @@ def test_an_engine_answers_other_calls_while_its_rule_is_made(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("version", [V1, V2])
-def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_path_is_missing(module: Any, version: str) -> None:
+def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_path_is_missing(
+    module: Any, version: str
+) -> None:
     without = answer(module, version, [object()])
     assert without == {"runner": version, "is_loaded": False, "settings": None}
     with pytest.raises(RolloutError) as caught:
@@ -419,17 +497,27 @@ def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_p
 
 
 @pytest.mark.slow
-def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module: Any, demo_checkpoint: Path) -> None:
-    """The guard is an argument of the engine's start. What is sent with a request does not know of it."""
+def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(
+    module: Any, demo_checkpoint: Path
+) -> None:
+    """The guard is an argument of the engine's start. What is sent with a request does not know of
+    it.
+    """
     from engine_support import small_settings
 
     from rollout_actors.engine.vllm_io import sampling_params
     from shared.rollouts import DecodeMode, DecodeSettings
 
-    guarded, free = (engine_arguments(small_settings(demo_checkpoint, repeat_guard=guard)) for guard in (SETTINGS, None))
+    guarded, free = (
+        engine_arguments(small_settings(demo_checkpoint, repeat_guard=guard))
+        for guard in (SETTINGS, None)
+    )
     assert guarded == free, "always loaded: the rule comes after the start"
     assert guarded["logits_processors"] == [GUARD_PROCESSOR]
-    params = sampling_params(DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 40, 1, (1,), (), return_logprobs=True), 7)
+    params = sampling_params(
+        DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 40, 1, (1,), (), return_logprobs=True),
+        7,
+    )
     assert (params.extra_args, params.repetition_detection) == (None, None)
 
 
@@ -446,7 +534,9 @@ def test_the_tokenizer_is_read_only_where_keys_are_counted() -> None:
 
 def test_the_rule_reads_keys_in_the_checkpoints_own_tokens(demo_checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint)
-    ids = tokenizer('{"object_1": {"desc": "a"}, "object_2": {"desc": "b"}}', add_special_tokens=False).input_ids
+    ids = tokenizer(
+        '{"object_1": {"desc": "a"}, "object_2": {"desc": "b"}}', add_special_tokens=False
+    ).input_ids
     rule = repeat_rule(RepeatGuardSettings(0, 10**6, 10**6, 2, 1), lambda: tokenizer)
     assert rule is not None
     end = rule.first_repetition(ids)

@@ -1,4 +1,6 @@
-"""Grammars of callers are tried in a process apart: one that takes too long is refused, and keeps nobody else."""
+"""Grammars of callers are tried in a process apart: one that takes too long is refused, and keeps
+nobody else.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,19 @@ def regex(text: str) -> Grammar:
     return Grammar(GrammarKind.REGEX, text)
 
 
-def test_one_that_takes_too_long_or_kills_its_process_is_refused_and_the_next_is_tried_in_a_new_one(tmp_path: Path) -> None:
+def test_one_that_takes_too_long_or_kills_its_process_is_refused_and_the_next_is_tried_in_a_new_one(
+    tmp_path: Path,
+) -> None:
     trial = GrammarTrial(HostileSpec(tmp_path / "compiled"), compile_s=0.5)
 
     async def calls() -> None:
         for text in ("endless", "deadly", "endless"):  # of the third the answer is known
             with pytest.raises(
-                RefusalError, match=r"the regular expression of this call takes more than 0.5 s or too much memory to compile; send a simpler"
+                RefusalError,
+                match=(
+                    r"the regular expression of this call takes more than 0.5 s or too much memory"
+                    r" to compile; send a simpler"
+                ),
             ) as caught:
                 await trial.require([regex(text)])
             assert caught.value.status == 400
@@ -42,16 +50,22 @@ def test_one_that_has_passed_is_not_tried_again(tmp_path: Path) -> None:
     for _ in range(3):
         asyncio.run(trial.require([regex("a")]))
     asyncio.run(trial.require([Grammar(GrammarKind.EBNF, "a")]))
-    assert (tmp_path / "compiled").read_text().split() == ["a", "a"], "of another kind it is another one"
+    assert (tmp_path / "compiled").read_text().split() == ["a", "a"], (
+        "of another kind it is another one"
+    )
 
 
-def test_whoever_brings_none_does_not_wait_and_whoever_waits_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_brings_none_does_not_wait_and_whoever_waits_too_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammars, "TURN_S", 0.2)
     trial = GrammarTrial(HostileSpec(tmp_path / "compiled"), compile_s=5.0)
 
     async def calls() -> list[int]:
         trial._line.submit(trial._try, regex("a")).result()  # so that its process is there
-        endless, behind = (asyncio.create_task(trial.require([regex(text)])) for text in ("endless", "b"))
+        endless, behind = (
+            asyncio.create_task(trial.require([regex(text)])) for text in ("endless", "b")
+        )
         await trial.require([])
         assert not endless.done()
         outcomes = await asyncio.gather(endless, behind, return_exceptions=True)
@@ -61,12 +75,28 @@ def test_whoever_brings_none_does_not_wait_and_whoever_waits_too_long_is_told(tm
 
 
 @pytest.mark.long
-def test_of_the_engines_own_kinds_one_that_compiles_too_long_is_refused_and_usual_ones_are_not(demo_checkpoint: Path) -> None:
-    vocab_size = json.loads((demo_checkpoint / "config.json").read_text())["text_config"]["vocab_size"]
+def test_of_the_engines_own_kinds_one_that_compiles_too_long_is_refused_and_usual_ones_are_not(
+    demo_checkpoint: Path,
+) -> None:
+    vocab_size = json.loads((demo_checkpoint / "config.json").read_text())["text_config"][
+        "vocab_size"
+    ]
     # A fifth of the usual limit: how long the hostile one takes depends on the machine.
     trial = GrammarTrial(XgrammarSpec(str(demo_checkpoint), vocab_size), compile_s=1.0)
-    usual = {"type": "object", "properties": {"name": {"type": "string"}, "size": {"enum": [1, 2, 3]}}, "required": ["name"]}
+    usual = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "size": {"enum": [1, 2, 3]}},
+        "required": ["name"],
+    }
     hostile = {"type": "object", "properties": {f"p{number}": {} for number in range(7000)}}
-    asyncio.run(trial.require([Grammar(GrammarKind.JSON_SCHEMA, json.dumps(usual)), regex("[a-z]+"), Grammar(GrammarKind.EBNF, 'root ::= "a"')]))
+    asyncio.run(
+        trial.require(
+            [
+                Grammar(GrammarKind.JSON_SCHEMA, json.dumps(usual)),
+                regex("[a-z]+"),
+                Grammar(GrammarKind.EBNF, 'root ::= "a"'),
+            ]
+        )
+    )
     with pytest.raises(RefusalError, match="the JSON schema of this call takes more than 1 s"):
         asyncio.run(trial.require([Grammar(GrammarKind.JSON_SCHEMA, json.dumps(hostile))]))

@@ -16,9 +16,23 @@ from hypothesis import strategies as st
 from rollout_actors.server import messages
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
-from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import (
+    DecodeMode,
+    DecodeSettings,
+    FinishReason,
+    Rollout,
+    RolloutRequest,
+    SyncReport,
+    WeightOffer,
+)
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterFiles, AdapterOffer, FullOffer, ProcessGroupSpec, TensorSpec
+from shared.weight_sync.offer import (
+    AdapterFiles,
+    AdapterOffer,
+    FullOffer,
+    ProcessGroupSpec,
+    TensorSpec,
+)
 from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import TransportKind
 
@@ -26,7 +40,13 @@ ids = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
 any_float = st.floats(allow_nan=False)
 text = st.text(max_size=8)
 images = st.lists(
-    st.builds(ImageRef, path=st.none() | st.sampled_from([Path("a.png"), Path("/b/c.jpg")]), data=st.none() | st.binary(max_size=40), sha256=text), max_size=2
+    st.builds(
+        ImageRef,
+        path=st.none() | st.sampled_from([Path("a.png"), Path("/b/c.jpg")]),
+        data=st.none() | st.binary(max_size=40),
+        sha256=text,
+    ),
+    max_size=2,
 ).map(tuple)
 decodes = st.builds(
     DecodeSettings,
@@ -42,7 +62,14 @@ decodes = st.builds(
     return_logprobs=st.booleans(),
 )
 requests = st.builds(
-    RolloutRequest, step=st.integers(), position=st.integers(), sample_id=text, prompt_token_ids=ids, images=images, decode=decodes, seed=st.integers()
+    RolloutRequest,
+    step=st.integers(),
+    position=st.integers(),
+    sample_id=text,
+    prompt_token_ids=ids,
+    images=images,
+    decode=decodes,
+    seed=st.integers(),
 )
 rollouts = st.builds(
     Rollout,
@@ -65,14 +92,28 @@ rollouts = st.builds(
 )
 terms = st.builds(
     FullOffer,
-    groups=st.lists(st.builds(ProcessGroupSpec, host=text, port=st.integers(), world_size=st.integers(), key=text), max_size=2).map(tuple),
+    groups=st.lists(
+        st.builds(
+            ProcessGroupSpec, host=text, port=st.integers(), world_size=st.integers(), key=text
+        ),
+        max_size=2,
+    ).map(tuple),
     timeout_s=any_float,
     bucket_bytes=st.integers(),
-    tensors=st.lists(st.builds(TensorSpec, name=text, dtype=text, shape=ids, num_bytes=st.integers()), max_size=3).map(tuple),
+    tensors=st.lists(
+        st.builds(TensorSpec, name=text, dtype=text, shape=ids, num_bytes=st.integers()), max_size=3
+    ).map(tuple),
 )
-adapters = st.builds(AdapterOffer, files=st.builds(AdapterFiles, tensors=st.binary(max_size=40), config=text), sha256=text, timeout_s=any_float)
+adapters = st.builds(
+    AdapterOffer,
+    files=st.builds(AdapterFiles, tensors=st.binary(max_size=40), config=text),
+    sha256=text,
+    timeout_s=any_float,
+)
 probes = st.builds(
-    lambda token_ids, images, scored, tolerance: CanaryProbe(token_ids, images, (0, *(i for i, _ in scored)), tuple(p for _, p in scored), tolerance),
+    lambda token_ids, images, scored, tolerance: CanaryProbe(
+        token_ids, images, (0, *(i for i, _ in scored)), tuple(p for _, p in scored), tolerance
+    ),
     ids,
     images,
     st.lists(st.tuples(st.integers(), any_float), max_size=4),
@@ -110,7 +151,9 @@ def there_and_back(message: messages.M) -> messages.M:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(requests, max_size=3).map(tuple), st.integers(), st.none() | text)
-def test_requests_arrive_as_they_were_sent(sent: tuple[RolloutRequest, ...], seed: int, run: str | None) -> None:
+def test_requests_arrive_as_they_were_sent(
+    sent: tuple[RolloutRequest, ...], seed: int, run: str | None
+) -> None:
     arrived = there_and_back(messages.InferCall(requests=sent, seed=seed, run=run))
     assert (arrived.requests, arrived.seed, arrived.run) == (sent, seed, run)
 
@@ -122,7 +165,11 @@ def test_rollouts_arrive_as_they_were_sent(sent: tuple[Rollout, ...]) -> None:
     arrived = there_and_back(messages.InferAnswer(rollouts=sent)).rollouts
     assert arrived == sent
     # Equal numbers could still be 1 and 1.0, or True.
-    assert all(type(getattr(a, f.name)) is type(getattr(b, f.name)) for a, b in zip(arrived, sent, strict=True) for f in fields(Rollout))
+    assert all(
+        type(getattr(a, f.name)) is type(getattr(b, f.name))
+        for a, b in zip(arrived, sent, strict=True)
+        for f in fields(Rollout)
+    )
 
 
 @pytest.mark.slow
@@ -149,33 +196,70 @@ def test_an_offer_whose_terms_are_not_its_transports_is_refused() -> None:
 def test_a_canary_that_met_no_number_arrives_so() -> None:
     probe = CanaryProbe((1,), (), (1, 2, 3), (float("nan"), float("-inf")), 1e-4)
     full = make_offer()
-    call = messages.SyncCall.of(SyncPhase.PAUSE, WeightOffer(1, full.transport, full.rendezvous, probe), None)
+    call = messages.SyncCall.of(
+        SyncPhase.PAUSE, WeightOffer(1, full.transport, full.rendezvous, probe), None
+    )
     arrived = there_and_back(call).weight_offer()
     assert arrived is not None
     assert str(arrived.canary.expected_logprobs) == "(nan, -inf)"
 
 
-def test_the_offer_travels_at_the_beginning_and_its_group_at_the_rendezvous_and_no_weights_ever() -> None:
-    bodies = {phase: json.loads(messages.SyncCall.of(phase, make_offer(), "a run").body()) for phase in SyncPhase}
-    assert [phase for phase, body in bodies.items() if body["offer"] is not None] == [SyncPhase.PAUSE, SyncPhase.RENDEZVOUS]
-    assert bodies[SyncPhase.RENDEZVOUS]["offer"]["terms"]["groups"] == [{"host": "127.0.0.1", "port": 29500, "world_size": 2, "key": "key-0"}]
+def test_the_offer_travels_at_the_beginning_and_its_group_at_the_rendezvous_and_no_weights_ever() -> (
+    None
+):
+    bodies = {
+        phase: json.loads(messages.SyncCall.of(phase, make_offer(), "a run").body())
+        for phase in SyncPhase
+    }
+    assert [phase for phase, body in bodies.items() if body["offer"] is not None] == [
+        SyncPhase.PAUSE,
+        SyncPhase.RENDEZVOUS,
+    ]
+    assert bodies[SyncPhase.RENDEZVOUS]["offer"]["terms"]["groups"] == [
+        {"host": "127.0.0.1", "port": 29500, "world_size": 2, "key": "key-0"}
+    ]
 
 
-@pytest.mark.parametrize("error", [RolloutError("bad", actor="a", phase="generate"), WeightSyncError("bad", actor="a", phase="verify", quantity="q", size=2.0)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RolloutError("bad", actor="a", phase="generate"),
+        WeightSyncError("bad", actor="a", phase="verify", quantity="q", size=2.0),
+    ],
+)
 def test_errors_keep_their_fields(error: RolloutError | WeightSyncError) -> None:
     detail = there_and_back(messages.ErrorAnswer.of(error)).error
-    kind = messages.ErrorKind.WEIGHT_SYNC if isinstance(error, WeightSyncError) else messages.ErrorKind.ROLLOUT
-    assert (detail.kind, detail.message, detail.actor, detail.phase) == (kind, "bad", "a", error.phase)
+    kind = (
+        messages.ErrorKind.WEIGHT_SYNC
+        if isinstance(error, WeightSyncError)
+        else messages.ErrorKind.ROLLOUT
+    )
+    assert (detail.kind, detail.message, detail.actor, detail.phase) == (
+        kind,
+        "bad",
+        "a",
+        error.phase,
+    )
     if isinstance(error, WeightSyncError):
         assert (detail.quantity, detail.size) == ("q", 2.0)
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "requests[0].x: unexpected keyword argument; remove it": lambda body: body["requests"][0].update(x=1),
-    "requests[0].seed: input should be a valid integer; send a value of that kind": lambda body: body["requests"][0].update(seed="3"),
-    "requests[0].decode.mode: input should be 'greedy', 'sample' or 'beam'; send": lambda body: body["requests"][0]["decode"].update(mode="x"),
-    "requests[0].sample_id: field required; add it": lambda body: body["requests"][0].pop("sample_id"),
-    "requests[0].images[0].data: data should be valid base64": lambda body: body["requests"][0].update(images=[{"path": None, "data": "%", "sha256": ""}]),
+    "requests[0].x: unexpected keyword argument; remove it": (
+        lambda body: body["requests"][0].update(x=1)
+    ),
+    "requests[0].seed: input should be a valid integer; send a value of that kind": (
+        lambda body: body["requests"][0].update(seed="3")
+    ),
+    "requests[0].decode.mode: input should be 'greedy', 'sample' or 'beam'; send": (
+        lambda body: body["requests"][0]["decode"].update(mode="x")
+    ),
+    "requests[0].sample_id: field required; add it": (
+        lambda body: body["requests"][0].pop("sample_id")
+    ),
+    "requests[0].images[0].data: data should be valid base64": (
+        lambda body: body["requests"][0].update(images=[{"path": None, "data": "%", "sha256": ""}])
+    ),
     "seed: field required; add it": lambda body: body.pop("seed"),
     "y: extra inputs are not permitted; remove it": lambda body: body.update(y=[]),
 }

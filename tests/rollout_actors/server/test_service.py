@@ -22,11 +22,15 @@ def through(door: SyncState, phases: list[SyncPhase], version: int = 1) -> SyncS
     return door
 
 
-def test_it_is_nobodys_at_the_start_and_that_of_the_run_whose_sync_was_completed_afterwards() -> None:
+def test_it_is_nobodys_at_the_start_and_that_of_the_run_whose_sync_was_completed_afterwards() -> (
+    None
+):
     assert (SyncState().run, SyncState().due) == (None, SyncPhase.PAUSE)
     done = through(SyncState(run="another"), PHASES)
     assert (done.run, done.due) == ("mine", SyncPhase.PAUSE)
-    assert through(SyncState(run="another"), PHASES[:-1]).run == "another", "whose weights it serves again if this sync never reaches the engine"
+    assert through(SyncState(run="another"), PHASES[:-1]).run == "another", (
+        "whose weights it serves again if this sync never reaches the engine"
+    )
 
 
 @pytest.mark.parametrize("num_done", range(1, len(PHASES)))
@@ -35,16 +39,26 @@ def test_between_the_first_phase_and_the_last_the_next_one_is_due(num_done: int)
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_while_a_phase_runs_and_after_it_failed_only_the_beginning_is_in_turn(phase: SyncPhase) -> None:
+def test_while_a_phase_runs_and_after_it_failed_only_the_beginning_is_in_turn(
+    phase: SyncPhase,
+) -> None:
     running = through(SyncState(), PHASES[: PHASES.index(phase)]).during(phase, call(phase))
     for next_ in PHASES[1:]:
-        with pytest.raises(RefusalError, match="out of turn, the server waits for pause; begin with pause"):
+        with pytest.raises(
+            RefusalError, match="out of turn, the server waits for pause; begin with pause"
+        ):
             running.during(next_, call(next_))
     assert through(running, PHASES, version=2).offer == make_offer(2)
 
 
 def test_a_phase_of_another_version_is_out_of_turn() -> None:
-    with pytest.raises(RefusalError, match="phase rendezvous of version 2 is out of turn, the server waits for rendezvous of version 1"):
+    with pytest.raises(
+        RefusalError,
+        match=(
+            "phase rendezvous of version 2 is out of turn, the server waits for rendezvous of"
+            " version 1"
+        ),
+    ):
         through(SyncState(), PHASES[:1]).during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS, 2))
 
 
@@ -56,8 +70,12 @@ def test_what_the_rendezvous_brings_takes_the_place_of_the_offer() -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES[1:])
-def test_a_sync_is_gone_on_with_by_the_run_that_began_it_and_can_be_begun_by_another(phase: SyncPhase) -> None:
+def test_a_sync_is_gone_on_with_by_the_run_that_began_it_and_can_be_begun_by_another(
+    phase: SyncPhase,
+) -> None:
     door = through(SyncState(), PHASES[: PHASES.index(phase)])
-    with pytest.raises(RefusalError, match=f"phase {phase} of version 1: another run's sync is under way"):
+    with pytest.raises(
+        RefusalError, match=f"phase {phase} of version 1: another run's sync is under way"
+    ):
         door.during(phase, call(phase, run="another"))
     assert door.during(SyncPhase.PAUSE, call(SyncPhase.PAUSE, run="another")).syncing == "another"

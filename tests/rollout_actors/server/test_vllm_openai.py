@@ -1,4 +1,6 @@
-"""vLLM's OpenAI code over an engine of ours: what is asked of vLLM, and what is not. (With a real engine: `environments/test_endpoints.py`.)"""
+"""vLLM's OpenAI code over an engine of ours: what is asked of vLLM, and what is not. (With a real
+engine: `environments/test_endpoints.py`.)
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ PARAMS = SimpleNamespace(prompt_logprobs=None)
 
 
 class TellingEngine:
-    """As much of a `VllmEngine` as is asked, with an `llm` that gives one token and then two, and ends for this reason."""
+    """As much of a `VllmEngine` as is asked, with an `llm` that gives one token and then two, and
+    ends for this reason.
+    """
 
     name, shut, adapter = "server-0", "", "the adapter that is served"
 
@@ -28,17 +32,30 @@ class TellingEngine:
         self.counted = 0
         self.asked: list[dict[str, Any]] = []
         self.num_closed = 0
-        config = SimpleNamespace(lora_config="some" if lora else None, device_config=SimpleNamespace(device_type=device))
-        self.llm = SimpleNamespace(vllm_config=config, model_config=None, renderer=None, input_processor=None, errored=False, generate=self._generate)
+        config = SimpleNamespace(
+            lora_config="some" if lora else None, device_config=SimpleNamespace(device_type=device)
+        )
+        self.llm = SimpleNamespace(
+            vllm_config=config,
+            model_config=None,
+            renderer=None,
+            input_processor=None,
+            errored=False,
+            generate=self._generate,
+        )
 
     def count(self, num_tokens: int) -> None:
         self.counted += num_tokens
 
-    async def _generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+    async def _generate(
+        self, prompt: Any, params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
         self.asked.append({"prompt": prompt, "params": params, "request_id": request_id} | options)
         try:
             for token_ids, reason in (([1], None), ([2, 3], self.ends)):
-                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids, finish_reason=reason)])
+                yield SimpleNamespace(
+                    outputs=[SimpleNamespace(token_ids=token_ids, finish_reason=reason)]
+                )
         finally:
             self.num_closed += 1
 
@@ -53,10 +70,25 @@ def test_every_request_is_of_the_adapter_that_is_served_and_counted() -> None:
     engine = TellingEngine()
 
     async def asked() -> int:
-        return len([output async for output in client_of(engine).generate("prompt", PARAMS, "1", lora_request=None, priority=0)])
+        return len(
+            [
+                output
+                async for output in client_of(engine).generate(
+                    "prompt", PARAMS, "1", lora_request=None, priority=0
+                )
+            ]
+        )
 
     assert asyncio.run(asked()) == 2
-    assert engine.asked == [{"prompt": "prompt", "params": PARAMS, "request_id": "1", "lora_request": engine.adapter, "priority": 0}]
+    assert engine.asked == [
+        {
+            "prompt": "prompt",
+            "params": PARAMS,
+            "request_id": "1",
+            "lora_request": engine.adapter,
+            "priority": 0,
+        }
+    ]
     assert (engine.counted, engine.num_closed) == (3, 1)
 
 
@@ -79,7 +111,9 @@ def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
     async def asked() -> None:
         await anext(client_of(engine).generate("prompt", PARAMS, "1"))
 
-    with pytest.raises(RefusalError, match="server-0 serves no rollouts: its sync to version 3 is under way") as caught:
+    with pytest.raises(
+        RefusalError, match="server-0 serves no rollouts: its sync to version 3 is under way"
+    ) as caught:
         asyncio.run(asked())
     assert (caught.value.status, engine.asked) == (409, [])
 
@@ -91,28 +125,47 @@ def test_a_request_that_was_sent_away_is_no_answer() -> None:
         async for _ in client_of(engine).generate("prompt", PARAMS, "1"):
             pass
 
-    with pytest.raises(RefusalError, match="server-0 was given other weights before it had begun with the call; ask again") as caught:
+    with pytest.raises(
+        RefusalError,
+        match="server-0 was given other weights before it had begun with the call; ask again",
+    ) as caught:
         asyncio.run(asked())
     assert (caught.value.status, engine.counted, engine.num_closed) == (409, 3, 1)
 
 
-@pytest.mark.parametrize(("lora", "device", "refused"), [(True, "cpu", True), (False, "cpu", False), (True, "cuda", False)])
-def test_log_probabilities_of_prompts_are_refused_where_vllm_would_die_of_them(lora: bool, device: str, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("lora", "device", "refused"),
+    [(True, "cpu", True), (False, "cpu", False), (True, "cuda", False)],
+)
+def test_log_probabilities_of_prompts_are_refused_where_vllm_would_die_of_them(
+    lora: bool, device: str, refused: bool
+) -> None:
     from vllm.exceptions import VLLMValidationError
 
     engine = TellingEngine(lora=lora, device=device)
 
     async def asked() -> int:
-        return len([output async for output in client_of(engine).generate("prompt", SimpleNamespace(prompt_logprobs=1), "1")])
+        return len(
+            [
+                output
+                async for output in client_of(engine).generate(
+                    "prompt", SimpleNamespace(prompt_logprobs=1), "1"
+                )
+            ]
+        )
 
     if refused:
-        with pytest.raises(VLLMValidationError, match="prompt_logprobs: a server with enable_lora has none on CPU"):
+        with pytest.raises(
+            VLLMValidationError, match="prompt_logprobs: a server with enable_lora has none on CPU"
+        ):
             asyncio.run(asked())
     assert len(engine.asked) == 0 if refused else asyncio.run(asked()) == 2
 
 
 class SayingServing:
-    """As much of vLLM's `OpenAIServingChat` and `OpenAIServingCompletion` as is asked: raises or returns what it is told."""
+    """As much of vLLM's `OpenAIServingChat` and `OpenAIServingCompletion` as is asked: raises or
+    returns what it is told.
+    """
 
     def __init__(self, said: Any) -> None:
         self.said = said
@@ -128,26 +181,59 @@ class SayingServing:
 def answered(said: Any, route: OpenAIRoute = OpenAIRoute.CHAT, **call: Any) -> OpenAIAnswer:
     from rollout_actors.server.vllm_openai import VllmOpenAI
 
-    one = VllmOpenAI(cast("Any", None), cast("Any", SayingServing(said)), cast("Any", SayingServing(said)))
-    given = {"messages": [{"role": "user", "content": "a"}]} if route is OpenAIRoute.CHAT else {"prompt": "a"}
+    one = VllmOpenAI(
+        cast("Any", None), cast("Any", SayingServing(said)), cast("Any", SayingServing(said))
+    )
+    given = (
+        {"messages": [{"role": "user", "content": "a"}]}
+        if route is OpenAIRoute.CHAT
+        else {"prompt": "a"}
+    )
     return asyncio.run(one.answer(route, {"model": "m"} | given | call))
 
 
 @pytest.mark.parametrize(
     ("parameter", "text", "asked", "code"),
     [
-        ("input_tokens", "This model's maximum context length is 8 tokens", {}, "context_length_exceeded"),
-        ("input_text", "This model's maximum context length is 8 tokens", {}, "context_length_exceeded"),
-        (None, "The decoder prompt (length 9) is longer than the maximum model length of 8.", {}, "context_length_exceeded"),
+        (
+            "input_tokens",
+            "This model's maximum context length is 8 tokens",
+            {},
+            "context_length_exceeded",
+        ),
+        (
+            "input_text",
+            "This model's maximum context length is 8 tokens",
+            {},
+            "context_length_exceeded",
+        ),
+        (
+            None,
+            "The decoder prompt (length 9) is longer than the maximum model length of 8.",
+            {},
+            "context_length_exceeded",
+        ),
         ("max_tokens", "max_tokens must be at least 1, got 0.", {}, "context_length_exceeded"),
-        ("max_tokens", "max_tokens must be at least 1, got 0.", {"max_tokens": 4}, "context_length_exceeded"),
+        (
+            "max_tokens",
+            "max_tokens must be at least 1, got 0.",
+            {"max_tokens": 4},
+            "context_length_exceeded",
+        ),
         ("max_tokens", "max_tokens must be at least 1, got 0.", {"max_tokens": 0}, 400),
         ("max_tokens", "max_tokens must be at least 1, got 0.", {"max_completion_tokens": 0}, 400),
-        ("max_tokens", "max_tokens=9 cannot be greater than max_model_len=8", {"max_tokens": 9}, 400),
+        (
+            "max_tokens",
+            "max_tokens=9 cannot be greater than max_model_len=8",
+            {"max_tokens": 9},
+            400,
+        ),
         ("temperature", "temperature must be non-negative", {}, 400),
     ],
 )
-def test_a_prompt_that_is_too_long_has_openais_code_and_nothing_else_has(parameter: str | None, text: str, asked: dict[str, Any], code: Any) -> None:
+def test_a_prompt_that_is_too_long_has_openais_code_and_nothing_else_has(
+    parameter: str | None, text: str, asked: dict[str, Any], code: Any
+) -> None:
     from vllm.exceptions import VLLMValidationError
 
     answer = answered(VLLMValidationError(text, parameter=parameter), **asked)
@@ -158,19 +244,28 @@ def test_a_prompt_that_is_too_long_has_openais_code_and_nothing_else_has(paramet
 
 
 @pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
-def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(route: OpenAIRoute) -> None:
+def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(
+    route: OpenAIRoute,
+) -> None:
     answer = answered(None, route, temprature=0.5, guided_regex="a", top_k=3)
     assert isinstance(answer.content, dict)
     assert answer.status == 400
-    assert answer.content["error"]["message"].startswith("no such field: temprature (did you mean temperature?), guided_regex")
+    assert answer.content["error"]["message"].startswith(
+        "no such field: temprature (did you mean temperature?), guided_regex"
+    )
 
 
 @pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
 @pytest.mark.parametrize("penalty", [1e-320, "1e-320", 1e300])
-def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(route: OpenAIRoute, penalty: Any) -> None:
+def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(
+    route: OpenAIRoute, penalty: Any
+) -> None:
     answer = answered(None, route, repetition_penalty=penalty)
     assert isinstance(answer.content, dict)
-    assert (answer.status, answer.content["error"]["message"]) == (400, f"repetition_penalty: is {float(penalty)}; send a value from 0.01 to 100")
+    assert (answer.status, answer.content["error"]["message"]) == (
+        400,
+        f"repetition_penalty: is {float(penalty)}; send a value from 0.01 to 100",
+    )
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 100_000]}}}
@@ -180,16 +275,26 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x
     "brought",
     [
         {"structured_outputs": {"choice": ["x" * 100_000]}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["x" * 100_000]}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"enum": ["x" * 100_000]}},
+            }
+        },
         {"tools": [TOOL], "tool_choice": "required"},
     ],
     ids=str,
 )
-def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(brought: dict[str, Any]) -> None:
+def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(
+    brought: dict[str, Any],
+) -> None:
     answer = answered(None, **brought)
     assert isinstance(answer.content, dict)
     assert answer.status == 400
-    assert "characters, a call may bring 100000; send a smaller one" in answer.content["error"]["message"]
+    assert (
+        "characters, a call may bring 100000; send a smaller one"
+        in answer.content["error"]["message"]
+    )
 
 
 def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
@@ -199,7 +304,10 @@ def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
 
     def tried(**brought: Any) -> list[tuple[str, str]]:
         call = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | brought
-        return [(grammar.kind.name, grammar.text) for grammar in _grammars(ChatCompletionRequest.model_validate(call))]
+        return [
+            (grammar.kind.name, grammar.text)
+            for grammar in _grammars(ChatCompletionRequest.model_validate(call))
+        ]
 
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     assert tried() == tried(tools=[tool]) == tried(response_format={"type": "text"}) == []
@@ -207,7 +315,9 @@ def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
     assert tried(structured_outputs={"grammar": 'root ::= "a"'}) == [("EBNF", 'root ::= "a"')]
     assert tried(structured_outputs={"grammar": 'start: "a"'}) == [("LARK", 'start: "a"')]
     assert tried(structured_outputs={"choice": ["a", "b"]}) == [("EBNF", 'root ::= "a" | "b"')]
-    assert tried(structured_outputs={"json": {"type": "object"}}) == [("JSON_SCHEMA", '{"type": "object"}')]
+    assert tried(structured_outputs={"json": {"type": "object"}}) == [
+        ("JSON_SCHEMA", '{"type": "object"}')
+    ]
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     assert tried(response_format=schema) == [("JSON_SCHEMA", '{"type": "object"}')]
     assert tried(tools=[tool], tool_choice="required") == [("JSON_SCHEMA", '{"type": "object"}')]
@@ -218,20 +328,36 @@ def test_fields_of_openai_and_of_vllm_are_taken() -> None:
         def model_dump(self) -> dict[str, Any]:
             return {"id": "an answer"}
 
-    fields = {"store": True, "metadata": {"a": "b"}, "prompt_cache_key": "a", "top_k": 3, "return_token_ids": True, "structured_outputs": {"regex": "a"}}
+    fields = {
+        "store": True,
+        "metadata": {"a": "b"},
+        "prompt_cache_key": "a",
+        "top_k": 3,
+        "return_token_ids": True,
+        "structured_outputs": {"regex": "a"},
+    }
     assert answered(Said(), **fields).content == {"id": "an answer"}
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
-def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argument(choice: dict[str, Any]) -> None:
+def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argument(
+    choice: dict[str, Any],
+) -> None:
     """vLLM names arguments of `vllm serve`, which `launch.serve` does not have."""
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
     answer = answered(None, tools=tools, **choice)
     assert isinstance(answer.content, dict)
     assert answer.status == 400
-    assert answer.content["error"]["message"] == (
-        "tools: this server was not told how the model writes calls of tools; start it with tool_call_parser=NAME "
-        "(vLLM's name of what reads them, hermes for Qwen's models), or send tool_choice: none"
+    assert (
+        answer.content["error"]["message"]
+        == "tools: this server was not told how the model writes calls of tools; start it with"
+        " tool_call_parser=NAME (vLLM's name of what reads them, hermes for Qwen's models), or"
+        " send tool_choice: none"
     )
 
 
@@ -240,5 +366,7 @@ def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_load
 
     check_tool_parser(None)
     check_tool_parser("hermes")
-    with pytest.raises(ConfigError, match=r"tool_call_parser: hermess is none of vLLM's; choose one of .*hermes"):
+    with pytest.raises(
+        ConfigError, match=r"tool_call_parser: hermess is none of vLLM's; choose one of .*hermes"
+    ):
         check_tool_parser("hermess")

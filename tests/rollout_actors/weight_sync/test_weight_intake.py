@@ -1,4 +1,6 @@
-"""What an engine serves before, during and after a sync, and how it accounts for one, without an engine."""
+"""What an engine serves before, during and after a sync, and how it accounts for one, without an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from counted_time import counted
 from fake_server import make_offer
 
 from rollout_actors.backends.stock_server import NoAdapters
-from rollout_actors.weight_sync.receiver import InitRequest, LoadReport, TransferGroup, UpdateRequest, WeightReceiver
+from rollout_actors.weight_sync.receiver import (
+    InitRequest,
+    LoadReport,
+    TransferGroup,
+    UpdateRequest,
+    WeightReceiver,
+)
 from shared.errors import Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
@@ -67,8 +75,12 @@ class Engine:
 
     def __init__(self, *, joins: bool = True) -> None:
         self.llm = FakeLLM()
-        group = TransferGroup(self.llm, transport=TransportKind.GLOO, rank_offset=3) if joins else None
-        self.intake = WeightReceiver("actor-0", self.llm, group, score=self.score, adapter=NoAdapters())
+        group = (
+            TransferGroup(self.llm, transport=TransportKind.GLOO, rank_offset=3) if joins else None
+        )
+        self.intake = WeightReceiver(
+            "actor-0", self.llm, group, score=self.score, adapter=NoAdapters()
+        )
         self.scored: Sequence[float] = (-0.5, -0.25)
         self.score_s = 0.0
 
@@ -85,7 +97,9 @@ def an_offer(version: int = 1, **terms: Any) -> WeightOffer:
     return replace(make_offer(version, **terms), canary=PROBE)
 
 
-def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_the_old_one() -> None:
+def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_the_old_one() -> (
+    None
+):
     async def run() -> None:
         engine = Engine()
         assert engine.served == (0, "")
@@ -99,7 +113,9 @@ def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_t
     asyncio.run(run())
 
 
-def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_one_joins_again() -> None:
+def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_one_joins_again() -> (
+    None
+):
     engine = Engine()
     asyncio.run(engine.intake.take(an_offer(1)))
     engine.llm.trouble = ZeroDivisionError("told to fail")
@@ -110,7 +126,9 @@ def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_
     asyncio.run(engine.intake.take(an_offer(3)))
     asyncio.run(engine.intake.take(an_offer(4)))
     assert engine.served == (4, "")
-    assert [info["rank_offset"] for info in engine.llm.joined] == [3, 3], "once at the start, and once more after the failure"
+    assert [info["rank_offset"] for info in engine.llm.joined] == [3, 3], (
+        "once at the start, and once more after the failure"
+    )
 
 
 def test_a_sender_that_has_opened_its_group_anew_is_joined_anew_without_any_failure() -> None:
@@ -141,7 +159,9 @@ async def fails() -> bool:
         ("encoder", fails, "told to fail"),
     ],
 )
-def test_an_engine_that_keeps_what_a_cache_holds_of_the_old_weights_serves_nothing(cache: str, reset: Callable[[], Awaitable[bool]], told: str) -> None:
+def test_an_engine_that_keeps_what_a_cache_holds_of_the_old_weights_serves_nothing(
+    cache: str, reset: Callable[[], Awaitable[bool]], told: str
+) -> None:
     """Of the three, vLLM tells only of the prefix cache whether it was reset."""
     engine = Engine()
     setattr(engine.llm, f"reset_{cache}_cache", reset)
@@ -150,7 +170,9 @@ def test_an_engine_that_keeps_what_a_cache_holds_of_the_old_weights_serves_nothi
     assert engine.served == (0, "its sync to version 1 is under way, or was not completed")
 
 
-def test_an_engine_that_is_stuck_in_a_phase_is_waited_for_as_long_as_the_offer_says_and_no_longer() -> None:
+def test_an_engine_that_is_stuck_in_a_phase_is_waited_for_as_long_as_the_offer_says_and_no_longer() -> (
+    None
+):
     """But for a margin, in which whoever is stuck with it may say more."""
 
     class Stuck(FakeLLM):
@@ -159,8 +181,13 @@ def test_an_engine_that_is_stuck_in_a_phase_is_waited_for_as_long_as_the_offer_s
 
     async def run() -> None:
         engine = Engine()
-        engine.intake = WeightReceiver("actor-0", Stuck(), None, score=engine.score, adapter=NoAdapters())
-        with pytest.raises(WeightSyncError, match=r"pause on actor-0: no answer from the engine after timeouts\.sync_phase_s = 5 s"):
+        engine.intake = WeightReceiver(
+            "actor-0", Stuck(), None, score=engine.score, adapter=NoAdapters()
+        )
+        with pytest.raises(
+            WeightSyncError,
+            match=r"pause on actor-0: no answer from the engine after timeouts\.sync_phase_s = 5 s",
+        ):
             await engine.intake.take(an_offer(timeout_s=5.0))
         assert engine.served == (0, "its sync to version 1 is under way, or was not completed")
 
@@ -179,9 +206,17 @@ def test_servers_have_a_limit_of_their_own_for_joining_the_communicator() -> Non
     async def run() -> None:
         engine = Engine()
         group = TransferGroup(Alone(), transport=TransportKind.GLOO, rank_offset=1)
-        engine.intake = WeightReceiver("server-0", engine.llm, group, score=engine.score, adapter=NoAdapters())
-        terms = replace(FullOffer.of(an_offer(timeout_s=5.0)), join=Timeout(240.0, "rollout_matching.vllm.server.timeout_s"))
-        told = r"rendezvous on server-0: no answer from the engine after rollout_matching\.vllm\.server\.timeout_s = 240 s"
+        engine.intake = WeightReceiver(
+            "server-0", engine.llm, group, score=engine.score, adapter=NoAdapters()
+        )
+        terms = replace(
+            FullOffer.of(an_offer(timeout_s=5.0)),
+            join=Timeout(240.0, "rollout_matching.vllm.server.timeout_s"),
+        )
+        told = (
+            r"rendezvous on server-0: no answer from the engine after"
+            r" rollout_matching\.vllm\.server\.timeout_s = 240 s"
+        )
         with pytest.raises(WeightSyncError, match=told):
             await engine.intake.take(replace(an_offer(), rendezvous={"terms": terms}))
 
@@ -232,26 +267,54 @@ def test_nothing_of_the_sync_before_is_reported_for_this_one() -> None:
 
 def test_the_time_of_an_update_is_taken_apart_by_the_workers_account() -> None:
     report = asyncio.run(Engine().intake.take(an_offer()))
-    assert set(report.phase_s) == {"pause", "rendezvous", "wire", "load", "verify", "reset", "canary"}
+    assert set(report.phase_s) == {
+        "pause",
+        "rendezvous",
+        "wire",
+        "load",
+        "verify",
+        "reset",
+        "canary",
+    }
     told = {"wire": -50.0, "load": 30.0, "verify": 20.0}
     assert {phase: report.phase_s[phase] for phase in told} == pytest.approx(told, abs=2.0)
     assert report.bytes == 24
 
 
-def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group_is_joined() -> None:
+def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group_is_joined() -> (
+    None
+):
     engine, what = Engine(joins=False), an_offer()
     handed = ChecksummedWeights([], FullOffer.of(what), torch)
     handed.gather_s, handed.verify_s = 5.0, 100.0
     report = asyncio.run(engine.intake.take(what, handed))
-    assert set(report.phase_s) == {"pause", "rendezvous", "gather", "load", "verify", "reset", "canary"}
-    assert (report.phase_s["gather"], report.phase_s["verify"]) == (5.0, pytest.approx(120.0, abs=2.0))
+    assert set(report.phase_s) == {
+        "pause",
+        "rendezvous",
+        "gather",
+        "load",
+        "verify",
+        "reset",
+        "canary",
+    }
+    assert (report.phase_s["gather"], report.phase_s["verify"]) == (
+        5.0,
+        pytest.approx(120.0, abs=2.0),
+    )
     assert engine.llm.joined == []
 
 
 def test_weights_over_another_transport_than_the_engines_are_refused() -> None:
     engine = Engine()
-    with pytest.raises(WeightSyncError, match="pause on actor-0: the learner offers nccl, the engine was started for rollmatch_gloo"):
-        asyncio.run(engine.intake.run(SyncPhase.PAUSE, replace(an_offer(), transport=TransportKind.NCCL)))
+    with pytest.raises(
+        WeightSyncError,
+        match=(
+            "pause on actor-0: the learner offers nccl, the engine was started for rollmatch_gloo"
+        ),
+    ):
+        asyncio.run(
+            engine.intake.run(SyncPhase.PAUSE, replace(an_offer(), transport=TransportKind.NCCL))
+        )
 
 
 IN_BFLOAT16 = replace(PROBE, tolerance=None)
@@ -297,7 +360,9 @@ def test_noise_is_measured_once_before_the_first_weights_and_bounds_every_later_
         (1, PROBE),  # float32
     ],
 )
-def test_noise_is_not_measured_where_it_is_known_or_would_be_more_than_noise(version: int, probe: CanaryProbe) -> None:
+def test_noise_is_not_measured_where_it_is_known_or_would_be_more_than_noise(
+    version: int, probe: CanaryProbe
+) -> None:
     engine = NoisyEngine()
     engine.answers = [probe.expected_logprobs or ()]
     assert engine.sync(version, probe).canary_noise is None
@@ -331,7 +396,9 @@ def test_the_noise_of_the_run_counts_and_not_the_engines_own() -> None:
         engine.sync(2, replace(IN_BFLOAT16, noise=Differences(0.004, 0.02)))
 
 
-def test_what_a_server_with_other_weights_differs_by_before_the_first_sync_is_not_taken_for_noise() -> None:
+def test_what_a_server_with_other_weights_differs_by_before_the_first_sync_is_not_taken_for_noise() -> (
+    None
+):
     engine = NoisyEngine()
     engine.answers = [(-1.5, -0.25), (-0.5, -0.25), (-0.75, -0.25)]
     assert engine.sync(1, IN_BFLOAT16).canary_noise is None

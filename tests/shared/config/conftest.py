@@ -29,12 +29,17 @@ TRAJECTORIES = {
 
 @pytest.fixture
 def changed() -> Callable[..., dict[str, Any]]:
-    """The minimal configuration, or another one, with `{"a.b[0].c": value}` changed; `...` deletes the key."""
+    """The minimal configuration, or another one, with `{"a.b[0].c": value}` changed; `...` deletes
+    the key.
+    """
 
     def change(changes: Mapping[str, Any], base: Mapping[str, Any] = MINIMAL) -> dict[str, Any]:
         config = copy.deepcopy(dict(base))
         for path, value in copy.deepcopy(dict(changes)).items():
-            keys = [int(part[1:-1]) if part.startswith("[") else part for part in re.findall(r"\[\d+\]|[^.\[\]]+", path)]
+            keys = [
+                int(part[1:-1]) if part.startswith("[") else part
+                for part in re.findall(r"\[\d+\]|[^.\[\]]+", path)
+            ]
             node = config
             for key in keys[:-1]:
                 node = node.setdefault(key, {}) if isinstance(node, dict) else node[key]
@@ -56,25 +61,35 @@ def load(changed: Callable[..., dict[str, Any]]) -> Callable[[Mapping[str, Any]]
 
 
 @pytest.fixture
-def load_trajectories(changed: Callable[..., dict[str, Any]]) -> Callable[[Mapping[str, Any]], RunConfig]:
+def load_trajectories(
+    changed: Callable[..., dict[str, Any]],
+) -> Callable[[Mapping[str, Any]], RunConfig]:
     """Load the minimal configuration of an environment with changes."""
     return lambda changes: load_config(changed(changes, changed(TRAJECTORIES)))
 
 
 @pytest.fixture
-def problems(load: Callable[[Mapping[str, Any]], RunConfig]) -> Callable[[Mapping[str, Any]], list[str]]:
-    """The lines of the error that changes to the minimal configuration give; none where they are accepted."""
+def problems(
+    load: Callable[[Mapping[str, Any]], RunConfig],
+) -> Callable[[Mapping[str, Any]], list[str]]:
+    """The lines of the error that changes to the minimal configuration give; none where they are
+    accepted.
+    """
 
     return lambda changes: problems_of(load, changes)
 
 
 @pytest.fixture
-def trajectory_problems(load_trajectories: Callable[[Mapping[str, Any]], RunConfig]) -> Callable[[Mapping[str, Any]], list[str]]:
+def trajectory_problems(
+    load_trajectories: Callable[[Mapping[str, Any]], RunConfig],
+) -> Callable[[Mapping[str, Any]], list[str]]:
     """The same of the minimal configuration of an environment."""
     return lambda changes: problems_of(load_trajectories, changes)
 
 
-def problems_of(load: Callable[[Mapping[str, Any]], RunConfig], changes: Mapping[str, Any]) -> list[str]:
+def problems_of(
+    load: Callable[[Mapping[str, Any]], RunConfig], changes: Mapping[str, Any]
+) -> list[str]:
     try:
         load(changes)
     except ConfigError as error:

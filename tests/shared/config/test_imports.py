@@ -22,10 +22,19 @@ print(*sorted({{"torch", "ray", "vllm", "transformers", "hydra", "omegaconf", "s
 
 
 def loaded_before_the_error(config: str, message: str) -> str:
-    """The heavy modules, and ours that run anything, that a process has loaded when it refuses `config` with `message`."""
+    """The heavy modules, and ours that run anything, that a process has loaded when it refuses
+    `config` with `message`.
+    """
     root = Path(__file__).parents[3]
     program = PROGRAM.format(config=config, message=message)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -36,4 +45,9 @@ def test_configuration_errors_need_nothing_heavy():
 
 def test_unknown_rollout_key_fails_before_rollout_trainer_execution():
     config = '{"rollout_matching": {"unknown_rollout_key": 1}}'
-    assert loaded_before_the_error(config, "rollout_matching.unknown_rollout_key: is not a known key; the keys here are ") == ""
+    assert (
+        loaded_before_the_error(
+            config, "rollout_matching.unknown_rollout_key: is not a known key; the keys here are "
+        )
+        == ""
+    )

@@ -14,10 +14,17 @@ OLD = "custom.extra.rollout_matching"
 OLD_CHANNELS = "custom.extra.stage2_ab"
 VLLM = f"{MATCHING}.vllm"
 SCHEDULE = "stage2_ab.schedule"
-# Entries of the minimal configuration, a third of the module whose keys are retired: its other keys are there.
+# Entries of the minimal configuration, a third of the module whose keys are retired: its other keys
+# are there.
 COORD_REG = f"{MATCHING}.pipeline.objective[1].config"
 BBOX_GEO = f"{MATCHING}.pipeline.objective[2].config"
-BBOX_GEO_ENTRY = {"name": "bbox_geo", "enabled": True, "weight": 1.0, "channels": ["B"], "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0}}
+BBOX_GEO_ENTRY = {
+    "name": "bbox_geo",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0},
+}
 
 REMOVED = "was removed; "
 
@@ -35,10 +42,22 @@ LEGACY = [
     (OLD, None, [REMOVED, f"use {MATCHING}"]),
     (f"{OLD_CHANNELS}.schedule.b_ratio", 0.5, [REMOVED, "use stage2_ab.schedule.b_ratio"]),
     (f"{OLD_CHANNELS}.channel_b.mode", "step", [REMOVED, "use stage2_ab.channel_b.mode"]),
-    (f"{OLD_CHANNELS}.channel_b.rollouts_per_step", 32, [REMOVED, "use stage2_ab.channel_b.rollouts_per_step"]),
-    (f"{OLD_CHANNELS}.channel_b.enable_pipeline", True, [REMOVED, "use stage2_ab.channel_b.enable_pipeline"]),
+    (
+        f"{OLD_CHANNELS}.channel_b.rollouts_per_step",
+        32,
+        [REMOVED, "use stage2_ab.channel_b.rollouts_per_step"],
+    ),
+    (
+        f"{OLD_CHANNELS}.channel_b.enable_pipeline",
+        True,
+        [REMOVED, "use stage2_ab.channel_b.enable_pipeline"],
+    ),
     ("custom.extra.anything", 1, ["is not a known key; remove it", MATCHING, "stage2_ab"]),
-    ("custom.extra.rollout_matchin.decode_batch_size", 4, ["is not a known key; remove it", MATCHING]),
+    (
+        "custom.extra.rollout_matchin.decode_batch_size",
+        4,
+        ["is not a known key; remove it", MATCHING],
+    ),
     ("custom.extra", {}, ["is not a known key; remove it", MATCHING]),
     # The old places of what was retired itself: the last successor, or why there is none.
     (f"{OLD}.temperature", 0.7, [REMOVED, f"use {MATCHING}.decoding.temperature"]),
@@ -48,9 +67,21 @@ LEGACY = [
     (f"{OLD}.rollout_infer_batch_size", 4, [REMOVED, f"use {MATCHING}.decode_batch_size"]),
     (f"{OLD}.rollout_buffer", {"enabled": True}, [REMOVED, "remove it"]),
     (f"{OLD}.post_rollout_pack_scope", "window", [REMOVED, "remove it"]),
-    (f"{OLD}.vllm.server.base_url", ["http://127.0.0.1:8000"], [REMOVED, f"{VLLM}.server.servers[]"]),
-    (f"{OLD}.repeat_terminate.enabled", True, [REMOVED, f"use {MATCHING}.repeat_terminate.enabled"]),
-    (f"{OLD_CHANNELS}.channel_b.decode_batch_size", 2, [REMOVED, f"use {MATCHING}.decode_batch_size"]),
+    (
+        f"{OLD}.vllm.server.base_url",
+        ["http://127.0.0.1:8000"],
+        [REMOVED, f"{VLLM}.server.servers[]"],
+    ),
+    (
+        f"{OLD}.repeat_terminate.enabled",
+        True,
+        [REMOVED, f"use {MATCHING}.repeat_terminate.enabled"],
+    ),
+    (
+        f"{OLD_CHANNELS}.channel_b.decode_batch_size",
+        2,
+        [REMOVED, f"use {MATCHING}.decode_batch_size"],
+    ),
     (f"{OLD_CHANNELS}.pipeline.diagnostics", [], [REMOVED, f"use {MATCHING}.pipeline.diagnostics"]),
     # Batch sizes of decoding.
     (f"{MATCHING}.rollout_generate_batch_size", 4, [REMOVED, f"use {MATCHING}.decode_batch_size"]),
@@ -72,14 +103,38 @@ LEGACY = [
     (f"{VLLM}.server.base_url", ["http://127.0.0.1:8000"], [REMOVED, f"{VLLM}.server.servers[]"]),
     (f"{VLLM}.server.group_port", [51216], [REMOVED, f"{VLLM}.server.servers[]"]),
     # The objective elsewhere, and by other names.
-    ("custom.coord_soft_ce_w1", None, [REMOVED, f"coord_reg entry in {MATCHING}.pipeline.objective"]),
-    ("custom.coord_soft_ce_w1.enabled", True, [REMOVED, f"coord_reg entry in {MATCHING}.pipeline.objective"]),
-    ("custom.coord_soft_ce_w1.soft_ce_weight", 1.0, [REMOVED, f"coord_reg entry in {MATCHING}.pipeline.objective"]),
+    (
+        "custom.coord_soft_ce_w1",
+        None,
+        [REMOVED, f"coord_reg entry in {MATCHING}.pipeline.objective"],
+    ),
+    (
+        "custom.coord_soft_ce_w1.enabled",
+        True,
+        [REMOVED, f"coord_reg entry in {MATCHING}.pipeline.objective"],
+    ),
+    (
+        "custom.coord_soft_ce_w1.soft_ce_weight",
+        1.0,
+        [REMOVED, f"coord_reg entry in {MATCHING}.pipeline.objective"],
+    ),
     ("stage2_ab.pipeline.objective", [], [REMOVED, f"use {MATCHING}.pipeline.objective"]),
-    (f"{BBOX_GEO}.bbox_smoothl1_weight", 1.0, ["was removed: the key of bbox_geo has another name; ", f"use {BBOX_GEO}.smoothl1_weight"]),
-    (f"{BBOX_GEO}.bbox_ciou_weight", 1.0, ["was removed: the key of bbox_geo has another name; ", f"use {BBOX_GEO}.ciou_weight"]),
+    (
+        f"{BBOX_GEO}.bbox_smoothl1_weight",
+        1.0,
+        ["was removed: the key of bbox_geo has another name; ", f"use {BBOX_GEO}.smoothl1_weight"],
+    ),
+    (
+        f"{BBOX_GEO}.bbox_ciou_weight",
+        1.0,
+        ["was removed: the key of bbox_geo has another name; ", f"use {BBOX_GEO}.ciou_weight"],
+    ),
     *(
-        (f"{COORD_REG}.{alias}", 1.0, ["was removed: the key of coord_reg has another name; ", f"use {COORD_REG}.{name}"])
+        (
+            f"{COORD_REG}.{alias}",
+            1.0,
+            ["was removed: the key of coord_reg has another name; ", f"use {COORD_REG}.{name}"],
+        )
         for alias, name in {
             "coord_soft_ce_weight": "soft_ce_weight",
             "coord_w1_weight": "w1_weight",
@@ -96,8 +151,12 @@ LEGACY = [
 
 
 @pytest.mark.parametrize(("path", "value", "fragments"), LEGACY)
-def test_legacy_keys_are_refused_by_name_with_what_takes_their_place(problems, path, value, fragments):
-    with_box_entry = {f"{MATCHING}.pipeline.objective[2]": BBOX_GEO_ENTRY} if path.startswith(BBOX_GEO) else {}
+def test_legacy_keys_are_refused_by_name_with_what_takes_their_place(
+    problems, path, value, fragments
+):
+    with_box_entry = (
+        {f"{MATCHING}.pipeline.objective[2]": BBOX_GEO_ENTRY} if path.startswith(BBOX_GEO) else {}
+    )
     (line,) = problems({**with_box_entry, path: value})
     text = line.removeprefix(f"{path}: ")
     if isinstance(value, (dict, list)):
@@ -106,38 +165,70 @@ def test_legacy_keys_are_refused_by_name_with_what_takes_their_place(problems, p
     assert [fragment for fragment in fragments if fragment not in text] == []
 
 
-@pytest.mark.parametrize(("path", "value"), [(path, value) for path, value, fragments in LEGACY if fragments[-1].startswith("use ")])
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [(path, value) for path, value, fragments in LEGACY if fragments[-1].startswith("use ")],
+)
 def test_the_successor_that_is_named_is_a_key_of_the_schema(problems, path, value):
-    """What stands under the successor is refused for its value, if at all, and never as an unknown or retired key."""
-    (successor,) = (fragments[-1].removeprefix("use ") for other, _, fragments in LEGACY if other == path)
-    changes = {f"{MATCHING}.pipeline.objective[2]": BBOX_GEO_ENTRY} if path.startswith(BBOX_GEO) else {}
-    assert not any("known key" in line or "removed" in line for line in problems({**changes, successor: value}))
+    """What stands under the successor is refused for its value, if at all, and never as an unknown
+    or retired key.
+    """
+    (successor,) = (
+        fragments[-1].removeprefix("use ") for other, _, fragments in LEGACY if other == path
+    )
+    changes = (
+        {f"{MATCHING}.pipeline.objective[2]": BBOX_GEO_ENTRY} if path.startswith(BBOX_GEO) else {}
+    )
+    assert not any(
+        "known key" in line or "removed" in line for line in problems({**changes, successor: value})
+    )
 
 
 def test_the_table_of_this_test_covers_every_retired_key():
     paths = [re.sub(r"\[\d\]", "[]", path) for path, _, _ in LEGACY]
     for retired in RETIRED:
-        assert any(re.match(re.escape(retired.pattern).replace(r"\*", "[^.]+") + r"(\.|$)", path) for path in paths), retired.pattern
+        assert any(
+            re.match(re.escape(retired.pattern).replace(r"\*", "[^.]+") + r"(\.|$)", path)
+            for path in paths
+        ), retired.pattern
 
 
 def test_a_key_in_the_old_place_that_is_none_in_the_new_one_is_not_sent_there(problems):
     assert problems({f"{OLD}.decode_batchsize": 4}) == [
-        f"{OLD}.decode_batchsize: was removed, and is not a known key of {MATCHING} either; did you mean '{MATCHING}.decode_batch_size'?"
+        (
+            f"{OLD}.decode_batchsize: was removed, and is not a known key of {MATCHING} either; did you"
+            f" mean '{MATCHING}.decode_batch_size'?"
+        )
     ]
     assert problems({f"{OLD}.decoding.temprature": 1.0}) == [
-        f"{OLD}.decoding.temprature: was removed, and is not a known key of {MATCHING}.decoding either; did you mean '{MATCHING}.decoding.temperature'?"
+        (
+            f"{OLD}.decoding.temprature: was removed, and is not a known key of {MATCHING}.decoding"
+            f" either; did you mean '{MATCHING}.decoding.temperature'?"
+        )
     ]
     assert problems({f"{OLD}.temprature": 1.0}) == [
-        f"{OLD}.temprature: was removed, and is not a known key of {MATCHING} either; did you mean '{MATCHING}.decoding.temperature'?"
+        (
+            f"{OLD}.temprature: was removed, and is not a known key of {MATCHING} either; did you mean"
+            f" '{MATCHING}.decoding.temperature'?"
+        )
     ]
     assert problems({f"{OLD_CHANNELS}.schedule.zzz": 1}) == [
-        f"{OLD_CHANNELS}.schedule.zzz: was removed, and is not a known key of {SCHEDULE} either; the keys of {SCHEDULE} are b_ratio, warmup_steps"
+        (
+            f"{OLD_CHANNELS}.schedule.zzz: was removed, and is not a known key of {SCHEDULE} either;"
+            f" the keys of {SCHEDULE} are b_ratio, warmup_steps"
+        )
     ]
     assert problems({"training.packing_length.tokens": 1}) == [
-        "training.packing_length.tokens: was removed, and is not a known key of global_max_length either; remove it, nothing is set here"
+        (
+            "training.packing_length.tokens: was removed, and is not a known key of global_max_length"
+            " either; remove it, nothing is set here"
+        )
     ]
     (line,) = problems({f"{OLD}.foo": 1})
-    assert line.startswith(f"{OLD}.foo: was removed, and is not a known key of {MATCHING} either; the keys of {MATCHING} are pipeline, rollout_backend, ")
+    assert line.startswith(
+        f"{OLD}.foo: was removed, and is not a known key of {MATCHING} either; the keys of"
+        f" {MATCHING} are pipeline, rollout_backend, "
+    )
 
 
 def test_an_alias_in_the_place_of_its_successor_is_one_problem(problems):
@@ -145,23 +236,47 @@ def test_an_alias_in_the_place_of_its_successor_is_one_problem(problems):
     path = f"{MATCHING}.pipeline.objective[2]"
     entry = BBOX_GEO_ENTRY | {"config": {"bbox_smoothl1_weight": 1.0, "bbox_ciou_weight": 1.0}}
     lines = problems({path: entry})
-    assert [line.split(": ")[0] for line in lines] == [f"{path}.config.bbox_smoothl1_weight", f"{path}.config.bbox_ciou_weight"]
+    assert [line.split(": ")[0] for line in lines] == [
+        f"{path}.config.bbox_smoothl1_weight",
+        f"{path}.config.bbox_ciou_weight",
+    ]
 
 
 def test_every_retired_key_is_reported_at_once_with_the_other_problems(problems):
-    changes = {path: value for path, value, _ in LEGACY if not path.startswith(BBOX_GEO) and path not in (OLD, "custom.extra", "custom.coord_soft_ce_w1")}
-    changes = {path: value for path, value in changes.items() if path != f"{MATCHING}.rollout_buffer"}
+    changes = {
+        path: value
+        for path, value, _ in LEGACY
+        if not path.startswith(BBOX_GEO)
+        and path not in (OLD, "custom.extra", "custom.coord_soft_ce_w1")
+    }
+    changes = {
+        path: value for path, value in changes.items() if path != f"{MATCHING}.rollout_buffer"
+    }
     paths = [line.split(": ")[0] for line in problems({**changes, "training.sed": 1})]
-    assert sorted(paths) == sorted({*changes, "training.sed", f"{OLD}.rollout_buffer.enabled"} - {f"{OLD}.rollout_buffer"})
+    assert sorted(paths) == sorted(
+        {*changes, "training.sed", f"{OLD}.rollout_buffer.enabled"} - {f"{OLD}.rollout_buffer"}
+    )
 
 
-def test_a_whole_configuration_in_the_old_place_is_not_called_missing_in_the_new_one(problems, changed):
+def test_a_whole_configuration_in_the_old_place_is_not_called_missing_in_the_new_one(
+    problems, changed
+):
     minimal = changed({})
     lines = problems(
-        {"custom.extra": {"rollout_matching": minimal["rollout_matching"], "stage2_ab": minimal["stage2_ab"]}, "rollout_matching": ..., "stage2_ab": ...}
+        {
+            "custom.extra": {
+                "rollout_matching": minimal["rollout_matching"],
+                "stage2_ab": minimal["stage2_ab"],
+            },
+            "rollout_matching": ...,
+            "stage2_ab": ...,
+        }
     )
     assert all(line.startswith("custom.extra.") and ": was removed; use " in line for line in lines)
-    assert "custom.extra.rollout_matching.pipeline.objective: was removed; use rollout_matching.pipeline.objective" in lines
+    assert (
+        "custom.extra.rollout_matching.pipeline.objective: was removed; use"
+        " rollout_matching.pipeline.objective" in lines
+    )
 
 
 def test_a_resolved_configuration_holds_no_retired_key(load):

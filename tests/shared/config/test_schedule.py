@@ -1,4 +1,6 @@
-"""Which step is on which channel: `floor((s + 1) b) > floor(s b)`, `s` counting steps after the warm-up (DESIGN section 10)."""
+"""Which step is on which channel: `floor((s + 1) b) > floor(s b)`, `s` counting steps after the
+warm-up (DESIGN section 10).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,21 @@ from shared.config.pipeline import Channel
 _RANDOM = random.Random(0)
 RATIOS = [
     *(Fraction(hundredths, 100) for hundredths in range(101)),
-    *(Fraction(1, 3), Fraction(2, 3), Fraction(1, 7), Fraction(333, 1000), Fraction(3, 8), Fraction(1, 20), Fraction(1, 100_000), Fraction(999_999, 1_000_000)),
+    *(
+        Fraction(1, 3),
+        Fraction(2, 3),
+        Fraction(1, 7),
+        Fraction(333, 1000),
+        Fraction(3, 8),
+        Fraction(1, 20),
+        Fraction(1, 100_000),
+        Fraction(999_999, 1_000_000),
+    ),
     *(Fraction(_RANDOM.randint(0, 1000), 1000) for _ in range(15)),
-    *(Fraction(_RANDOM.randint(0, denominator), denominator) for denominator in _RANDOM.choices(range(1, 1_000_000), k=15)),
+    *(
+        Fraction(_RANDOM.randint(0, denominator), denominator)
+        for denominator in _RANDOM.choices(range(1, 1_000_000), k=15)
+    ),
 ]
 NUM_STEPS = 120
 
@@ -31,7 +45,9 @@ FIRST_STEPS = {
 
 
 def slow_channels(b: Fraction, num_steps: int) -> list[Channel]:
-    """Step by step, in whole numbers: B where the multiples of the numerator pass a multiple of the denominator."""
+    """Step by step, in whole numbers: B where the multiples of the numerator pass a multiple of the
+    denominator.
+    """
     channels, rest = [], 0
     for _ in range(num_steps):
         rest += b.numerator
@@ -44,13 +60,18 @@ def slow_channels(b: Fraction, num_steps: int) -> list[Channel]:
 def test_the_first_steps_of_common_ratios(b_ratio):
     schedule, expected = ScheduleSection(b_ratio=b_ratio), FIRST_STEPS[b_ratio]
     assert "".join(schedule.channel(step) for step in range(20)) == expected
-    assert [schedule.num_b_steps(n) for n in range(21)] == [expected[:n].count("B") for n in range(21)]
+    assert [schedule.num_b_steps(n) for n in range(21)] == [
+        expected[:n].count("B") for n in range(21)
+    ]
 
 
 @pytest.mark.parametrize("b_ratio", FIRST_STEPS)
 def test_for_small_step_numbers_it_is_the_rule_in_floats(b_ratio):
     schedule = ScheduleSection(b_ratio=b_ratio)
-    assert all((schedule.channel(s) is Channel.B) == (floor((s + 1) * b_ratio) > floor(s * b_ratio)) for s in range(80))
+    assert all(
+        (schedule.channel(s) is Channel.B) == (floor((s + 1) * b_ratio) > floor(s * b_ratio))
+        for s in range(80)
+    )
 
 
 @pytest.mark.slow
@@ -60,10 +81,20 @@ def test_the_channel_of_a_step_is_the_exact_rule_for_the_ratio_that_is_meant(war
         schedule = ScheduleSection(b_ratio=float(ratio), warmup_steps=warmup_steps)
         expected = [Channel.A] * warmup_steps + slow_channels(ratio, NUM_STEPS - warmup_steps)
         assert [schedule.channel(step) for step in range(NUM_STEPS)] == expected, ratio
-        assert [schedule.num_b_steps(n) for n in (0, 1, 8, 100, NUM_STEPS)] == [expected[:n].count(Channel.B) for n in (0, 1, 8, 100, NUM_STEPS)], ratio
+        assert [schedule.num_b_steps(n) for n in (0, 1, 8, 100, NUM_STEPS)] == [
+            expected[:n].count(Channel.B) for n in (0, 1, 8, 100, NUM_STEPS)
+        ], ratio
 
 
-@pytest.mark.parametrize(("written", "meant"), [(0.1 + 0.2, Fraction(3, 10)), (0.33333333, Fraction(1, 3)), (1 - 2**-53, Fraction(1)), (1e-300, Fraction(0))])
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (0.1 + 0.2, Fraction(3, 10)),
+        (0.33333333, Fraction(1, 3)),
+        (1 - 2**-53, Fraction(1)),
+        (1e-300, Fraction(0)),
+    ],
+)
 def test_the_ratio_that_is_meant_has_a_denominator_of_a_million_at_most(written, meant):
     schedule = ScheduleSection(b_ratio=written)
     assert [schedule.channel(step) for step in range(NUM_STEPS)] == slow_channels(meant, NUM_STEPS)
@@ -71,7 +102,10 @@ def test_the_ratio_that_is_meant_has_a_denominator_of_a_million_at_most(written,
 
 def test_floats_alone_would_move_a_step_to_the_other_channel():
     """Why the ratio is read as it is written: 100 x 0.29 is 28.999999999999996 in floats."""
-    in_floats = [Channel.B if floor((s + 1) * 0.29) > floor(s * 0.29) else Channel.A for s in range(NUM_STEPS)]
+    in_floats = [
+        Channel.B if floor((s + 1) * 0.29) > floor(s * 0.29) else Channel.A
+        for s in range(NUM_STEPS)
+    ]
     assert in_floats[99] is Channel.A
     assert ScheduleSection(b_ratio=0.29).channel(99) is Channel.B
 
@@ -80,21 +114,36 @@ def test_floats_alone_would_move_a_step_to_the_other_channel():
 def test_every_hundred_steps_hold_as_many_of_channel_b_as_the_ratio_has_hundredths(hundredths):
     schedule = ScheduleSection(b_ratio=hundredths / 100)
     for first in (0, 100, 300, 10_000):
-        assert sum(schedule.channel(step) is Channel.B for step in range(first, first + 100)) == hundredths
+        assert (
+            sum(schedule.channel(step) is Channel.B for step in range(first, first + 100))
+            == hundredths
+        )
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])
 def test_ratio_0_is_channel_a_alone_and_ratio_1_channel_b_after_the_warm_up(warmup_steps):
-    never, always = ScheduleSection(b_ratio=0.0, warmup_steps=warmup_steps), ScheduleSection(b_ratio=1.0, warmup_steps=warmup_steps)
+    never, always = (
+        ScheduleSection(b_ratio=0.0, warmup_steps=warmup_steps),
+        ScheduleSection(b_ratio=1.0, warmup_steps=warmup_steps),
+    )
     assert {never.channel(step) for step in range(50)} == {Channel.A}
-    assert [always.channel(step) for step in range(50)] == [Channel.A] * warmup_steps + [Channel.B] * (50 - warmup_steps)
+    assert [always.channel(step) for step in range(50)] == [Channel.A] * warmup_steps + [
+        Channel.B
+    ] * (50 - warmup_steps)
 
 
 def test_a_step_has_the_same_channel_whenever_it_is_asked():
     schedule = ScheduleSection(b_ratio=0.29, warmup_steps=5)
-    assert [schedule.channel(step) for step in range(300)] == [schedule.channel(step) for step in reversed(range(300))][::-1]
+    assert [schedule.channel(step) for step in range(300)] == [
+        schedule.channel(step) for step in reversed(range(300))
+    ][::-1]
 
 
 def test_without_a_schedule_every_step_is_channel_b():
     schedule = ScheduleSection()
-    assert (schedule.b_ratio, schedule.warmup_steps, schedule.channel(0), schedule.num_b_steps(9)) == (1.0, 0, Channel.B, 9)
+    assert (
+        schedule.b_ratio,
+        schedule.warmup_steps,
+        schedule.channel(0),
+        schedule.num_b_steps(9),
+    ) == (1.0, 0, Channel.B, 9)

@@ -18,14 +18,26 @@ VLLM_SYNC = "rollout_matching.vllm.sync"
         (FROZEN, f"{PARTS}: all of them are frozen: nothing is left to train; unfreeze one"),
         (
             {f"{PARTS}.aligner": {"frozen": True, "learning_rate": 1e-5}},
-            f"{PARTS}.aligner.learning_rate: 1e-05, and the part is frozen; remove one of the two keys",
+            (
+                f"{PARTS}.aligner.learning_rate: 1e-05, and the part is frozen; remove one of the"
+                " two keys"
+            ),
         ),
         (
             {f"{PARTS}.language_model.frozen": True, "model.adapter": {"kind": "lora"}},
-            f"{PARTS}.language_model.frozen: true, and model.adapter, all that is trained, is in it; unfreeze it, or remove model.adapter",
+            (
+                f"{PARTS}.language_model.frozen: true, and model.adapter, all that is trained, is"
+                " in it; unfreeze it, or remove model.adapter"
+            ),
         ),
-        ({f"{PARTS}.aligner.learning_rate": 0.0}, f"{PARTS}.aligner.learning_rate: must be greater than 0, got 0.0"),
-        ({f"{PARTS}.vision": {}}, f"{PARTS}.vision: is not a known key; did you mean 'vision_tower'?"),
+        (
+            {f"{PARTS}.aligner.learning_rate": 0.0},
+            f"{PARTS}.aligner.learning_rate: must be greater than 0, got 0.0",
+        ),
+        (
+            {f"{PARTS}.vision": {}},
+            f"{PARTS}.vision: is not a known key; did you mean 'vision_tower'?",
+        ),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(load, changes, problem) -> None:
@@ -35,8 +47,15 @@ def test_parts_that_contradict_each_other_are_refused(load, changes, problem) ->
 
 
 def test_frozen_parts_and_rates_of_their_own_are_accepted(load) -> None:
-    parts = load({f"{PARTS}.vision_tower.frozen": True, f"{PARTS}.aligner.learning_rate": 1e-5}).training.parts
-    assert (parts.vision_tower.frozen, parts.aligner.frozen, parts.aligner.learning_rate, parts.language_model.learning_rate) == (True, False, 1e-5, None)
+    parts = load(
+        {f"{PARTS}.vision_tower.frozen": True, f"{PARTS}.aligner.learning_rate": 1e-5}
+    ).training.parts
+    assert (
+        parts.vision_tower.frozen,
+        parts.aligner.frozen,
+        parts.aligner.learning_rate,
+        parts.language_model.learning_rate,
+    ) == (True, False, 1e-5, None)
 
 
 def test_tolerances_follow_the_number_type_unless_they_are_written(load) -> None:
@@ -45,5 +64,9 @@ def test_tolerances_follow_the_number_type_unless_they_are_written(load) -> None
 
     assert tolerances(load({})) == (1e-4, 1e-4)
     assert tolerances(load({"model.dtype": "bfloat16"})) == (None, 1.0)
-    written = {"model.dtype": "bfloat16", f"{VLLM_SYNC}.canary_tolerance": 0.25, "rollout_matching.logprob_tolerance": 2.0}
+    written = {
+        "model.dtype": "bfloat16",
+        f"{VLLM_SYNC}.canary_tolerance": 0.25,
+        "rollout_matching.logprob_tolerance": 2.0,
+    }
     assert tolerances(load(written)) == (0.25, 2.0)

@@ -36,11 +36,18 @@ def test_what_reaches_beyond_the_image_is_clamped() -> None:
     assert bins_of_coco_box([-5, -5, 200, 200], 100, 50) == (0, 0, 999, 999)
     assert bins_of_coco_ring([-5, 0, 200, 0, 0, 60], 100, 50) == (0, 0, 999, 0, 0, 999)
     # 1e308 * 999 is not finite, nor is the far edge of the second box.
-    assert bins_of_coco_box([0, 0, 1e308, 1e308], 100, 50) == bins_of_coco_box([-1, 0, 1.7e308, 1.7e308], 100, 50) == (0, 0, 999, 999)
+    assert (
+        bins_of_coco_box([0, 0, 1e308, 1e308], 100, 50)
+        == bins_of_coco_box([-1, 0, 1.7e308, 1.7e308], 100, 50)
+        == (0, 0, 999, 999)
+    )
     assert bins_of_coco_ring([-1e308, 0, 1e308, 0, 0, 1e308], 100, 50) == (0, 0, 999, 0, 0, 999)
 
 
-@pytest.mark.parametrize("ring", [[0, 0, 9, 0, 9, 9, 0, 0], [0, 0, 0.001, 0.001, 9, 0, 9, 9], [0, 0, 9, 0, 9, 0, 9, 9, 9, 9]])
+@pytest.mark.parametrize(
+    "ring",
+    [[0, 0, 9, 0, 9, 9, 0, 0], [0, 0, 0.001, 0.001, 9, 0, 9, 9], [0, 0, 9, 0, 9, 0, 9, 9, 9, 9]],
+)
 def test_repeated_vertices_are_one_vertex(ring: list[float]) -> None:
     assert bins_of_coco_ring(ring, 10, 10) == (0, 0, 999, 0, 999, 999)
 
@@ -52,7 +59,9 @@ def test_there_and_back_a_box_is_within_one_bin_of_itself() -> None:
         # Within the first and the last pixel: beyond `W - 1` there is no bin.
         x1, x2 = np.sort(rng.uniform(0, width - 1, size=2))
         y1, y2 = np.sort(rng.uniform(0, height - 1, size=2))
-        x, y, w, h = coco_box(bins_of_coco_box([x1, y1, x2 - x1, y2 - y1], width, height), width, height)
+        x, y, w, h = coco_box(
+            bins_of_coco_box([x1, y1, x2 - x1, y2 - y1], width, height), width, height
+        )
         x_bin, y_bin = (width - 1) / 999 * 1.001, (height - 1) / 999 * 1.001
         assert x1 - x_bin <= x <= x1 + 1e-9 and x2 - 1e-9 <= x + w <= x2 + x_bin
         assert y1 - y_bin <= y <= y1 + 1e-9 and y2 - 1e-9 <= y + h <= y2 + y_bin
@@ -76,18 +85,31 @@ def test_the_overlap_of_boxes_is_the_same_number_in_bins_and_in_pixels() -> None
         bins = np.sort(rng.integers(0, 1000, size=(2, 2, 2)), axis=1).reshape(2, 4)
         boxes = np.array([coco_box(tuple(int(v) for v in row), 641, 321) for row in bins])
         corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
-        assert box_iou(corners[:1], corners[1:]) == pytest.approx(box_iou(bins[:1], bins[1:]), abs=1e-9)
+        assert box_iou(corners[:1], corners[1:]) == pytest.approx(
+            box_iou(bins[:1], bins[1:]), abs=1e-9
+        )
 
 
 def test_the_box_of_a_polygon_encloses_it_and_the_ring_of_a_box_is_its_corners() -> None:
     assert coco_box((999, 0, 0, 999, 999, 999), 11, 21) == [0, 0, 10, 20]
     assert coco_segmentation((0, 0, 999, 999), 11, 21) == [[0, 0, 10, 0, 10, 20, 0, 20]]
     assert coco_area((0, 0, 999, 999), 11, 21) == 200
-    assert coco_area((0, 0, 999, 0, 0, 999), 11, 21) == coco_area((0, 999, 999, 0, 0, 0), 11, 21) == 100
+    assert (
+        coco_area((0, 0, 999, 0, 0, 999), 11, 21)
+        == coco_area((0, 999, 999, 0, 0, 0), 11, 21)
+        == 100
+    )
 
 
 @pytest.mark.parametrize(
-    ("bins", "expected"), [((), False), ((1, 1, 1, 1), False), ((1, 1, 2, 2, 5, 5), False), ((1, 1, 1, 1, 2, 2, 3, 4), True), ((0, 0, 1, 0, 0, 1), True)]
+    ("bins", "expected"),
+    [
+        ((), False),
+        ((1, 1, 1, 1), False),
+        ((1, 1, 2, 2, 5, 5), False),
+        ((1, 1, 1, 1, 2, 2, 3, 4), True),
+        ((0, 0, 1, 0, 0, 1), True),
+    ],
 )
 def test_vertices_on_one_line_enclose_nothing(bins: tuple[int, ...], expected: bool) -> None:
     assert has_area(bins) is expected
@@ -95,24 +117,46 @@ def test_vertices_on_one_line_enclose_nothing(bins: tuple[int, ...], expected: b
 
 def test_predictions_become_results_and_unknown_names_are_counted() -> None:
     unknown = ScoredObject(GeometryKind.BBOX, (1, 1, 2, 2), "unicorn", 1.0)
-    predictions = [ImagePredictions(7, 11, 21, (BOX, unknown)), ImagePredictions(8, 11, 21, ()), ImagePredictions(9, 11, 21, (TRIANGLE, unknown))]
+    predictions = [
+        ImagePredictions(7, 11, 21, (BOX, unknown)),
+        ImagePredictions(8, 11, 21, ()),
+        ImagePredictions(9, 11, 21, (TRIANGLE, unknown)),
+    ]
     written = predictions_to_coco(predictions, {"cat": 17, "dog": 18})
     assert written.results == [
-        {"image_id": 7, "category_id": 17, "bbox": [0, 0, 10, 20], "segmentation": [[0, 0, 10, 0, 10, 20, 0, 20]], "score": 0.5},
-        {"image_id": 9, "category_id": 18, "bbox": [0, 0, 10, 20], "segmentation": [[0, 0, 10, 0, 0, 20]], "score": 0.25},
+        {
+            "image_id": 7,
+            "category_id": 17,
+            "bbox": [0, 0, 10, 20],
+            "segmentation": [[0, 0, 10, 0, 10, 20, 0, 20]],
+            "score": 0.5,
+        },
+        {
+            "image_id": 9,
+            "category_id": 18,
+            "bbox": [0, 0, 10, 20],
+            "segmentation": [[0, 0, 10, 0, 0, 20]],
+            "score": 0.25,
+        },
     ]
     assert written.unknown_names == {"unicorn": 2}
     assert predictions_to_coco(predictions, {"cat": 17, "dog": 18}) == written
 
 
 def test_samples_become_a_data_set_with_categories_in_order_of_their_names() -> None:
-    objects = (GroundTruthObject(GeometryKind.BBOX, BOX.bins, "cat"), GroundTruthObject(GeometryKind.POLY, TRIANGLE.bins, "bee"))
-    samples = [Sample("a", (), 11, 21, objects), Sample("b", (), 11, 21, ()), Sample("c", (), 11, 21, objects[:1])]
+    objects = (
+        GroundTruthObject(GeometryKind.BBOX, BOX.bins, "cat"),
+        GroundTruthObject(GeometryKind.POLY, TRIANGLE.bins, "bee"),
+    )
+    samples = [
+        Sample("a", (), 11, 21, objects),
+        Sample("b", (), 11, 21, ()),
+        Sample("c", (), 11, 21, objects[:1]),
+    ]
     written = samples_to_coco(samples, [4, 5, 6], number_categories(["cat", "bee", "cat"]))
     assert written["categories"] == [{"id": 1, "name": "bee"}, {"id": 2, "name": "cat"}]
     assert written["images"] == [{"id": id, "width": 11, "height": 21} for id in (4, 5, 6)]
-    assert [(one["id"], one["image_id"], one["category_id"], one["area"], one["iscrowd"]) for one in written["annotations"]] == [
-        (1, 4, 2, 200, 0),
-        (2, 4, 1, 100, 0),
-        (3, 6, 2, 200, 0),
-    ]
+    assert [
+        (one["id"], one["image_id"], one["category_id"], one["area"], one["iscrowd"])
+        for one in written["annotations"]
+    ] == [(1, 4, 2, 200, 0), (2, 4, 1, 100, 0), (3, 6, 2, 200, 0)]

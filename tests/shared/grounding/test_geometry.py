@@ -8,7 +8,18 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from shared.grounding.geometry import Point, Rasters, aabb, bin_box, bin_points, box_iou, mask_iou, pixels_of, polygon_iou, vertices
+from shared.grounding.geometry import (
+    Point,
+    Rasters,
+    aabb,
+    bin_box,
+    bin_points,
+    box_iou,
+    mask_iou,
+    pixels_of,
+    polygon_iou,
+    vertices,
+)
 from shared.records import GeometryKind, GroundTruthObject
 
 
@@ -22,7 +33,10 @@ def poly(*bins: int) -> GroundTruthObject:
 
 def slow_mask(shape: GroundTruthObject, resolution: int) -> np.ndarray:
     """Pixel by pixel, in exact fractions: an odd number of edges to the left of the centre."""
-    ring = [(Fraction(x * (resolution - 1), 999), Fraction(y * (resolution - 1), 999)) for x, y in vertices(shape)]
+    ring = [
+        (Fraction(x * (resolution - 1), 999), Fraction(y * (resolution - 1), 999))
+        for x, y in vertices(shape)
+    ]
     mask = np.zeros((resolution, resolution), dtype=bool)
     for row, column in itertools.product(range(resolution), repeat=2):
         cx, cy = column + Fraction(1, 2), row + Fraction(1, 2)
@@ -34,13 +48,18 @@ def slow_mask(shape: GroundTruthObject, resolution: int) -> np.ndarray:
 
 def random_shape(generator: random.Random, reach: int = 999) -> GroundTruthObject:
     if generator.random() < 0.4:
-        x, y = sorted(generator.choices(range(reach + 1), k=2)), sorted(generator.choices(range(reach + 1), k=2))
+        x, y = (
+            sorted(generator.choices(range(reach + 1), k=2)),
+            sorted(generator.choices(range(reach + 1), k=2)),
+        )
         return box(x[0], y[0], x[1], y[1])
     return poly(*generator.choices(range(reach + 1), k=2 * generator.randint(3, 7)))
 
 
 def test_the_example_of_the_design() -> None:
-    assert mask_iou(box(100, 100, 300, 300), box(200, 200, 400, 400)) == pytest.approx(0.149359, abs=5e-7)
+    assert mask_iou(box(100, 100, 300, 300), box(200, 200, 400, 400)) == pytest.approx(
+        0.149359, abs=5e-7
+    )
 
 
 def unpacked(words_RW: np.ndarray, resolution: int) -> np.ndarray:
@@ -56,7 +75,9 @@ def test_rasters_are_those_of_the_definition(resolution: int) -> None:
     shapes = [random_shape(generator) for _ in range(30)]
     rasters = Rasters.of(shapes, resolution)
     assert rasters.words_NRW is not None
-    for shape, words_RW, num_pixels, (x1, y1, x2, y2) in zip(shapes, rasters.words_NRW, rasters.num_pixels_N, rasters.windows_N4, strict=True):
+    for shape, words_RW, num_pixels, (x1, y1, x2, y2) in zip(
+        shapes, rasters.words_NRW, rasters.num_pixels_N, rasters.windows_N4, strict=True
+    ):
         expected = slow_mask(shape, resolution)
         np.testing.assert_array_equal(unpacked(words_RW, resolution), expected)
         assert num_pixels == expected.sum() == expected[y1:y2, x1:x2].sum()
@@ -64,7 +85,11 @@ def test_rasters_are_those_of_the_definition(resolution: int) -> None:
 
 def test_boxes_alone_cover_the_pixels_that_they_cover_among_polygons() -> None:
     generator = random.Random(8)
-    boxes = [shape for shape in (random_shape(generator) for _ in range(100)) if shape.kind is GeometryKind.BBOX]
+    boxes = [
+        shape
+        for shape in (random_shape(generator) for _ in range(100))
+        if shape.kind is GeometryKind.BBOX
+    ]
     alone, among = Rasters.of(boxes, 70), Rasters.of([*boxes, poly(0, 0, 9, 0, 9, 9)], 70)
     assert alone.words_NRW is None and among.words_NRW is not None
     np.testing.assert_array_equal(alone.num_pixels_N, among.num_pixels_N[:-1])
@@ -89,7 +114,11 @@ def test_mask_iou_is_the_ratio_of_the_rasters() -> None:
         mask_a, mask_b = slow_mask(a, 20), slow_mask(b, 20)
         if min(mask_a.sum(), mask_b.sum()) >= 16:
             compared += 1
-            assert mask_iou(a, b, resolution=20) == (mask_a & mask_b).sum() / (mask_a | mask_b).sum() == mask_iou(b, a, resolution=20)
+            assert (
+                mask_iou(a, b, resolution=20)
+                == (mask_a & mask_b).sum() / (mask_a | mask_b).sum()
+                == mask_iou(b, a, resolution=20)
+            )
     assert compared > 10
 
 
@@ -115,7 +144,8 @@ def test_coordinates_beyond_the_bins_are_clamped() -> None:
         (poly(0, 0, 8, 8, 8, 0, 0, 8), box(0, 0, 8, 8), 1 / 2),
         (box(10, 10, 10, 20), box(10, 10, 20, 20), 0.0),
         (box(10, 10, 10, 20), box(10, 10, 10, 30), 0.0),
-        # Without area: collinear on a slope that has no exact slope in floats, repeated vertices, a ring walked twice.
+        # Without area: collinear on a slope that has no exact slope in floats, repeated vertices, a
+        # ring walked twice.
         (poly(0, 0, 3, 1, 9, 3), poly(0, 0, 3, 1, 6, 2), 0.0),
         (poly(0, 0, 3, 1, 9, 3), poly(9, 3, 0, 0, 3, 1), 1.0),
         (poly(5, 5, 5, 5, 5, 5), box(5, 5, 5, 5), 1.0),
@@ -126,7 +156,9 @@ def test_coordinates_beyond_the_bins_are_clamped() -> None:
         (poly(10, 10, 10, 10, 14, 10, 14, 10, 10, 14), poly(10, 10, 14, 10, 10, 14), 1.0),
     ],
 )
-def test_small_shapes_are_compared_by_exact_area(a: GroundTruthObject, b: GroundTruthObject, expected: float) -> None:
+def test_small_shapes_are_compared_by_exact_area(
+    a: GroundTruthObject, b: GroundTruthObject, expected: float
+) -> None:
     assert mask_iou(a, b) == pytest.approx(expected, abs=1e-12) == mask_iou(b, a)
 
 
@@ -159,7 +191,9 @@ def test_a_random_shape_is_identical_to_itself_and_to_itself_begun_elsewhere() -
         shape = random_shape(generator, reach=generator.choice([5, 40, 999]))
         ring = vertices(shape)
         turned = poly(*(value for point in [*ring[1:], ring[0]] for value in point))
-        assert mask_iou(shape, shape) == 1.0 and mask_iou(shape, turned) == pytest.approx(1.0, abs=1e-12)
+        assert mask_iou(shape, shape) == 1.0 and mask_iou(shape, turned) == pytest.approx(
+            1.0, abs=1e-12
+        )
 
 
 def test_exact_areas_agree_with_a_fine_grid() -> None:
@@ -175,25 +209,50 @@ def test_exact_areas_agree_with_a_fine_grid() -> None:
         return odd
 
     for _ in range(60):
-        a, b = vertices(random_shape(generator, reach=8)), vertices(random_shape(generator, reach=8))
+        a, b = (
+            vertices(random_shape(generator, reach=8)),
+            vertices(random_shape(generator, reach=8)),
+        )
         mask_a, mask_b = inside(a), inside(b)
         if (mask_a | mask_b).sum() > 2000:
-            assert polygon_iou(a, b) == pytest.approx((mask_a & mask_b).sum() / (mask_a | mask_b).sum(), abs=0.02)
+            assert polygon_iou(a, b) == pytest.approx(
+                (mask_a & mask_b).sum() / (mask_a | mask_b).sum(), abs=0.02
+            )
 
 
 def slow_areas(a: list[Point], b: list[Point]) -> tuple[Fraction, Fraction]:
-    """Common area and union in fractions: slab after slab between the ordinates of all ends and crossings."""
-    edges = [[(p, q) if p[1] < q[1] else (q, p) for p, q in zip(ring, [*ring[1:], ring[0]], strict=True) if p[1] != q[1]] for ring in (a, b)]
+    """Common area and union in fractions: slab after slab between the ordinates of all ends and
+    crossings.
+    """
+    edges = [
+        [
+            (p, q) if p[1] < q[1] else (q, p)
+            for p, q in zip(ring, [*ring[1:], ring[0]], strict=True)
+            if p[1] != q[1]
+        ]
+        for ring in (a, b)
+    ]
     levels = {Fraction(point[1]) for edge in edges[0] + edges[1] for point in edge}
-    for ((ax, ay), (bx, by)), ((cx, cy), (dx, dy)) in itertools.combinations(edges[0] + edges[1], 2):
+    for ((ax, ay), (bx, by)), ((cx, cy), (dx, dy)) in itertools.combinations(
+        edges[0] + edges[1], 2
+    ):
         if determinant := (bx - ax) * (dy - cy) - (by - ay) * (dx - cx):
-            y = ay + Fraction((by - ay) * ((cx - ax) * (dy - cy) - (cy - ay) * (dx - cx)), determinant)
+            y = ay + Fraction(
+                (by - ay) * ((cx - ax) * (dy - cy) - (cy - ay) * (dx - cx)), determinant
+            )
             if max(ay, cy) < y < min(by, dy):
                 levels.add(y)
     common = union = Fraction(0)
     for low, high in itertools.pairwise(sorted(levels)):
         y = (low + high) / 2
-        crossings = [[ax + (y - ay) * Fraction(bx - ax, by - ay) for (ax, ay), (bx, by) in ring if ay < y < by] for ring in edges]
+        crossings = [
+            [
+                ax + (y - ay) * Fraction(bx - ax, by - ay)
+                for (ax, ay), (bx, by) in ring
+                if ay < y < by
+            ]
+            for ring in edges
+        ]
         for left, right in itertools.pairwise(sorted(crossings[0] + crossings[1])):
             inside = [sum(x <= left for x in ring) % 2 for ring in crossings]
             common += all(inside) * (right - left) * (high - low)
@@ -204,9 +263,13 @@ def slow_areas(a: list[Point], b: list[Point]) -> tuple[Fraction, Fraction]:
 def test_exact_areas_are_those_of_arithmetic_in_fractions() -> None:
     generator = random.Random(9)
     for _ in range(150):
-        a, b = (vertices(random_shape(generator, reach=generator.choice([3, 8, 999]))) for _ in range(2))
+        a, b = (
+            vertices(random_shape(generator, reach=generator.choice([3, 8, 999]))) for _ in range(2)
+        )
         common, union = slow_areas(a, b)
-        assert polygon_iou(a, b) == pytest.approx(float(common / union) if union else float(set(a) == set(b)), abs=1e-9)
+        assert polygon_iou(a, b) == pytest.approx(
+            float(common / union) if union else float(set(a) == set(b)), abs=1e-9
+        )
 
 
 def test_a_long_tangle_is_compared_in_slabs_of_bounded_size() -> None:
@@ -222,11 +285,19 @@ def test_a_canvas_needs_pixels() -> None:
 
 
 def test_the_box_around_a_polygon() -> None:
-    assert aabb(poly(5, 90, 3, 7, 80, 20)) == (3, 7, 80, 90) and aabb(box(1, 2, 3, 4)) == (1, 2, 3, 4)
+    assert aabb(poly(5, 90, 3, 7, 80, 20)) == (3, 7, 80, 90) and aabb(box(1, 2, 3, 4)) == (
+        1,
+        2,
+        3,
+        4,
+    )
 
 
 def test_box_iou_is_that_of_continuous_areas() -> None:
-    a, b = np.array([[0, 0, 10, 10], [5, 5, 5, 5]]), np.array([[0, 0, 10, 10], [5, 0, 15, 10], [10, 0, 20, 10], [5, 5, 5, 5]])
+    a, b = (
+        np.array([[0, 0, 10, 10], [5, 5, 5, 5]]),
+        np.array([[0, 0, 10, 10], [5, 0, 15, 10], [10, 0, 20, 10], [5, 5, 5, 5]]),
+    )
     np.testing.assert_array_equal(box_iou(a, b), [[1.0, 50 / 150, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
 
 
@@ -241,7 +312,10 @@ def test_pixels_become_bins_rounded_outwards() -> None:
     assert bin_box((-5, -5, 5000, 5000), width=100, height=100) == (0, 0, 999, 999)
     # Every pixel of an axis of 1,000 is a bin of its own: nothing to round, in floats too.
     assert all(bin_box((k, k, k, k), width=1000, height=1000) == (k, k, k, k) for k in range(1000))
-    assert all(bin_box((k, k, k, k), width=334, height=334) == (3 * k, 3 * k, 3 * k, 3 * k) for k in range(334))
+    assert all(
+        bin_box((k, k, k, k), width=334, height=334) == (3 * k, 3 * k, 3 * k, 3 * k)
+        for k in range(334)
+    )
 
 
 def test_polygon_vertices_become_the_nearest_bins() -> None:

@@ -21,7 +21,14 @@ def guess(*bins: int, desc: str = "guess") -> ParsedObject:
     return ParsedObject("object_1", 1, kind, desc, bins, tuple(range(len(bins))), (0, len(bins)))
 
 
-def slow_match(predictions: list[ParsedObject], ground_truth: list[GroundTruthObject], *, gate: float, fp_cost: float, fn_cost: float) -> float:
+def slow_match(
+    predictions: list[ParsedObject],
+    ground_truth: list[GroundTruthObject],
+    *,
+    gate: float,
+    fp_cost: float,
+    fn_cost: float,
+) -> float:
     """The least total cost over every way to pair some predictions with different ground truths."""
     best = float("inf")
     table = [[mask_iou(prediction, other) for other in ground_truth] for prediction in predictions]
@@ -30,19 +37,32 @@ def slow_match(predictions: list[ParsedObject], ground_truth: list[GroundTruthOb
             for partners in itertools.permutations(range(len(ground_truth)), size):
                 ious = [table[i][j] for i, j in zip(chosen, partners, strict=True)]
                 if all(iou >= gate for iou in ious):
-                    best = min(best, sum(1 - iou for iou in ious) + (len(predictions) - size) * fp_cost + (len(ground_truth) - size) * fn_cost)
+                    best = min(
+                        best,
+                        sum(1 - iou for iou in ious)
+                        + (len(predictions) - size) * fp_cost
+                        + (len(ground_truth) - size) * fn_cost,
+                    )
     return best
 
 
 def random_bins(generator: random.Random) -> tuple[int, ...]:
     x, y = generator.randint(0, 700), generator.randint(0, 700)
     width, height = generator.randint(100, 299), generator.randint(100, 299)
-    return (x, y, x + width, y + height) if generator.random() < 0.7 else (x, y, x + width, y, x, y + height)
+    return (
+        (x, y, x + width, y + height)
+        if generator.random() < 0.7
+        else (x, y, x + width, y, x, y + height)
+    )
 
 
 def check_partition(result: MatchResult, num_predictions: int, num_ground_truth: int) -> None:
-    assert sorted([pair.prediction for pair in result.pairs] + list(result.unmatched_predictions)) == list(range(num_predictions))
-    assert sorted([pair.ground_truth for pair in result.pairs] + list(result.unmatched_ground_truth)) == list(range(num_ground_truth))
+    assert sorted(
+        [pair.prediction for pair in result.pairs] + list(result.unmatched_predictions)
+    ) == list(range(num_predictions))
+    assert sorted(
+        [pair.ground_truth for pair in result.pairs] + list(result.unmatched_ground_truth)
+    ) == list(range(num_ground_truth))
 
 
 @pytest.mark.slow
@@ -51,28 +71,57 @@ def test_the_assignment_has_the_least_cost_of_all() -> None:
     for _ in range(80):
         predictions = [guess(*random_bins(generator)) for _ in range(generator.randint(0, 4))]
         ground_truth = [truth(*random_bins(generator)) for _ in range(generator.randint(0, 4))]
-        gate, fp_cost, fn_cost = generator.choice([0.0, 0.1, 0.3]), generator.choice([0.2, 1.0]), generator.choice([0.2, 1.0])
-        result = match_objects(predictions, ground_truth, maskiou_gate=gate, fp_cost=fp_cost, fn_cost=fn_cost)
+        gate, fp_cost, fn_cost = (
+            generator.choice([0.0, 0.1, 0.3]),
+            generator.choice([0.2, 1.0]),
+            generator.choice([0.2, 1.0]),
+        )
+        result = match_objects(
+            predictions, ground_truth, maskiou_gate=gate, fp_cost=fp_cost, fn_cost=fn_cost
+        )
         check_partition(result, len(predictions), len(ground_truth))
-        assert all(pair.iou == mask_iou(predictions[pair.prediction], ground_truth[pair.ground_truth]) >= gate for pair in result.pairs)
-        cost = sum(1 - pair.iou for pair in result.pairs) + len(result.unmatched_predictions) * fp_cost + len(result.unmatched_ground_truth) * fn_cost
-        assert cost == pytest.approx(slow_match(predictions, ground_truth, gate=gate, fp_cost=fp_cost, fn_cost=fn_cost))
+        assert all(
+            pair.iou
+            == mask_iou(predictions[pair.prediction], ground_truth[pair.ground_truth])
+            >= gate
+            for pair in result.pairs
+        )
+        cost = (
+            sum(1 - pair.iou for pair in result.pairs)
+            + len(result.unmatched_predictions) * fp_cost
+            + len(result.unmatched_ground_truth) * fn_cost
+        )
+        assert cost == pytest.approx(
+            slow_match(predictions, ground_truth, gate=gate, fp_cost=fp_cost, fn_cost=fn_cost)
+        )
 
 
 def test_pre_assignment_gating_prevents_wrong_matches_and_triggers_fn_append() -> None:
-    predictions = [guess(100, 100, 300, 300), guess(900, 0, 950, 50), guess(600, 600, 700, 600, 600, 700)]
+    predictions = [
+        guess(100, 100, 300, 300),
+        guess(900, 0, 950, 50),
+        guess(600, 600, 700, 600, 600, 700),
+    ]
     ground_truth = [truth(200, 200, 400, 400), truth(650, 650, 750, 650, 750, 750)]
     result = match_objects(predictions, ground_truth)
     assert result == MatchResult((), (0, 1, 2), (0, 1), gating_rejections=6)
     result = match_objects(predictions, ground_truth, maskiou_gate=0.149)
-    assert [pair[:2] for pair in result.pairs] == [(0, 0)] and result.pairs[0].iou == pytest.approx(0.149359, abs=5e-7)
+    assert [pair[:2] for pair in result.pairs] == [(0, 0)] and result.pairs[0].iou == pytest.approx(
+        0.149359, abs=5e-7
+    )
     assert result.unmatched_ground_truth == (1,) and result.gating_rejections == 5
 
 
 def test_gating_comes_before_the_assignment() -> None:
-    # By cost alone 0 -> 1 (under the gate) and 1 -> 0 win together; a gate after the assignment would leave the worse pair 1 -> 0.
-    predictions, ground_truth = [guess(276, 0, 476, 500), guess(104, 0, 304, 500)], [truth(200, 0, 400, 500), truth(386, 0, 586, 500)]
-    assert [pair[:2] for pair in match_objects(predictions, ground_truth, maskiou_gate=0.0).pairs] == [(0, 1), (1, 0)]
+    # By cost alone 0 -> 1 (under the gate) and 1 -> 0 win together; a gate after the assignment
+    # would leave the worse pair 1 -> 0.
+    predictions, ground_truth = (
+        [guess(276, 0, 476, 500), guess(104, 0, 304, 500)],
+        [truth(200, 0, 400, 500), truth(386, 0, 586, 500)],
+    )
+    assert [
+        pair[:2] for pair in match_objects(predictions, ground_truth, maskiou_gate=0.0).pairs
+    ] == [(0, 1), (1, 0)]
     assert [pair[:2] for pair in match_objects(predictions, ground_truth).pairs] == [(0, 0)]
 
 
@@ -83,32 +132,58 @@ def test_a_desc_plays_no_part_in_the_match() -> None:
 
 def test_a_better_total_beats_a_better_pair() -> None:
     # Prediction 0 fits both; prediction 1 fits only the first ground truth.
-    predictions, ground_truth = [guess(0, 0, 200, 100), guess(0, 0, 120, 100)], [truth(0, 0, 200, 100), truth(60, 0, 260, 100)]
+    predictions, ground_truth = (
+        [guess(0, 0, 200, 100), guess(0, 0, 120, 100)],
+        [truth(0, 0, 200, 100), truth(60, 0, 260, 100)],
+    )
     result = match_objects(predictions, ground_truth)
     assert [pair[:2] for pair in result.pairs] == [(0, 1), (1, 0)]
 
 
 def test_with_costs_too_low_nothing_is_worth_matching() -> None:
-    result = match_objects([guess(0, 0, 200, 100)], [truth(0, 0, 100, 100)], fp_cost=0.2, fn_cost=0.2)
+    result = match_objects(
+        [guess(0, 0, 200, 100)], [truth(0, 0, 100, 100)], fp_cost=0.2, fn_cost=0.2
+    )
     assert result == MatchResult((), (0,), (0,), gating_rejections=0)
 
 
 @pytest.mark.parametrize(("num_predictions", "num_ground_truth"), [(0, 0), (2, 0), (0, 2)])
 def test_either_side_may_be_empty(num_predictions: int, num_ground_truth: int) -> None:
-    result = match_objects([guess(0, 0, 9, 9)] * num_predictions, [truth(0, 0, 9, 9)] * num_ground_truth)
-    assert result == MatchResult((), tuple(range(num_predictions)), tuple(range(num_ground_truth)), 0)
+    result = match_objects(
+        [guess(0, 0, 9, 9)] * num_predictions, [truth(0, 0, 9, 9)] * num_ground_truth
+    )
+    assert result == MatchResult(
+        (), tuple(range(num_predictions)), tuple(range(num_ground_truth)), 0
+    )
 
 
 def test_degenerate_twins_are_matched() -> None:
-    assert match_objects([guess(5, 5, 5, 9)], [truth(400, 400, 900, 900), truth(5, 5, 5, 9)], candidate_top_k=1).pairs == (MatchedPair(0, 1, 1.0),)
+    assert match_objects(
+        [guess(5, 5, 5, 9)], [truth(400, 400, 900, 900), truth(5, 5, 5, 9)], candidate_top_k=1
+    ).pairs == (MatchedPair(0, 1, 1.0),)
 
 
 @pytest.mark.parametrize("side", range(4))
 def test_identical_small_shapes_match_with_iou_1(side: int) -> None:
-    boxes = [(x, y, x + side, y + side) for x, y in itertools.product(range(0, 1000 - side, 197), repeat=2)]
-    bins = [*boxes, *((x1, y1, x2, y1, x2, y2) for x1, y1, x2, y2 in ((a + 40, b + 40, c + 40, d + 40) for a, b, c, d in boxes if c < 900 and d < 900))]
-    result = match_objects([guess(*values) for values in reversed(bins)], [truth(*values) for values in bins])
-    assert result.pairs == tuple(MatchedPair(index, len(bins) - 1 - index, 1.0) for index in range(len(bins)))
+    boxes = [
+        (x, y, x + side, y + side)
+        for x, y in itertools.product(range(0, 1000 - side, 197), repeat=2)
+    ]
+    bins = [
+        *boxes,
+        *(
+            (x1, y1, x2, y1, x2, y2)
+            for x1, y1, x2, y2 in (
+                (a + 40, b + 40, c + 40, d + 40) for a, b, c, d in boxes if c < 900 and d < 900
+            )
+        ),
+    ]
+    result = match_objects(
+        [guess(*values) for values in reversed(bins)], [truth(*values) for values in bins]
+    )
+    assert result.pairs == tuple(
+        MatchedPair(index, len(bins) - 1 - index, 1.0) for index in range(len(bins))
+    )
 
 
 def test_any_shape_a_model_may_write_is_matched_or_not_but_never_an_error() -> None:
@@ -117,30 +192,45 @@ def test_any_shape_a_model_may_write_is_matched_or_not_but_never_an_error() -> N
     def odd_bins() -> tuple[int, ...]:
         reach = generator.choice([0, 1, 3, 12, 999])
         x, y = generator.randint(0, 999 - reach), generator.randint(0, 999 - reach)
-        points = [(x + generator.randint(0, reach), y + generator.randint(0, reach)) for _ in range(generator.randint(3, 8))]
+        points = [
+            (x + generator.randint(0, reach), y + generator.randint(0, reach))
+            for _ in range(generator.randint(3, 8))
+        ]
         if generator.random() < 0.3:
             (x1, x2), (y1, y2) = (sorted(values[:2]) for values in zip(*points, strict=True))
             return x1, y1, x2, y2
-        return tuple(value for point in points + points[: generator.randint(0, 3)] for value in point)
+        return tuple(
+            value for point in points + points[: generator.randint(0, 3)] for value in point
+        )
 
     for _ in range(40):
         predictions = [guess(*odd_bins()) for _ in range(generator.randint(1, 6))]
-        ground_truth = [truth(*odd_bins()) for _ in range(3)] + [truth(*prediction.bins) for prediction in predictions]
+        ground_truth = [truth(*odd_bins()) for _ in range(3)] + [
+            truth(*prediction.bins) for prediction in predictions
+        ]
         result = match_objects(predictions, ground_truth)
         check_partition(result, len(predictions), len(ground_truth))
-        assert all(pair.iou == mask_iou(predictions[pair.prediction], ground_truth[pair.ground_truth]) for pair in result.pairs)
+        assert all(
+            pair.iou == mask_iou(predictions[pair.prediction], ground_truth[pair.ground_truth])
+            for pair in result.pairs
+        )
         assert [pair.iou for pair in result.pairs] == [1.0] * len(predictions)
 
 
 def test_only_the_top_k_by_box_overlap_are_compared() -> None:
-    # The diagonal band overlaps the wide box most by its enclosing box; the second best would be the better mask.
+    # The diagonal band overlaps the wide box most by its enclosing box; the second best would be
+    # the better mask.
     band = guess(0, 0, 60, 0, 600, 540, 600, 600, 540, 600, 0, 60)
     ground_truth = [truth(0, 0, 600, 600), truth(0, 0, 60, 0, 560, 500, 560, 560, 500, 560, 0, 60)]
     assert match_objects([band], ground_truth, candidate_top_k=1).gating_rejections == 1
-    assert [pair.ground_truth for pair in match_objects([band], ground_truth, candidate_top_k=2).pairs] == [1]
+    assert [
+        pair.ground_truth for pair in match_objects([band], ground_truth, candidate_top_k=2).pairs
+    ] == [1]
 
 
-def slow_candidates(prediction: ParsedObject, ground_truth: list[GroundTruthObject], top_k: int) -> list[int]:
+def slow_candidates(
+    prediction: ParsedObject, ground_truth: list[GroundTruthObject], top_k: int
+) -> list[int]:
     px1, py1, px2, py2 = aabb(prediction)
 
     def key(j: int) -> tuple[float, int, int]:
@@ -160,9 +250,14 @@ def test_candidates_are_by_overlap_then_by_distance_then_by_index() -> None:
         ground_truth = [truth(*random_bins(generator)) for _ in range(8)]
         ground_truth.append(ground_truth[generator.randrange(8)])  # ties
         for top_k in (1, 3, 20):
-            boxes = [np.array([aabb(shape) for shape in shapes], dtype=np.int64) for shapes in (predictions, ground_truth)]
+            boxes = [
+                np.array([aabb(shape) for shape in shapes], dtype=np.int64)
+                for shapes in (predictions, ground_truth)
+            ]
             actual = candidates(*boxes, top_k).tolist()
-            assert actual == [slow_candidates(prediction, ground_truth, top_k) for prediction in predictions]
+            assert actual == [
+                slow_candidates(prediction, ground_truth, top_k) for prediction in predictions
+            ]
 
 
 def test_no_candidates_are_refused() -> None:
@@ -172,5 +267,8 @@ def test_no_candidates_are_refused() -> None:
 
 def test_matching_twice_gives_the_same() -> None:
     generator = random.Random(4)
-    predictions, ground_truth = [guess(*random_bins(generator)) for _ in range(20)], [truth(*random_bins(generator)) for _ in range(20)]
+    predictions, ground_truth = (
+        [guess(*random_bins(generator)) for _ in range(20)],
+        [truth(*random_bins(generator)) for _ in range(20)],
+    )
     assert match_objects(predictions, ground_truth) == match_objects(predictions, ground_truth)

@@ -27,15 +27,25 @@ def test_members_come_in_order_with_arrays_as_they_are_nested() -> None:
     text = b'{ "a": ["<|coord_5|>", [<|coord_5|> , 1.5e3], []] ,"desc":"x y", "a": null}'
     members = read_fields(text, coords_in(text))
     assert members is not None and not members.nested
-    assert [(key, shown(text, value)) for key, value in members.fields] == [("a", [0, [1, "1.5e3"], []]), ("desc", "x y"), ("a", "null")]
+    assert [(key, shown(text, value)) for key, value in members.fields] == [
+        ("a", [0, [1, "1.5e3"], []]),
+        ("desc", "x y"),
+        ("a", "null"),
+    ]
     leaf = members.fields[1][1]
     assert isinstance(leaf, Leaf) and leaf.quoted and text[leaf.start : leaf.end] == b"x y"
 
 
-@pytest.mark.parametrize("text", [b'{"a": {}}', b'{"a": [{"b": 1}]}', b'{"a": {"b": {"c": [1]}}, "d": 2}'])
+@pytest.mark.parametrize(
+    "text", [b'{"a": {}}', b'{"a": [{"b": 1}]}', b'{"a": {"b": {"c": [1]}}, "d": 2}']
+)
 def test_objects_inside_are_noticed(text: bytes) -> None:
     members = read_fields(text, {})
-    assert members is not None and members.nested and [key for key, _ in members.fields] == list(json.loads(text))
+    assert (
+        members is not None
+        and members.nested
+        and [key for key, _ in members.fields] == list(json.loads(text))
+    )
 
 
 @pytest.mark.parametrize("text", [b"{}", b"{ \n}"])
@@ -70,7 +80,9 @@ def test_an_object_may_be_empty(text: bytes) -> None:
     ],
 )
 def test_what_is_not_json_is_refused(text: bytes) -> None:
-    """The coord token among them is only spelled like one. Python's reader takes NaN, which is not JSON."""
+    """The coord token among them is only spelled like one. Python's reader takes NaN, which is not
+    JSON.
+    """
     with pytest.raises(ValueError):
         json.loads(text.replace(b"NaN", b"_"))
     assert read_fields(text, {}) is None
@@ -86,4 +98,8 @@ def test_escapes_are_resolved_as_json_does(raw: str) -> None:
 
 
 def test_what_is_no_character_becomes_a_replacement() -> None:
-    assert unescape(b"\\ud800x") == "\ufffdx" and unescape(b"\xffx") == "\ufffdx" and unescape(b"\xff\\n") == "\ufffd\n"
+    assert (
+        unescape(b"\\ud800x") == "\ufffdx"
+        and unescape(b"\xffx") == "\ufffdx"
+        and unescape(b"\xff\\n") == "\ufffd\n"
+    )

@@ -1,6 +1,8 @@
-"""Damaged responses by the thousand: nothing raises, nothing before the cut changes, and ground truth can be appended to what is kept (DESIGN 7.2, 7.3).
+"""Damaged responses by the thousand: nothing raises, nothing before the cut changes, and ground
+truth can be appended to what is kept (DESIGN 7.2, 7.3).
 
-Every property is checked on what comes out, without a second parser; `benchmarks.parsing` compares with one.
+Every property is checked on what comes out, without a second parser; `benchmarks.parsing` compares
+with one.
 """
 
 from __future__ import annotations
@@ -28,65 +30,121 @@ ONLY_KEYS = re.compile(rb'\s*\{(\s*(,\s*)?"object_[0-9]+"\s*:)*\s*')
 """A prefix without its objects' values, where it has no other members and no dropped entries."""
 
 
-def check(token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthObject], geometry: frozenset[GeometryKind]) -> ParsedRollout:
+def check(
+    token_ids: list[int],
+    codec: HFTokenCodec,
+    appended: list[GroundTruthObject],
+    geometry: frozenset[GeometryKind],
+) -> ParsedRollout:
     parsed = parse_rollout(token_ids, codec, geometry=geometry)
     prefix = b"".join(map(codec.piece_bytes, parsed.prefix_token_ids))
     assert prefix.decode(errors="replace") == parsed.prefix_text
-    assert parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(token_ids[: parsed.num_unchanged])
+    assert parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(
+        token_ids[: parsed.num_unchanged]
+    )
     if parsed.fallback:
-        assert parsed.prefix_text == "{" and parsed.num_unchanged == 0 and parsed.objects == parsed.dropped == () and parsed.max_object_index is None
+        assert (
+            parsed.prefix_text == "{"
+            and parsed.num_unchanged == 0
+            and parsed.objects == parsed.dropped == ()
+            and parsed.max_object_index is None
+        )
     elif parsed.num_unchanged < len(parsed.prefix_token_ids):
         # Besides the unchanged tokens there is nothing but part of the one token that was cut.
         rest = b"".join(map(codec.piece_bytes, parsed.prefix_token_ids[parsed.num_unchanged :]))
         cut = codec.piece_bytes(token_ids[parsed.num_unchanged])
         assert cut.startswith(rest) and len(rest) < len(cut)
     for object_ in parsed.objects:
-        assert tuple(codec.coord_bin(parsed.prefix_token_ids[i]) for i in object_.coord_positions) == object_.bins
-        assert all(object_.span[0] <= i < object_.span[1] <= len(parsed.prefix_token_ids) for i in object_.coord_positions)
+        assert (
+            tuple(codec.coord_bin(parsed.prefix_token_ids[i]) for i in object_.coord_positions)
+            == object_.bins
+        )
+        assert all(
+            object_.span[0] <= i < object_.span[1] <= len(parsed.prefix_token_ids)
+            for i in object_.coord_positions
+        )
         assert object_.desc.strip()
         assert object_.kind in geometry
 
-        assert object_.desc == json.loads(b'"%b"' % prefix[slice(*object_.desc_value)]) or b"\\u" in prefix[slice(*object_.desc_value)]
+        assert (
+            object_.desc == json.loads(b'"%b"' % prefix[slice(*object_.desc_value)])
+            or b"\\u" in prefix[slice(*object_.desc_value)]
+        )
 
     start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
     tail = serialize_append(parsed.prefix_text, appended, start_index=start_index)
-    again = parse_rollout([*parsed.prefix_token_ids, *codec.encode(tail), codec.eos_token_id], codec, geometry=geometry)
+    again = parse_rollout(
+        [*parsed.prefix_token_ids, *codec.encode(tail), codec.eos_token_id],
+        codec,
+        geometry=geometry,
+    )
     number = len(parsed.objects)
-    assert again.objects[:number] == parsed.objects and again.dropped == parsed.dropped and not again.truncated
-    assert [(o.index, o.kind, o.bins, o.desc) for o in again.objects[number:]] == [(start_index + i, o.kind, o.bins, o.desc) for i, o in enumerate(appended)]
+    assert (
+        again.objects[:number] == parsed.objects
+        and again.dropped == parsed.dropped
+        and not again.truncated
+    )
+    assert [(o.index, o.kind, o.bins, o.desc) for o in again.objects[number:]] == [
+        (start_index + i, o.kind, o.bins, o.desc) for i, o in enumerate(appended)
+    ]
     text = parsed.prefix_text + tail
     outside = prefix
     for object_ in reversed(parsed.objects):
         outside = outside[: object_.value[0]] + outside[object_.value[1] :]
     if ONLY_KEYS.fullmatch(outside) and not any(QUOTED_OR_BARE.findall(text)):
         pairs = json.loads(text, object_pairs_hook=list)
-        assert [key for key, _ in pairs[len(pairs) - len(appended) :]] == [f"object_{start_index + i}" for i in range(len(appended))]
+        assert [key for key, _ in pairs[len(pairs) - len(appended) :]] == [
+            f"object_{start_index + i}" for i in range(len(appended))
+        ]
     return parsed
 
 
 def sweep(codecs: dict[str, HFTokenCodec], count: int, seed: int) -> Counter[object]:
-    """Checks `count` damaged responses, shared out among the tokenizers, and says how often what was met."""
+    """Checks `count` damaged responses, shared out among the tokenizers, and says how often what
+    was met.
+    """
     generator = random.Random(seed)
     seen: Counter[object] = Counter()
     for name, codec in codecs.items():
         damage = Damage(generator, codec)
         for _ in range(count // len(codecs)):
             geometry = BOXES if generator.random() < 0.1 else ALL_GEOMETRY
-            parsed = check(damage.response(), codec, random_objects(generator, generator.choice([0, 1, 1, 2]), geometry), geometry)
+            parsed = check(
+                damage.response(),
+                codec,
+                random_objects(generator, generator.choice([0, 1, 1, 2]), geometry),
+                geometry,
+            )
             seen.update({dropped.reason for dropped in parsed.dropped})
-            seen.update([("fallback", parsed.fallback), ("truncated", parsed.truncated), ("objects", len(parsed.objects))])
-            seen[name, "fused"] += not parsed.fallback and parsed.num_unchanged < len(parsed.prefix_token_ids)
+            seen.update(
+                [
+                    ("fallback", parsed.fallback),
+                    ("truncated", parsed.truncated),
+                    ("objects", len(parsed.objects)),
+                ]
+            )
+            seen[name, "fused"] += not parsed.fallback and parsed.num_unchanged < len(
+                parsed.prefix_token_ids
+            )
     return seen
 
 
 def test_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCodec]) -> None:
     seen = sweep(codecs, 6000, seed=20)
     assert set(DropReason) <= seen.keys()
-    assert {("fallback", True), ("fallback", False), ("truncated", True), ("truncated", False), *(("objects", n) for n in range(5))} <= seen.keys()
+    assert {
+        ("fallback", True),
+        ("fallback", False),
+        ("truncated", True),
+        ("truncated", False),
+        *(("objects", n) for n in range(5)),
+    } <= seen.keys()
     assert all(seen[name, "fused"] for name in codecs if name != "bytes")
 
 
 @pytest.mark.long
-def test_50_000_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCodec]) -> None:
+def test_50_000_damaged_responses_can_always_be_appended_to(
+    codecs: dict[str, HFTokenCodec],
+) -> None:
     seen = sweep(codecs, 50_000, seed=21)
     assert all(seen[reason] > 20 for reason in DropReason), seen

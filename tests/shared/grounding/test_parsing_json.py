@@ -1,4 +1,6 @@
-"""What makes an object valid, compared with Python's own JSON reader on thousands of values (DESIGN 7.2)."""
+"""What makes an object valid, compared with Python's own JSON reader on thousands of values (DESIGN
+7.2).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,20 @@ from shared.grounding.serialize import serialize_objects
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
-DESCS = ["cat", "größe 猫 🙂", 'a "b"', "{}", "}]", "\\", "object_3", '"object_9": {', "鱼", "x.", "tab\t", "<|coord_5|>"]
+DESCS = [
+    "cat",
+    "größe 猫 🙂",
+    'a "b"',
+    "{}",
+    "}]",
+    "\\",
+    "object_3",
+    '"object_9": {',
+    "鱼",
+    "x.",
+    "tab\t",
+    "<|coord_5|>",
+]
 
 
 class Pairs(list[tuple[str, Any]]):
@@ -27,9 +42,13 @@ class Bare(int):
 
 
 def slow_judge(value: str) -> DropReason | tuple[GeometryKind, str, list[int]]:
-    """One value, read with Python's json after quoting is out of the way: unquoted coord tokens become numbers that nobody writes."""
+    """One value, read with Python's json after quoting is out of the way: unquoted coord tokens
+    become numbers that nobody writes.
+    """
     parts = re.split(r'("(?:[^"\\]|\\.)*")', value)
-    parts[::2] = [re.sub(r"<\|coord_(0|[1-9]\d{0,2})\|>", r" 7.25e\1 ", part) for part in parts[::2]]
+    parts[::2] = [
+        re.sub(r"<\|coord_(0|[1-9]\d{0,2})\|>", r" 7.25e\1 ", part) for part in parts[::2]
+    ]
 
     def number(text: str) -> object:
         return Bare(text.removeprefix("7.25e")) if text.startswith("7.25e") else float(text)
@@ -38,7 +57,9 @@ def slow_judge(value: str) -> DropReason | tuple[GeometryKind, str, list[int]]:
         raise ValueError(constant)
 
     try:
-        read = json.loads("".join(parts), object_pairs_hook=Pairs, parse_float=number, parse_constant=refuse)
+        read = json.loads(
+            "".join(parts), object_pairs_hook=Pairs, parse_float=number, parse_constant=refuse
+        )
     except ValueError:
         return DropReason.MALFORMED
     keys = [key for key, _ in read]
@@ -61,20 +82,28 @@ def slow_judge(value: str) -> DropReason | tuple[GeometryKind, str, list[int]]:
         return DropReason.MISSING_GEOM
     poly = shapes[0][0] == "poly"
     for array in arrays:
-        flat = [leaf for item in array for leaf in (item if poly and type(item) is list else [item])]
+        flat = [
+            leaf for item in array for leaf in (item if poly and type(item) is list else [item])
+        ]
         if any(coord(leaf) is None for leaf in flat):
             return DropReason.NON_COORD_TOKEN
     array = arrays[0]
     flat = [leaf for item in array for leaf in (item if poly and type(item) is list else [item])]
     bins = [bin for leaf in flat if (bin := coord(leaf)) is not None]
     pairs = [type(item) is list for item in array]
-    if len(shapes) > 1 or (any(pairs) and not (all(pairs) and all(len(item) == 2 for item in array))):
+    if len(shapes) > 1 or (
+        any(pairs) and not (all(pairs) and all(len(item) == 2 for item in array))
+    ):
         return DropReason.WRONG_ARITY
     if (len(bins) % 2 or len(bins) < 6) if poly else len(bins) != 4:
         return DropReason.WRONG_ARITY
     if not poly and (bins[0] > bins[2] or bins[1] > bins[3]):
         return DropReason.BBOX_INVALID
-    return GeometryKind(shapes[0][0]), desc.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), bins
+    return (
+        GeometryKind(shapes[0][0]),
+        desc.encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
+        bins,
+    )
 
 
 def nested(value: object) -> bool:
@@ -86,7 +115,9 @@ def nested(value: object) -> bool:
 def coord(leaf: object) -> int | None:
     if isinstance(leaf, Bare):
         return int(leaf)
-    match = re.fullmatch(r"<\|coord_(0|[1-9][0-9]{0,2})\|>", leaf) if isinstance(leaf, str) else None
+    match = (
+        re.fullmatch(r"<\|coord_(0|[1-9][0-9]{0,2})\|>", leaf) if isinstance(leaf, str) else None
+    )
     return None if match is None else int(match[1])
 
 
@@ -112,17 +143,56 @@ PARTS = [
         "01",
         "NaN",
     ),
-    *('"<|coord_9|>"', "<|coord_9|>", '"<|coord_1000|>"', '"\\u0041"', '"\\x"', '"d\\u0065sc": "猫"', '["<|coord_1|>", "<|coord_2|>"]', '"\\ud800"', "\t"),
+    *(
+        '"<|coord_9|>"',
+        "<|coord_9|>",
+        '"<|coord_1000|>"',
+        '"\\u0041"',
+        '"\\x"',
+        '"d\\u0065sc": "猫"',
+        '["<|coord_1|>", "<|coord_2|>"]',
+        '"\\ud800"',
+        "\t",
+    ),
 ]
 
 
 FIELDS = [
-    *('"desc": "cat"', '"desc": "dog"', '"desc": "猫"', '"desc": ""', '"desc": " "', '"desc": 1', '"desc": <|coord_1|>', '"x": []', '"x": 1', '"x": {}'),
-    *('"bbox_2d": ["<|coord_3|>", "<|coord_4|>", "<|coord_3|>", <|coord_5|>]', '"bbox_2d": ["<|coord_3|>", "<|coord_4|>", "<|coord_2|>", "<|coord_5|>"]'),
-    *('"bbox_2d": ["<|coord_3|>"]', '"bbox_2d": "<|coord_3|>"', '"bbox_2d": [3, 4, 5, 6]', '"bbox_2d": [["<|coord_3|>", "<|coord_4|>"]]', '"poly": null'),
-    '"poly": [["<|coord_1|>", "<|coord_2|>"], ["<|coord_3|>", "<|coord_4|>"], ["<|coord_5|>", "<|coord_6|>"]]',
-    '"poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]',
-    '"poly": [["<|coord_1|>", "<|coord_2|>"], "<|coord_3|>", "<|coord_4|>", "<|coord_5|>", "<|coord_6|>"]',
+    *(
+        '"desc": "cat"',
+        '"desc": "dog"',
+        '"desc": "猫"',
+        '"desc": ""',
+        '"desc": " "',
+        '"desc": 1',
+        '"desc": <|coord_1|>',
+        '"x": []',
+        '"x": 1',
+        '"x": {}',
+    ),
+    *(
+        '"bbox_2d": ["<|coord_3|>", "<|coord_4|>", "<|coord_3|>", <|coord_5|>]',
+        '"bbox_2d": ["<|coord_3|>", "<|coord_4|>", "<|coord_2|>", "<|coord_5|>"]',
+    ),
+    *(
+        '"bbox_2d": ["<|coord_3|>"]',
+        '"bbox_2d": "<|coord_3|>"',
+        '"bbox_2d": [3, 4, 5, 6]',
+        '"bbox_2d": [["<|coord_3|>", "<|coord_4|>"]]',
+        '"poly": null',
+    ),
+    (
+        '"poly": [["<|coord_1|>", "<|coord_2|>"], ["<|coord_3|>", "<|coord_4|>"], ["<|coord_5|>",'
+        ' "<|coord_6|>"]]'
+    ),
+    (
+        '"poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>", "<|coord_5|>",'
+        ' "<|coord_6|>"]'
+    ),
+    (
+        '"poly": [["<|coord_1|>", "<|coord_2|>"], "<|coord_3|>", "<|coord_4|>", "<|coord_5|>",'
+        ' "<|coord_6|>"]'
+    ),
 ]
 
 
@@ -135,7 +205,10 @@ def mutated_value(generator: random.Random) -> str:
     """Seldom sound JSON."""
     bins = (3, 4, 3, 5) if generator.random() < 0.7 else tuple(generator.choices(range(1000), k=6))
     kind = GeometryKind.BBOX if len(bins) == 4 else GeometryKind.POLY
-    text = serialize_objects([GroundTruthObject(kind, bins, generator.choice(DESCS))], field_order=generator.choice(["desc_first", "geometry_first"]))
+    text = serialize_objects(
+        [GroundTruthObject(kind, bins, generator.choice(DESCS))],
+        field_order=generator.choice(["desc_first", "geometry_first"]),
+    )
     value = text.removeprefix('{"object_1": ').removesuffix("}")
     lexemes = re.findall(r'"(?:[^"\\]|\\.)*"|[^"]', value)
     for _ in range(generator.randint(1, 3)):
@@ -165,7 +238,11 @@ def test_validity_is_that_of_a_json_library(codec: HFTokenCodec) -> None:
         if parsed.prefix_text != text[:-1] or len(parsed.objects) + len(parsed.dropped) != 1:
             continue
         expected = slow_judge(value)
-        actual = parsed.dropped[0].reason if parsed.dropped else (parsed.objects[0].kind, parsed.objects[0].desc, list(parsed.objects[0].bins))
+        actual = (
+            parsed.dropped[0].reason
+            if parsed.dropped
+            else (parsed.objects[0].kind, parsed.objects[0].desc, list(parsed.objects[0].bins))
+        )
         assert actual == expected, value
         outcome = expected if isinstance(expected, DropReason) else expected[0]
         compared[outcome] = compared.setdefault(outcome, 0) + 1

@@ -1,4 +1,6 @@
-"""The parser against one that goes character by character and reads nothing by patterns: the same answer, field by field."""
+"""The parser against one that goes character by character and reads nothing by patterns: the same
+answer, field by field.
+"""
 
 from __future__ import annotations
 
@@ -28,32 +30,48 @@ def slow_parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
     return importlib.import_module("benchmarks.slow_parser").slow_parse
 
 
-def test_damaged_responses_are_read_as_the_slow_parser_reads_them(codecs: dict[str, HFTokenCodec], slow_parse: Parse) -> None:
+def test_damaged_responses_are_read_as_the_slow_parser_reads_them(
+    codecs: dict[str, HFTokenCodec], slow_parse: Parse
+) -> None:
     generator = random.Random(5)
     for codec in codecs.values():
         damage = Damage(generator, codec)
         for _ in range(400):
             token_ids = damage.response()
             geometry = generator.choice([ALL_GEOMETRY, frozenset({GeometryKind.BBOX})])
-            assert parse_rollout(token_ids, codec, geometry=geometry) == slow_parse(token_ids, codec, geometry), token_ids
+            assert parse_rollout(token_ids, codec, geometry=geometry) == slow_parse(
+                token_ids, codec, geometry
+            ), token_ids
 
 
 ESCAPED_KEY = "\\u006fbject_"
 
 
 def test_a_plain_entry_is_read_like_any_other(codecs: dict[str, HFTokenCodec]) -> None:
-    """An escape in its key makes an entry the general reader's business and changes nothing else."""
+    """An escape in its key makes an entry the general reader's business and changes nothing
+    else."""
     generator = random.Random(6)
     num_plain = 0
     for codec in codecs.values():
         damage = Damage(generator, codec)
         for token_ids in damage.sound:
             text = b"".join(map(codec.piece_bytes, token_ids)).decode()
-            container, escaped = scan_container(text.encode()), scan_container(text.replace('"object_', '"' + ESCAPED_KEY).encode())
+            container, escaped = (
+                scan_container(text.encode()),
+                scan_container(text.replace('"object_', '"' + ESCAPED_KEY).encode()),
+            )
             assert container is not None and escaped is not None
             num_plain += sum(entry.plain is not None for entry in container.entries)
             assert all(entry.plain is None for entry in escaped.entries)
-            plain, general = (parse_rollout(codec.encode(t), codec) for t in (text, text.replace('"object_', '"' + ESCAPED_KEY)))
-            assert [(o.key, o.kind, o.desc, o.bins) for o in plain.objects] == [(o.key, o.kind, o.desc, o.bins) for o in general.objects]
-            assert plain.dropped == general.dropped and plain.max_object_index == general.max_object_index
+            plain, general = (
+                parse_rollout(codec.encode(t), codec)
+                for t in (text, text.replace('"object_', '"' + ESCAPED_KEY))
+            )
+            assert [(o.key, o.kind, o.desc, o.bins) for o in plain.objects] == [
+                (o.key, o.kind, o.desc, o.bins) for o in general.objects
+            ]
+            assert (
+                plain.dropped == general.dropped
+                and plain.max_object_index == general.max_object_index
+            )
     assert num_plain > 1000

@@ -18,24 +18,50 @@ BOX = '["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]'
 OTHER_BOX = '["<|coord_5|>", "<|coord_6|>", "<|coord_7|>", "<|coord_8|>"]'
 CAT = f'{{"desc": "cat", "bbox_2d": {BOX}}}'
 DOG = f'{{"desc": "dog", "bbox_2d": {OTHER_BOX}}}'
-MISSED = [GroundTruthObject(GeometryKind.BBOX, (10, 20, 30, 40), "größe"), GroundTruthObject(GeometryKind.POLY, (1, 2, 3, 4, 5, 6), "猫")]
+MISSED = [
+    GroundTruthObject(GeometryKind.BBOX, (10, 20, 30, 40), "größe"),
+    GroundTruthObject(GeometryKind.POLY, (1, 2, 3, 4, 5, 6), "猫"),
+]
 OBJECTS = [*MISSED, GroundTruthObject(GeometryKind.BBOX, (0, 0, 999, 999), "x.")]
 
 
-@pytest.mark.parametrize("body", ['{"desc": ""}', "5", '{"desc": "cat" "bbox_2d": []}', '{"desc": "cat", "bbox_2d": ["<|coord_1|>"]}'])
-def test_highest_retained_object_key_controls_fn_start_even_when_object_is_invalid(codec: HFTokenCodec, body: str) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"desc": ""}',
+        "5",
+        '{"desc": "cat" "bbox_2d": []}',
+        '{"desc": "cat", "bbox_2d": ["<|coord_1|>"]}',
+    ],
+)
+def test_highest_retained_object_key_controls_fn_start_even_when_object_is_invalid(
+    codec: HFTokenCodec, body: str
+) -> None:
     parsed = parse_rollout(codec.encode(f'{{"object_9": {body}, "object_2": {CAT}}}'), codec)
-    assert [o.key for o in parsed.objects] == ["object_2"] and [d.key for d in parsed.dropped] == ["object_9"]
+    assert [o.key for o in parsed.objects] == ["object_2"] and [d.key for d in parsed.dropped] == [
+        "object_9"
+    ]
     assert parsed.max_object_index == 9
-    assert serialize_append(parsed.prefix_text, MISSED, start_index=parsed.max_object_index + 1).startswith(', "object_10": {')
+    assert serialize_append(
+        parsed.prefix_text, MISSED, start_index=parsed.max_object_index + 1
+    ).startswith(', "object_10": {')
 
 
-def test_geometry_first_object_remains_valid_under_strict_parse(codecs: dict[str, HFTokenCodec]) -> None:
+def test_geometry_first_object_remains_valid_under_strict_parse(
+    codecs: dict[str, HFTokenCodec],
+) -> None:
     for codec in codecs.values():
-        desc_first, geometry_first = (parse_rollout(codec.encode(serialize_objects(OBJECTS, field_order=order)), codec) for order in FIELD_ORDERS)
+        desc_first, geometry_first = (
+            parse_rollout(codec.encode(serialize_objects(OBJECTS, field_order=order)), codec)
+            for order in FIELD_ORDERS
+        )
         assert geometry_first.dropped == desc_first.dropped == ()
-        assert [(o.key, o.kind, o.desc, o.bins) for o in geometry_first.objects] == [(o.key, o.kind, o.desc, o.bins) for o in desc_first.objects]
-        assert [(o.kind, o.bins, o.desc) for o in geometry_first.objects] == [(o.kind, o.bins, o.desc) for o in OBJECTS]
+        assert [(o.key, o.kind, o.desc, o.bins) for o in geometry_first.objects] == [
+            (o.key, o.kind, o.desc, o.bins) for o in desc_first.objects
+        ]
+        assert [(o.kind, o.bins, o.desc) for o in geometry_first.objects] == [
+            (o.kind, o.bins, o.desc) for o in OBJECTS
+        ]
 
 
 def test_dict_keys_are_not_sorted_for_matching_order(codec: HFTokenCodec) -> None:
@@ -49,16 +75,25 @@ def test_one_malformed_object_does_not_block_training_parse(codec: HFTokenCodec)
     token_ids = codec.encode(f'{{"object_1": {CAT}, "object_2": {middle}, "object_3": {DOG}}}')
     parsed = parse_rollout(token_ids, codec)
     assert [(d.key, d.reason.value) for d in parsed.dropped] == [("object_2", "wrong_arity")]
-    assert [(o.key, o.desc, o.bins) for o in parsed.objects] == [("object_1", "cat", (1, 2, 3, 4)), ("object_3", "dog", (5, 6, 7, 8))]
+    assert [(o.key, o.desc, o.bins) for o in parsed.objects] == [
+        ("object_1", "cat", (1, 2, 3, 4)),
+        ("object_3", "dog", (5, 6, 7, 8)),
+    ]
     # No repair: what was dropped stays in the prefix, token by token.
-    assert parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(token_ids[: parsed.num_unchanged]) and middle in parsed.prefix_text
+    assert (
+        parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(token_ids[: parsed.num_unchanged])
+        and middle in parsed.prefix_text
+    )
 
 
 @pytest.mark.parametrize(
     ("response", "prefix"),
     [
         (f'{{"object_1": {CAT}, "object_2": {{"desc": "do', f'{{"object_1": {CAT}'),
-        (f'{{"object_1": {CAT}, "object_2": {{"desc": "dog", "bbox_2d": ["<|coord_1|>", "<|coo', f'{{"object_1": {CAT}'),
+        (
+            f'{{"object_1": {CAT}, "object_2": {{"desc": "dog", "bbox_2d": ["<|coord_1|>", "<|coo',
+            f'{{"object_1": {CAT}',
+        ),
         (f'{{"object_1": {CAT}, "object_2": {DOG[:-1]}', f'{{"object_1": {CAT}'),
         (f'{{"object_1": {CAT}, "obj', f'{{"object_1": {CAT}'),
         (f'{{"object_1": {CAT[:-1]}', "{"),
@@ -66,15 +101,28 @@ def test_one_malformed_object_does_not_block_training_parse(codec: HFTokenCodec)
         ("", "{"),
     ],
 )
-def test_truncated_rollout_tail_is_trimmed_suffix_only_and_training_proceeds_parse(codecs: dict[str, HFTokenCodec], response: str, prefix: str) -> None:
+def test_truncated_rollout_tail_is_trimmed_suffix_only_and_training_proceeds_parse(
+    codecs: dict[str, HFTokenCodec], response: str, prefix: str
+) -> None:
     for codec in codecs.values():
         token_ids = codec.encode(response)
         parsed = parse_rollout(token_ids, codec)
-        assert parsed.prefix_text == prefix and parsed.truncated and parsed.fallback == (prefix == "{") and parsed.dropped == ()
-        assert parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(token_ids[: parsed.num_unchanged])
+        assert (
+            parsed.prefix_text == prefix
+            and parsed.truncated
+            and parsed.fallback == (prefix == "{")
+            and parsed.dropped == ()
+        )
+        assert parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(
+            token_ids[: parsed.num_unchanged]
+        )
         start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
-        target = parsed.prefix_text + serialize_append(parsed.prefix_text, MISSED, start_index=start_index)
-        assert [value["desc"] for value in json.loads(target).values()] == [o.desc for o in (*parsed.objects, *MISSED)]
+        target = parsed.prefix_text + serialize_append(
+            parsed.prefix_text, MISSED, start_index=start_index
+        )
+        assert [value["desc"] for value in json.loads(target).values()] == [
+            o.desc for o in (*parsed.objects, *MISSED)
+        ]
 
 
 def test_shared_parsing_contract_is_importable_without_trainer_class_dependency() -> None:
@@ -84,5 +132,20 @@ def test_shared_parsing_contract_is_importable_without_trainer_class_dependency(
         "shared.grounding.parsing.parse_rollout, shared.grounding.objects.ParsedRollout\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=300, check=True)
-    assert not set(json.loads(done.stdout)) & {"torch", "transformers", "vllm", "ray", "learner", "launch", "rollout_actors"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        timeout=300,
+        check=True,
+    )
+    assert not set(json.loads(done.stdout)) & {
+        "torch",
+        "transformers",
+        "vllm",
+        "ray",
+        "learner",
+        "launch",
+        "rollout_actors",
+    }

@@ -15,23 +15,41 @@ def entries(text: bytes) -> tuple[Entry, ...]:
 
 
 def values(text: bytes) -> list[tuple[str, bytes | None, bool]]:
-    return [(entry.key, None if entry.value is None else text[slice(*entry.value)], entry.separated) for entry in entries(text)]
+    return [
+        (entry.key, None if entry.value is None else text[slice(*entry.value)], entry.separated)
+        for entry in entries(text)
+    ]
 
 
-@pytest.mark.parametrize("text", [b"", b" \n", b"[{}]", b"Sure: {}", b"}", b'"{"', b"\xff{", b"\x0b{}"])
+@pytest.mark.parametrize(
+    "text", [b"", b" \n", b"[{}]", b"Sure: {}", b"}", b'"{"', b"\xff{", b"\x0b{}"]
+)
 def test_the_container_opens_with_the_first_character_that_is_no_space(text: bytes) -> None:
     assert scan_container(text) is None
 
 
 @pytest.mark.parametrize(
-    ("text", "closed"), [(b"{", False), (b" \t\r\n{}", True), (b'{"a": "}', False), (b'{"a": "}"}', True), (b'{"a": {}', False), (b"{} {", True)]
+    ("text", "closed"),
+    [
+        (b"{", False),
+        (b" \t\r\n{}", True),
+        (b'{"a": "}', False),
+        (b'{"a": "}"}', True),
+        (b'{"a": {}', False),
+        (b"{} {", True),
+    ],
 )
-def test_it_is_closed_by_the_first_brace_at_the_top_level_outside_strings(text: bytes, closed: bool) -> None:
+def test_it_is_closed_by_the_first_brace_at_the_top_level_outside_strings(
+    text: bytes, closed: bool
+) -> None:
     container = scan_container(text)
     assert container is not None and container.closed is closed and container.entries == ()
 
 
-@pytest.mark.parametrize("value", [CAT, b"{}", b'{"a": {"b": "}"}}', b'{"\\"}": [{}]}', b"{x}", b'{"desc": "\xff{"}', b"{]}"])
+@pytest.mark.parametrize(
+    "value",
+    [CAT, b"{}", b'{"a": {"b": "}"}}', b'{"\\"}": [{}]}', b"{x}", b'{"desc": "\xff{"}', b"{]}"],
+)
 def test_an_entry_ends_with_the_brace_that_closes_its_value(value: bytes) -> None:
     for key in (b'"object_3"', b'"\\u006fbject_3"'):
         text = b"{" + key + b": " + value + b', "object_4": ' + CAT + b', "object_5": {"cut": "'
@@ -41,10 +59,20 @@ def test_an_entry_ends_with_the_brace_that_closes_its_value(value: bytes) -> Non
 def test_offsets_lead_to_the_key_and_to_what_a_plain_entry_has() -> None:
     text = b' {"object_3": {"poly": [ <|coord_1|>], "desc": "a\\n"} , "object_4" :' + CAT + b"}"
     first, second = entries(text)
-    assert text[first.start :].startswith(b'"object_3"') and text[second.start :].startswith(b'"object_4"')
+    assert text[first.start :].startswith(b'"object_3"') and text[second.start :].startswith(
+        b'"object_4"'
+    )
     assert first.plain is not None and second.plain is not None
-    assert (first.plain.kind, text[slice(*first.plain.desc)], text[slice(*first.plain.array)]) == ("poly", b"a\\n", b"[ <|coord_1|>]")
-    assert (second.plain.kind, text[slice(*second.plain.desc)], text[slice(*second.plain.array)]) == ("bbox_2d", b"cat", BOX)
+    assert (first.plain.kind, text[slice(*first.plain.desc)], text[slice(*first.plain.array)]) == (
+        "poly",
+        b"a\\n",
+        b"[ <|coord_1|>]",
+    )
+    assert (
+        second.plain.kind,
+        text[slice(*second.plain.desc)],
+        text[slice(*second.plain.array)],
+    ) == ("bbox_2d", b"cat", BOX)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +98,16 @@ def test_offsets_lead_to_the_key_and_to_what_a_plain_entry_has() -> None:
     ],
 )
 def test_what_is_not_plain_is_an_entry_all_the_same(value: bytes) -> None:
-    (before, entry, after) = entries(b'{"object_1": ' + CAT + b', "object_2": ' + value + b', "object_3": ' + CAT + b"}")
-    assert entry.plain is None and entry.separated and entry.value is not None and before.plain is not None and after.plain is not None
+    before, entry, after = entries(
+        b'{"object_1": ' + CAT + b', "object_2": ' + value + b', "object_3": ' + CAT + b"}"
+    )
+    assert (
+        entry.plain is None
+        and entry.separated
+        and entry.value is not None
+        and before.plain is not None
+        and after.plain is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,18 +124,32 @@ def test_what_is_not_plain_is_an_entry_all_the_same(value: bytes) -> None:
         (b'{"object_1": 5', []),
     ],
 )
-def test_a_value_that_is_no_object_ends_before_the_next_comma_key_or_the_containers_end(text: bytes, expected: list[tuple[str, bytes | None]]) -> None:
+def test_a_value_that_is_no_object_ends_before_the_next_comma_key_or_the_containers_end(
+    text: bytes, expected: list[tuple[str, bytes | None]]
+) -> None:
     assert [(key, value) for key, value, _ in values(text)] == expected
 
 
 def test_keys_are_found_at_any_depth_but_not_in_strings() -> None:
-    text = b'{"object_1": {"object_22" : 5, "x": "\\"object_3\\": ", "object_4", "object_05": 1}, "object_1234567890": 1}'
+    text = (
+        b'{"object_1": {"object_22" : 5, "x": "\\"object_3\\": ", "object_4", "object_05": 1},'
+        b' "object_1234567890": 1}'
+    )
     assert object_indices(text) == [1, 22]
 
 
 @pytest.mark.parametrize(
     ("text", "is_open"),
-    [(b"{", True), (b' {"a": {}', True), (b'{"a": "}"', True), (b"{}", False), (b'{"a', False), (b'{"a": {', False), (b"", False), (b"[{", False)],
+    [
+        (b"{", True),
+        (b' {"a": {}', True),
+        (b'{"a": "}"', True),
+        (b"{}", False),
+        (b'{"a', False),
+        (b'{"a": {', False),
+        (b"", False),
+        (b"[{", False),
+    ],
 )
 def test_a_container_is_open_at_its_top_level_outside_strings(text: bytes, is_open: bool) -> None:
     assert is_open_container(text) is is_open

@@ -5,7 +5,13 @@ import json
 import pytest
 
 from shared.grounding.parsing import parse_rollout
-from shared.grounding.serialize import SerializedText, layout_append, layout_objects, serialize_append, serialize_objects
+from shared.grounding.serialize import (
+    SerializedText,
+    layout_append,
+    layout_objects,
+    serialize_append,
+    serialize_objects,
+)
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.hf_codec import HFTokenCodec
 
@@ -15,31 +21,46 @@ DOG = GroundTruthObject(GeometryKind.POLY, (10, 20, 30, 40, 50, 60), "dog")
 
 def slow_value(object_: GroundTruthObject, field_order: str) -> dict[str, object]:
     tokens = [f"<|coord_{bin}|>" for bin in object_.bins]
-    geometry = tokens if object_.kind is GeometryKind.BBOX else [tokens[i : i + 2] for i in range(0, len(tokens), 2)]
+    geometry = (
+        tokens
+        if object_.kind is GeometryKind.BBOX
+        else [tokens[i : i + 2] for i in range(0, len(tokens), 2)]
+    )
     fields = [("desc", object_.desc), (object_.kind.value, geometry)]
     return dict(fields if field_order == "desc_first" else fields[::-1])
 
 
 @pytest.mark.parametrize("field_order", ["desc_first", "geometry_first"])
 @pytest.mark.parametrize("objects", [[], [CAT], [DOG], [CAT, DOG, CAT]])
-def test_the_text_is_what_json_dumps_writes(objects: list[GroundTruthObject], field_order: str) -> None:
-    mapping = {f"object_{i}": slow_value(object_, field_order) for i, object_ in enumerate(objects, 5)}
-    assert serialize_objects(objects, field_order=field_order, start_index=5) == json.dumps(mapping, ensure_ascii=False, separators=(", ", ": "))
+def test_the_text_is_what_json_dumps_writes(
+    objects: list[GroundTruthObject], field_order: str
+) -> None:
+    mapping = {
+        f"object_{i}": slow_value(object_, field_order) for i, object_ in enumerate(objects, 5)
+    }
+    assert serialize_objects(objects, field_order=field_order, start_index=5) == json.dumps(
+        mapping, ensure_ascii=False, separators=(", ", ": ")
+    )
 
 
 def test_objects_are_written_as_the_canonical_text() -> None:
     assert serialize_objects([]) == "{}"
     assert (
-        serialize_objects([GroundTruthObject(GeometryKind.BBOX, (1, 2, 3, 4), "cat"), DOG]) == '{"object_1": {"desc": "cat", "bbox_2d": '
-        '["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}, "object_2": {"desc": "dog", "poly": '
-        '[["<|coord_10|>", "<|coord_20|>"], ["<|coord_30|>", "<|coord_40|>"], ["<|coord_50|>", "<|coord_60|>"]]}}'
+        serialize_objects([GroundTruthObject(GeometryKind.BBOX, (1, 2, 3, 4), "cat"), DOG])
+        == '{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>",'
+        ' "<|coord_4|>"]}, "object_2": {"desc": "dog", "poly": [["<|coord_10|>",'
+        ' "<|coord_20|>"], ["<|coord_30|>", "<|coord_40|>"], ["<|coord_50|>", "<|coord_60|>"]]}}'
     )
 
 
 def spans(layout: SerializedText) -> list[tuple[str, str, list[str]]]:
     data = layout.text.encode()
     return [
-        (data[slice(*place.value)].decode(), data[slice(*place.desc)].decode(), [data[start:end].decode() for start, end in place.coords])
+        (
+            data[slice(*place.value)].decode(),
+            data[slice(*place.desc)].decode(),
+            [data[start:end].decode() for start, end in place.coords],
+        )
         for place in layout.objects
     ]
 
@@ -48,7 +69,11 @@ def spans(layout: SerializedText) -> list[tuple[str, str, list[str]]]:
 @pytest.mark.parametrize("append", [False, True])
 def test_the_layout_says_in_bytes_where_everything_is(field_order: str, append: bool) -> None:
     objects = [CAT, DOG]
-    layout = layout_append('{"object_1": {}', objects, start_index=2, field_order=field_order) if append else layout_objects(objects, field_order=field_order)
+    layout = (
+        layout_append('{"object_1": {}', objects, start_index=2, field_order=field_order)
+        if append
+        else layout_objects(objects, field_order=field_order)
+    )
     assert spans(layout) == [
         (
             json.dumps(slow_value(object_, field_order), ensure_ascii=False),
@@ -57,13 +82,20 @@ def test_the_layout_says_in_bytes_where_everything_is(field_order: str, append: 
         )
         for object_ in objects
     ]
-    assert layout.closing == (len(layout.text.encode()) - 1, len(layout.text.encode())) and layout.text[-1] == "}"
+    assert (
+        layout.closing == (len(layout.text.encode()) - 1, len(layout.text.encode()))
+        and layout.text[-1] == "}"
+    )
 
 
 @pytest.mark.parametrize("field_order", ["desc_first", "geometry_first"])
 def test_what_is_written_is_read_back(codec: HFTokenCodec, field_order: str) -> None:
-    parsed = parse_rollout(codec.encode(serialize_objects([CAT, DOG], field_order=field_order)), codec)
-    assert [(o.kind, o.bins, o.desc) for o in parsed.objects] == [(o.kind, o.bins, o.desc) for o in (CAT, DOG)]
+    parsed = parse_rollout(
+        codec.encode(serialize_objects([CAT, DOG], field_order=field_order)), codec
+    )
+    assert [(o.kind, o.bins, o.desc) for o in parsed.objects] == [
+        (o.kind, o.bins, o.desc) for o in (CAT, DOG)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +111,16 @@ def test_what_is_written_is_read_back(codec: HFTokenCodec, field_order: str) -> 
         ('{"object_2": {"bbox_2d": [1}', ', "object_3": '),
     ],
 )
-def test_the_append_begins_with_a_comma_exactly_behind_a_brace_that_closes(prefix: str, expected: str) -> None:
+def test_the_append_begins_with_a_comma_exactly_behind_a_brace_that_closes(
+    prefix: str, expected: str
+) -> None:
     text = serialize_append(prefix, [DOG], start_index=3)
     assert text.startswith(expected) and text.endswith("]]}}")
 
 
-@pytest.mark.parametrize(("prefix", "expected"), [("{", "}"), ('{"object_1": {}', "}"), ('{"object_1": {} ', "}")])
+@pytest.mark.parametrize(
+    ("prefix", "expected"), [("{", "}"), ('{"object_1": {}', "}"), ('{"object_1": {} ', "}")]
+)
 def test_with_nothing_to_append_only_the_brace_closes(prefix: str, expected: str) -> None:
     assert serialize_append(prefix, [], start_index=2) == expected
 
@@ -122,7 +158,10 @@ def test_an_unknown_field_order_is_refused() -> None:
 
 
 def test_an_unknown_field_order_is_refused_with_nothing_to_serialise_too() -> None:
-    with pytest.raises(ValueError, match="unknown field_order 'alphabetical'; use one of desc_first, geometry_first"):
+    with pytest.raises(
+        ValueError,
+        match="unknown field_order 'alphabetical'; use one of desc_first, geometry_first",
+    ):
         serialize_objects([], field_order="alphabetical")
     with pytest.raises(ValueError, match="unknown field_order"):
         serialize_append("{", [], start_index=1, field_order="alphabetical")

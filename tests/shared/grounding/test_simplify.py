@@ -10,7 +10,10 @@ def slow_simplified(points: list[tuple[int, int]], count: int) -> list[tuple[int
     """Every triangle anew for each vertex that goes."""
     ring = list(points)
     while len(ring) > count:
-        areas = [abs(np.linalg.det([[*ring[i - 1], 1], [*ring[i], 1], [*ring[(i + 1) % len(ring)], 1]])) for i in range(len(ring))]
+        areas = [
+            abs(np.linalg.det([[*ring[i - 1], 1], [*ring[i], 1], [*ring[(i + 1) % len(ring)], 1]]))
+            for i in range(len(ring))
+        ]
         ring.pop(next(i for i, area in enumerate(areas) if area <= min(areas) + 1e-6))
     return ring
 

@@ -29,7 +29,9 @@ def test_fresh_tokens_are_read_as_they_were_saved_and_there_may_be_none(tmp_path
         ("3", "Input should be an object"),
     ],
 )
-def test_a_damaged_record_of_fresh_tokens_names_file_and_field(tmp_path: Path, written: str, wrong: str) -> None:
+def test_a_damaged_record_of_fresh_tokens_names_file_and_field(
+    tmp_path: Path, written: str, wrong: str
+) -> None:
     (tmp_path / FILE).write_text(written)
     with pytest.raises(ConfigError) as caught:
         FreshTokens.of(tmp_path)

@@ -82,5 +82,10 @@ def test_the_tables_for_a_device_say_what_a_token_by_token_reading_says() -> Non
     keys = ObjectKeys(PARTS.__getitem__)
     next_SV, found_SV = token_steps(PARTS)
     assert next_SV.shape == found_SV.shape == (NUM_STATES, len(PARTS))
-    expected = np.array([[keys.step(state, token_id) for token_id in range(len(PARTS))] for state in range(NUM_STATES)])
+    expected = np.array(
+        [
+            [keys.step(state, token_id) for token_id in range(len(PARTS))]
+            for state in range(NUM_STATES)
+        ]
+    )
     np.testing.assert_array_equal(np.stack([next_SV, found_SV], axis=-1), expected)

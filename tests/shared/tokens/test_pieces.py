@@ -22,5 +22,7 @@ def test_spans_are_contiguous_and_cover_the_text(codec: HFTokenCodec) -> None:
     spans = piece_spans(token_ids, codec)
     assert len(spans) == len(token_ids) and spans[0][0] == 0 and spans[-1][1] == len(text.encode())
     assert all(before[1] == after[0] for before, after in pairwise(spans))
-    assert [text.encode()[start:end] for start, end in spans] == [codec.piece_bytes(token_id) for token_id in token_ids]
+    assert [text.encode()[start:end] for start, end in spans] == [
+        codec.piece_bytes(token_id) for token_id in token_ids
+    ]
     assert piece_spans([], codec) == []

@@ -34,11 +34,17 @@ def exceeds(tokens: Sequence[int], s: RepeatGuardSettings) -> bool:
     if len(tail) == s.max_consecutive_token_repeats and len(set(tail)) == 1:
         return True
     tail = list(tokens[-s.ngram_size * s.ngram_repeats :])
-    if len(tail) == s.ngram_size * s.ngram_repeats and tail == tail[: s.ngram_size] * s.ngram_repeats:
+    if (
+        len(tail) == s.ngram_size * s.ngram_repeats
+        and tail == tail[: s.ngram_size] * s.ngram_repeats
+    ):
         return True
     if s.max_object_keys is None:
         return False
-    return len(re.findall(rb'"object_[0-9]+"\s*:', b"".join(PIECES[token] for token in tokens))) > s.max_object_keys
+    return (
+        len(re.findall(rb'"object_[0-9]+"\s*:', b"".join(PIECES[token] for token in tokens)))
+        > s.max_object_keys
+    )
 
 
 @pytest.mark.slow
@@ -46,12 +52,20 @@ def test_thousands_of_random_sequences_end_where_the_obvious_reading_ends_them()
     rng = random.Random(11)
     ended = 0
     for _ in range(5000):
-        s = RepeatGuardSettings(rng.randint(0, 12), rng.randint(2, 6), rng.randint(1, 4), rng.randint(2, 4), rng.choice([None, 1, 2, 4]))
+        s = RepeatGuardSettings(
+            rng.randint(0, 12),
+            rng.randint(2, 6),
+            rng.randint(1, 4),
+            rng.randint(2, 4),
+            rng.choice([None, 1, 2, 4]),
+        )
         guard = RepeatRule(s, PIECES.__getitem__).guard()
         tokens: list[int] = []
         period = rng.choices(range(len(PIECES)), k=rng.randint(1, 5))
         for number in range(rng.randint(1, 40)):
-            tokens.append(period[number % len(period)] if rng.random() < 0.8 else rng.randrange(len(PIECES)))
+            tokens.append(
+                period[number % len(period)] if rng.random() < 0.8 else rng.randrange(len(PIECES))
+            )
             verdict = guard.push(tokens[-1])
             assert verdict == exceeds(tokens, s), (s, tokens)
             ended += verdict
@@ -78,9 +92,16 @@ def test_one_key_more_than_the_cap_ends_the_sequence_when_its_colon_comes() -> N
     assert rule(max_object_keys=2).first_repetition(one * 3) == 9
 
 
-def test_nothing_is_looked_at_before_the_minimum_of_new_tokens_and_what_began_before_it_counts() -> None:
+def test_nothing_is_looked_at_before_the_minimum_of_new_tokens_and_what_began_before_it_counts() -> (
+    None
+):
     assert rule(min_new_tokens=6, max_consecutive_token_repeats=4).first_repetition([5] * 8) == 6
-    assert rule(min_new_tokens=6, max_consecutive_token_repeats=4).first_repetition([5, 5, 5, 5, 1, 2, 3]) is None
+    assert (
+        rule(min_new_tokens=6, max_consecutive_token_repeats=4).first_repetition(
+            [5, 5, 5, 5, 1, 2, 3]
+        )
+        is None
+    )
 
 
 def test_guards_of_one_rule_do_not_share_their_sequences() -> None:
@@ -93,16 +114,39 @@ def test_guards_of_one_rule_do_not_share_their_sequences() -> None:
 
 def rollout(tokens: Sequence[int], stop: int | None) -> Rollout:
     reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
-    return Rollout(0, 0, "scene", (), tuple(tokens), stop, (-0.1,) * len(tokens), None if stop is None else 0.0, reason, (), 0, "actor-1", 0, 1, 0.1)
+    return Rollout(
+        0,
+        0,
+        "scene",
+        (),
+        tuple(tokens),
+        stop,
+        (-0.1,) * len(tokens),
+        None if stop is None else 0.0,
+        reason,
+        (),
+        0,
+        "actor-1",
+        0,
+        1,
+        0.1,
+    )
 
 
 def test_a_stop_token_behind_a_repetition_was_forced_and_has_no_log_probability() -> None:
     marked = mark_forced(rollout([9, 5, 5, 5], 99), rule(max_consecutive_token_repeats=3))
-    assert (marked.finish_reason, marked.forced_positions, marked.stop_token_id, marked.stop_token_logprob) == (FinishReason.REPETITION, (4,), 99, None)
+    assert (
+        marked.finish_reason,
+        marked.forced_positions,
+        marked.stop_token_id,
+        marked.stop_token_logprob,
+    ) == (FinishReason.REPETITION, (4,), 99, None)
     assert marked.logprobs == (-0.1,) * 4, "what was sampled keeps its own"
 
 
-@pytest.mark.parametrize(("tokens", "stop"), [([9, 5, 5], 99), ([9, 5, 5], None), ([9, 5, 5, 5], None)])
+@pytest.mark.parametrize(
+    ("tokens", "stop"), [([9, 5, 5], 99), ([9, 5, 5], None), ([9, 5, 5, 5], None)]
+)
 def test_other_rollouts_stay_as_they_are(tokens: list[int], stop: int | None) -> None:
     sampled = rollout(tokens, stop)
     assert mark_forced(sampled, rule(max_consecutive_token_repeats=3)) is sampled
@@ -110,6 +154,10 @@ def test_other_rollouts_stay_as_they_are(tokens: list[int], stop: int | None) ->
 
 def test_a_response_that_goes_on_behind_a_repetition_was_not_guarded() -> None:
     with pytest.raises(
-        RolloutError, match=r"generate on actor-1: sample scene repeats itself after 3 tokens and goes on to 5: the repeat guard \(rollout_matching"
+        RolloutError,
+        match=(
+            r"generate on actor-1: sample scene repeats itself after 3 tokens and goes on to 5: the"
+            r" repeat guard \(rollout_matching"
+        ),
     ):
         mark_forced(rollout([5, 5, 5, 5, 1], 99), rule(max_consecutive_token_repeats=3))

@@ -15,6 +15,18 @@ def test_a_bin_outside_the_range_has_no_token(bin: int) -> None:
         coord_token(bin)
 
 
-@pytest.mark.parametrize("text", ["<|coord_1000|>", "<|coord_07|>", "<|coord_|>", " <|coord_7|>", "<|coord_7|>\n", "<|coord_７|>", "7", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|coord_1000|>",
+        "<|coord_07|>",
+        "<|coord_|>",
+        " <|coord_7|>",
+        "<|coord_7|>\n",
+        "<|coord_７|>",
+        "7",
+        "",
+    ],
+)
 def test_only_exact_coord_tokens_are_read(text: str) -> None:
     assert parse_coord_token(text) is None

@@ -13,29 +13,47 @@ from shared.errors import ConfigError, WeightSyncError
 from shared.weight_sync.canary import EFFECT_OVER_NOISE, CanaryProbe
 from shared.weight_sync.differences import NOISE_FILE, Differences
 
-PROBE = CanaryProbe(token_ids=(1, 50, 2), images=(), expanded_token_ids=(1, 50, 50, 2), expected_logprobs=(-1.0, -2.0, -3.0), tolerance=1e-4)
+PROBE = CanaryProbe(
+    token_ids=(1, 50, 2),
+    images=(),
+    expanded_token_ids=(1, 50, 50, 2),
+    expected_logprobs=(-1.0, -2.0, -3.0),
+    tolerance=1e-4,
+)
 
 
 def test_agreement_gives_the_largest_difference() -> None:
-    assert PROBE.check("actor", [1, 50, 50, 2], [-1.0, -2.00005, -3.0]).largest == pytest.approx(5e-5)
+    assert PROBE.check("actor", [1, 50, 50, 2], [-1.0, -2.00005, -3.0]).largest == pytest.approx(
+        5e-5
+    )
 
 
 @pytest.mark.parametrize("wrong", [-2.1, math.nan, -math.inf])
 def test_a_difference_names_the_actor_and_the_first_token(wrong: float) -> None:
-    with pytest.raises(WeightSyncError, match=r"canary on actor-1: .*first at token 2 \(id 50\): learner -2.000000") as caught:
+    with pytest.raises(
+        WeightSyncError, match=r"canary on actor-1: .*first at token 2 \(id 50\): learner -2.000000"
+    ) as caught:
         PROBE.check("actor-1", [1, 50, 50, 2], [-1.0, wrong, -4.0])
-    assert (caught.value.actor, caught.value.phase, caught.value.quantity) == ("actor-1", "canary", "canary log-probability")
+    assert (caught.value.actor, caught.value.phase, caught.value.quantity) == (
+        "actor-1",
+        "canary",
+        "canary log-probability",
+    )
 
 
 def test_other_expanded_tokens_are_a_difference_of_their_own() -> None:
-    with pytest.raises(WeightSyncError, match=r"to 3 tokens, the learner to 4, first difference at token 2") as caught:
+    with pytest.raises(
+        WeightSyncError, match=r"to 3 tokens, the learner to 4, first difference at token 2"
+    ) as caught:
         PROBE.check("actor-1", [1, 50, 2], [-1.0, -2.0])
     assert caught.value.quantity == "canary token ids"
 
 
 def test_as_many_other_tokens_are_a_difference_though_they_are_as_probable() -> None:
     assert PROBE.expected_logprobs is not None
-    with pytest.raises(WeightSyncError, match=r"to 4 tokens, the learner to 4, first difference at token 2") as caught:
+    with pytest.raises(
+        WeightSyncError, match=r"to 4 tokens, the learner to 4, first difference at token 2"
+    ) as caught:
         PROBE.check("actor-1", [1, 50, 51, 2], PROBE.expected_logprobs)
     assert (caught.value.quantity, caught.value.size) == ("canary token ids", 1.0)
 
@@ -51,8 +69,12 @@ WITH_IMAGE = replace(PROBE, placeholder_ids=(IMAGE,))
 
 def test_image_placeholders_are_no_part_of_the_comparison() -> None:
     """The token behind them is: what the engine makes of the image shows there."""
-    assert WITH_IMAGE.check("actor", [1, 50, 50, 2], [-9.0, math.nan, -3.0]) == Differences(0.0, 0.0)
-    with pytest.raises(WeightSyncError, match=r"1 of 1 log-probabilities differ .*first at token 3 \(id 2\)"):
+    assert WITH_IMAGE.check("actor", [1, 50, 50, 2], [-9.0, math.nan, -3.0]) == Differences(
+        0.0, 0.0
+    )
+    with pytest.raises(
+        WeightSyncError, match=r"1 of 1 log-probabilities differ .*first at token 3 \(id 2\)"
+    ):
         WITH_IMAGE.check("actor", [1, 50, 50, 2], [-1.0, -2.0, -3.1])
 
 
@@ -63,7 +85,9 @@ HALF = CanaryProbe(tuple(range(101)), (), tuple(range(101)), LEARNERS, tolerance
 
 def engines(*, everywhere: float = 0.0, some: float = 0.0, num_some: int = 0) -> list[float]:
     """The learner's, a little off at all tokens and more at some."""
-    return [logprob + everywhere + (some if i < num_some else 0.0) for i, logprob in enumerate(LEARNERS)]
+    return [
+        logprob + everywhere + (some if i < num_some else 0.0) for i, logprob in enumerate(LEARNERS)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -76,21 +100,40 @@ def engines(*, everywhere: float = 0.0, some: float = 0.0, num_some: int = 0) ->
         (Differences(0.2, 3.0), 0.1, 0.5),
     ],
 )
-def test_in_bfloat16_mean_and_share_are_bounded_by_the_noise_and_no_single_token_is(noise: Differences | None, mean: float, beyond: float) -> None:
+def test_in_bfloat16_mean_and_share_are_bounded_by_the_noise_and_no_single_token_is(
+    noise: Differences | None, mean: float, beyond: float
+) -> None:
     probe, ids = replace(HALF, noise=noise), HALF.expanded_token_ids
     few = engines(some=0.45 * 100 * mean, num_some=2)
     assert probe.check("actor", ids, few).largest > beyond, "two of a hundred may be anything"
-    assert probe.check("actor", ids, engines(everywhere=0.99 * mean)).mean == pytest.approx(0.99 * mean)
-    with pytest.raises(WeightSyncError, match=rf"0 of 100 .*on average by {1.01 * mean:.4f} \({mean:.4f} is allowed\)"):
+    assert probe.check("actor", ids, engines(everywhere=0.99 * mean)).mean == pytest.approx(
+        0.99 * mean
+    )
+    with pytest.raises(
+        WeightSyncError,
+        match=rf"0 of 100 .*on average by {1.01 * mean:.4f} \({mean:.4f} is allowed\)",
+    ):
         probe.check("actor", ids, engines(everywhere=1.01 * mean))
-    with pytest.raises(WeightSyncError, match=rf"3 of 100 log-probabilities differ by more than {beyond:g}, first at token 1 "):
+    with pytest.raises(
+        WeightSyncError,
+        match=rf"3 of 100 log-probabilities differ by more than {beyond:g}, first at token 1 ",
+    ):
         probe.check("actor", ids, engines(some=1.01 * beyond, num_some=3))
 
 
 def test_of_a_short_probe_too_two_tokens_may_be_anything() -> None:
-    short = replace(HALF, token_ids=tuple(range(40)), expanded_token_ids=tuple(range(40)), expected_logprobs=LEARNERS[:39])
-    assert short.check("actor", short.expanded_token_ids, engines(some=0.6, num_some=2)[:39]).largest == pytest.approx(0.6)
-    with pytest.raises(WeightSyncError, match=r"3 of 39 log-probabilities differ by more than 0\.5"):
+    short = replace(
+        HALF,
+        token_ids=tuple(range(40)),
+        expanded_token_ids=tuple(range(40)),
+        expected_logprobs=LEARNERS[:39],
+    )
+    assert short.check(
+        "actor", short.expanded_token_ids, engines(some=0.6, num_some=2)[:39]
+    ).largest == pytest.approx(0.6)
+    with pytest.raises(
+        WeightSyncError, match=r"3 of 39 log-probabilities differ by more than 0\.5"
+    ):
         short.check("actor", short.expanded_token_ids, engines(some=0.6, num_some=3)[:39])
 
 
@@ -144,7 +187,9 @@ def test_a_runs_folder_keeps_the_noise_to_the_bit(tmp_path: Path) -> None:
         ("", "Invalid JSON"),
     ],
 )
-def test_a_damaged_record_of_the_noise_names_file_and_field(tmp_path: Path, written: str, wrong: str) -> None:
+def test_a_damaged_record_of_the_noise_names_file_and_field(
+    tmp_path: Path, written: str, wrong: str
+) -> None:
     (tmp_path / NOISE_FILE).write_text(written)
     with pytest.raises(ConfigError) as caught:
         Differences.kept(tmp_path)
@@ -157,7 +202,9 @@ NUM_TOKENS = 101
 
 
 class TwoSides:
-    """A learner and an engine, both sound and both rounding: they differ by `noise` nats at a token, with the adapter or without."""
+    """A learner and an engine, both sound and both rounding: they differ by `noise` nats at a
+    token, with the adapter or without.
+    """
 
     def __init__(self, *, effect: float, noise: float, seed: int = 0) -> None:
         draws = np.random.default_rng(seed)
@@ -194,14 +241,19 @@ def test_an_adapter_that_is_applied_as_the_learner_does_passes_in_bfloat16(seed:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("scale", "shown"), [(0.0, r"is -?0\.\d+ times"), (0.5, r"is 0\.\d+ times"), (2.0, r"is [12]\.\d+ times")])
+@pytest.mark.parametrize(
+    ("scale", "shown"),
+    [(0.0, r"is -?0\.\d+ times"), (0.5, r"is 0\.\d+ times"), (2.0, r"is [12]\.\d+ times")],
+)
 def test_an_adapter_that_is_held_and_not_applied_or_scaled_wrongly_is_found_though_every_token_is_within_the_tolerance(
     scale: float, shown: str, seed: int
 ) -> None:
     sides = TwoSides(effect=0.1, noise=BFLOAT16, seed=seed)
     adapted = sides.adapted(scale)
     sides.probe.check("actor", *adapted)
-    with pytest.raises(WeightSyncError, match=rf"canary on actor: the adapter's effect .* {shown} the learner's") as caught:
+    with pytest.raises(
+        WeightSyncError, match=rf"canary on actor: the adapter's effect .* {shown} the learner's"
+    ) as caught:
         sides.probe.check_adapter("actor", adapted, sides.base)
     assert (caught.value.phase, caught.value.quantity) == ("canary", "effect of the adapter")
 
@@ -213,19 +265,31 @@ def test_an_engine_whose_answers_are_those_of_the_base_model_has_not_applied_it(
         sides.probe.check_adapter("actor", sides.base, sides.base)
 
 
-@pytest.mark.parametrize(("effect", "noise"), [(0.0, BFLOAT16), (BFLOAT16, BFLOAT16), (0.0, 0.0), (1e-6, 0.0), (1e-6, 1e-7)])
+@pytest.mark.parametrize(
+    ("effect", "noise"),
+    [(0.0, BFLOAT16), (BFLOAT16, BFLOAT16), (0.0, 0.0), (1e-6, 0.0), (1e-6, 1e-7)],
+)
 @pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_an_effect_below_the_noise_floor_proves_nothing_and_nothing_is_asked_of_it(effect: float, noise: float, scale: float) -> None:
+def test_an_effect_below_the_noise_floor_proves_nothing_and_nothing_is_asked_of_it(
+    effect: float, noise: float, scale: float
+) -> None:
     sides = TwoSides(effect=effect, noise=noise)
     assert sides.probe.check_adapter("actor", sides.adapted(scale), sides.base) is None
 
 
 def test_noise_that_works_against_a_right_adapter_with_all_its_might_is_no_alarm() -> None:
-    """The worst that the rule allows for: engine and learner differ by as much with the adapter as without, each time in the worst direction."""
+    """The worst that the rule allows for: engine and learner differ by as much with the adapter as
+    without, each time in the worst direction.
+    """
     sides = TwoSides(effect=0.1, noise=0.0)
     base, adapted = np.array(sides.base[1]), np.array(sides.adapted()[1])
     noise = (adapted - base) / (EFFECT_OVER_NOISE * 1.001)
-    assert sides.probe.check_adapter("actor", (sides.ids, list(adapted - noise)), (sides.ids, list(base + noise))) is not None
+    assert (
+        sides.probe.check_adapter(
+            "actor", (sides.ids, list(adapted - noise)), (sides.ids, list(base + noise))
+        )
+        is not None
+    )
 
 
 def test_an_engine_with_other_base_weights_under_the_adapter_is_found() -> None:

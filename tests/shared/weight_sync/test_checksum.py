@@ -22,7 +22,9 @@ def slow_checksum(*tensors: bytes) -> int:
         words = [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, whole, 8)]
         rows = [words[i : i + SIDE] for i in range(0, len(words), SIDE)]
         blocks = [rows[i : i + SIDE] for i in range(0, len(rows), SIDE)]
-        sums = [sum(row) for row in rows] + [sum(column) for block in blocks for column in zip(*block, strict=True)]
+        sums = [sum(row) for row in rows] + [
+            sum(column) for block in blocks for column in zip(*block, strict=True)
+        ]
         digest.update(b"".join((total % 2**64).to_bytes(8, "little") for total in sums))
         digest.update(data[whole:])
     return int.from_bytes(digest.digest(), "little", signed=True)
@@ -53,7 +55,9 @@ def test_the_reductions_of_a_device_give_what_the_loop_over_blocks_gives(rows: i
     assert there == b"".join(sums.tobytes() for sums in cached_sums(words.numpy()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+)
 def test_every_dtype_and_shape_is_its_memory(dtype: torch.dtype) -> None:
     tensor = (100 * torch.randn(37, 501)).to(dtype)
     assert checksum(tensor) == slow_checksum(tensor.view(torch.uint8).numpy().tobytes())
@@ -61,7 +65,9 @@ def test_every_dtype_and_shape_is_its_memory(dtype: torch.dtype) -> None:
 
 def test_a_tensor_at_an_odd_place_of_a_packed_buffer_has_the_checksum_of_its_copy() -> None:
     packed = random_bytes(5 * ROW)
-    assert checksum(packed[2 : 2 + 4 * ROW].view(torch.bfloat16)) == slow_checksum(packed[2 : 2 + 4 * ROW].numpy().tobytes())
+    assert checksum(packed[2 : 2 + 4 * ROW].view(torch.bfloat16)) == slow_checksum(
+        packed[2 : 2 + 4 * ROW].numpy().tobytes()
+    )
 
 
 def test_any_one_changed_bit_is_seen() -> None:
@@ -84,7 +90,15 @@ def test_elements_rows_blocks_and_tensors_that_change_places_are_seen() -> None:
     apart[[5, 900_000]] = flat[[900_000, 5]]
     blocks = weights.view(3, SIDE, -1)[[1, 0, 2]].reshape(-1)
     other = torch.randn(100, 7)
-    variants = [(flat, other), (other, flat), (neighbours, other), (apart, other), (weights.flip(0), other), (weights.flip(1), other), (blocks, other)]
+    variants = [
+        (flat, other),
+        (other, flat),
+        (neighbours, other),
+        (apart, other),
+        (weights.flip(0), other),
+        (weights.flip(1), other),
+        (blocks, other),
+    ]
     assert len({checksum(*variant) for variant in variants}) == len(variants)
 
 

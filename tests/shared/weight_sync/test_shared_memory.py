@@ -1,4 +1,5 @@
-"""Memory that processes of one machine share has no name, and nothing else is opened in its place."""
+"""Memory that processes of one machine share has no name, and nothing else is opened in its
+place."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def mine() -> Iterator[SharedMemory]:
 
 
 def test_what_one_process_writes_the_other_reads() -> None:
-    with subprocess.Popen([sys.executable, "-c", CREATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as creator:
+    with subprocess.Popen(
+        [sys.executable, "-c", CREATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as creator:
         assert creator.stdin is not None and creator.stdout is not None
         opened = SharedMemory.open(Address(*map(int, creator.stdout.readline().split())))
         assert opened is not None
@@ -41,7 +44,9 @@ def test_what_one_process_writes_the_other_reads() -> None:
         assert creator.returncode == 0
 
 
-def test_an_address_that_was_taken_away_opens_nothing_and_who_has_come_goes_on(mine: SharedMemory) -> None:
+def test_an_address_that_was_taken_away_opens_nothing_and_who_has_come_goes_on(
+    mine: SharedMemory,
+) -> None:
     address = mine.address
     yours = SharedMemory.open(address)
     assert yours is not None
@@ -64,14 +69,19 @@ def test_it_has_no_name_and_goes_with_its_last_owner() -> None:
 
 
 def holdings() -> tuple[int, int]:
-    """Mappings and descriptors of weights in this process, which other tests may have left some of."""
+    """Mappings and descriptors of weights in this process, which other tests may have left some
+    of."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count(NAME), sum(NAME in link for link in descriptors())
+    return Path("/proc/self/maps").read_text().count(NAME), sum(
+        NAME in link for link in descriptors()
+    )
 
 
 def descriptors() -> list[str]:
     # The folder itself was open while it was listed.
-    return [str(link.readlink()) for link in list(Path("/proc/self/fd").iterdir()) if link.is_symlink()]
+    return [
+        str(link.readlink()) for link in list(Path("/proc/self/fd").iterdir()) if link.is_symlink()
+    ]
 
 
 def test_its_size_cannot_be_changed_by_anybody(mine: SharedMemory) -> None:
@@ -92,11 +102,21 @@ def test_any_other_file_is_not_opened_whatever_its_numbers(tmp_path: Path) -> No
     secret.write_text("of the server's user")
     with secret.open() as file:
         found = os.fstat(file.fileno())
-        assert SharedMemory.open(Address(os.getpid(), file.fileno(), found.st_size, found.st_dev, found.st_ino)) is None
+        assert (
+            SharedMemory.open(
+                Address(os.getpid(), file.fileno(), found.st_size, found.st_dev, found.st_ino)
+            )
+            is None
+        )
     lookalike = os.memfd_create(NAME)  # not sealed: it could be cut while it is read
     os.ftruncate(lookalike, 10)
     found = os.fstat(lookalike)
-    assert SharedMemory.open(Address(os.getpid(), lookalike, found.st_size, found.st_dev, found.st_ino)) is None
+    assert (
+        SharedMemory.open(
+            Address(os.getpid(), lookalike, found.st_size, found.st_dev, found.st_ino)
+        )
+        is None
+    )
     os.close(lookalike)
 
 
@@ -107,12 +127,21 @@ def test_more_than_there_is_is_none_and_so_is_what_is_opened_nowhere() -> None:
 
 def test_processes_of_one_machine_name_it_alike() -> None:
     told = subprocess.run(
-        [sys.executable, "-c", "from shared.weight_sync.shared_memory import this_machine; print(this_machine())"], capture_output=True, text=True, check=True
+        [
+            sys.executable,
+            "-c",
+            "from shared.weight_sync.shared_memory import this_machine; print(this_machine())",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert told.stdout.strip() == str(this_machine())
 
 
-def test_memory_that_cannot_be_mapped_is_not_there_and_holds_nothing(mine: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_mapped_is_not_there_and_holds_nothing(
+    mine: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(descriptor: int, length: int) -> None:
         raise PermissionError(1, "not here")
 

@@ -14,7 +14,17 @@ from shared.errors import LearnerError, Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync.checksum import BucketChecksum, ChecksummedWeights
 from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import CHECKSUMS, AdapterFiles, AdapterOffer, FullOffer, ProcessGroupSpec, TensorSpec, buckets, offer_for, offsets
+from shared.weight_sync.offer import (
+    CHECKSUMS,
+    AdapterFiles,
+    AdapterOffer,
+    FullOffer,
+    ProcessGroupSpec,
+    TensorSpec,
+    buckets,
+    offer_for,
+    offsets,
+)
 from shared.weight_sync.phases import (
     CLIENT_MARGIN_S,
     ENGINE_MARGIN_S,
@@ -29,8 +39,13 @@ from shared.weight_sync.phases import (
 )
 from shared.weight_sync.transports import TransportKind
 
-TENSORS = tuple(TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200)))
-GROUPS = (ProcessGroupSpec("127.0.0.1", 1234, world_size=2, key="a"), ProcessGroupSpec("10.0.0.1", 5678, world_size=3, key="b"))
+TENSORS = tuple(
+    TensorSpec(f"t{i}", "float32", (size // 4,), size) for i, size in enumerate((4, 100, 8, 8, 200))
+)
+GROUPS = (
+    ProcessGroupSpec("127.0.0.1", 1234, world_size=2, key="a"),
+    ProcessGroupSpec("10.0.0.1", 5678, world_size=3, key="b"),
+)
 TERMS = FullOffer(GROUPS, timeout_s=0.05, bucket_bytes=100, tensors=TENSORS)
 
 
@@ -39,7 +54,9 @@ class Side:
 
     offers_adapter = falls_back = False
 
-    def __init__(self, sent: SendReport | Exception | None, received: SyncReport | Exception | None) -> None:
+    def __init__(
+        self, sent: SendReport | Exception | None, received: SyncReport | Exception | None
+    ) -> None:
         self._sent, self._received = sent, received
         self.num_done = self.num_settled = 0
         self.noise: Differences | None = None
@@ -97,7 +114,11 @@ class AdapterSide(Side):
         self.falls_back = falls_back
 
     def offer_weights(self) -> WeightOffer:
-        return WeightOffer(4, TransportKind.ADAPTER, {"terms": ADAPTER}, None) if self.offers_adapter else super().offer_weights()
+        return (
+            WeightOffer(4, TransportKind.ADAPTER, {"terms": ADAPTER}, None)
+            if self.offers_adapter
+            else super().offer_weights()
+        )
 
     def fall_back_to_full(self) -> None:
         self.offers_adapter = False
@@ -119,7 +140,9 @@ TROUBLES = [RECEIVER_ERROR, KeyError("lora_A"), LearnerError("out of memory", ph
 
 
 @pytest.mark.parametrize("trouble", TROUBLES, ids=["sync error", "key error", "learner error"])
-def test_an_adapter_sync_that_fails_in_any_way_is_followed_by_full_ones_and_says_why(trouble: Any) -> None:
+def test_an_adapter_sync_that_fails_in_any_way_is_followed_by_full_ones_and_says_why(
+    trouble: Any,
+) -> None:
     side = AdapterSide(trouble)
     report = sync_weights(side, side)
     assert (report.mode, report.version, side.num_done) == ("full", 4, 1)
@@ -130,9 +153,14 @@ def test_an_adapter_sync_that_fails_in_any_way_is_followed_by_full_ones_and_says
 
 
 @pytest.mark.parametrize("trouble", TROUBLES[:2], ids=["sync error", "key error"])
-def test_without_fallback_it_ends_the_run_with_what_failed_and_the_key_to_change(trouble: Any) -> None:
+def test_without_fallback_it_ends_the_run_with_what_failed_and_the_key_to_change(
+    trouble: Any,
+) -> None:
     side = AdapterSide(trouble, falls_back=False)
-    with pytest.raises(WeightSyncError, match=r"of the adapter: .*set rollout_matching.vllm.sync.fallback_to_full: true") as caught:
+    with pytest.raises(
+        WeightSyncError,
+        match=r"of the adapter: .*set rollout_matching.vllm.sync.fallback_to_full: true",
+    ) as caught:
         sync_weights(side, side)
     assert caught.value.__cause__ is trouble
     assert ("no room" if trouble is RECEIVER_ERROR else "KeyError: 'lora_A'") in str(caught.value)
@@ -153,7 +181,9 @@ def test_a_learner_whose_canary_fails_has_no_better_one_for_full_weights() -> No
 
 
 @pytest.mark.parametrize("falls_back", [True, False])
-def test_a_learner_that_cannot_even_offer_its_adapter_is_an_adapter_sync_that_fails(falls_back: bool) -> None:
+def test_a_learner_that_cannot_even_offer_its_adapter_is_an_adapter_sync_that_fails(
+    falls_back: bool,
+) -> None:
     class Unwritable(AdapterSide):
         def offer_weights(self) -> WeightOffer:
             if self.offers_adapter:
@@ -164,12 +194,18 @@ def test_a_learner_that_cannot_even_offer_its_adapter_is_an_adapter_sync_that_fa
     if falls_back:
         assert "offer on learner: no such layer" in str(sync_weights(side, side).fell_back)
     else:
-        with pytest.raises(WeightSyncError, match=r"offer on learner: of the adapter: no such layer; set .*fallback_to_full"):
+        with pytest.raises(
+            WeightSyncError,
+            match=r"offer on learner: of the adapter: no such layer; set .*fallback_to_full",
+        ):
             sync_weights(side, side)
 
 
 def test_a_bucket_is_closed_by_the_tensor_that_takes_it_past_its_size() -> None:
-    assert [[tensor.name for tensor in bucket] for bucket in buckets(TENSORS, 100)] == [["t0", "t1"], ["t2", "t3", "t4"]]
+    assert [[tensor.name for tensor in bucket] for bucket in buckets(TENSORS, 100)] == [
+        ["t0", "t1"],
+        ["t2", "t3", "t4"],
+    ]
     assert [len(bucket) for bucket in buckets(TENSORS, 0)] == [1, 1, 1, 1, 1]
     assert list(buckets((), 100)) == []
 
@@ -191,7 +227,11 @@ def make_weights() -> list[tuple[str, torch.Tensor]]:
 def test_behind_the_weights_come_their_checksums_one_for_each_bucket() -> None:
     weights = make_weights()
     sealed = list(ChecksummedWeights(weights, TERMS, torch))
-    assert [name for name, _ in sealed] == [tensor.name for tensor in TERMS.sent] == ["t0", "t1", "t2", "t3", "t4", CHECKSUMS]
+    assert (
+        [name for name, _ in sealed]
+        == [tensor.name for tensor in TERMS.sent]
+        == ["t0", "t1", "t2", "t3", "t4", CHECKSUMS]
+    )
     expected = []
     for tensors in (weights[:2], weights[2:]):
         checksum = BucketChecksum(torch)
@@ -212,7 +252,10 @@ def test_a_report_holds_both_sides_seconds() -> None:
     side = Side(SENT, RECEIVED)
     report = sync_weights(side, side)
     assert side.num_done == 1, "the learner ranks are told that the version is served"
-    assert (report.version, report.phase_s) == (4, {"wire": 0.3, "send_rendezvous": 0.1, "send_wire": 0.2})
+    assert (report.version, report.phase_s) == (
+        4,
+        {"wire": 0.3, "send_rendezvous": 0.1, "send_wire": 0.2},
+    )
     assert report.total_s == 0.3, "the sender's seconds run beside the receivers'"
 
 
@@ -233,13 +276,30 @@ def test_of_a_learner_that_fails_by_itself_the_receivers_know_only_that_it_left(
 @pytest.mark.parametrize(
     ("sent", "received", "told"),
     [
-        (None, RECEIVED, r"wire on learner: no answer from the learner after the limits of all phases \(timeouts\.sync_phase_s\)"),
-        (SENT, None, r"wire on rollout engines: no answer from the rollout engines after the limits of all phases \(timeouts\.sync_phase_s\)"),
+        (
+            None,
+            RECEIVED,
+            (
+                r"wire on learner: no answer from the learner after the limits of all phases"
+                r" \(timeouts\.sync_phase_s\)"
+            ),
+        ),
+        (
+            SENT,
+            None,
+            (
+                r"wire on rollout engines: no answer from the rollout engines after the limits of"
+                r" all phases \(timeouts\.sync_phase_s\)"
+            ),
+        ),
     ],
     ids=["learner", "engines"],
 )
-def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take(sent: Any, received: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.weight_sync.phases.SYNC_MARGIN_S", 0.0)  # of which the whole sync has one for each phase
+def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take(
+    sent: Any, received: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # of which the whole sync has one for each phase
+    monkeypatch.setattr("shared.weight_sync.phases.SYNC_MARGIN_S", 0.0)
     side, ended = Side(sent, received), Future[None]()
 
     def in_a_thread() -> None:
@@ -260,16 +320,27 @@ def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take
 def test_the_innermost_limit_ends_first(timeout_s: float, join_s: float | None) -> None:
     assert ENGINE_MARGIN_S < CLIENT_MARGIN_S < POOL_MARGIN_S
     join = None if join_s is None else Timeout(join_s, "rollout_matching.vllm.server.timeout_s")
-    offer = WeightOffer(1, "rollmatch_gloo", {"terms": replace(TERMS, timeout_s=timeout_s, join=join)}, None)
-    assert phase_limit(offer, SyncPhase.RENDEZVOUS) == (join or Timeout(timeout_s, "timeouts.sync_phase_s"))
+    offer = WeightOffer(
+        1, "rollmatch_gloo", {"terms": replace(TERMS, timeout_s=timeout_s, join=join)}, None
+    )
+    assert phase_limit(offer, SyncPhase.RENDEZVOUS) == (
+        join or Timeout(timeout_s, "timeouts.sync_phase_s")
+    )
     of_a_pool = sum(phase_limit(offer, phase).seconds + POOL_MARGIN_S for phase in SyncPhase)
-    of_the_sender = phase_limit(offer, SyncPhase.RENDEZVOUS).seconds + timeout_s + 2 * ENGINE_MARGIN_S
+    of_the_sender = (
+        phase_limit(offer, SyncPhase.RENDEZVOUS).seconds + timeout_s + 2 * ENGINE_MARGIN_S
+    )
     assert of_the_sender < sender_s(offer)
     # A backend beside the learner joins nothing.
-    assert max(of_a_pool, sender_s(offer), 0.0 if join else all_phases_s(timeout_s)) < whole_sync_s(offer)
+    assert max(of_a_pool, sender_s(offer), 0.0 if join else all_phases_s(timeout_s)) < whole_sync_s(
+        offer
+    )
 
 
-@pytest.mark.parametrize(("sent", "received", "shown"), [(SENDER_ERROR, RECEIVED, "connection closed"), (SENT, RECEIVER_ERROR, "no room")])
+@pytest.mark.parametrize(
+    ("sent", "received", "shown"),
+    [(SENDER_ERROR, RECEIVED, "connection closed"), (SENT, RECEIVER_ERROR, "no room")],
+)
 def test_the_only_failure_is_raised(sent: Any, received: Any, shown: str) -> None:
     side = Side(sent, received)
     with pytest.raises(WeightSyncError, match=shown):

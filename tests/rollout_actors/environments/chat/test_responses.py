@@ -1,4 +1,6 @@
-"""Token extraction (spec: trajectories): ids and log-probabilities come from the response, whole or not at all."""
+"""Token extraction (spec: trajectories): ids and log-probabilities come from the response, whole or
+not at all.
+"""
 
 import asyncio
 
@@ -6,7 +8,11 @@ import pytest
 from environment_support import user
 from scripted_client import Answer, Call, chat_response, rendered_ids, text_response
 
-from rollout_actors.environments.chat.responses import RETURNS_TOKENS, parse_response_messages, parse_response_tokens
+from rollout_actors.environments.chat.responses import (
+    RETURNS_TOKENS,
+    parse_response_messages,
+    parse_response_tokens,
+)
 
 CHAT = Call(0, "model", [user("hi")], dict(RETURNS_TOKENS))
 TEXT = Call(0, "model", "hi", {"logprobs": 1, "extra_body": {"return_token_ids": True}})
@@ -23,7 +29,9 @@ def messages(response, message_type="chat"):
 def without(call: Call, *names: str) -> Call:
     arguments = {key: value for key, value in call.arguments.items() if key not in names}
     if "extra_body" in arguments:
-        arguments["extra_body"] = {key: value for key, value in arguments["extra_body"].items() if key not in names}
+        arguments["extra_body"] = {
+            key: value for key, value in arguments["extra_body"].items() if key not in names
+        }
     return Call(call.number, call.model, call.prompt, arguments)
 
 
@@ -60,7 +68,13 @@ def test_an_endpoint_that_knows_nothing_of_token_ids_gives_none():
 
 
 def test_a_log_probability_that_is_missing_makes_tokens_none():
-    assert tokens(text_response(TEXT, Answer("ok", completion_ids=[5, 6], logprobs=[None, -0.2])), "completion") is None
+    assert (
+        tokens(
+            text_response(TEXT, Answer("ok", completion_ids=[5, 6], logprobs=[None, -0.2])),
+            "completion",
+        )
+        is None
+    )
 
 
 def test_tokens_that_are_named_by_their_ids_are_read_where_the_ids_are_not_listed():
@@ -70,7 +84,9 @@ def test_tokens_that_are_named_by_their_ids_are_read_where_the_ids_are_not_liste
 
 
 def test_tokens_that_are_named_by_their_text_are_not_read():
-    response = chat_response(without(CHAT, "return_tokens_as_token_ids"), Answer("ok", completion_ids=[5, 6]))
+    response = chat_response(
+        without(CHAT, "return_tokens_as_token_ids"), Answer("ok", completion_ids=[5, 6])
+    )
     response.choices[0].token_ids = None
     assert tokens(response) is None
 
@@ -80,7 +96,10 @@ def test_a_length_mismatch_is_refused_with_both_numbers(logprobs):
     with pytest.raises(ValueError, match=f"2 token ids with {len(logprobs)} log-probabilities"):
         tokens(chat_response(CHAT, Answer("ok", completion_ids=[5, 6], logprobs=logprobs)))
     with pytest.raises(ValueError, match=f"2 token ids with {len(logprobs)} log-probabilities"):
-        tokens(text_response(TEXT, Answer("ok", completion_ids=[5, 6], logprobs=logprobs)), "completion")
+        tokens(
+            text_response(TEXT, Answer("ok", completion_ids=[5, 6], logprobs=logprobs)),
+            "completion",
+        )
 
 
 def test_an_empty_completion_has_tokens_none_of_which_is_sampled():
@@ -101,7 +120,9 @@ def test_a_chats_message_is_an_assistants():
 def test_tool_calls_become_plain_mappings():
     (message,) = messages(chat_response(CHAT, Answer(None, tool_calls=[("add", {"a": 1})])))
     assert message["content"] is None
-    assert message["tool_calls"] == [{"id": "call_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    assert message["tool_calls"] == [
+        {"id": "call_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    ]
 
 
 @pytest.mark.parametrize("nothing", [[], None])

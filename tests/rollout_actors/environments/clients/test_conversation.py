@@ -1,4 +1,6 @@
-"""The next turn's prompt starts with exactly the previous prompt and completion ids, or the sample is split and that is counted."""
+"""The next turn's prompt starts with exactly the previous prompt and completion ids, or the sample
+is split and that is counted.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,26 @@ TOKENIZER = demo_tokenizer()
 STOP = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 ANY_TOKEN = st.integers(0, len(TOKENIZER) - 1).filter(lambda token_id: token_id != STOP)
 """Pieces of characters, special tokens and coordinates too."""
-RESPONSES = st.builds(Says, st.lists(ANY_TOKEN, max_size=8), st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION]))
+RESPONSES = st.builds(
+    Says,
+    st.lists(ANY_TOKEN, max_size=8),
+    st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION]),
+)
 ODD_TEXT = st.one_of(
     st.text(max_size=12),
     st.text(alphabet=" \n\t\u200b\u0301\u00a0🙂é{}", max_size=6),
-    st.sampled_from(["<|im_end|>", "<|im_start|>assistant\n", " <|endoftext|> ", "the-model-said-this", "<|coord_5|>", "\ufffd", "{{ messages }}", ""]),
+    st.sampled_from(
+        [
+            "<|im_end|>",
+            "<|im_start|>assistant\n",
+            " <|endoftext|> ",
+            "the-model-said-this",
+            "<|coord_5|>",
+            "\ufffd",
+            "{{ messages }}",
+            "",
+        ]
+    ),
 )
 
 
@@ -57,7 +74,9 @@ async def said(conversation: Conversation, messages: list[Any]) -> tuple[Any, li
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(RESPONSES, min_size=2, max_size=5), st.lists(ODD_TEXT, min_size=5, max_size=5))
-def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_completion_ids(responses: list[Says], texts: list[str]) -> None:
+def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_completion_ids(
+    responses: list[Says], texts: list[str]
+) -> None:
     engines = ScriptedEngines(responses)
     conversation = conversation_over(engines)
 
@@ -71,18 +90,34 @@ def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_compl
 
     all_sampled = asyncio.run(talk())
     assert conversation.num_splits == 0
-    for place, (prompt, sampled, following) in enumerate(zip(engines.prompts, all_sampled, engines.prompts[1:], strict=False)):
+    for place, (prompt, sampled, following) in enumerate(
+        zip(engines.prompts, all_sampled, engines.prompts[1:], strict=False)
+    ):
         assert following[: len(prompt) + len(sampled)] == prompt + sampled
-        # Behind them, what the template writes: the end of the message where it was not sampled, and what the environment says.
+        # Behind them, what the template writes: the end of the message where it was not sampled,
+        # and what the environment says.
         ended = "" if sampled[-1:] == (STOP,) else "<|im_end|>"
         added = f"{ended}\n<|im_start|>user\n{texts[place]}<|im_end|>\n<|im_start|>assistant\n"
-        assert following[len(prompt) + len(sampled) :] == tuple(TOKENIZER.encode(added, add_special_tokens=False))
+        assert following[len(prompt) + len(sampled) :] == tuple(
+            TOKENIZER.encode(added, add_special_tokens=False)
+        )
 
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(RESPONSES, st.sampled_from(["go on", "edit the answer", "forget the beginning", "ask again"])), min_size=2, max_size=6))
-def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_counted(turns: list[tuple[Says, str]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            RESPONSES,
+            st.sampled_from(["go on", "edit the answer", "forget the beginning", "ask again"]),
+        ),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_counted(
+    turns: list[tuple[Says, str]],
+) -> None:
     engines = ScriptedEngines([response for response, _ in turns])
     conversation = conversation_over(engines)
     asked: list[list[Any]] = []
@@ -102,7 +137,9 @@ def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_c
 
     all_sampled = asyncio.run(talk())
     num_splits = 0
-    for messages, prompt, sampled, following in zip(asked[1:], engines.prompts, all_sampled, engines.prompts[1:], strict=False):
+    for messages, prompt, sampled, following in zip(
+        asked[1:], engines.prompts, all_sampled, engines.prompts[1:], strict=False
+    ):
         if following[: len(prompt) + len(sampled)] != prompt + sampled:
             assert following == fresh(messages)
             num_splits += 1
@@ -142,16 +179,30 @@ def test_messages_that_the_environment_changes_in_place_are_not_taken_for_what_w
     assert conversation.num_splits == 1
 
 
-def test_a_rollout_that_is_not_split_is_one_training_example_with_every_sampled_token_once() -> None:
-    engines = ScriptedEngines([says(" red ", version=2), says("box", finish_reason=FinishReason.LENGTH, version=2), says("", version=2)])
-    (state,) = generated(Talk(max_turns=3), [{"question": "hello"}], client_over(engines, TOKENIZER)).state
+def test_a_rollout_that_is_not_split_is_one_training_example_with_every_sampled_token_once() -> (
+    None
+):
+    engines = ScriptedEngines(
+        [
+            says(" red ", version=2),
+            says("box", finish_reason=FinishReason.LENGTH, version=2),
+            says("", version=2),
+        ]
+    )
+    (state,) = generated(
+        Talk(max_turns=3), [{"question": "hello"}], client_over(engines, TOKENIZER)
+    ).state
     steps = [step["tokens"] for step in state["trajectory"]]
     assert steps[2]["completion_ids"] == [STOP]
     merged = merge_trajectories_for_training([state])
     (example,) = merged.examples
     assert merged.num_splits == state["num_splits"] == 0
     assert example.token_ids == steps[2]["prompt_ids"] + steps[2]["completion_ids"]
-    learned = [token for token, is_learned in zip(example.token_ids, example.mask, strict=True) if is_learned]
+    learned = [
+        token
+        for token, is_learned in zip(example.token_ids, example.mask, strict=True)
+        if is_learned
+    ]
     assert learned == [token for tokens in steps for token in tokens["completion_ids"]]
     assert example.weight_version == 2
 
@@ -169,14 +220,18 @@ def test_calls_of_one_rollout_are_answered_one_after_the_other() -> None:
 
 
 def test_a_failed_or_overlong_call_leaves_the_conversation_as_it_was() -> None:
-    engines = ScriptedEngines([says("red"), RolloutError("gone", actor="actor-0", phase="generate"), says("blue")])
+    engines = ScriptedEngines(
+        [says("red"), RolloutError("gone", actor="actor-0", phase="generate"), says("blue")]
+    )
     conversation = conversation_over(engines, max_model_len=40)
 
     async def talk() -> None:
         _, messages = await said(conversation, [user("hello")])
         with pytest.raises(RolloutError):
             await said(conversation, [*messages, user("more")])
-        overlong = await conversation.chat.completions.create(model="m", messages=[*messages, user("more " * 40)])
+        overlong = await conversation.chat.completions.create(
+            model="m", messages=[*messages, user("more " * 40)]
+        )
         assert overlong.id == "overlong-prompt"
         await said(conversation, [*messages, user("more")])
 
@@ -196,8 +251,14 @@ class Story(Talk):
 
 
 def test_plain_text_goes_on_from_what_was_sampled() -> None:
-    engines = ScriptedEngines(lambda _: says(" red box", finish_reason=FinishReason.LENGTH, version=5))
-    (state,) = generated(Story(max_turns=3, message_type="completion"), [{"prompt": "Once"}], client_over(engines, TOKENIZER)).state
+    engines = ScriptedEngines(
+        lambda _: says(" red box", finish_reason=FinishReason.LENGTH, version=5)
+    )
+    (state,) = generated(
+        Story(max_turns=3, message_type="completion"),
+        [{"prompt": "Once"}],
+        client_over(engines, TOKENIZER),
+    ).state
     assert state["error"] is None
     assert state["completion"] == " red box and red box and red box"
     assert state["num_splits"] == 0
@@ -205,21 +266,31 @@ def test_plain_text_goes_on_from_what_was_sampled() -> None:
     for earlier, later in pairwise(steps):
         so_far = earlier["prompt_ids"] + earlier["completion_ids"]
         assert later["prompt_ids"] == so_far + TOKENIZER.encode(" and", add_special_tokens=False)
-    assert steps[0]["completion_logprobs"] == [-(i + 1) / 8 for i in range(len(steps[0]["completion_ids"]))]
+    assert steps[0]["completion_logprobs"] == [
+        -(i + 1) / 8 for i in range(len(steps[0]["completion_ids"]))
+    ]
     assert state["trajectory"][0]["response"].weight_version == 5
 
 
 def test_plain_text_behind_a_stop_token_is_a_split() -> None:
     engines = ScriptedEngines(lambda _: says(" red box"))
-    (state,) = generated(Story(max_turns=3, message_type="completion"), [{"prompt": "Once"}], client_over(engines, TOKENIZER)).state
+    (state,) = generated(
+        Story(max_turns=3, message_type="completion"),
+        [{"prompt": "Once"}],
+        client_over(engines, TOKENIZER),
+    ).state
     assert state["num_splits"] == 2
     assert [tuple(step["tokens"]["prompt_ids"]) for step in state["trajectory"]] == [
-        tuple(TOKENIZER.encode(text)) for text in ("Once", "Once red box and", "Once red box and red box and")
+        tuple(TOKENIZER.encode(text))
+        for text in ("Once", "Once red box and", "Once red box and red box and")
     ]
 
 
 def test_a_plain_prompt_that_is_overlong_or_no_text_is_told() -> None:
     conversation = conversation_over(ScriptedEngines([]), max_model_len=1)
-    assert asyncio.run(conversation.completions.create(model="m", prompt="Once upon")).id == "overlong-prompt"
+    assert (
+        asyncio.run(conversation.completions.create(model="m", prompt="Once upon")).id
+        == "overlong-prompt"
+    )
     with pytest.raises(ValueError, match="prompt: must be one text, got list"):
         asyncio.run(conversation.completions.create(model="m", prompt=["Once"]))  # type: ignore[arg-type]

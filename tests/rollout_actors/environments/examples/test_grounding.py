@@ -30,16 +30,25 @@ CAT, DOG = truth(100, 100, 400, 400, desc="cat"), truth(600, 600, 900, 900, desc
 
 
 def record(objects: list[GroundTruthObject], image: str = "a.png") -> dict[str, Any]:
-    return {"images": [image], "width": 101, "height": 61, "objects": [{one.kind.value: list(one.bins), "desc": one.desc} for one in objects]}
+    return {
+        "images": [image],
+        "width": 101,
+        "height": 61,
+        "objects": [{one.kind.value: list(one.bins), "desc": one.desc} for one in objects],
+    }
 
 
 def data(folder: Path, *scenes: list[GroundTruthObject]) -> str:
     (folder / "a.png").write_bytes(png())
-    (folder / "data.jsonl").write_text("".join(json.dumps(record(list(scene))) + "\n" for scene in scenes))
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps(record(list(scene))) + "\n" for scene in scenes)
+    )
     return str(folder / "data.jsonl")
 
 
-def scored(folder: Path, there: list[GroundTruthObject], said: str, **kwargs: Any) -> dict[str, float]:
+def scored(
+    folder: Path, there: list[GroundTruthObject], said: str, **kwargs: Any
+) -> dict[str, float]:
     """The metrics of one answer."""
     environment = load_environment(data(folder, there), **kwargs)
     results = generated(environment, environment.get_dataset(), ScriptedClient([said]))
@@ -51,7 +60,9 @@ def scored(folder: Path, there: list[GroundTruthObject], said: str, **kwargs: An
 
 
 def test_the_prompt_has_the_image_as_a_data_url_and_then_the_question(tmp_path):
-    environment = load_environment(data(tmp_path, [CAT]), system_prompt="Be exact.", user_prompt="Find all.")
+    environment = load_environment(
+        data(tmp_path, [CAT]), system_prompt="Be exact.", user_prompt="Find all."
+    )
     system, user = environment.get_dataset()[0]["prompt"]
     assert system == {"role": "system", "content": [{"type": "text", "text": "Be exact."}]}
     image, text = user["content"]
@@ -63,14 +74,19 @@ def test_the_prompt_has_the_image_as_a_data_url_and_then_the_question(tmp_path):
 
 def test_rows_are_the_records_of_the_file_with_their_text_as_answer(tmp_path):
     environment = load_environment(data(tmp_path, [CAT, DOG], []), max_examples=2)
-    assert [row["answer"] for row in environment.get_dataset()] == [serialize_objects([CAT, DOG]), "{}"]
+    assert [row["answer"] for row in environment.get_dataset()] == [
+        serialize_objects([CAT, DOG]),
+        "{}",
+    ]
     assert [row["info"]["sample_id"] for row in environment.get_dataset()] == ["data:1", "data:2"]
     assert len(load_environment(data(tmp_path, [CAT], [DOG]), max_examples=1).get_dataset()) == 1
 
 
 def test_other_data_can_be_held_out(tmp_path):
     (tmp_path / "held_out").mkdir()
-    environment = load_environment(data(tmp_path, [CAT]), eval_data=data(tmp_path / "held_out", [DOG], [DOG]))
+    environment = load_environment(
+        data(tmp_path, [CAT]), eval_data=data(tmp_path / "held_out", [DOG], [DOG])
+    )
     assert (len(environment.get_dataset()), len(environment.get_eval_dataset())) == (1, 2)
 
 
@@ -93,19 +109,41 @@ def test_an_answer_with_every_object_in_its_place_has_the_full_reward(tmp_path):
     answers = [row["answer"] for row in environment.get_dataset()]
     results = generated(environment, environment.get_dataset(), ScriptedClient(answers))
     assert results.reward == pytest.approx([2.2, 2.2])
-    assert results.state[0]["detection"] == {"is_well_formed": True, "num_predictions": 2, "num_dropped": 0, "num_ground_truth": 2, "num_matched": 2}
+    assert results.state[0]["detection"] == {
+        "is_well_formed": True,
+        "num_predictions": 2,
+        "num_dropped": 0,
+        "num_ground_truth": 2,
+        "num_matched": 2,
+    }
 
 
 def test_recall_is_of_what_is_there_and_precision_of_what_is_said(tmp_path):
     far = truth(0, 0, 50, 50, desc="cat")
-    assert scored(tmp_path, [CAT, DOG], serialize_objects([CAT])) == {"well_formed": 1.0, "recall": 0.5, "precision": 1.0}
-    assert scored(tmp_path, [CAT], serialize_objects([CAT, DOG, far, far])) == {"well_formed": 1.0, "recall": 1.0, "precision": 0.25}
-    assert scored(tmp_path, [CAT], serialize_objects([CAT, CAT])) == {"well_formed": 1.0, "recall": 1.0, "precision": 0.5}
+    assert scored(tmp_path, [CAT, DOG], serialize_objects([CAT])) == {
+        "well_formed": 1.0,
+        "recall": 0.5,
+        "precision": 1.0,
+    }
+    assert scored(tmp_path, [CAT], serialize_objects([CAT, DOG, far, far])) == {
+        "well_formed": 1.0,
+        "recall": 1.0,
+        "precision": 0.25,
+    }
+    assert scored(tmp_path, [CAT], serialize_objects([CAT, CAT])) == {
+        "well_formed": 1.0,
+        "recall": 1.0,
+        "precision": 0.5,
+    }
 
 
 def test_where_nothing_is_to_be_found_nothing_is_the_right_answer(tmp_path):
     assert scored(tmp_path, [], "{}") == {"well_formed": 1.0, "recall": 1.0, "precision": 1.0}
-    assert scored(tmp_path, [], serialize_objects([CAT])) == {"well_formed": 1.0, "recall": 1.0, "precision": 0.0}
+    assert scored(tmp_path, [], serialize_objects([CAT])) == {
+        "well_formed": 1.0,
+        "recall": 1.0,
+        "precision": 0.0,
+    }
     assert scored(tmp_path, [CAT], "{}") == {"well_formed": 1.0, "recall": 0.0, "precision": 0.0}
 
 
@@ -118,7 +156,11 @@ def test_an_object_counts_as_found_from_the_least_overlap_on(tmp_path):
 def test_a_wrong_name_is_not_found_unless_names_do_not_matter(tmp_path):
     named_wrong = serialize_objects([truth(*CAT.bins, desc="dog")])
     assert scored(tmp_path, [CAT], named_wrong)["recall"] == 0.0
-    assert scored(tmp_path, [CAT], named_wrong, by_name=False) == {"well_formed": 1.0, "recall": 1.0, "precision": 1.0}
+    assert scored(tmp_path, [CAT], named_wrong, by_name=False) == {
+        "well_formed": 1.0,
+        "recall": 1.0,
+        "precision": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -145,12 +187,18 @@ def test_the_format_is_one_whole_object_of_valid_entries(tmp_path, said, well_fo
 def test_polygons_are_found_where_they_are_wanted(tmp_path):
     triangle = truth(100, 100, 500, 100, 500, 500)
     assert scored(tmp_path, [triangle], serialize_objects([triangle]))["recall"] == 1.0
-    assert scored(tmp_path, [CAT], serialize_objects([CAT, triangle]), polygons=False) == {"well_formed": 0.5, "recall": 1.0, "precision": 1.0}
+    assert scored(tmp_path, [CAT], serialize_objects([CAT, triangle]), polygons=False) == {
+        "well_formed": 0.5,
+        "recall": 1.0,
+        "precision": 1.0,
+    }
 
 
 def test_counts_can_be_saved_as_columns(tmp_path):
     environment = load_environment(data(tmp_path, [CAT, DOG]))
-    results = asyncio.run(environment.evaluate(ScriptedClient([serialize_objects([CAT])]), "m", use_tqdm=False))
+    results = asyncio.run(
+        environment.evaluate(ScriptedClient([serialize_objects([CAT])]), "m", use_tqdm=False)
+    )
     (row,) = rows_of_outputs(results, state_columns=["detection.num_matched"])
     assert (row["detection.num_matched"], row["info"]) == (1, {"sample_id": "data:1"})
 
@@ -164,14 +212,22 @@ def codec() -> HFTokenCodec:
 
 
 @pytest.mark.slow
-@given(st.text() | st.lists(st.sampled_from([*DESCS, *SCRAPS, "<|coord_999|>", "<|coord_1000|>", "<|coord_01|>"])).map("".join))
+@given(
+    st.text()
+    | st.lists(
+        st.sampled_from([*DESCS, *SCRAPS, "<|coord_999|>", "<|coord_1000|>", "<|coord_01|>"])
+    ).map("".join)
+)
 def test_the_tokens_of_a_text_have_its_bytes(text):
     codec = TextCodec()
     token_ids = codec.encode(text)
     assert b"".join(map(codec.piece_bytes, token_ids)) == text.encode(errors="replace")
     for token_id in token_ids:
         bin = codec.coord_bin(token_id)
-        assert bin is None or (codec.coord_id(bin), codec.piece_bytes(token_id)) == (token_id, f"<|coord_{bin}|>".encode())
+        assert bin is None or (codec.coord_id(bin), codec.piece_bytes(token_id)) == (
+            token_id,
+            f"<|coord_{bin}|>".encode(),
+        )
 
 
 @pytest.mark.slow
@@ -183,20 +239,35 @@ def test_text_is_parsed_as_the_tokens_of_a_tokenizer_are(codec):
             place = generator.randrange(len(text) + 1)
             text = text[:place] + generator.choice(SCRAPS) + text[place + generator.randrange(3) :]
         ours, theirs = parse_text(text), parse_rollout(codec.encode(text), codec)
-        assert [(one.key, one.kind, one.desc, one.bins) for one in ours.objects] == [(one.key, one.kind, one.desc, one.bins) for one in theirs.objects]
+        assert [(one.key, one.kind, one.desc, one.bins) for one in ours.objects] == [
+            (one.key, one.kind, one.desc, one.bins) for one in theirs.objects
+        ]
         assert ours.dropped == theirs.dropped
-        assert (ours.prefix_text, ours.truncated, ours.fallback) == (theirs.prefix_text, theirs.truncated, theirs.fallback)
+        assert (ours.prefix_text, ours.truncated, ours.fallback) == (
+            theirs.prefix_text,
+            theirs.truncated,
+            theirs.fallback,
+        )
 
 
 def test_the_end_of_a_turn_ends_an_answer_as_a_token_and_as_text():
     codec = TextCodec()
     assert codec.piece_bytes(codec.eos_token_id) == b"<|im_end|>"
-    assert parse_rollout([*codec.encode("{}"), codec.eos_token_id, *codec.encode("x")], codec) == parse_text("{}<|im_end|>x")
+    assert parse_rollout(
+        [*codec.encode("{}"), codec.eos_token_id, *codec.encode("x")], codec
+    ) == parse_text("{}<|im_end|>x")
 
 
 def test_ground_truth_reads_back_from_its_own_text():
     generator = random.Random(6)
     for _ in range(100):
         objects = random_objects(generator, 3)
-        assert [(one.kind, one.bins, one.desc) for one in parse_text(serialize_objects(objects)).objects] == [(one.kind, one.bins, one.desc) for one in objects]
-    assert parse_text(serialize_objects([truth(1, 1, 5, 1, 5, 5)]), geometry=frozenset({GeometryKind.BBOX})).objects == ()
+        assert [
+            (one.kind, one.bins, one.desc) for one in parse_text(serialize_objects(objects)).objects
+        ] == [(one.kind, one.bins, one.desc) for one in objects]
+    assert (
+        parse_text(
+            serialize_objects([truth(1, 1, 5, 1, 5, 5)]), geometry=frozenset({GeometryKind.BBOX})
+        ).objects
+        == ()
+    )

@@ -1,4 +1,6 @@
-"""Environments in actors before engines in actors, as the driver uses them (DESIGN 2; 5, decisions 10, 14, 15 and 17)."""
+"""Environments in actors before engines in actors, as the driver uses them (DESIGN 2; 5, decisions
+10, 14, 15 and 17).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from scripted_engines import ScriptedEngines, decode_settings, demo_tokenizer
 
 from launch.runtime.rollout_client import ActorPool, EnvironmentPool, PoolTimeouts
 from rollout_actors.environments.training.actor import EnvironmentActor
-from rollout_actors.environments.training.runner import EnvironmentRunner, RunnerSettings, load_tokenizer
+from rollout_actors.environments.training.runner import (
+    EnvironmentRunner,
+    RunnerSettings,
+    load_tokenizer,
+)
 from shared.config.job import TimeoutsSection
 from shared.errors import RolloutError
 from shared.protocols import PerRank
@@ -37,7 +43,9 @@ ENGINES, ENVIRONMENTS = ["rollout-actor-0", "rollout-actor-1"], ["environment-0"
 @pytest.fixture(scope="module")
 def settings(demo_checkpoint: Path) -> RunnerSettings:
     """Rollouts of row 5 fail."""
-    return RunnerSettings("runner_environment", str(demo_checkpoint), 512, 8, {"trouble": "fail", "at": 5})
+    return RunnerSettings(
+        "runner_environment", str(demo_checkpoint), 512, 8, {"trouble": "fail", "at": 5}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +53,43 @@ def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[EnvironmentPoo
     """Two environment actors before two engines."""
     actors = [create_scripted_actor(number, token_ids(WORDS)) for number in range(2)]
     engines = ActorPool(actors, ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2)
-    shells = [create_environment_actor(name, settings, actors, ENGINES, engines.call_limit) for name in ENVIRONMENTS]
+    shells = [
+        create_environment_actor(name, settings, actors, ENGINES, engines.call_limit)
+        for name in ENVIRONMENTS
+    ]
     environments = ActorPool(shells, ENVIRONMENTS, timeouts(60.0), decode_batch_size=64)
     for pool in (engines, environments):
         pool.start()
-    yield EnvironmentPool(engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE)
+    yield EnvironmentPool(
+        engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE
+    )
     for pool in (environments, engines):
         pool.close()
 
 
 def create_environment_actor(*arguments: Any) -> Any:
-    return ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env=NEIGHBOUR).remote(*arguments)
+    return (
+        ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env=NEIGHBOUR).remote(*arguments)
+    )
 
 
 def with_environments(actors: Sequence[Any], limit_s: float) -> EnvironmentPool:
     """Over actors with the methods of `EnvironmentActor`; no engine is asked."""
-    environments = ActorPool(actors, ENVIRONMENTS, timeouts(limit_s), decode_batch_size=64, devices=(1, 1))
-    engines = ActorPool([None, None], ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2, devices=(1, 1))
-    return EnvironmentPool(engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE)
+    environments = ActorPool(
+        actors, ENVIRONMENTS, timeouts(limit_s), decode_batch_size=64, devices=(1, 1)
+    )
+    engines = ActorPool(
+        [None, None], ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2, devices=(1, 1)
+    )
+    return EnvironmentPool(
+        engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE
+    )
 
 
 def timeouts(limit_s: float) -> PoolTimeouts:
-    return PoolTimeouts.of_actors(TimeoutsSection(start_s=120.0, generate_s=limit_s, sync_phase_s=30.0))
+    return PoolTimeouts.of_actors(
+        TimeoutsSection(start_s=120.0, generate_s=limit_s, sync_phase_s=30.0)
+    )
 
 
 def token_ids(words: Sequence[str]) -> list[list[int]]:
@@ -75,7 +98,10 @@ def token_ids(words: Sequence[str]) -> list[list[int]]:
 
 def training(*examples: int) -> list[EnvironmentRequest]:
     decode = decode_settings(demo_tokenizer(), max_new_tokens=16)
-    groups = [ExampleGroup(example, range(SIZE * place, SIZE * (place + 1))) for place, example in enumerate(examples)]
+    groups = [
+        ExampleGroup(example, range(SIZE * place, SIZE * (place + 1)))
+        for place, example in enumerate(examples)
+    ]
     return [EnvironmentRequest(STEP, (group,), decode, RUN_SEED) for group in groups]
 
 
@@ -87,15 +113,28 @@ def refs(*shares: Sequence[EnvironmentRequest]) -> PerRank:
 def rollouts(done: PerRank) -> list[list[EnvironmentRollout]]:
     """Of each learner rank, in order, without their times and without who ran them."""
     answers = [[answer for part in ray.get(list(rank)) for answer in part] for rank in done]
-    return [[replace(rollout, started_s=0.0, generate_s=0.0, actor="") for answer in of_rank for rollout in answer] for of_rank in answers]
+    return [
+        [
+            replace(rollout, started_s=0.0, generate_s=0.0, actor="")
+            for answer in of_rank
+            for rollout in answer
+        ]
+        for of_rank in answers
+    ]
 
 
-def in_process(settings: RunnerSettings, requests: Sequence[EnvironmentRequest], version: int) -> list[EnvironmentRollout]:
+def in_process(
+    settings: RunnerSettings, requests: Sequence[EnvironmentRequest], version: int
+) -> list[EnvironmentRollout]:
     """The same by a runner of this process, with engines of this version."""
     words = token_ids(WORDS)
     engines = ScriptedEngines(lambda request: says(request, words, version), number=2)
     runner = EnvironmentRunner("", settings, engines, load_tokenizer(settings.model_path))
-    return [replace(rollout, started_s=0.0, generate_s=0.0) for answer in asyncio.run(runner.run(requests)) for rollout in answer]
+    return [
+        replace(rollout, started_s=0.0, generate_s=0.0)
+        for answer in asyncio.run(runner.run(requests))
+        for rollout in answer
+    ]
 
 
 def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_and_is_what_one_runner_makes(
@@ -103,20 +142,30 @@ def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_a
 ) -> None:
     requests = training(4, 1, 5, 4, 3)
     done = pool.generate(refs(requests[:3], requests[3:])).result()
-    assert [[len(part) for part in ray.get(list(rank))] for rank in done] == [[3], [2]], "groups of each actor's part: the larger half, and the rest"
-    assert {rollout.actor for rank in done for part in ray.get(list(rank)) for answer in part for rollout in answer} == set(ENVIRONMENTS)
+    assert [[len(part) for part in ray.get(list(rank))] for rank in done] == [[3], [2]], (
+        "groups of each actor's part: the larger half, and the rest"
+    )
+    assert {
+        rollout.actor
+        for rank in done
+        for part in ray.get(list(rank))
+        for answer in part
+        for rollout in answer
+    } == set(ENVIRONMENTS)
     first, second = rollouts(done)
     assert [rollout.position for rollout in first] == list(range(6))
     assert [rollout.position for rollout in second] == list(range(6, 10))
     expected = in_process(settings, requests, pool.version)
     assert first + second == expected
     assert len({rollout.reward for rollout in expected}) > 2
-    assert [rollout.error for rollout in first] == [None] * 4 + ["ZeroDivisionError: no such luck (runner_environment.py:43)"] * 2, (
-        "a rollout's own error crosses as data"
-    )
+    assert [rollout.error for rollout in first] == [None] * 4 + [
+        "ZeroDivisionError: no such luck (runner_environment.py:43)"
+    ] * 2, "a rollout's own error crosses as data"
 
 
-def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(pool: EnvironmentPool, settings: RunnerSettings) -> None:
+def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(
+    pool: EnvironmentPool, settings: RunnerSettings
+) -> None:
     requests = training(0, 1, 2, 3)
     expected = in_process(settings, requests, pool.version)
     for shares in ([requests[:1], requests[1:]], [requests, []], [[], requests]):
@@ -127,23 +176,35 @@ def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(poo
 
 
 def test_a_step_is_cut_into_rounds_of_whole_groups(pool: EnvironmentPool) -> None:
-    """Two engines of 4 at a time, two ranks: 4 rollouts, which are 2 groups, of each rank in a round."""
+    """Two engines of 4 at a time, two ranks: 4 rollouts, which are 2 groups, of each rank in a
+    round.
+    """
     assert pool.split([[0, 1, 2], [3, 4]]) == [[[0, 1], [3]], [[2], [4]]]
 
 
-def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(pool: EnvironmentPool) -> None:
+def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(
+    pool: EnvironmentPool,
+) -> None:
     assert (pool.names, pool.devices) == (tuple(ENGINES), (1, 1))
     pool.settle()
-    pool.receive_weights(WeightOffer(version=7, transport="rollmatch_gloo", rendezvous={}, canary=None)).result()
+    pool.receive_weights(
+        WeightOffer(version=7, transport="rollmatch_gloo", rendezvous={}, canary=None)
+    ).result()
     assert pool.version == 7
     first, _ = rollouts(pool.generate(refs(training(4), [])).result())
     assert {example.weight_version for rollout in first for example in rollout.examples} == {7}
 
 
-def test_an_environment_actor_that_dies_ends_the_round_with_its_name(fake_actors: list[Any]) -> None:
-    pool = with_environments([fake_actors[0], create_fake_actor("environment-1", "generate", "die")], 600.0)
+def test_an_environment_actor_that_dies_ends_the_round_with_its_name(
+    fake_actors: list[Any],
+) -> None:
+    pool = with_environments(
+        [fake_actors[0], create_fake_actor("environment-1", "generate", "die")], 600.0
+    )
     started = time.monotonic()
-    with pytest.raises(RolloutError, match="generate on environment-1: its process has ended") as caught:
+    with pytest.raises(
+        RolloutError, match="generate on environment-1: its process has ended"
+    ) as caught:
         pool.generate(refs(training(0, 1, 2, 5), [])).result()
     assert caught.value.actor == "environment-1"
     assert time.monotonic() - started < 60
@@ -152,16 +213,26 @@ def test_an_environment_actor_that_dies_ends_the_round_with_its_name(fake_actors
 def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors: list[Any]) -> None:
     ray.get(fake_actors[1].become.remote("generate", "sleep"))
     pool = with_environments(fake_actors, 1.0)
-    with pytest.raises(RolloutError, match=r"generate on environment-1: no answer from environment-1 after timeouts.generate_s = 1 s; check"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            r"generate on environment-1: no answer from environment-1 after timeouts.generate_s = 1"
+            r" s; check"
+        ),
+    ):
         pool.generate(refs(training(0, 1, 2, 5), [])).result()
 
 
 def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_environment_is_torn_down(
     ray_cluster: None, settings: RunnerSettings, tmp_path: Path
 ) -> None:
-    """The log's path is relative: it begins where the command was given, and not where Ray's process runs."""
+    """The log's path is relative: it begins where the command was given, and not where Ray's
+    process runs.
+    """
     log = tmp_path / "log"
-    sandboxes = replace(settings, env_id="sandboxes_environment", env_args={"log": "log"}, working_dir=str(tmp_path))
+    sandboxes = replace(
+        settings, env_id="sandboxes_environment", env_args={"log": "log"}, working_dir=str(tmp_path)
+    )
     actor = create_environment_actor(ENVIRONMENTS[0], sandboxes, [None], ENGINES[:1], None)
     pool = ActorPool([actor], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
     pool.start()
@@ -171,6 +242,9 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
         time.sleep(0.05)
     pool.close()
     *before, last = noted(log)
-    assert sorted(before) == [*(f"opened {position}" for position in range(2 * SIZE)), *(f"shut {position}" for position in range(2 * SIZE))]
+    assert sorted(before) == [
+        *(f"opened {position}" for position in range(2 * SIZE)),
+        *(f"shut {position}" for position in range(2 * SIZE)),
+    ]
     assert last == "torn down"
     assert isinstance(round_.exception(), RolloutError)

@@ -1,4 +1,6 @@
-"""A step's examples as rollouts of an environment, by engines that answer by a script (DESIGN 2; 5, decisions 10, 12, 14 and 17)."""
+"""A step's examples as rollouts of an environment, by engines that answer by a script (DESIGN 2; 5,
+decisions 10, 12, 14 and 17).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,26 @@ from typing import Any
 import pytest
 import runner_environment
 from scene_support import png
-from scripted_engines import CHATML, Says, ScriptedEngines, decode_settings, demo_tokenizer, rollout_of
+from scripted_engines import (
+    CHATML,
+    Says,
+    ScriptedEngines,
+    decode_settings,
+    demo_tokenizer,
+    rollout_of,
+)
 
 from launch.demo.language_model import make_demo_lm
 from launch.demo.model import CHAT_TEMPLATE
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.training.runner import EnvironmentRunner, RunnerSettings, count_examples, load_tokenizer, require_same
+from rollout_actors.environments.training.runner import (
+    EnvironmentRunner,
+    RunnerSettings,
+    count_examples,
+    load_tokenizer,
+    require_same,
+)
 from shared.errors import RolloutError, UnreachableError
 from shared.rollouts import DecodeMode, FinishReason, Rollout, RolloutRequest
 from shared.seeds import request_seed
@@ -40,7 +55,9 @@ def _nothing_noted() -> None:
 
 def by_seed(request: RolloutRequest) -> Says:
     """As many `x` as the seed says: siblings differ."""
-    return Says(TOKENIZER.encode("x" * (request.seed % 4) + "o", add_special_tokens=False), version=5)
+    return Says(
+        TOKENIZER.encode("x" * (request.seed % 4) + "o", add_special_tokens=False), version=5
+    )
 
 
 def made(engines: Any, *, tokenizer: Any = TOKENIZER, **changes: Any) -> EnvironmentRunner:
@@ -49,14 +66,24 @@ def made(engines: Any, *, tokenizer: Any = TOKENIZER, **changes: Any) -> Environ
     arguments = {name: value for name, value in changes.items() if name not in known}
     own = {name: value for name, value in changes.items() if name in known}
     settings = RunnerSettings(
-        **{"env_id": "runner_environment", "model_path": "model", "max_model_len": 512, "max_under_way": 64, "env_args": arguments, **own}
+        **{
+            "env_id": "runner_environment",
+            "model_path": "model",
+            "max_model_len": 512,
+            "max_under_way": 64,
+            "env_args": arguments,
+            **own,
+        }
     )
     return EnvironmentRunner("environment-1", settings, engines, tokenizer)
 
 
 def training(*examples: int, first: int = 0) -> list[EnvironmentRequest]:
     """A group of two rollouts of each, from this group on."""
-    groups = [ExampleGroup(example, range(SIZE * place, SIZE * (place + 1))) for place, example in enumerate(examples, first)]
+    groups = [
+        ExampleGroup(example, range(SIZE * place, SIZE * (place + 1)))
+        for place, example in enumerate(examples, first)
+    ]
     return [EnvironmentRequest(STEP, (group,), DECODE, RUN_SEED) for group in groups]
 
 
@@ -65,7 +92,9 @@ def held_out(number: int = 3) -> list[EnvironmentRequest]:
     return [EnvironmentRequest(STEP, groups, GREEDY, RUN_SEED, is_held_out=True)]
 
 
-def ran(requests: Sequence[EnvironmentRequest], engines: Any = None, **changes: Any) -> list[tuple[EnvironmentRollout, ...]]:
+def ran(
+    requests: Sequence[EnvironmentRequest], engines: Any = None, **changes: Any
+) -> list[tuple[EnvironmentRollout, ...]]:
     return asyncio.run(made(engines or ScriptedEngines(by_seed), **changes).run(requests))
 
 
@@ -82,7 +111,11 @@ def timeless(answers: Sequence[Sequence[EnvironmentRollout]]) -> list[Environmen
 
 def test_every_request_is_answered_in_order_by_one_rollout_for_each_of_its_positions() -> None:
     answers = ran(training(4, 1, 2, first=3))
-    assert [[(rollout.position, rollout.example) for rollout in answer] for answer in answers] == [[(6, 4), (7, 4)], [(8, 1), (9, 1)], [(10, 2), (11, 2)]]
+    assert [[(rollout.position, rollout.example) for rollout in answer] for answer in answers] == [
+        [(6, 4), (7, 4)],
+        [(8, 1), (9, 1)],
+        [(10, 2), (11, 2)],
+    ]
     assert {rollout.actor for rollout in flat(answers)} == {"environment-1"}
     assert ran([]) == []
 
@@ -91,8 +124,14 @@ def test_seeds_follow_from_the_run_the_step_the_position_and_the_turn() -> None:
     engines = ScriptedEngines(by_seed, number=3)
     ran(training(4, 1, first=3), engines)
     asked = sorted((request.position, request.seed) for _, request in engines.requests)
-    assert asked == sorted((position, request_seed(RUN_SEED, STEP, position, turn)) for position in range(6, 10) for turn in (0, 1))
-    assert {engine == request.position % 3 for engine, request in engines.requests} == {True}, "all turns of a rollout go to one engine"
+    assert asked == sorted(
+        (position, request_seed(RUN_SEED, STEP, position, turn))
+        for position in range(6, 10)
+        for turn in (0, 1)
+    )
+    assert {engine == request.position % 3 for engine, request in engines.requests} == {True}, (
+        "all turns of a rollout go to one engine"
+    )
 
 
 def test_a_rollout_says_with_which_seeds_its_calls_were_asked_and_who_answered() -> None:
@@ -100,24 +139,46 @@ def test_a_rollout_says_with_which_seeds_its_calls_were_asked_and_who_answered()
     (first, second), _ = ran(training(4, 1, first=3), ScriptedEngines(by_seed, number=3))
     for rollout, engine in ((first, "actor-0"), (second, "actor-1")):
         seeds = [request_seed(RUN_SEED, STEP, rollout.position, turn) for turn in (0, 1)]
-        assert [(call.path, call.turn, call.seed) for call in rollout.calls] == [("", 0, seeds[0]), ("", 1, seeds[1])]
+        assert [(call.path, call.turn, call.seed) for call in rollout.calls] == [
+            ("", 0, seeds[0]),
+            ("", 1, seeds[1]),
+        ]
         assert {call.engine for call in rollout.calls} == {engine}
     ((told, *_),) = ran(held_out())
-    assert [call.seed for call in told.calls] == [request_seed(RUN_SEED, STEP, 0, turn) for turn in (0, 1)]
+    assert [call.seed for call in told.calls] == [
+        request_seed(RUN_SEED, STEP, 0, turn) for turn in (0, 1)
+    ]
 
 
 def test_a_rollout_says_what_it_is_worth_and_what_is_learned_of_it() -> None:
     (first, second), _ = ran(training(4, 1))
-    said = [[request_seed(RUN_SEED, STEP, position, turn) % 4 for turn in (0, 1)] for position in (0, 1)]
+    said = [
+        [request_seed(RUN_SEED, STEP, position, turn) % 4 for turn in (0, 1)] for position in (0, 1)
+    ]
     assert [rollout.reward for rollout in (first, second)] == [sum(said[0]), sum(said[1])]
     assert first.metrics == {"crosses": first.reward}
-    assert (first.error, first.is_truncated, first.num_turns, first.num_splits) == (None, False, 2, 0)
+    assert (first.error, first.is_truncated, first.num_turns, first.num_splits) == (
+        None,
+        False,
+        2,
+        0,
+    )
     (example,) = first.examples
-    assert (example.steps, example.weight_version, example.group_rewards) == ((0, 1), 5, (first.reward, second.reward))
+    assert (example.steps, example.weight_version, example.group_rewards) == (
+        (0, 1),
+        5,
+        (first.reward, second.reward),
+    )
     assert example.advantage == first.reward - (first.reward + second.reward) / 2
-    assert first.num_tokens == example.num_learned == sum(said[0]) + 2 + 2, "with an o and the stop token in each turn"
+    assert first.num_tokens == example.num_learned == sum(said[0]) + 2 + 2, (
+        "with an o and the stop token in each turn"
+    )
     assert first.prompt == [{"role": "user", "content": "q4"}]
-    assert [message["content"] for message in first.completion] == ["x" * said[0][0] + "o", "again 4", "x" * said[0][1] + "o"]
+    assert [message["content"] for message in first.completion] == [
+        "x" * said[0][0] + "o",
+        "again 4",
+        "x" * said[0][1] + "o",
+    ]
     assert first.generate_s > 0
 
 
@@ -129,14 +190,22 @@ def test_results_do_not_depend_on_how_the_requests_are_cut_into_calls(compares: 
     whole = asyncio.run(runner.run(requests))
     for cuts in ([1], [2], [1, 2, 3]):
         ends = [*cuts, len(requests)]
-        parts = [asyncio.run(runner.run(requests[start:end])) for start, end in zip([0, *cuts], ends, strict=True)]
+        parts = [
+            asyncio.run(runner.run(requests[start:end]))
+            for start, end in zip([0, *cuts], ends, strict=True)
+        ]
         assert timeless([answer for part in parts for answer in part]) == timeless(whole)
 
 
 @pytest.mark.parametrize("compares", [False, True])
 def test_an_example_that_is_drawn_twice_in_a_round_makes_two_groups(compares: bool) -> None:
     answers = ran(training(4, 4, 1, 4), compares=compares)
-    assert [[rollout.position for rollout in answer] for answer in answers] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [[rollout.position for rollout in answer] for answer in answers] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
     for answer in answers:
         rewards = tuple(rollout.reward for rollout in answer)
         for rollout in answer:
@@ -144,7 +213,9 @@ def test_an_example_that_is_drawn_twice_in_a_round_makes_two_groups(compares: bo
             assert rollout.examples[0].advantage == rollout.reward - sum(rewards) / len(rewards)
 
 
-def test_two_rows_of_one_id_are_one_example_to_the_rubric_and_are_kept_apart(tmp_path: Path) -> None:
+def test_two_rows_of_one_id_are_one_example_to_the_rubric_and_are_kept_apart(
+    tmp_path: Path,
+) -> None:
     """Ids are the environment's own to give."""
     source = """
 from runner_environment import Echo, Rubric, crosses
@@ -154,27 +225,46 @@ def load_environment():
 """
     (tmp_path / "same_ids.py").write_text(source)
     answers = ran(training(0, 1, 2), env_id=str(tmp_path / "same_ids.py"))
-    assert [rollout.prompt[0]["content"] for rollout in flat(answers)] == ["q0", "q0", "q1", "q1", "q2", "q2"]
+    assert [rollout.prompt[0]["content"] for rollout in flat(answers)] == [
+        "q0",
+        "q0",
+        "q1",
+        "q1",
+        "q2",
+        "q2",
+    ]
     for answer in answers:
-        assert {rollout.examples[0].group_rewards for rollout in answer} == {tuple(rollout.reward for rollout in answer)}
+        assert {rollout.examples[0].group_rewards for rollout in answer} == {
+            tuple(rollout.reward for rollout in answer)
+        }
 
 
 def test_a_held_out_report_is_of_the_evaluation_data_and_greedy() -> None:
     engines = ScriptedEngines(by_seed)
     answers = ran(held_out(), engines)
-    assert [(rollout.position, rollout.example, rollout.prompt[0]["content"]) for rollout in flat(answers)] == [(0, 0, "q100"), (1, 1, "q101"), (2, 2, "q102")]
-    assert {(request.decode.mode, request.decode.temperature) for _, request in engines.requests} == {(DecodeMode.GREEDY, 0.0)}
+    assert [
+        (rollout.position, rollout.example, rollout.prompt[0]["content"])
+        for rollout in flat(answers)
+    ] == [(0, 0, "q100"), (1, 1, "q101"), (2, 2, "q102")]
+    assert {
+        (request.decode.mode, request.decode.temperature) for _, request in engines.requests
+    } == {(DecodeMode.GREEDY, 0.0)}
     assert {rollout.examples for rollout in flat(answers)} == {()}, "nothing is learned of it"
 
 
 def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled() -> None:
     """A prompt without room for a token is not asked for at all."""
     said = ran(training(4), ScriptedEngines(lambda _: Says((1,) * 8)), max_model_len=30)
-    (rollout, _) = said[0]
+    rollout, _ = said[0]
     assert (rollout.error, rollout.is_truncated, rollout.num_turns) == (None, True, 1)
     assert rollout.examples[0].num_learned == rollout.num_tokens > 0
-    (rollout, _) = ran(training(4), max_model_len=5)[0]
-    assert (rollout.error, rollout.is_truncated, rollout.num_turns, rollout.examples) == (None, True, 0, ())
+    rollout, _ = ran(training(4), max_model_len=5)[0]
+    assert (rollout.error, rollout.is_truncated, rollout.num_turns, rollout.examples) == (
+        None,
+        True,
+        0,
+        (),
+    )
 
 
 def test_messages_are_left_out_where_nobody_reads_them() -> None:
@@ -182,11 +272,13 @@ def test_messages_are_left_out_where_nobody_reads_them() -> None:
     assert {(rollout.prompt, rollout.completion) for rollout in flat(answers)} == {(None, None)}
     assert all(rollout.examples for rollout in flat(answers))
     report = ran(held_out(), keeps_messages=False)
-    assert all(rollout.prompt and rollout.completion for rollout in flat(report)), "a report writes them down in any case"
+    assert all(rollout.prompt and rollout.completion for rollout in flat(report)), (
+        "a report writes them down in any case"
+    )
 
 
 def test_messages_travel_as_json_whatever_an_environment_puts_into_them() -> None:
-    (rollout, _) = ran(training(4), trouble="odd")[0]
+    rollout, _ = ran(training(4), trouble="odd")[0]
     assert rollout.error is None
     assert "object object at" in json.loads(json.dumps(rollout.completion))[1]["seen_by"]
 
@@ -218,9 +310,14 @@ def test_a_rollouts_own_error_is_data() -> None:
 @pytest.mark.slow
 def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it() -> None:
     answers = ran(training(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
-    assert [rollout.reward for rollout in answers[0]] == [0.0, 0.0] and all(not rollout.examples for rollout in answers[0])
+    assert [rollout.reward for rollout in answers[0]] == [0.0, 0.0] and all(
+        not rollout.examples for rollout in answers[0]
+    )
     assert {rollout.error for rollout in answers[0]} == {
-        "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and cleanups wait for, or allow more"
+        (
+            "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
+            " cleanups wait for, or allow more"
+        )
     }
     assert timeless(answers[1:]) == timeless(ran(training(1, first=1)))
 
@@ -228,10 +325,14 @@ def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it(
 def test_a_reward_function_that_hangs_has_no_figure_at_its_limit() -> None:
     answers = ran(training(4), trouble="unjudged", scoring_timeout_s=0.05)
     for rollout in answers[0]:
-        assert rollout.reward_errors["endless"].startswith("TimeoutError: reward function endless is not done after scoring_timeout_s = 0.05 s")
+        assert rollout.reward_errors["endless"].startswith(
+            "TimeoutError: reward function endless is not done after scoring_timeout_s = 0.05 s"
+        )
 
 
-DEAD = RolloutError("its process has ended; check its log", actor="rollout-actor-2", phase="generate")
+DEAD = RolloutError(
+    "its process has ended; check its log", actor="rollout-actor-2", phase="generate"
+)
 
 
 def failing_at(position: int, error: Exception) -> Any:
@@ -249,7 +350,9 @@ def failing_at(position: int, error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("trouble", ["", "forgives"])
-def test_an_engine_that_fails_ends_the_call_with_its_error_when_every_rollout_has_cleaned_up(trouble: str) -> None:
+def test_an_engine_that_fails_ends_the_call_with_its_error_when_every_rollout_has_cleaned_up(
+    trouble: str,
+) -> None:
     """Also where the environment would have gone on: no rollout is blamed for it, or rewarded."""
     engines = ScriptedEngines(failing_at(3, DEAD), number=2)
     with pytest.raises(RolloutError, match="its process has ended; check its log") as caught:
@@ -296,9 +399,19 @@ def test_an_engine_that_answers_another_prompt_ends_the_call() -> None:
     class Confused(ScriptedEngines):
         async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
             rollout = await super().generate(engine, request)
-            return replace(rollout, prompt_token_ids=rollout.prompt_token_ids[1:]) if request.position == 3 else rollout
+            return (
+                replace(rollout, prompt_token_ids=rollout.prompt_token_ids[1:])
+                if request.position == 3
+                else rollout
+            )
 
-    with pytest.raises(RolloutError, match="check on actor-1: answered another prompt than the one of example 1; engines must have the tokenizer"):
+    with pytest.raises(
+        RolloutError,
+        match=(
+            "check on actor-1: answered another prompt than the one of example 1; engines must have"
+            " the tokenizer"
+        ),
+    ):
         ran(training(4, 1), Confused(by_seed, number=2))
 
 
@@ -346,13 +459,24 @@ def test_the_chat_template_gets_the_arguments_of_the_configuration() -> None:
     assert all(tokenizer.decode(prompt).startswith("kind:") for prompt in engines.prompts)
 
 
-def test_an_environment_may_say_of_the_template_what_the_configuration_says_and_nothing_else() -> None:
+def test_an_environment_may_say_of_the_template_what_the_configuration_says_and_nothing_else() -> (
+    None
+):
     """Endpoints need to be told; the run's engines have been."""
-    engines, mood = ScriptedEngines(by_seed), {"extra_body": {"chat_template_kwargs": {"mood": "kind"}}}
+    engines, mood = (
+        ScriptedEngines(by_seed),
+        {"extra_body": {"chat_template_kwargs": {"mood": "kind"}}},
+    )
     given = {"tokenizer": demo_tokenizer("{{ mood }}: " + CHATML), "sampling_args": mood}
-    assert {rollout.error for rollout in flat(ran(training(4), engines, chat_template_args={"mood": "kind"}, **given))} == {None}
+    assert {
+        rollout.error
+        for rollout in flat(ran(training(4), engines, chat_template_args={"mood": "kind"}, **given))
+    } == {None}
     asked = len(engines.requests)
-    told = r"sampling_args of runner_environment: chat_template_kwargs: {'mood': 'kind'} was asked for, and this run has {'mood': 'grim'}"
+    told = (
+        r"sampling_args of runner_environment: chat_template_kwargs: {'mood': 'kind'} was asked"
+        r" for, and this run has {'mood': 'grim'}"
+    )
     with pytest.raises(RolloutError, match=told):
         ran(training(4), engines, chat_template_args={"mood": "grim"}, **given)
     assert len(engines.requests) == asked
@@ -365,9 +489,18 @@ def test_an_environment_may_say_of_the_template_what_the_configuration_says_and_
 @pytest.mark.parametrize(
     ("sampling_args", "told"),
     [
-        ({"temperature": 0.7}, "temperature: 0.7 was asked for, and this run has 1.0; leave it out, or change what the run has"),
+        (
+            {"temperature": 0.7},
+            (
+                "temperature: 0.7 was asked for, and this run has 1.0; leave it out, or change what"
+                " the run has"
+            ),
+        ),
         ({"top_p": 0.9}, "top_p: 0.9 was asked for, and this run has 1.0"),
-        ({"max_tokens": 99}, "max_tokens: must be a whole number from 1 to the run's max_new_tokens = 16, got 99"),
+        (
+            {"max_tokens": 99},
+            "max_tokens: must be a whole number from 1 to the run's max_new_tokens = 16, got 99",
+        ),
         ({"extra_body": {"top_k": 4}}, "top_k: 4 was asked for, and this run has -1"),
         ({"seed": 3}, "seed: the engines' own follow from the run's seed"),
     ],
@@ -379,7 +512,10 @@ def test_an_environment_whose_sampling_arguments_contradict_the_run_fails_before
     engines = ScriptedEngines(by_seed)
     with pytest.raises(RolloutError) as caught:
         ran(training(4), engines, sampling_args=sampling_args, grouped=grouped)
-    assert f"environment on environment-1: sampling_args of {'Echo' if grouped else 'runner_environment'}: {told}" in str(caught.value)
+    assert (
+        "environment on environment-1: sampling_args of"
+        f" {'Echo' if grouped else 'runner_environment'}: {told}" in str(caught.value)
+    )
     assert engines.requests == []
 
 
@@ -390,9 +526,16 @@ def test_sampling_arguments_that_agree_with_the_run_are_taken() -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_report_is_greedy_though_the_environment_asks_for_the_runs_temperature(grouped: bool) -> None:
+def test_a_report_is_greedy_though_the_environment_asks_for_the_runs_temperature(
+    grouped: bool,
+) -> None:
     engines = ScriptedEngines(by_seed)
-    answers = ran(held_out(6 if grouped else 3), engines, sampling_args={"temperature": 1.0, "max_tokens": 5}, grouped=grouped)
+    answers = ran(
+        held_out(6 if grouped else 3),
+        engines,
+        sampling_args={"temperature": 1.0, "max_tokens": 5},
+        grouped=grouped,
+    )
     assert {rollout.error for rollout in flat(answers)} == {None}
     assert {request.decode.temperature for _, request in engines.requests} == {0.0}
 
@@ -402,19 +545,30 @@ IMAGE = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
 
 
 @pytest.mark.parametrize("requests", [training(4), held_out()], ids=["training", "held out"])
-def test_more_images_than_the_run_was_configured_for_end_the_call(requests: list[EnvironmentRequest]) -> None:
+def test_more_images_than_the_run_was_configured_for_end_the_call(
+    requests: list[EnvironmentRequest],
+) -> None:
     engines = ScriptedEngines(by_seed)
-    told = r"environment on environment-1: example (4|10\d) shows 1 image in a prompt, and environment.max_images_per_prompt is 0; set it to 1 or more"
+    told = (
+        r"environment on environment-1: example (4|10\d) shows 1 image in a prompt, and"
+        r" environment.max_images_per_prompt is 0; set it to 1 or more"
+    )
     with pytest.raises(RolloutError, match=told):
         ran(requests, engines, tokenizer=demo_tokenizer(CHAT_TEMPLATE), image=IMAGE)
     assert engines.requests == []
 
 
-def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_what_is_written_down_names_them() -> None:
-    (rollouts,) = ran(training(4), tokenizer=demo_tokenizer(CHAT_TEMPLATE), image=IMAGE, max_images=1)
+def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_what_is_written_down_names_them() -> (
+    None
+):
+    (rollouts,) = ran(
+        training(4), tokenizer=demo_tokenizer(CHAT_TEMPLATE), image=IMAGE, max_images=1
+    )
     for rollout in rollouts:
         assert [image.data for example in rollout.examples for image in example.images] == [PICTURE]
-        assert IMAGE not in str(rollout.prompt) and f"data:image/png, {len(PICTURE)} bytes, sha256 of the URL" in str(rollout.prompt)
+        assert IMAGE not in str(
+            rollout.prompt
+        ) and f"data:image/png, {len(PICTURE)} bytes, sha256 of the URL" in str(rollout.prompt)
 
 
 PICTURES = """
@@ -445,27 +599,59 @@ def load_environment(kept, forgets=False):
     KEPT, FORGETS = kept, forgets
     return Keeping(dataset=[{"prompt": [shown(number)], "example_id": number} for number in range(2)], rubric=Rubric([lambda state: 1.0]), max_turns=2)
 """
-NAMED = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "s3://pictures/1.png"}}]}]
+NAMED = [
+    {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": "s3://pictures/1.png"}}],
+    }
+]
 
 
-@pytest.mark.parametrize("kept", [NAMED, "a picture", [], [{"role": "user", "content": [{"type": "file"}]}]], ids=["named", "text", "none", "odd"])
-def test_images_of_an_example_are_those_that_were_sent_whatever_the_environment_keeps_of_its_prompts(tmp_path: Path, kept: Any) -> None:
+@pytest.mark.parametrize(
+    "kept",
+    [NAMED, "a picture", [], [{"role": "user", "content": [{"type": "file"}]}]],
+    ids=["named", "text", "none", "odd"],
+)
+def test_images_of_an_example_are_those_that_were_sent_whatever_the_environment_keeps_of_its_prompts(
+    tmp_path: Path, kept: Any
+) -> None:
     (tmp_path / "keeping.py").write_text(PICTURES)
-    answers = ran(training(0, 1), env_id=str(tmp_path / "keeping.py"), tokenizer=demo_tokenizer(CHAT_TEMPLATE), max_images=2, kept=kept)
+    answers = ran(
+        training(0, 1),
+        env_id=str(tmp_path / "keeping.py"),
+        tokenizer=demo_tokenizer(CHAT_TEMPLATE),
+        max_images=2,
+        kept=kept,
+    )
     for rollout in flat(answers):
         (example,) = rollout.examples
         assert (rollout.error, example.steps) == (None, (0, 1))
-        assert [image.data for image in example.images] == [png(8 + rollout.example, 8), png(18 + rollout.example, 8)]
+        assert [image.data for image in example.images] == [
+            png(8 + rollout.example, 8),
+            png(18 + rollout.example, 8),
+        ]
 
 
 class Blind(ScriptedEngines):
-    """Answers a prompt that splits the rollout with the tokens that it had before and more: of other images."""
+    """Answers a prompt that splits the rollout with the tokens that it had before and more: of
+    other images.
+    """
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
         rollout = await super().generate(engine, request)
-        before = next(earlier for _, earlier in self.requests if earlier.position == request.position)
+        before = next(
+            earlier for _, earlier in self.requests if earlier.position == request.position
+        )
         return (
-            rollout if before is request else replace(rollout, prompt_token_ids=(*rollout_of(before, by_seed(before)).prompt_token_ids, *self.sampled(before)))
+            rollout
+            if before is request
+            else replace(
+                rollout,
+                prompt_token_ids=(
+                    *rollout_of(before, by_seed(before)).prompt_token_ids,
+                    *self.sampled(before),
+                ),
+            )
         )
 
     def sampled(self, request: RolloutRequest) -> tuple[int, ...]:
@@ -474,29 +660,46 @@ class Blind(ScriptedEngines):
 
 
 @pytest.mark.parametrize("kept", [NAMED, "a picture"], ids=["named", "text"])
-def test_calls_that_were_sent_other_images_are_examples_of_their_own_though_what_is_kept_is_the_same(tmp_path: Path, kept: Any) -> None:
+def test_calls_that_were_sent_other_images_are_examples_of_their_own_though_what_is_kept_is_the_same(
+    tmp_path: Path, kept: Any
+) -> None:
     """Of the same tokens, and more."""
     (tmp_path / "keeping.py").write_text(PICTURES)
-    changes = {"env_id": str(tmp_path / "keeping.py"), "tokenizer": demo_tokenizer(CHAT_TEMPLATE), "max_images": 1}
+    changes = {
+        "env_id": str(tmp_path / "keeping.py"),
+        "tokenizer": demo_tokenizer(CHAT_TEMPLATE),
+        "max_images": 1,
+    }
     for rollout in flat(ran(training(0, 1), Blind(by_seed), kept=kept, forgets=True, **changes)):
-        assert (rollout.error, [example.steps for example in rollout.examples]) == (None, [(0,), (1,)])
+        assert (rollout.error, [example.steps for example in rollout.examples]) == (
+            None,
+            [(0,), (1,)],
+        )
         sent = [[image.data for image in example.images] for example in rollout.examples]
         assert sent == [[png(8 + rollout.example, 8)], [png(18 + rollout.example, 8)]]
 
 
 def test_a_picture_that_cannot_be_read_is_the_error_of_its_rollouts_alone(tmp_path: Path) -> None:
     (tmp_path / "torn.py").write_text(
-        "from rollout_actors.environments import Rubric, SingleTurnEnv\n"
-        "shown = [{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,dG9ybg=='}}]\n"
-        "def load_environment():\n"
-        "    rows = [{'prompt': [{'role': 'user', 'content': content}], 'example_id': n} for n, content in enumerate(['q', shown])]\n"
-        "    return SingleTurnEnv(dataset=rows, rubric=Rubric([lambda completion: 1.0]))\n"
+        "from rollout_actors.environments import Rubric, SingleTurnEnv\nshown = [{'type':"
+        " 'image_url', 'image_url': {'url': 'data:image/png;base64,dG9ybg=='}}]\ndef"
+        " load_environment():\n    rows = [{'prompt': [{'role': 'user', 'content': content}],"
+        " 'example_id': n} for n, content in enumerate(['q', shown])]\n    return"
+        " SingleTurnEnv(dataset=rows, rubric=Rubric([lambda completion: 1.0]))\n"
     )
-    sound, torn = ran(training(0, 1), env_id=str(tmp_path / "torn.py"), tokenizer=demo_tokenizer(CHAT_TEMPLATE), max_images=1)
+    sound, torn = ran(
+        training(0, 1),
+        env_id=str(tmp_path / "torn.py"),
+        tokenizer=demo_tokenizer(CHAT_TEMPLATE),
+        max_images=1,
+    )
     assert [rollout.error for rollout in sound] == [None, None]
     for rollout in torn:
         assert rollout.examples == () and rollout.error is not None
-        assert rollout.error.startswith("ValueError: image_url: 'data:image/png;base64,dG9ybg=='... cannot be decoded: it is of no format that is known; send")
+        assert rollout.error.startswith(
+            "ValueError: image_url: 'data:image/png;base64,dG9ybg=='... cannot be decoded: it is of"
+            " no format that is known; send"
+        )
 
 
 # The beginning
@@ -507,31 +710,45 @@ def test_examples_are_counted_and_a_report_may_be_of_fewer() -> None:
     assert count_examples(load_environment("runner_environment"), 2) == ExampleCounts(6, 2)
     assert count_examples(load_environment("runner_environment"), 0) == ExampleCounts(6, 0)
     assert count_examples(load_environment("runner_environment"), 9) == ExampleCounts(6, 3)
-    assert count_examples(load_environment("runner_environment", num_eval_rows=None), None) == ExampleCounts(6, 0), "not those that it is trained on"
+    assert count_examples(
+        load_environment("runner_environment", num_eval_rows=None), None
+    ) == ExampleCounts(6, 0), "not those that it is trained on"
     with pytest.raises(ValueError, match="runner_environment has a dataset without rows"):
         count_examples(load_environment("runner_environment", num_rows=0), None)
 
 
 def test_an_environment_that_is_not_there_is_told_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match=r"no environment 'copy_digit' \(did you mean copy_digits\?\)"):
+    with pytest.raises(
+        ValueError, match=r"no environment 'copy_digit' \(did you mean copy_digits\?\)"
+    ):
         made(ScriptedEngines(by_seed), env_id="copy_digit")
     with pytest.raises(ValueError, match="num_row"):
         made(ScriptedEngines(by_seed), num_row=3)
 
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.mark.parametrize(("grouped", "name"), [(False, "runner_environment"), (True, "Echo")])
-def test_an_environment_with_tools_whose_calls_nobody_reads_is_refused_at_its_start(grouped: bool, name: str) -> None:
-    told = rf"^environment\.tool_call_parser: {name} has tools, and neither this key nor .* says how the model's calls are read; set it to .* hermes$"
+def test_an_environment_with_tools_whose_calls_nobody_reads_is_refused_at_its_start(
+    grouped: bool, name: str
+) -> None:
+    told = (
+        rf"^environment\.tool_call_parser: {name} has tools, and neither this key nor .* says how"
+        r" the model's calls are read; set it to .* hermes$"
+    )
     with pytest.raises(ValueError, match=told):
         made(ScriptedEngines(by_seed), oai_tools=[TOOL], grouped=grouped)
 
 
 @pytest.mark.engine
 def test_a_parser_of_tool_calls_that_vllm_does_not_know_is_refused_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"^environment\.tool_call_parser: vLLM has none of the name 'hermez'"):
+    with pytest.raises(
+        ValueError, match=r"^environment\.tool_call_parser: vLLM has none of the name 'hermez'"
+    ):
         made(ScriptedEngines(by_seed), oai_tools=[TOOL], tool_parser="hermez")
     made(ScriptedEngines(by_seed), oai_tools=[TOOL], tool_parser="hermes")
 
@@ -539,26 +756,49 @@ def test_a_parser_of_tool_calls_that_vllm_does_not_know_is_refused_at_the_start(
 def test_the_tokenizer_is_the_checkpoints_with_its_template(tmp_path: Path) -> None:
     make_demo_lm(tmp_path / "model", seed=17)
     tokenizer = load_tokenizer(str(tmp_path / "model"))
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "last"}], tokenize=False) == "<|im_start|>user\nlast<|im_end|>"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "last"}], tokenize=False)
+        == "<|im_start|>user\nlast<|im_end|>"
+    )
 
 
 def test_a_stop_token_that_was_not_sampled_is_not_learned() -> None:
     """As where an answer came to its limit: the turn's last token is the model's."""
-    engines = ScriptedEngines(lambda request: Says((1, 2, 3), finish_reason=FinishReason.LENGTH, version=rollout_of(request, Says(())).weight_version))
-    (rollout, _) = ran(training(4), engines)[0]
+    engines = ScriptedEngines(
+        lambda request: Says(
+            (1, 2, 3),
+            finish_reason=FinishReason.LENGTH,
+            version=rollout_of(request, Says(())).weight_version,
+        )
+    )
+    rollout, _ = ran(training(4), engines)[0]
     assert (rollout.num_tokens, rollout.num_length_limited) == (6, 2)
     assert sum(example.num_learned for example in rollout.examples) == 6
 
 
 def test_an_environment_whose_rows_differ_from_process_to_process_is_refused_at_its_start():
     def rows(*words: str) -> SingleTurnEnv:
-        return SingleTurnEnv(dataset=[{"question": word} for word in words], eval_dataset=[{"question": "z"}])
+        return SingleTurnEnv(
+            dataset=[{"question": word} for word in words], eval_dataset=[{"question": "z"}]
+        )
 
     found = count_examples(rows("a", "b", "c"), None)
     require_same(count_examples(rows("a", "b", "c"), None), found, "words")
-    with pytest.raises(ValueError, match="environment words: found other rows than before the start; make them the same in every process: seed what is random"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "environment words: found other rows than before the start; make them the same in every"
+            " process: seed what is random"
+        ),
+    ):
         require_same(count_examples(rows("b", "a", "c"), None), found, "words")
-    with pytest.raises(ValueError, match="found 2 rows to train on and 1 held out, and before the start 3 rows to train on and 1 held out"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "found 2 rows to train on and 1 held out, and before the start 3 rows to train on and 1"
+            " held out"
+        ),
+    ):
         require_same(count_examples(rows("a", "b"), None), found, "words")
     with pytest.raises(ValueError, match="runner_environment: found"):
         made(ScriptedEngines(by_seed), examples=found)
