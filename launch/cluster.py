@@ -27,7 +27,7 @@ from launch.runtime.learner_client import RayLearner
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, nodes_there
 from launch.runtime.rollout_client import ActorPool, EnvironmentPool, PoolTimeouts, RankRollouts
-from launch.runtime.telemetry import StartUp
+from launch.runtime.start_up import StartUp
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
 from rollout_actors.backends.http import server_addresses

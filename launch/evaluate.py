@@ -32,7 +32,7 @@ from rich.text import Text
 
 from launch.cli import end_on_signals, explained, read_arguments, with_absolute_paths
 from launch.runtime.saved_run import load_run
-from launch.runtime.telemetry import StartUp
+from launch.runtime.start_up import StartUp
 from launch.sample_pages.html import printable
 from launch.serve import device_here
 from learner.held_out import HeldOut

@@ -14,7 +14,6 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from launch.checks.host import require_vllm
 from launch.cli import (
     CONF,
     as_mapping,
@@ -24,8 +23,8 @@ from launch.cli import (
     with_absolute_paths,
 )
 from launch.runtime.batch_algebra import batch_algebra
+from launch.runtime.start_up import StartUp
 from launch.runtime.sweep import is_sweep, run_trial
-from launch.runtime.telemetry import StartUp
 from shared.config import RunConfig, load_config
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
 from shared.errors import ConfigError
@@ -43,6 +42,7 @@ def main(composed: DictConfig) -> None:
 
 def run(config: RunConfig, console: Console) -> None:
     """The whole job: place, train, report, save; whatever happens, no process stays."""
+    from launch.checks.host import require_vllm
     from launch.preflight import preflight
 
     started_s = time.monotonic()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.runtime.placement import Placement
-from learner.parts import Part, find_part, part_of, section_of
+from learner.model.parts import ModelPart, find_part, model_part, part_settings
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
 from shared.config.derive import is_sharded, may_send_full, rollout_servers, tokens_beside_adapter
@@ -182,7 +182,7 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
     trained = (
         sizes
         for name, sizes in shape.parameters.items()
-        if not section_of(part_of(name), config.training.parts).frozen
+        if not part_settings(model_part(name), config.training.parts).frozen
     )
     return sum(map(math.prod, trained))
 
@@ -195,7 +195,7 @@ def _adapted(adapter: AdapterSection, shape: ModelShape) -> list[tuple[int, ...]
         # The vision tower has modules of the same names, which are not adapted.
         if len(sizes) == 2
         and name.split(".")[-2] in adapter.target_modules
-        and part_of(name) is Part.LANGUAGE_MODEL
+        and model_part(name) is ModelPart.LANGUAGE_MODEL
     ]
 
 
@@ -268,7 +268,7 @@ def _image_activation_bytes(config: RunConfig, shape: ModelShape) -> int:
     layer = vision.layer_numbers_per_patch * patches * size
     is_trained = (
         config.model.adapter is None
-        and not section_of(Part.VISION_TOWER, config.training.parts).frozen
+        and not part_settings(ModelPart.VISION_TOWER, config.training.parts).frozen
     )
     if not is_trained:
         return layer  # nothing is kept for a backward

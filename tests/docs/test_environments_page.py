@@ -131,7 +131,7 @@ def replies(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [command for command in COMMANDS if "launch.vf_eval.__main__" in command]
+    "command", [command for command in COMMANDS if "launch.vf_eval" in command]
 )
 def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
     with serving(FakeOpenAI(reply=replies).app()) as url:
