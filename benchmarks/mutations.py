@@ -262,7 +262,7 @@ MUTANTS = (
         "if num_failed == len(self._waiting):", "if num_failed > len(self._waiting):",
         ("tests/rollout_actors/test_round_queue.py",)),
     Mutant("parts-of-a-round-in-the-order-of-arrival", "launch/runtime/rollout_client.py",
-        "done.sort(key=lambda one: one.part.requests.start)", "pass",
+        "done.sort(key=lambda sent: sent.part.requests.start)", "pass",
         ("tests/rollout_actors/test_round_queue.py", "tests/rollout_actors/test_pool.py")),
     Mutant("ties-to-the-higher-index", "shared/chunking.py",
         "(-(n * weights[i] % total), i)", "(-(n * weights[i] % total), -i)",

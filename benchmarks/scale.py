@@ -33,7 +33,7 @@ import numpy as np
 import ray
 
 from launch.runtime.learner_client import RayLearner
-from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from learner.actor import STOPPING, LearnerActor
 from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection
@@ -161,11 +161,11 @@ def compare(
     learner = RayLearner([rank], timeouts)
     names = [f"actor-{index}" for index in range(len(actors))]
 
-    def pool_of(engines: list[Any]) -> ActorPool:
-        return ActorPool(
+    def pool_of(engines: list[Any]) -> RolloutClient:
+        return RolloutClient(
             engines,
             names,
-            PoolTimeouts.of_actors(timeouts),
+            RolloutTimeouts.for_actors(timeouts),
             decode_batch_size=decode_batch_size,
             devices=(1,) * len(engines),
         )

@@ -49,7 +49,7 @@ from benchmarks.sync_sides import (
     make_model,
     set_parts,
 )
-from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.engine.settings import EngineSettings, engine_environment
 from shared.config.job import TimeoutsSection
 from shared.errors import WeightSyncError
@@ -58,7 +58,7 @@ from shared.weight_sync.phases import sync_weights
 from shared.weight_sync.transports import Device, TransportKind
 
 ROOT = Path(__file__).parent.parent
-TIMEOUTS = PoolTimeouts.of_actors(
+TIMEOUTS = RolloutTimeouts.for_actors(
     TimeoutsSection(start_s=240.0, generate_s=120.0, sync_phase_s=60.0)
 )
 CORRUPTED = "model.language_model.layers.1.mlp.gate_proj.weight"
@@ -149,7 +149,7 @@ def print_target(what: str, value: float, target: float, *, at_most: bool = Fals
     )
 
 
-def check_served(learner: Learner, pool: ActorPool, num_engines: int) -> None:
+def check_served(learner: Learner, pool: RolloutClient, num_engines: int) -> None:
     """Every engine's greedy tokens are the learner's."""
     decode = DecodeSettings(
         DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, NUM_GREEDY_TOKENS, 1, (), (), return_logprobs=False
@@ -169,7 +169,7 @@ def check_served(learner: Learner, pool: ActorPool, num_engines: int) -> None:
     print(f"greedy tokens of every engine equal the learner's: {list(expected)}")
 
 
-def check_corruption(learner: Learner, pool: ActorPool, actors: Sequence[Any]) -> None:
+def check_corruption(learner: Learner, pool: RolloutClient, actors: Sequence[Any]) -> None:
     """Two neighbouring elements that arrive exchanged are noticed by verification and by nothing
     else, and the next sync is sound.
     """
@@ -202,7 +202,7 @@ def reload_s(learner: Learner, actors: Sequence[Any], folder: Path) -> tuple[flo
     return sorted(times, key=sum)[1]
 
 
-def start_engines(model: Path, num_engines: int) -> tuple[ActorPool, list[Any]]:
+def start_engines(model: Path, num_engines: int) -> tuple[RolloutClient, list[Any]]:
     settings = EngineSettings(
         model_path=str(model),
         dtype="float32",
@@ -221,12 +221,12 @@ def start_engines(model: Path, num_engines: int) -> tuple[ActorPool, list[Any]]:
     make_actor = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": environment})
     names = [f"engine-{i}" for i in range(num_engines)]
     actors = [make_actor.remote(EngineSpec(name, settings, i)) for i, name in enumerate(names)]
-    pool = ActorPool(actors, names, TIMEOUTS, decode_batch_size=4)
+    pool = RolloutClient(actors, names, TIMEOUTS, decode_batch_size=4)
     pool.start()
     return pool, actors
 
 
-def timed_sync(learner: Learner, pool: ActorPool) -> TimedSync:
+def timed_sync(learner: Learner, pool: RolloutClient) -> TimedSync:
     """Of new weights."""
     learner.learn()
     cpu_s = _cpu_s(pool)
@@ -236,7 +236,7 @@ def timed_sync(learner: Learner, pool: ActorPool) -> TimedSync:
     return TimedSync(report, total_s, _cpu_s(pool) - cpu_s)
 
 
-def _cpu_s(pool: ActorPool) -> float:
+def _cpu_s(pool: RolloutClient) -> float:
     return time.process_time() + sum(ray.get([actor.cpu_s.remote() for actor in pool.actors]))
 
 

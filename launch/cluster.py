@@ -5,7 +5,6 @@ processes.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +25,7 @@ from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.learner_client import RayLearner
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, nodes_there
-from launch.runtime.rollout_client import ActorPool, EnvironmentPool, PoolTimeouts, RankRollouts
+from launch.runtime.rollout_client import RankRolloutClient, RolloutClient, RolloutTimeouts
 from launch.runtime.start_up import StartUp
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
@@ -48,23 +47,10 @@ from shared.config.derive import (
     rollout_servers,
     server_name,
 )
-from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
-from shared.errors import ConfigError, Timeout
+from shared.errors import ConfigError
 from shared.protocols import MakeBackend
-from shared.rollouts import TRIES
 from shared.trajectory import ExampleCounts
-
-Rollouts = ActorPool | RankRollouts | EnvironmentPool
-
-IN_ENVIRONMENTS = (
-    "what the environment waits for (`py-spy dump`), and whether its rollouts, with their tools and"
-    " rewards, fit the time"
-)
-"""Where a round of environments is late, and no engine is."""
-
-GRACE_S = 60.0
-"""Beyond the limits that a server's client keeps itself: for what is neither waiting nor asking."""
 
 
 class Cluster:
@@ -118,7 +104,7 @@ class Cluster:
         # A stack, so that an end that fails does not keep the others from theirs.
         self._ends.close()
 
-    def start(self) -> tuple[RayLearner, Rollouts]:
+    def start(self) -> tuple[RayLearner, RolloutClient]:
         """Place and start every learner rank and every engine.
 
         Raises:
@@ -137,7 +123,7 @@ class Cluster:
             case EngineLocation.SERVERS:
                 return learner, self._start_with_servers(placement, learner)
 
-    def _start_in_ranks(self, placement: Placement, learner: RayLearner) -> RankRollouts:
+    def _start_in_ranks(self, placement: Placement, learner: RayLearner) -> RolloutClient:
         """One wait for both: a rank loads its engine when it has loaded its model, whose device the
         two share.
         """
@@ -147,8 +133,9 @@ class Cluster:
                 config, _places(placement, ()), _make_backend(config, placement, self._images)
             )
         size, devices = config.rollout_matching.decode_batch_size, placement.devices_per_engine
-        return RankRollouts(
+        return RankRolloutClient(
             learner,
+            config.timeouts,
             num_ranks=config.learner.world_size,
             devices_per_rank=devices,
             decode_batch_size=size,
@@ -156,7 +143,7 @@ class Cluster:
 
     def _start_with_actors(
         self, placement: Placement, group: PlacementGroup, learner: RayLearner
-    ) -> ActorPool | EnvironmentPool:
+    ) -> RolloutClient:
         """The learner knows most about bad input and needs seconds, so it is waited for first; the
         engines, created before that, start meanwhile.
         """
@@ -169,9 +156,7 @@ class Cluster:
         self._start(pool)
         return self._with_environments(pool, placement)
 
-    def _start_with_servers(
-        self, placement: Placement, learner: RayLearner
-    ) -> ActorPool | EnvironmentPool:
+    def _start_with_servers(self, placement: Placement, learner: RayLearner) -> RolloutClient:
         """The servers are waited for first: only they know how many devices are going to receive
         what the learner sends.
         """
@@ -187,7 +172,7 @@ class Cluster:
             learner.start(self._config, _places(placement, receivers), examples=self._examples)
         return self._with_environments(pool, placement)
 
-    def start_actors(self) -> ActorPool:
+    def start_actors(self) -> RolloutClient:
         """Place and start the rollout actors alone: they serve `model.path` as it is. Raises
         ConfigError and RolloutError as `start` does.
         """
@@ -218,7 +203,7 @@ class Cluster:
         self._ends.callback(learner.close)
         return learner
 
-    def _place_actors(self, placement: Placement, group: PlacementGroup) -> ActorPool:
+    def _place_actors(self, placement: Placement, group: PlacementGroup) -> RolloutClient:
         config = self._config
         settings = settings_of_run(config, placement, self._images)
         names = [actor_name(index) for index in range(len(placement.engines))]
@@ -234,12 +219,10 @@ class Cluster:
             for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
         ]
         return self._pool(
-            actors, names, PoolTimeouts.of_actors(config.timeouts), asks_next_on_failure=False
+            actors, names, RolloutTimeouts.for_actors(config.timeouts), asks_next_on_failure=False
         )
 
-    def _with_environments(
-        self, engines: ActorPool, placement: Placement
-    ) -> ActorPool | EnvironmentPool:
+    def _with_environments(self, engines: RolloutClient, placement: Placement) -> RolloutClient:
         """The engines themselves where rollouts are of samples; else behind actors that
         environments run in.
         """
@@ -266,7 +249,7 @@ class Cluster:
                     runner_settings(config, section, engines.devices, self._examples, index),
                     engines.actors,
                     engines.names,
-                    engines.call_limit,
+                    engines.timeouts.generate,
                 ),
                 name=name,
                 resources=Resources(cpus=section.cpus_per_actor, gpus=0.0),
@@ -276,21 +259,15 @@ class Cluster:
             for index, name in enumerate(names)
         ]
         # What bounds a round is what the engines take.
-        environments = ActorPool(
-            actors, names, environment_timeouts(config.timeouts), decode_batch_size=sys.maxsize
+        environments = RolloutClient(
+            actors, names, RolloutTimeouts.for_environments(config.timeouts)
         )
         self._ends.callback(environments.close)
         self._start(environments)
-        size, ranks = config.rollout_matching.decode_batch_size, config.learner.world_size
-        return EnvironmentPool(
-            engines,
-            environments,
-            decode_batch_size=size,
-            learner_ranks=ranks,
-            group_size=section.rollouts_per_example,
-        )
+        engines.generate_through(environments, group_size=section.rollouts_per_example)
+        return engines
 
-    def _reach_servers(self, placement: Placement, section: ServerSection) -> ActorPool:
+    def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
         """An actor for each server that was launched elsewhere: it needs a process to wait in, and
         no resources.
 
@@ -320,7 +297,7 @@ class Cluster:
         return self._pool(
             actors,
             names,
-            server_timeouts(section, self._config.timeouts),
+            RolloutTimeouts.for_servers(section, self._config.timeouts),
             asks_next_on_failure=True,
         )
 
@@ -328,15 +305,15 @@ class Cluster:
         self,
         actors: list[Any],
         names: list[str],
-        timeouts: PoolTimeouts,
+        timeouts: RolloutTimeouts,
         *,
         asks_next_on_failure: bool,
-    ) -> ActorPool:
+    ) -> RolloutClient:
         size, ranks = (
             self._config.rollout_matching.decode_batch_size,
             self._config.learner.world_size,
         )
-        pool = ActorPool(
+        pool = RolloutClient(
             actors,
             names,
             timeouts,
@@ -347,7 +324,7 @@ class Cluster:
         self._ends.callback(pool.close)
         return pool
 
-    def _start(self, pool: ActorPool) -> None:
+    def _start(self, pool: RolloutClient) -> None:
         with self._start_up.stage(", ".join(pool.names)):
             pool.start()
 
@@ -419,32 +396,6 @@ def runner_settings(
         tool_parser=section.tool_call_parser,
         chat_template_args=section.chat_template_args,
         keeps_messages=config.telemetry.rollouts,
-    )
-
-
-def environment_timeouts(timeouts: TimeoutsSection) -> PoolTimeouts:
-    """Of the pool over the environments. A part of a round has several calls behind each other, and
-    an engine that is late is to be told of first, by name.
-    """
-    generate = Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s")
-    return PoolTimeouts(
-        timeouts.limit("start_s"), generate, timeouts.limit("sync_phase_s"), check=IN_ENVIRONMENTS
-    )
-
-
-def server_timeouts(section: ServerSection, timeouts: TimeoutsSection) -> PoolTimeouts:
-    """Of the pool over the servers, whose clients keep the limit of each call themselves, and ask a
-    server twice. What another one takes over has a limit of its own."""
-    key, limit_s = "rollout_matching.vllm.server", section.infer_timeout_s
-    return PoolTimeouts(
-        start=Timeout(section.timeout_s + timeouts.start_s, f"{key}.timeout_s + timeouts.start_s"),
-        generate=(
-            Timeout(TRIES * limit_s + GRACE_S, f"{TRIES} x {key}.infer_timeout_s + {GRACE_S:g}")
-            if limit_s is not None and limit_s > 0
-            else None
-        ),
-        sync_phase=timeouts.limit("sync_phase_s"),
-        join=section.join_limit,
     )
 
 

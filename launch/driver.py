@@ -7,22 +7,23 @@ from typing import Any, Protocol
 
 from launch.pipeline import Queue, RoundStream
 from launch.runtime.checkpoints import Checkpoints
+from launch.runtime.rollout_client import RolloutClient
 from launch.runtime.telemetry import Telemetry
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport
 from shared.protocols import PerRank
 from shared.schedule import RunSchedule, StepPlan
-from shared.weight_sync.phases import SendsWeights, TakesWeights, sync_weights
+from shared.weight_sync.phases import SendsWeights, sync_weights
 
 
-class HasHeldOut(Protocol):
-    """Who has the held-out samples."""
+class HeldOutClient(Protocol):
+    """The held-out samples as the driver sees them."""
 
     def held_out_requests(self, step: int) -> PerRank: ...
     def score(self, done: PerRank) -> list[Any]: ...
 
 
-class DrivesLearner(HasHeldOut, SendsWeights, Protocol):
+class LearnerClient(HeldOutClient, SendsWeights, Protocol):
     """The learner as the driver sees it."""
 
     def next_requests(self, plan: StepPlan) -> PerRank: ...
@@ -30,18 +31,9 @@ class DrivesLearner(HasHeldOut, SendsWeights, Protocol):
     def finish_step(self) -> StepReport: ...
 
 
-class DrivesRollouts(TakesWeights, Protocol):
-    """The rollout engines as the driver sees them."""
-
-    @property
-    def version(self) -> int: ...
-    def split(self, requests: PerRank) -> list[PerRank]: ...
-    def generate(self, round_: PerRank) -> Any: ...
-
-
 def train(
-    learner: DrivesLearner,
-    rollouts: DrivesRollouts,
+    learner: LearnerClient,
+    rollouts: RolloutClient,
     schedule: RunSchedule,
     queue: Queue,
     telemetry: Telemetry,
@@ -80,7 +72,7 @@ def train(
 
 
 def evaluate(
-    held_out: HasHeldOut, rollouts: DrivesRollouts, step: int, queue: Queue
+    held_out: HeldOutClient, rollouts: RolloutClient, step: int, queue: Queue
 ) -> Evaluation[Any]:
     """What becomes of the held-out samples with the weights that they serve now."""
     outcomes: list[Any] = []

@@ -15,7 +15,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,6 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, Field
-from ray.exceptions import GetTimeoutError, RayError
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -38,12 +37,13 @@ from launch.serve import device_here
 from learner.held_out import HeldOut
 from learner.model.loading import checkpoint_problems
 from rollout_actors.backends.rollmatch_server import serve_command
+from rollout_actors.engine.ray_calls import RayCall, wait_for_all
 from rollout_actors.engine.settings import EngineSettings
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section, refusal
 from shared.config.job import TimeoutsSection
-from shared.errors import ENGINES, ConfigError, RolloutError, late
+from shared.errors import ENGINES, ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.protocols import PerRank
 from shared.sent_requests import PictureShelf
@@ -338,51 +338,30 @@ def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
     )
 
 
-if __name__ == "__main__":
-    main()
-
-
-# The held-out samples in this process, as the driver uses them: for a command in which nothing
-# learns.
-
-
 class LocalHeldOut:
-    """Part of what `launch.runtime.learner_client.RemoteLearner` is
-    (`launch.driver.HasHeldOut`)."""
+    """The held-out samples in this process, where nothing learns
+    (`launch.driver.HeldOutClient`).
+    """
 
-    def __init__(
-        self, held_out: HeldOut, timeouts: TimeoutsSection, *, fetch: Callable[..., Any] = ray.get
-    ) -> None:
-        """`fetch(references, timeout=seconds)` waits for rollouts."""
-        self._held_out, self._limit, self._fetch = held_out, timeouts.limit("generate_s"), fetch
+    def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
+        self._held_out = held_out
+        check = (
+            "that every actor's process is alive (their logs), the network between the machines,"
+            " and the memory of Ray's object store (`ray memory`)"
+        )
+        self._call = RayCall("collect", timeouts.limit("generate_s"), check, RolloutError)
         self._shelf = PictureShelf(ray.put)
 
     def held_out_requests(self, step: int) -> PerRank:
-        """Of one rank."""
+        """Return references to the requests, as of one rank."""
         return [self._shelf.put_each(self._held_out.requests(step))]
 
     def score(self, done: PerRank) -> list[Scene]:
-        """As `HeldOut.score`. RolloutError also where the rollouts do not arrive."""
+        """Fetch and score the rollouts. Raises RolloutError where they do not arrive."""
         (rollouts,) = done
-        try:
-            # The pool hands out references when the shares are complete, so this waits for a copy
-            # at most.
-            shares = self._fetch(list(rollouts), timeout=self._limit.seconds)
-        except GetTimeoutError as error:
-            told = late(f"the {ENGINES}", self._limit, _CHECK)
-            raise RolloutError(
-                f"{told}, or raise {self._limit.key}", actor=ENGINES, phase="collect"
-            ) from error
-        except RayError as error:
-            raise RolloutError(
-                f"finished rollouts were lost ({error}); check {_CHECK}",
-                actor=ENGINES,
-                phase="collect",
-            ) from error
+        shares = wait_for_all(self._call, [(ENGINES, share) for share in rollouts])
         return self._held_out.score(list(itertools.chain(*shares)))
 
 
-_CHECK = (
-    "that every actor's process is alive (their logs), the network between the machines, and the"
-    " memory of Ray's object store (`ray memory`)"
-)
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A learner rank on Ray: a thin shell around `Learner`, in a process of its own."""
+"""A learner rank on Ray: a shell around `Learner`, in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,41 +6,39 @@ import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
-from learner.learner import Learner
-from learner.model.offload import offloaded, require_offload
-from learner.model.ranks import RankTopology
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
-from shared.grounding.evaluation import Outcome
-from shared.metrics import RankReport
 from shared.protocols import MakeBackend, RolloutBackend
 from shared.rollouts import Rollout, SyncReport, WeightOffer
-from shared.schedule import StepPlan
 from shared.sent_requests import PictureShelf, SentRequests
 from shared.trajectory import ExampleCounts
-from shared.weight_sync.differences import Differences
-from shared.weight_sync.phases import SendReport
 
+# The driver imports this module, and need not pay for torch, transformers and peft.
 if TYPE_CHECKING:
+    import torch
+
     from learner.learner import Learner
-    from learner.model.ranks import Rendezvous
+    from learner.model.ranks import RankTopology, Rendezvous
 
-
-# What a learner rank offers to a backend that lives in its process.
+STOPPING = "stopping"
+"""Ray's concurrency group for `stop` and `close`: a thread beside the one in which the learner
+works.
+"""
 
 
 class EngineHost:
-    """`shared.protocols.BackendHost` of one rank."""
+    """A learner rank as the backend in its process sees it (`shared.protocols.BackendHost`)."""
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         """Raises ConfigError where `rollout_matching.offload` asks for what cannot be done here."""
+        from learner.model.offload import require_offload
+
         self._config = config
         self._learner = learner
         require_offload(config, learner.loaded.device)
@@ -67,23 +65,17 @@ class EngineHost:
         return self._learner.parallel.weights.tensors()
 
     def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
+        from learner.model.offload import offloaded
+
         loaded = self._learner.loaded
         return offloaded(
             self._config, loaded.model, self._learner.updater, loaded.device, with_model=model
         )
 
 
-Share = list[Rollout]
-
-STOPPING = "stopping"
-"""Of Ray's concurrency groups: a thread beside the one in which the learner works, where it can be
-told to stop.
-"""
-
-
 class LearnerActor:
-    """`Learner` with references instead of payloads, and where the rank generates its own rollouts,
-    the backend beside it.
+    """A `Learner` with references instead of payloads, and the backend beside it where the rank
+    generates its own rollouts.
     """
 
     _learner: Learner
@@ -96,7 +88,7 @@ class LearnerActor:
         self._shelf = PictureShelf(ray.put)
 
     def open_rendezvous(self, config: RunConfig) -> str:
-        """On rank 0: where the others find it, `address:port`."""
+        """Open the ranks' meeting point, on rank 0. Returns `address:port`."""
         from learner.model.ranks import Rendezvous
 
         self._rendezvous = Rendezvous(_node_address(config))
@@ -109,11 +101,10 @@ class LearnerActor:
         make_backend: MakeBackend | None,
         examples: ExampleCounts | None,
     ) -> int:
-        """Load model and data; the number of torch's threads. Not in the constructor, whose
-        exceptions Ray turns into a dead actor.
+        """Load model and data. Returns the number of torch's threads.
+
+        Not in the constructor, whose exceptions Ray turns into a dead actor.
         """
-        # Here and not above: the driver imports this module, and need not pay for torch,
-        # transformers and peft.
         import torch
 
         from learner.learner import Learner
@@ -125,9 +116,12 @@ class LearnerActor:
             self._backend = make_backend(EngineHost(config, self._learner))
         return torch.get_num_threads()
 
-    def next_requests(self, plan: StepPlan) -> int:
-        """Begin a step. The number of its requests, which `requests` gives."""
-        self._requests = self._learner.next_requests(plan)
+    def begin(self, method: str, argument: Any) -> int:
+        """Begin a step (`next_requests`) or a report (`held_out_requests`).
+
+        Returns the number of its requests, which `requests` gives.
+        """
+        self._requests = getattr(self._learner, method)(argument)
         return len(self._requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
@@ -136,54 +130,30 @@ class LearnerActor:
         """
         return self._shelf.send(self._requests[first:stop])
 
-    def accumulate(self, *shares: list[Any]) -> None:
-        self._learner.accumulate(list(itertools.chain(*shares)))
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the learner or of a part of it, such as `publisher.offer`."""
+        return attrgetter(method)(self._learner)(*arguments)
 
-    def finish_step(self) -> RankReport:
-        return self._learner.finish_step()
-
-    def offer_weights(self) -> WeightOffer | None:
-        """The offer of rank 0; None on the others, which only take part."""
-        return self._learner.publisher.offer()
-
-    def send_weights(self, offer: WeightOffer) -> SendReport:
-        return self._learner.publisher.send(offer)
-
-    def sync_done(self, noise: Differences | None) -> None:
-        self._learner.publisher.done(noise)
-
-    def fall_back_to_full(self) -> None:
-        self._learner.publisher.fall_back_to_full()
-
-    def held_out_requests(self, step: int) -> int:
-        """Begin a report, as `next_requests` does a step."""
-        self._requests = self._learner.held_out_requests(step)
-        return len(self._requests)
-
-    def score(self, *shares: list[Any]) -> list[Outcome]:
-        return self._learner.score(list(itertools.chain(*shares)))
-
-    def save(self, folder: Path) -> None:
-        self._learner.publisher.save(folder)
-
-    @ray.method(concurrency_group=STOPPING)
-    def stop(self) -> None:
-        """Beside whatever else the rank is doing."""
-        self._learner.stop()
-
-    @ray.method(concurrency_group=STOPPING)
-    def close(self) -> None:
-        """End the backend beside the learner, if there is one, whatever it is doing: this process
-        is going to be killed.
-        """
-        if self._backend is not None:
-            self._backend.close()
+    def call_on_rollouts(self, method: str, *shares: list[Any]) -> Any:
+        """Call a method of the learner with this rank's rollouts, which Ray resolves here."""
+        return self.call(method, list(itertools.chain(*shares)))
 
     def num_updates(self) -> int:
         return self._learner.num_updates
 
-    def generate(self, *objects: SentRequests, places: range) -> tuple[Share, int]:
-        """As `EngineActor.generate`, by the backend beside the learner."""
+    @ray.method(concurrency_group=STOPPING)
+    def stop(self) -> None:
+        """Have the learner stop, beside whatever it is doing."""
+        self._learner.stop()
+
+    @ray.method(concurrency_group=STOPPING)
+    def close(self) -> None:
+        """End the backend, if there is one, whatever it is doing: this process will be killed."""
+        if self._backend is not None:
+            self._backend.close()
+
+    def generate(self, *objects: SentRequests, places: range) -> tuple[list[Rollout], int]:
+        """Generate by the backend beside the learner, as `EngineActor.generate`."""
         assert self._backend is not None, "this rank was started without a backend"
         rollouts = self._backend.generate(SentRequests.chosen(objects, places).with_data(ray.get))
         return rollouts, len(rollouts)
@@ -194,8 +164,8 @@ class LearnerActor:
 
 
 def _node_address(config: RunConfig) -> str:
-    """An address of this node that engines and other ranks reach: the loopback where all of them
-    are on this machine, and nothing then leaves it.
+    """Return an address of this node that engines and other ranks reach: the loopback where all of
+    them are on this machine, and nothing then leaves it.
     """
     section = rollout_servers(config)
     if config.cluster.address == "local" and (

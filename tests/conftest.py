@@ -233,13 +233,13 @@ def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool
     """
     from engine_support import TIMEOUTS, EnginePool, create_actor, small_settings
 
-    from launch.runtime.rollout_client import ActorPool
+    from launch.runtime.rollout_client import RolloutClient
 
     names = [f"actor-{i}" for i in range(3)]
     actors = {
         name: create_actor(name, small_settings(demo_checkpoint), i) for i, name in enumerate(names)
     }
-    pool = ActorPool(list(actors.values()), names, TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient(list(actors.values()), names, TIMEOUTS, decode_batch_size=8)
     pool.start()
     yield EnginePool(actors, pool)
     pool.close()

@@ -1,11 +1,10 @@
-"""Answers of Ray actors, each waited for no longer than its limit, and what is raised in place of
-one that does not come.
-"""
+"""The one wait for Ray actors: it has a limit, and translates what Ray raises."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,119 +14,122 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from rollout_actors.engine.failure import EngineEndedError
 from shared.errors import RecordError, RolloutError, Timeout, WeightSyncError, ended, late
 
-Error = RolloutError | WeightSyncError
-
-VICTIM_GRACE_S = 4.0
-"""How long an engine that lost a connection is kept back, for the one that broke it to say why.
-Below `SYNC_MARGIN_S`, which waits for that error.
+PEER_ERROR_GRACE_S = 4.0
+"""Wait after a lost connection, for the error of the actor that broke it. Below `SYNC_MARGIN_S`,
+which waits for that error.
 """
 BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
-"""What the errors of gloo and NCCL name where a peer has left the group. They arrive as text: vLLM
-passes on no exception of its workers.
+"""Signs of gloo and NCCL that a peer has left the group. They arrive as text: vLLM passes on no
+exception of its workers.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RayCall:
-    """One call to every engine that takes part: what to say when it does not end well."""
+    """A call to several actors: how long it may take, and how its failures are reported.
+
+    Example:
+        `RayCall("generate", Timeout(600.0, "timeouts.generate_s"), "the engine's log",
+        RolloutError)`
+    """
 
     phase: str
     limit: Timeout | None
-    """None: the engine keeps one itself."""
+    """None: the actors keep a limit themselves."""
     check: str
-    error: type[Error]
+    """What to look at where an answer is late."""
+    error: type[Any]
+    """Built from a message, `actor` and `phase`."""
     margin_s: float = 0.0
-    """Waited beyond the limit, where the engine keeps the same timeout itself and can say more."""
+    """Wait beyond the limit, where the actor keeps the same one and can say more."""
 
-    def deadline(self) -> float | None:
-        """Of what is asked now, by the monotonic clock; None: there is none."""
-        return None if self.limit is None else time.monotonic() + self.limit.seconds + self.margin_s
+    def deadline(self) -> float:
+        """Return the end of the wait for what is asked now, by the monotonic clock."""
+        if self.limit is None:
+            return math.inf
+        return time.monotonic() + self.limit.seconds + self.margin_s
+
+    def timeout_error(self, names: Sequence[str]) -> Exception:
+        """Return what to raise where these actors have not answered in time."""
+        assert self.limit is not None, "an actor is late by a limit"
+        message = late(", ".join(names), self.limit, self.check)
+        error: Exception = self.error(message, actor=names[0], phase=self.phase)
+        return error
+
+    def translate_error(self, name: str, error: RayError) -> Exception:
+        """Return what to raise in place of Ray's error: the actor's own, or one that names it."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, RolloutError | WeightSyncError | RecordError):
+            return cause
+        if cause is not error and isinstance(cause, RayActorError | ObjectLostError):
+            # Not the actor's end: an argument, or a picture, was to come from the learner.
+            message = (
+                "what it was asked for is lost, for the learner's process has ended; check its log"
+                f" and the machine's memory ({cause})"
+            )
+        elif isinstance(cause, RayActorError):
+            message = ended("its", cause)
+        elif isinstance(cause, EngineEndedError):
+            message = ended("its", cause.args[0])
+        elif isinstance(cause, ObjectLostError):
+            message = f"a finished answer was lost ({cause}); check {self.check}"
+        else:
+            message = f"{type(cause).__name__}: {cause}"
+        translated: Exception = self.error(message, actor=name, phase=self.phase)
+        return translated
+
+    def blames_peer(self, error: Exception) -> bool:
+        """Return whether another actor's error is likely to explain this one."""
+        return any(sign in str(error) for sign in BROKEN_CONNECTION)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingCall:
-    """An answer that is waited for."""
+def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
+    """Return every actor's answer, in order; `answers` are names and references.
 
-    name: str
-    """The engine's."""
-    deadline: float | None
+    The first failure ends the wait, unless it blames a peer: when one actor of a group fails, the
+    others often notice before its own error arrives. That gets `PEER_ERROR_GRACE_S`.
 
-
-def all_answers(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
-    """Every engine's answer, in order.
-
-    The first failure ends the wait, whatever the others are doing, unless it is a broken
-    connection: an engine that fails in the middle of a sync leaves the group, and the others may
-    notice before its own error has come. It gets `VICTIM_GRACE_S`.
+    Raises:
+        Exception: `call.translate_error` of the failure that explains most, or
+            `call.timeout_error`.
     """
-    deadline = call.deadline()
-    asked = {answer: PendingCall(name, deadline) for name, answer in answers}
-    waiting, values = dict(asked), {}
-    victim: Error | None = None
-    given_up = 0.0
+    names = {answer: name for name, answer in answers}
+    waiting = dict.fromkeys(names, call.deadline())
+    values: dict[Any, Any] = {}
+    victim: Exception | None = None
     while waiting:
-        if (
-            victim is not None
-            and not ray.wait(list(waiting), timeout=max(0.0, given_up - time.monotonic()))[0]
-        ):
-            break
-        answer = next_answer(call, waiting)
+        answer = next_ready(waiting)
+        if answer is None:
+            raise victim or call.timeout_error([names[late] for late in waiting])
+        deadline = waiting.pop(answer)
         try:
-            values[answer] = value_of(call, waiting.pop(answer).name, answer)
-        except (RolloutError, WeightSyncError) as error:
-            if not any(sign in error.message for sign in BROKEN_CONNECTION):
+            values[answer] = result_of(call, names[answer], answer)
+        except Exception as error:
+            if not call.blames_peer(error):
                 raise
             if victim is None:
-                victim, given_up = error, time.monotonic() + VICTIM_GRACE_S
+                victim = error
+                deadline = min(deadline, time.monotonic() + PEER_ERROR_GRACE_S)
+                waiting = dict.fromkeys(waiting, deadline)
     if victim is not None:
         raise victim
-    return [values[answer] for answer in asked]
+    return [values[answer] for answer in names]
 
 
-def next_answer(call: RayCall, waiting: Mapping[Any, PendingCall]) -> Any:
-    """The reference that is there first. Raises the call's error when the limit of one of them is
-    over.
+def next_ready(waiting: Mapping[Any, float]) -> Any | None:
+    """Return the reference that is ready first; None when a deadline passes before.
+
+    `waiting` maps references to their deadlines by the monotonic clock.
     """
-    deadlines = [asked.deadline for asked in waiting.values() if asked.deadline is not None]
-    ready, _ = ray.wait(
-        list(waiting), timeout=max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-    )
-    if ready:
-        return ready[0]
-    silent = list(
-        dict.fromkeys(asked.name for asked in waiting.values() if asked.deadline == min(deadlines))
-    )
-    assert call.limit is not None, "there is a deadline"
-    raise call.error(
-        late(", ".join(silent), call.limit, call.check), actor=silent[0], phase=call.phase
-    )
+    deadline = min(waiting.values())
+    timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+    ready, _ = ray.wait(list(waiting), timeout=timeout)
+    return ready[0] if ready else None
 
 
-def value_of(call: RayCall, name: str, answer: Any) -> Any:
-    """What the engine of this name has answered. Raises its own error, or the call's."""
+def result_of(call: RayCall, name: str, answer: Any) -> Any:
+    """Return the answer of the actor with this name. Raises `call.translate_error`."""
     try:
         return ray.get(answer)
     except RayError as error:
-        raise told(call, name, error) from error
-
-
-def told(call: RayCall, name: str, error: RayError) -> Error | RecordError:
-    """What is raised where Ray says so of the engine of this name: its own error, that of a
-    picture's file, or the call's.
-    """
-    if isinstance(error, RayTaskError) and isinstance(error.cause, RayActorError | ObjectLostError):
-        # Not the engine's end: an argument of the call, or a picture, was to come from the learner.
-        problem = (
-            "what it was asked for is lost, for the learner's process has ended; check its log and"
-            " the machine's memory"
-        )
-        return call.error(f"{problem} ({error.cause})", actor=name, phase=call.phase)
-    if isinstance(error, RayActorError):
-        return call.error(ended("its", error), actor=name, phase=call.phase)
-    # Ray hides the actor's own exception in one of its own kind.
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, Error | RecordError):
-        return cause
-    if isinstance(cause, EngineEndedError):
-        return call.error(ended("its", cause.args[0]), actor=name, phase=call.phase)
-    return call.error(f"{type(cause).__name__}: {cause}", actor=name, phase=call.phase)
+        raise call.translate_error(name, error) from error

@@ -121,7 +121,7 @@ class SendsWeights(Protocol):
 
 
 class TakesWeights(Protocol):
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Return when nothing is being generated, within the limit that a round has. Raises
         RolloutError where that round failed.
 
@@ -141,7 +141,7 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     and for the rest of the run, if the configuration permits it (DESIGN 5, decision 20); the report
     says why.
     """
-    rollouts.settle()
+    rollouts.wait_idle()
     try:
         return _sync(learner, rollouts)
     # of any kind: what the engines hold after it is proved by the full sync that follows

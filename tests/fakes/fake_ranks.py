@@ -51,6 +51,16 @@ class FakeRank:
     def start(self, *arguments: Any) -> int:
         raise ConfigError("model.path: no")
 
+    def begin(self, method: str, argument: Any) -> int:
+        num: int = getattr(self, method)(argument)
+        return num
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self, method.removeprefix("publisher."))(*arguments)
+
+    def call_on_rollouts(self, method: str, *shares: Any) -> Any:
+        return getattr(self, method)(*shares)
+
     def accumulate(self, *shares: Any) -> None:
         """Rank 1 fails at last, rank 0 notices first."""
         time.sleep(0.3 * self._rank)
@@ -98,7 +108,7 @@ class FakeRank:
     def num_updates(self) -> int:
         return 5
 
-    def send_weights(self, offer: WeightOffer) -> None:
+    def send(self, offer: WeightOffer) -> None:
         raise WeightSyncError("nobody came", actor="learner", phase="rendezvous")
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:

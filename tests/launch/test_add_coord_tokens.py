@@ -295,14 +295,14 @@ def test_an_engine_serves_what_was_made_and_takes_its_weights(
     import ray
     from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-    from launch.runtime.rollout_client import ActorPool
+    from launch.runtime.rollout_client import RolloutClient
     from shared.weight_sync.phases import sync_weights
 
     make_coord_model(
         options(stock(family, tied=tied), tmp_path / "model", min_pixels=SCENE, max_pixels=SCENE)
     )
     actors = {family: create_actor(family, small_settings(tmp_path / "model"), 0)}
-    pool = ActorPool(list(actors.values()), list(actors), TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient(list(actors.values()), list(actors), TIMEOUTS, decode_batch_size=8)
     learner = SmallLearner(tmp_path / "model", num_receivers=1)
     try:
         pool.start()

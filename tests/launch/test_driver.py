@@ -14,7 +14,7 @@ from config_support import mapping
 
 from launch.driver import evaluate, train
 from launch.pipeline import one_ahead, one_at_a_time
-from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from shared.chunking import split_contiguous
 from shared.config import load_config
 from shared.config.derive import engine_devices
@@ -75,7 +75,7 @@ class Rollouts:
         self.round = Round(self.world, requests)
         return self.round
 
-    def settle(self):
+    def wait_idle(self):
         if self.round is not None:
             self.world.now = max(self.world.now, self.round.end)
 
@@ -380,10 +380,10 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
         config = load_config(
             mapping(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
         )
-        pool = ActorPool(
+        pool = RolloutClient(
             [],
             [],
-            PoolTimeouts.of_actors(config.timeouts),
+            RolloutTimeouts.for_actors(config.timeouts),
             decode_batch_size=decode_batch_size,
             devices=engine_devices(config),
         )

@@ -13,7 +13,7 @@ from local_learner import Job, run_job
 from launch.checks.data import check_environment
 from launch.cluster import runner_settings
 from launch.pipeline import one_ahead, one_at_a_time
-from launch.runtime.rollout_client import ActorPool, EnvironmentPool
+from launch.runtime.rollout_client import RolloutClient
 from rollout_actors.environments.training.actor import EnvironmentActor
 from shared.trajectory import EnvironmentRollout
 
@@ -70,7 +70,7 @@ def job(engine_pool, demo_checkpoint, demo_data, tmp_path_factory):
             runner_settings(config, section, engines.devices, examples, 0),
             engines.actors,
             engines.names,
-            engines.call_limit,
+            engines.timeouts.generate,
         )
         actors = [
             ray.remote(EnvironmentActor)
@@ -78,17 +78,11 @@ def job(engine_pool, demo_checkpoint, demo_data, tmp_path_factory):
             .remote(name, *arguments)
             for name in names
         ]
-        environments = ActorPool(actors, names, TIMEOUTS, decode_batch_size=16)
+        environments = RolloutClient(actors, names, TIMEOUTS, decode_batch_size=16)
         environments.start()
         try:
-            pool = EnvironmentPool(
-                engines,
-                environments,
-                decode_batch_size=size,
-                learner_ranks=1,
-                group_size=section.rollouts_per_example,
-            )
-            return run_job(config, pool, num_engines, queue, examples)
+            engines.generate_through(environments, group_size=section.rollouts_per_example)
+            return run_job(config, engines, num_engines, queue, examples)
         finally:
             environments.close()
 

@@ -2,59 +2,57 @@
 has a timeout).
 """
 
+from types import SimpleNamespace
+
 import pytest
-from ray.exceptions import GetTimeoutError, ObjectLostError
+from ray.exceptions import ObjectLostError
 
 from launch.evaluate import LocalHeldOut
+from rollout_actors.engine import ray_calls
 from shared.config.job import TimeoutsSection
 from shared.errors import RolloutError
 
+LOST = ObjectLostError("ab" * 28, None, "")
+
 
 class Scores:
-    """What `LocalHeldOut` uses of `HeldOut`."""
+    """The part of `HeldOut` that `LocalHeldOut` uses."""
 
     def score(self, rollouts):
         return [f"scene of {rollout}" for rollout in rollouts]
 
 
-def local(answer, asked):
-    """With this from Ray: rollouts, or an error. `asked` takes the timeouts."""
+@pytest.fixture
+def score(monkeypatch):
+    """Scores two references with these answers of Ray's; None is late."""
 
-    def fetch(refs, *, timeout):
-        asked.append(timeout)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def score(*answers):
+        def wait(refs, *, timeout):
+            assert 0 < timeout <= 7
+            return [ref for ref in refs if answers[ref] is not None][-1:], refs
 
-    return LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0), fetch=fetch)
+        def get(ref):
+            if isinstance(answers[ref], Exception):
+                raise answers[ref]
+            return answers[ref]
+
+        monkeypatch.setattr(ray_calls, "ray", SimpleNamespace(wait=wait, get=get))
+        return LocalHeldOut(Scores(), TimeoutsSection(generate_s=7.0)).score([[0, 1]])
+
+    return score
 
 
-def test_the_shares_are_scored_in_order_within_the_timeout():
-    asked = []
-    assert local([["a", "b"], ["c"]], asked).score([[None, None]]) == [
-        "scene of a",
-        "scene of b",
-        "scene of c",
-    ]
-    assert asked == [7.0]
+def test_the_shares_are_scored_in_order_within_the_timeout(score):
+    assert score(["a", "b"], ["c"]) == ["scene of a", "scene of b", "scene of c"]
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("answer", "message"),
     [
-        (
-            GetTimeoutError("late"),
-            (
-                r"collect on rollout engines: no answer from .* after timeouts\.generate_s = 7 s;"
-                r" check .*, or raise timeouts\.generate_s"
-            ),
-        ),
-        (
-            ObjectLostError("ab" * 28, None, ""),
-            r"collect on rollout engines: finished rollouts were lost \(.*\); check",
-        ),
+        (None, r"no answer from .* after timeouts\.generate_s = 7 s; check that every actor's"),
+        (LOST, r"a finished answer was lost \(.*\); check that every actor's"),
     ],
 )
-def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(error, message):
-    with pytest.raises(RolloutError, match=f"(?s){message}"):
-        local(error, []).score([[None]])
+def test_rollouts_that_are_late_or_lost_are_an_error_with_what_to_check(score, answer, message):
+    with pytest.raises(RolloutError, match=f"(?s)collect on rollout engines: {message}"):
+        score(["a", "b"], answer)

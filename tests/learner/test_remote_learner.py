@@ -15,6 +15,7 @@ from config_support import configuration
 from fake_ranks import create_fake_rank
 
 from launch.runtime.learner_client import RayLearner
+from launch.runtime.rollout_client import RankRolloutClient
 from learner.actor import STOPPING
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config.job import TimeoutsSection
@@ -98,12 +99,12 @@ def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for
 
 
 def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken(learner):
-    remote = learner()
-    assert remote.received_version == 0
-    assert (
-        remote.receive_weights(WeightOffer(3, "inproc", {}, None)).result(timeout=30).version == 3
+    rollouts = RankRolloutClient(
+        learner(), TimeoutsSection(), num_ranks=1, devices_per_rank=1, decode_batch_size=2
     )
-    assert remote.received_version == 3
+    assert rollouts.version == 0
+    report = rollouts.receive_weights(WeightOffer(3, "inproc", {}, None)).result(timeout=30)
+    assert (report.version, rollouts.version) == (3, 3)
 
 
 def test_a_failed_send_arrives_through_its_future(learner):
@@ -159,7 +160,7 @@ def test_the_first_requests_are_there_while_the_next_are_being_made(two_ranks, r
 def test_ranks_that_are_told_to_stop_are_free_at_once_and_say_how_many_updates_they_hold(two_ranks):
     remote = two_ranks(learn_s=0.5)
     with pytest.raises(
-        LearnerError, match=r"score on the learner: no answer from rank 0, 1 after .* = 0\.5 s"
+        LearnerError, match=r"score on the learner: no answer from rank 0, rank 1 after .* = 0\.5 s"
     ):
         remote.score([[], []])
     started = time.monotonic()
@@ -174,7 +175,7 @@ def test_a_rank_that_does_not_become_free_is_named_with_the_key(two_ranks):
     with pytest.raises(
         LearnerError,
         match=(
-            r"stop on the learner: no answer from rank 0, 1 after timeouts\.interrupt_s = 1 s; .*,"
+            r"stop on the learner: no answer from rank 0, rank 1 after timeouts\.interrupt_s = 1 s; .*,"
             r" or raise timeouts\.interrupt_s"
         ),
     ):
@@ -193,10 +194,10 @@ class Asked:
         return self
 
     def remote(self, *arguments):
-        if self._rank == 0 and self._name == "finish_step":
+        if self._rank == 0 and arguments == ("finish_step",):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
-        self._asked.append((self._name, self._rank))
+        self._asked.append((self._name, *arguments, self._rank))
 
 
 @pytest.fixture
@@ -221,9 +222,8 @@ def test_an_interruption_between_two_ranks_calls_leaves_no_rank_without_its_call
         remote.finish_step()
     with pytest.raises(TypeError):  # nobody answers here
         remote.stop(timeout_s=1.0)
-    assert asked == [
-        (call, rank) for call in ("finish_step", "stop", "num_updates") for rank in (0, 1)
-    ]
+    calls = (("call", "finish_step"), ("stop",), ("num_updates",))
+    assert asked == [(*call, rank) for call in calls for rank in (0, 1)]
 
 
 def test_closing_reaches_a_rank_that_is_busy(learner, ranks):

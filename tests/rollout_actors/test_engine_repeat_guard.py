@@ -11,7 +11,7 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-from launch.runtime.rollout_client import ActorPool
+from launch.runtime.rollout_client import RolloutClient
 from rollout_actors.repeat_guard.rule import require_guard
 from shared.errors import RolloutError
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
@@ -122,7 +122,7 @@ def test_a_guarded_engine_takes_weights_and_agrees_with_the_learner_about_its_ca
     guarded: Any, demo_checkpoint: Path
 ) -> None:
     learner = SmallLearner(demo_checkpoint, num_receivers=1)
-    pool = ActorPool([guarded], ["guarded"], TIMEOUTS, decode_batch_size=8, devices=(1,))
+    pool = RolloutClient([guarded], ["guarded"], TIMEOUTS, decode_batch_size=8, devices=(1,))
     learner.learn(seed=2)
     assert sync_weights(learner, pool).canary_max_abs < 1e-4
     learner.close()

@@ -16,7 +16,7 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from shared.config.job import TimeoutsSection
 from shared.errors import RolloutError, WeightSyncError
 from shared.sent_requests import PictureShelf
@@ -169,7 +169,7 @@ def test_a_round_that_is_longer_than_the_limits_of_a_sync_is_waited_for_before_t
     """
     limits = TimeoutsSection(sync_phase_s=4.0)
     pool = engine_pool.over(
-        *engine_pool.actors, decode_batch_size=24, timeouts=PoolTimeouts.of_actors(limits)
+        *engine_pool.actors, decode_batch_size=24, timeouts=RolloutTimeouts.for_actors(limits)
     )
     learner = SmallLearner(demo_checkpoint, num_receivers=3, timeout_s=limits.sync_phase_s)
     learner.version = served = engine_pool.pool.version
@@ -196,7 +196,7 @@ def test_an_actor_whose_engine_died_ends_itself_and_is_reported(
     ray_cluster: None, demo_checkpoint: Path, learner: SmallLearner
 ) -> None:
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
-    pool = ActorPool([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient([actor], ["doomed"], TIMEOUTS, decode_batch_size=8)
     pool.start()
     shell, *children = ray.get(actor.process_ids.remote())
     psutil.Process(children[0]).kill()
@@ -217,7 +217,7 @@ def test_a_cache_that_is_too_small_is_told_as_vllm_finds_it_with_the_whole_story
     ray_cluster: None, demo_checkpoint: Path
 ) -> None:
     actor = create_actor("small", small_settings(demo_checkpoint, kv_cache_memory_bytes=1 << 19), 0)
-    pool = ActorPool([actor], ["small"], TIMEOUTS, decode_batch_size=8)
+    pool = RolloutClient([actor], ["small"], TIMEOUTS, decode_batch_size=8)
     with pytest.raises(RolloutError) as caught:
         pool.start()
     pool.close()
@@ -237,7 +237,9 @@ def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_not_at_the
 ) -> None:
     limits = TimeoutsSection(sync_phase_s=200.0)
     actor = create_actor("doomed", small_settings(demo_checkpoint), 0)
-    pool = ActorPool([actor], ["doomed"], PoolTimeouts.of_actors(limits), decode_batch_size=8)
+    pool = RolloutClient(
+        [actor], ["doomed"], RolloutTimeouts.for_actors(limits), decode_batch_size=8
+    )
     pool.start()
     # which waits so long for the dead engine when it is closed
     learner = SmallLearner(demo_checkpoint, num_receivers=1, timeout_s=5.0)

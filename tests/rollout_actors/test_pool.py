@@ -14,9 +14,9 @@ from fake_actors import EchoEngine, Sender, create_fake_actor
 from fake_server import make_request
 from ray.exceptions import OwnerDiedError, RayTaskError
 
-from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.engine.actor import EngineActor
-from rollout_actors.engine.ray_calls import RayCall, told
+from rollout_actors.engine.ray_calls import RayCall
 from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, RecordError, RolloutError, WeightSyncError
 from shared.protocols import CLOSED_S, PerRank
@@ -26,11 +26,11 @@ from shared.sent_requests import PictureShelf, RequestRef
 
 pytestmark = pytest.mark.ray
 
-MakePool = Callable[..., ActorPool]
+MakePool = Callable[..., RolloutClient]
 
 
-def timeouts(limit_s: float = 30.0) -> PoolTimeouts:
-    return PoolTimeouts.of_actors(
+def timeouts(limit_s: float = 30.0) -> RolloutTimeouts:
+    return RolloutTimeouts.for_actors(
         TimeoutsSection(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s)
     )
 
@@ -43,9 +43,9 @@ def make_pool(fake_actors: list[Any]) -> MakePool:
 
     def make(
         phase: str = "", trouble: str = "", *, limit_s: float = 30.0, **options: Any
-    ) -> ActorPool:
+    ) -> RolloutClient:
         ray.get(fake_actors[1].become.remote(phase, trouble))
-        return ActorPool(
+        return RolloutClient(
             fake_actors,
             ["actor-0", "actor-1"],
             timeouts(limit_s),
@@ -57,7 +57,7 @@ def make_pool(fake_actors: list[Any]) -> MakePool:
 
 def own_pool(
     *troubles: tuple[str, str], limit_s: float = 30.0, closed_s: float = 30.0
-) -> ActorPool:
+) -> RolloutClient:
     """A started pool of an actor of its own for each of these phases and troubles."""
     names = [f"actor-{index}" for index in range(len(troubles))]
     actors = [
@@ -65,7 +65,7 @@ def own_pool(
     ]
     # so that no limit counts the start of a process
     ray.get([actor.__ray_ready__.remote() for actor in actors])
-    pool = ActorPool(
+    pool = RolloutClient(
         actors, names, replace(timeouts(limit_s), closed_s=closed_s), decode_batch_size=2
     )
     pool.start()
@@ -134,7 +134,7 @@ def test_engines_of_several_devices_take_in_proportion_to_them(make_pool: MakePo
 def test_a_pool_that_is_not_told_its_engines_devices_asks_them_at_the_start(
     make_pool: MakePool,
 ) -> None:
-    pool = make_pool(devices=None)
+    pool = make_pool(devices=())
     pool.start()
     assert pool.devices == (1, 1)
 
@@ -150,7 +150,7 @@ def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_th
             r" ranks; raise decode_batch_size"
         ),
     ):
-        make_pool(devices=None, decode_batch_size=1, learner_ranks=4).start()
+        make_pool(devices=(), decode_batch_size=1, learner_ranks=4).start()
 
 
 def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wanted(
@@ -176,7 +176,7 @@ def test_what_a_server_answered_and_is_wrong_is_not_asked_of_another_one(
 def test_a_sync_waits_for_the_round_that_is_being_generated(make_pool: MakePool) -> None:
     pool = make_pool("generate", "slow")
     waiting = pool.generate(refs(2))
-    pool.settle()
+    pool.wait_idle()
     assert waiting.done()
 
 
@@ -184,7 +184,7 @@ def test_a_round_that_failed_is_raised_before_a_sync_begins(make_pool: MakePool)
     pool = make_pool("generate", "fail")
     pool.generate(refs(2))
     with pytest.raises(RolloutError, match="told to fail"):
-        pool.settle()
+        pool.wait_idle()
 
 
 def test_a_sync_raises_the_version_and_reports_the_slowest_actor(make_pool: MakePool) -> None:
@@ -290,10 +290,10 @@ def test_a_picture_that_cannot_be_read_is_told_as_what_it_is(make_pool: MakePool
 
 
 @pytest.fixture
-def echo(ray_cluster: None) -> Iterator[ActorPool]:
+def echo(ray_cluster: None) -> Iterator[RolloutClient]:
     """An engine's real shell, over what answers with what it is asked."""
     actor = ray.remote(EngineActor).options(num_cpus=0).remote(EchoEngine)
-    yield ActorPool([actor], ["actor-0"], timeouts(), decode_batch_size=64, devices=(1,))
+    yield RolloutClient([actor], ["actor-0"], timeouts(), decode_batch_size=64, devices=(1,))
     ray.kill(actor)
 
 
@@ -305,7 +305,7 @@ def sender(ray_cluster: None) -> Iterator[Any]:
 
 
 def test_an_engine_gets_every_pictures_bytes_from_whoever_sends_them(
-    echo: ActorPool, sender: Any
+    echo: RolloutClient, sender: Any
 ) -> None:
     requests = [make_request(place, images=(picture(place // 2), picture(7))) for place in range(5)]
     for _ in range(2):
@@ -320,7 +320,7 @@ def test_pictures_that_are_lost_with_the_learner_are_not_laid_on_an_engine() -> 
     call = RayCall("generate", None, "", RolloutError)
     assert (
         "generate on actor-0: what it was asked for is lost, for the learner's process has ended"
-        in str(told(call, "actor-0", lost))
+        in str(call.translate_error("actor-0", lost))
     )
 
 

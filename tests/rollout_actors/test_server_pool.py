@@ -21,7 +21,7 @@ from fake_server import (
 )
 from renewed_actor import RenewedActor
 
-from launch.runtime.rollout_client import ActorPool, PoolTimeouts
+from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -31,7 +31,7 @@ from shared.weight_sync.phases import SyncPhase
 
 pytestmark = pytest.mark.ray
 
-MakePool = Callable[..., ActorPool]
+MakePool = Callable[..., RolloutClient]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
     """A started pool over a server for each of the engines."""
     with ExitStack() as ends:
 
-        def make(*engines: ObedientEngine, times: int = 1, **options: Any) -> ActorPool:
+        def make(*engines: ObedientEngine, times: int = 1, **options: Any) -> RolloutClient:
             expected = make_settings(tmp_path / "model", max_num_seqs=2)
             urls = [
                 ends.enter_context(
@@ -63,10 +63,10 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
             ]
             used = actors[: len(specs)]
             ray.get([actor.become.remote(spec) for actor, spec in zip(used, specs, strict=True)])
-            pool = ActorPool(
+            pool = RolloutClient(
                 used,
                 names,
-                PoolTimeouts.of_actors(
+                RolloutTimeouts.for_actors(
                     TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)
                 ),
                 decode_batch_size=2,
@@ -79,7 +79,7 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
         yield make
 
 
-def generated(pool: ActorPool, num_requests: int) -> list[Rollout]:
+def generated(pool: RolloutClient, num_requests: int) -> list[Rollout]:
     (shares,) = pool.generate(
         [
             PictureShelf(ray.put).put_each(

@@ -14,7 +14,7 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, SmallLearner, create_actor, generated, small_settings
 
-from launch.runtime.rollout_client import ActorPool
+from launch.runtime.rollout_client import RolloutClient
 from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -30,9 +30,9 @@ def named_memory(process: psutil.Process) -> set[Path]:
 
 
 @pytest.fixture(scope="module")
-def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[ActorPool]:
+def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[RolloutClient]:
     actor = create_actor("actor-0", small_settings(demo_checkpoint, tensor_parallel_size=2), 0)
-    pool = ActorPool([actor], ["actor-0"], TIMEOUTS, decode_batch_size=4)
+    pool = RolloutClient([actor], ["actor-0"], TIMEOUTS, decode_batch_size=4)
     pool.start()
     yield pool
     shared = named_memory(psutil.Process(ray.get(actor.process_ids.remote())[0]))
@@ -50,7 +50,7 @@ def learner(demo_checkpoint: Path) -> Iterator[SmallLearner]:
 
 
 def test_an_engine_of_two_devices_takes_weights_on_both_and_decodes_for_both(
-    pool: ActorPool, learner: SmallLearner
+    pool: RolloutClient, learner: SmallLearner
 ) -> None:
     assert pool.devices == (2,)
     assert [len(rank) for round_ in pool.split([list(range(9))]) for rank in round_] == [5, 4], (

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rollout_actors.engine.ray_calls import RayCall, told
+from rollout_actors.engine.ray_calls import RayCall
 from rollout_actors.environments.concurrency import in_thread
 from rollout_actors.environments.failures import raise_if_for_all
 from rollout_actors.environments.training.runner import (
@@ -24,7 +24,7 @@ from rollout_actors.environments.training.runner import (
     SentRollouts,
     load_tokenizer,
 )
-from shared.errors import RolloutError, Timeout, late
+from shared.errors import RolloutError, Timeout
 from shared.protocols import CLOSED_S
 from shared.rollouts import Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf, SentRequests
@@ -86,13 +86,10 @@ class RayEngines:
             async with asyncio.timeout(None if self._limit is None else self._limit.seconds):
                 rollouts, _ = await answer
         except RayError as error:
-            raise told(self._call, name, error) from error
+            raise self._call.translate_error(name, error) from error
         except TimeoutError as error:
             ray.cancel(answer)
-            assert self._limit is not None
-            raise RolloutError(
-                late(name, self._limit, CHECK), actor=name, phase="generate"
-            ) from error
+            raise self._call.timeout_error([name]) from error
         except asyncio.CancelledError:
             ray.cancel(answer)
             raise

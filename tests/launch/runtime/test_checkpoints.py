@@ -355,7 +355,7 @@ def learner(tmp_path, demo_checkpoint, demo_data):
 
 
 class Saves:
-    """`Learner` as `RemoteLearner` shows it to the driver."""
+    """`Learner` as `RayLearner` shows it to the driver."""
 
     def __init__(self, learner):
         self._learner = learner

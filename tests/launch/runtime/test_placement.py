@@ -9,9 +9,10 @@ import ray
 from config_support import configuration, trajectory_config
 
 from launch.checks.data import ImageNeeds
-from launch.cluster import here, runner_settings, server_timeouts
+from launch.cluster import here, runner_settings
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.placement import Resources, plan_placement
+from launch.runtime.rollout_client import RolloutTimeouts
 from rollout_actors.backends.colocate import colocate_tensor_parallel
 from rollout_actors.engine import warm_python
 from shared.config.job import TimeoutsSection
@@ -313,7 +314,7 @@ def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(given, second
     section = ServerSection.model_validate(
         {"servers": servers, "timeout_s": 240.0, "infer_timeout_s": given}
     )
-    timeouts = server_timeouts(section, TimeoutsSection(start_s=300.0))
+    timeouts = RolloutTimeouts.for_servers(section, TimeoutsSection(start_s=300.0))
     assert timeouts.start == Timeout(
         540.0, "rollout_matching.vllm.server.timeout_s + timeouts.start_s"
     )

@@ -17,8 +17,8 @@ from ray.exceptions import ActorDiedError
 from torch import nn
 from torch.distributed import DistBackendError
 
-from launch.runtime import learner_client as remote_learner
-from launch.runtime.learner_client import RayLearner, explained
+from launch.runtime import learner_client
+from launch.runtime.learner_client import LearnerCall, RayLearner
 from learner.model.adapters import NAME
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import (
@@ -33,6 +33,7 @@ from learner.segments import EncodedPrompt
 from learner.weight_sync.canary import Canary
 from learner.weight_sync.publisher import AdapterSender, Sender, WeightPublisher
 from learner.weight_sync.sender import WeightSender
+from rollout_actors.engine import ray_calls
 from shared.config.job import TimeoutsSection
 from shared.errors import CollectiveError, LearnerError
 from shared.weight_sync.transports import Device
@@ -180,12 +181,14 @@ def test_a_peer_that_is_lost_in_a_reduction_is_missed_there() -> None:
 def test_a_rank_on_a_gpu_whose_process_has_ended_may_have_lost_a_peer() -> None:
     """NCCL's watchdog ends the process: there is nobody left to say what it waited for."""
     error = ActorDiedError()
-    on_gpu = explained(error, "finish_step", "rank 1's", may_have_lost_peer=True)
+    call = LearnerCall("finish_step", None, "", LearnerError)
+    on_gpu = replace(call, watchdog_from=0.0).translate_error("rank 1", error)
     assert isinstance(on_gpu, CollectiveError), "what another rank says of itself says more"
     assert "rank 1's process has ended" in str(on_gpu)
     assert "it may have lost a peer" in str(on_gpu)
     assert "timeouts.learn_s" in str(on_gpu)
-    alone = explained(error, "finish_step", "its", may_have_lost_peer=False)
+    alone = call.translate_error("the learner", error)
+    assert "its process has ended" in str(alone)
     assert type(alone) is LearnerError
     assert "peer" not in str(alone)
 
@@ -203,7 +206,7 @@ class EndingRanks:
             return SimpleNamespace(
                 start=answers,
                 open_rendezvous=answers,
-                finish_step=SimpleNamespace(remote=lambda: index),
+                call=SimpleNamespace(remote=lambda method: index),
             )
 
         return [rank(index) for index in range(len(self._ends_s))]
@@ -236,8 +239,10 @@ def test_the_rank_that_ended_long_before_nccl_gave_up_waiting_is_the_one_that_fa
     monkeypatch: pytest.MonkeyPatch, ends_s: tuple[float, float], whose: str, *, is_victim: bool
 ) -> None:
     ranks = EndingRanks(*ends_s)
-    monkeypatch.setattr(remote_learner, "ray", ranks)
-    monkeypatch.setattr(remote_learner, "time", SimpleNamespace(monotonic=lambda: ranks.now_s))
+    clock = SimpleNamespace(monotonic=lambda: ranks.now_s)
+    monkeypatch.setattr(ray_calls, "ray", ranks)
+    for module in (learner_client, ray_calls):
+        monkeypatch.setattr(module, "time", clock)
     learner = RayLearner(ranks.actors(), TimeoutsSection(learn_s=100.0))
     config = configuration(Path("model"), Path("data"), Path("run"))
     place = RankTopology("nccl", (), device=Device.CUDA, world_size=2)

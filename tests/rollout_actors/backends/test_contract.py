@@ -34,7 +34,7 @@ from process_family import is_alive
 from serve_process import OneServer, ServeProcess, serve_process
 from stock_process import TOKEN, StockProcess, stock_process
 
-from launch.runtime.rollout_client import ActorPool
+from launch.runtime.rollout_client import RolloutClient
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec
@@ -122,7 +122,7 @@ def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
         worker_extension="counting_worker.CountingWorker",
     )
     actor = create_actor("actor", settings, 0)
-    pool = ActorPool([actor], ["actor"], TIMEOUTS, decode_batch_size=BATCH)
+    pool = RolloutClient([actor], ["actor"], TIMEOUTS, decode_batch_size=BATCH)
     pool.start()
     ray.get(actor.ask.remote("count_rows"))
     processes = [psutil.Process(pid) for pid in ray.get(actor.process_ids.remote())]

@@ -20,7 +20,7 @@ from ray.exceptions import RayTaskError
 from rollout_actors.engine import failure as engine_failure
 from rollout_actors.engine.actor import EngineActor
 from rollout_actors.engine.failure import EngineEndedError, EngineFailures
-from rollout_actors.engine.ray_calls import RayCall, told
+from rollout_actors.engine.ray_calls import RayCall
 from shared.errors import RolloutError, WeightSyncError
 
 SMALL_CACHE = (
@@ -234,10 +234,8 @@ def test_an_actor_whose_engine_has_died_says_why_before_it_ends(monkeypatch):
 @pytest.mark.parametrize("kind", [RolloutError, WeightSyncError])
 def test_the_run_is_told_why_the_engine_has_ended_and_its_whole_story(kind):
     cause = EngineEndedError("EngineCore: ValueError: no room")
-    error = told(
-        RayCall("generate", None, "", kind),
-        "rollout-actor-1",
-        RayTaskError("generate", "Traceback ...", cause),
+    error = RayCall("generate", None, "", kind).translate_error(
+        "rollout-actor-1", RayTaskError("generate", "Traceback ...", cause)
     )
     assert isinstance(error, kind)
     assert (

@@ -105,7 +105,7 @@ def test_whoever_places_the_actors_need_not_import_vllm_or_torch() -> None:
 ENDING = """
 import atexit, multiprocessing, sys
 from multiprocessing.util import Finalize
-from rollout_actors import vllm_plugin
+from rollout_actors.engine import vllm_plugin
 
 def engine(ending):
     atexit.register(print, "tidied up")

@@ -71,7 +71,7 @@ class Side:
         self.num_done += 1
         self.noise = noise
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         self.num_settled += 1
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:

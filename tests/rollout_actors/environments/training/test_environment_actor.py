@@ -19,7 +19,7 @@ from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor, says
 from scripted_engines import ScriptedEngines, decode_settings, demo_tokenizer
 
-from launch.runtime.rollout_client import ActorPool, EnvironmentPool, PoolTimeouts
+from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.runner import (
     EnvironmentRunner,
@@ -49,20 +49,19 @@ def settings(demo_checkpoint: Path) -> RunnerSettings:
 
 
 @pytest.fixture(scope="module")
-def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[EnvironmentPool]:
+def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClient]:
     """Two environment actors before two engines."""
     actors = [create_scripted_actor(number, token_ids(WORDS)) for number in range(2)]
-    engines = ActorPool(actors, ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2)
+    engines = RolloutClient(actors, ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2)
     shells = [
-        create_environment_actor(name, settings, actors, ENGINES, engines.call_limit)
+        create_environment_actor(name, settings, actors, ENGINES, engines.timeouts.generate)
         for name in ENVIRONMENTS
     ]
-    environments = ActorPool(shells, ENVIRONMENTS, timeouts(60.0), decode_batch_size=64)
+    environments = RolloutClient(shells, ENVIRONMENTS, timeouts(60.0), decode_batch_size=64)
     for pool in (engines, environments):
         pool.start()
-    yield EnvironmentPool(
-        engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE
-    )
+    engines.generate_through(environments, group_size=SIZE)
+    yield engines
     for pool in (environments, engines):
         pool.close()
 
@@ -73,21 +72,20 @@ def create_environment_actor(*arguments: Any) -> Any:
     )
 
 
-def with_environments(actors: Sequence[Any], limit_s: float) -> EnvironmentPool:
+def with_environments(actors: Sequence[Any], limit_s: float) -> RolloutClient:
     """Over actors with the methods of `EnvironmentActor`; no engine is asked."""
-    environments = ActorPool(
+    environments = RolloutClient(
         actors, ENVIRONMENTS, timeouts(limit_s), decode_batch_size=64, devices=(1, 1)
     )
-    engines = ActorPool(
+    engines = RolloutClient(
         [None, None], ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2, devices=(1, 1)
     )
-    return EnvironmentPool(
-        engines, environments, decode_batch_size=4, learner_ranks=2, group_size=SIZE
-    )
+    engines.generate_through(environments, group_size=SIZE)
+    return engines
 
 
-def timeouts(limit_s: float) -> PoolTimeouts:
-    return PoolTimeouts.of_actors(
+def timeouts(limit_s: float) -> RolloutTimeouts:
+    return RolloutTimeouts.for_actors(
         TimeoutsSection(start_s=120.0, generate_s=limit_s, sync_phase_s=30.0)
     )
 
@@ -138,7 +136,7 @@ def in_process(
 
 
 def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_and_is_what_one_runner_makes(
-    pool: EnvironmentPool, settings: RunnerSettings
+    pool: RolloutClient, settings: RunnerSettings
 ) -> None:
     requests = training(4, 1, 5, 4, 3)
     done = pool.generate(refs(requests[:3], requests[3:])).result()
@@ -164,7 +162,7 @@ def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_a
 
 
 def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(
-    pool: EnvironmentPool, settings: RunnerSettings
+    pool: RolloutClient, settings: RunnerSettings
 ) -> None:
     requests = training(0, 1, 2, 3)
     expected = in_process(settings, requests, pool.version)
@@ -175,7 +173,7 @@ def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(
     assert pool.generate([[], []]).result() == [[], []]
 
 
-def test_a_step_is_cut_into_rounds_of_whole_groups(pool: EnvironmentPool) -> None:
+def test_a_step_is_cut_into_rounds_of_whole_groups(pool: RolloutClient) -> None:
     """Two engines of 4 at a time, two ranks: 4 rollouts, which are 2 groups, of each rank in a
     round.
     """
@@ -183,10 +181,10 @@ def test_a_step_is_cut_into_rounds_of_whole_groups(pool: EnvironmentPool) -> Non
 
 
 def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(
-    pool: EnvironmentPool,
+    pool: RolloutClient,
 ) -> None:
     assert (pool.names, pool.devices) == (tuple(ENGINES), (1, 1))
-    pool.settle()
+    pool.wait_idle()
     pool.receive_weights(
         WeightOffer(version=7, transport="rollmatch_gloo", rendezvous={}, canary=None)
     ).result()
@@ -234,7 +232,7 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
         settings, env_id="sandboxes_environment", env_args={"log": "log"}, working_dir=str(tmp_path)
     )
     actor = create_environment_actor(ENVIRONMENTS[0], sandboxes, [None], ENGINES[:1], None)
-    pool = ActorPool([actor], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
+    pool = RolloutClient([actor], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
     pool.start()
     round_ = pool.generate(refs(training(0, 1)))
     until_s = time.monotonic() + 30
