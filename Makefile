@@ -43,23 +43,23 @@ setup:
 
 # Both folders appear when they are complete, so whether they are there decides.
 $(DATA): | setup
-	@$(PYTHON) -m launch.demo.data --out $@
+	@$(PYTHON) -m launch.demo data --out $@
 
 $(MODEL): | setup
-	@$(PYTHON) -m launch.demo.model --out $@
+	@$(PYTHON) -m launch.demo model --out $@
 
 $(POLYGON_DATA): | setup
-	@$(PYTHON) -m launch.demo.data --geometry mixed --out $@
+	@$(PYTHON) -m launch.demo data --geometry mixed --out $@
 
 demo-data: $(DATA) $(MODEL)
 
 demo-polygons-data: $(POLYGON_DATA) $(MODEL)
 
 $(LM): | setup
-	@$(PYTHON) -m launch.demo.language_model --out $@
+	@$(PYTHON) -m launch.demo language-model --out $@
 
 $(TOOLS_LM): | setup
-	@$(PYTHON) -m launch.demo.language_model --tools --out $@
+	@$(PYTHON) -m launch.demo language-model --tools --out $@
 
 demo-lm: $(LM) $(TOOLS_LM)
 

@@ -373,7 +373,7 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
     kind = kinds[0]
     if kind not in geometry:
         remedy = (
-            f"write it as {', '.join(sorted(geometry))} (`launch.import_coco geometry=bbox` does so"
+            f"write it as {', '.join(sorted(geometry))} (`launch.coco import geometry=bbox` does so"
             " for a whole file), remove the object, or choose a custom.trainer_variant that learns"
             " polygons: stage1_sft or stage2_rollout_aligned"
         )

@@ -1,26 +1,32 @@
-"""An environment that cannot be loaded, as the commands say it: which of their keys is meant, and
-the line of the environment that failed.
-"""
+"""Loads an environment for a command; a failure names the command's key and the failing line."""
 
 from __future__ import annotations
 
 import logging
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.failures import called_exit, last_of_users, ownership
 from rollout_actors.environments.loading import find_environment, make_environment
 from shared.errors import ConfigError, RecordError
 
 _LOGGER = logging.getLogger(__name__)
+_ROOT = Path(__file__).parents[2]
+_NOT_THE_USERS = (
+    *(f"{_ROOT / package}/" for package in ("launch", "rollout_actors", "shared")),
+    f"{sysconfig.get_path('stdlib')}/",
+    "<",  # code without a file
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentKeys:
-    """By what a command is told its environment."""
+    """The keys or options by which a command takes its environment."""
 
     name: str
     args: str
@@ -29,8 +35,10 @@ class EnvironmentKeys:
 
 
 def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys) -> Environment:
-    """`load_environment(name, **args)`. Whatever that raises is a ConfigError (or the RecordError
-    that it is), whose cause it is; also `exit()`.
+    """Call `load_environment(name, **args)`.
+
+    Raises:
+        ConfigError: whatever that raises, `exit()` included.
     """
     with environment_errors(name, keys, keys.name):
         load = find_environment(name)
@@ -40,10 +48,10 @@ def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys
 
 @contextmanager
 def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[None]:
-    """What the body raises of this environment as a ConfigError: a ValueError explains itself and
-    is of `key`; with the rest goes the line that raised it.
+    """Turn what the environment's code raises into a ConfigError.
 
-    So is `exit()`, which would end the command without a word; not that of a signal's handler.
+    A ValueError explains itself and belongs to `key`; the rest is told with the line that raised
+    it. `exit()` would end the command without a word.
     """
     try:
         yield
@@ -52,26 +60,27 @@ def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[N
     except ValueError as error:
         _LOGGER.debug("%s was not loaded", name, exc_info=error)
         raise ConfigError(f"{key}: {error}") from error
-    except SystemExit as error:
-        raise _not_loaded(called_exit(error), name, keys) from error
-    except Exception as error:  # whatever a module of somebody's raises
-        raise _not_loaded(error, name, keys) from error
+    except (Exception, SystemExit) as error:
+        _LOGGER.debug("%s was not loaded", name, exc_info=error)
+        message = _describe(error)
+        raise ConfigError(
+            f"{keys.name}: {name} was not loaded: {message}; check {keys.args} and the"
+            f" environment{keys.more}"
+        ) from error
 
 
-def _not_loaded(error: Exception, name: str, keys: EnvironmentKeys) -> ConfigError:
-    _LOGGER.debug("%s was not loaded", name, exc_info=error)
-    return ConfigError(
-        f"{keys.name}: {name} was not loaded: {_told(error)}; check {keys.args} and the"
-        f" environment{keys.more}"
-    )
-
-
-def _told(error: Exception) -> str:
-    """With the last line that is the environment's own, where there is one: of no installed file
-    where it can be, and neither Python's nor ours.
-    """
-    if isinstance(error, SyntaxError) and error.filename is not None and ownership(error.filename):
-        # No frame has come to the line, which is in a file of the environment's.
+def _describe(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        # No frame has come to the line.
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-    text, last = f"{type(error).__name__}: {error}", last_of_users(error)
-    return text if last is None else f"{text} ({last[0].f_code.co_filename}:{last[1]})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_NOT_THE_USERS)
+    ]
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        caller = frames[-1].name if frames else "an environment"
+        status = "" if error.code is None else repr(error.code)
+        text = f"RuntimeError: {caller} called exit({status})"
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text

@@ -1,9 +1,8 @@
-"""How much memory a run's processes are going to need, from the checkpoint's files alone: nothing
-is loaded.
+"""How much memory a run's processes will need, from the checkpoint's files alone.
 
 Estimates, not promises: weights, gradients and optimizer state are exact, activations and caches
-follow the shapes of the layers, and what CUDA itself takes is a round number. What the allocators
-leave unused between tensors is in none of them (`launch.checks.memory.RESERVED`).
+follow the shapes of the layers, and what CUDA itself takes is a round number. What allocators leave
+unused between tensors is in none of them (see `RESERVED`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from launch.runtime.placement import Placement
 from learner.model.parts import ModelPart, find_part, model_part, part_settings
@@ -28,29 +27,48 @@ from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CACHE_BLOCK = 128
-"""Tokens that a cache is handed out in, at the most: vLLM's on CPU."""
+"""The largest block of tokens in which a cache is allocated: vLLM's on CPU."""
 LOGIT_BYTES = 9
-"""Of a logit within a chunk: its value, a float32 copy, a mask (benchmarks/logit_memory.py)."""
+"""Bytes of a logit within a chunk: value, float32 copy, mask (benchmarks/logit_memory.py)."""
 CUDA_CONTEXT = 768 << 20
 """Bytes of a process on a GPU before its first tensor: CUDA's context, kernels, and workspaces of
 cuBLAS, cuDNN and NCCL. Not measured here."""
 BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
-"""Tokens of a forward of an engine, at the most, by `rollout_matching.vllm.mode`: what vLLM 0.32
-gives an `LLM` on its large GPUs, and an `AsyncLLM`, where nothing else is asked for."""
+"""The most tokens of an engine's forward, by `rollout_matching.vllm.mode`: vLLM 0.32's defaults for
+an `LLM` on its large GPUs, and for an `AsyncLLM`."""
 COPIES = {
-    TransportKind.NCCL: 2,
-    TransportKind.IPC: 1,
+    TransportKind.NCCL: 2,  # one under way, and one that is packed or loaded
+    TransportKind.IPC: 1,  # the shared one
     TransportKind.GLOO: 0,
     TransportKind.INPROC: 0,
 }
-"""Of a bucket of weights on the GPU of either end, by transport: one under way and one that is
-packed or loaded; or the shared one, and the engine's."""
-CONTEXT, BUCKETS = "CUDA context", "buckets of a sync"
+"""Buckets of weights on the GPU of either end, by transport."""
+CONTEXT = "CUDA context"
+BUCKETS = "buckets of a sync"
+RESERVED = 0.08
+"""Part of a GPU's memory that nothing is planned into: unused space between tensors, the driver's
+own, and the estimates' errors. An engine that is sized by a fraction of the GPU needs none beside
+it: vLLM measures these, and gives its cache what they leave of the fraction.
+"""
+SURE = 1.25
+"""A need above this multiple of the memory is a problem, below it a warning: estimates count the
+longest row with the most images.
+"""
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+_SMALLER_LEARNER = (
+    "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or"
+    " use learner.model.sharding: fsdp over more ranks"
+)
+_SMALLER_ENGINE = (
+    "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the"
+    " engine more devices"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
-    """The sizes of a vision tower from which those of its activations follow."""
+    """The sizes of a vision tower that its activations follow from."""
 
     hidden: int
     layers: int
@@ -58,29 +76,18 @@ class VisionShape:
     patches_per_token: int
     """Patches of an image that become one token of the language model."""
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> VisionShape:
-        """Read the section `vision_config` of a checkpoint's config.json. Raises KeyError."""
-        return cls(
-            config["hidden_size"],
-            config["depth"],
-            config["intermediate_size"],
-            config["spatial_merge_size"] ** 2,
-        )
-
     @property
     def layer_numbers_per_patch(self) -> int:
-        """Numbers that a layer keeps for its backward: as in the language model, with as many keys
-        and values as queries."""
+        """Numbers that a layer keeps for its backward; as many keys and values as queries."""
         return 10 * self.hidden + 4 * self.intermediate
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the sizes of a model follow from."""
+    """The sizes of a model that its memory follows from."""
 
     parameters: Mapping[str, tuple[int, ...]]
-    """Shape of each tensor of the checkpoint; tied ones are there once."""
+    """Shape of each tensor of the checkpoint; tied ones are in it once."""
     hidden: int
     layers: int
     intermediate: int
@@ -93,24 +100,31 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """ConfigError where the folder's files are not those of a checkpoint, or its model is of a
-        family that is not trained.
+        """Read config.json and the headers of the safetensors files.
+
+        Raises:
+            ConfigError: the files are not those of a checkpoint, or of a model that is not trained.
         """
         try:
             config = json.loads((folder / "config.json").read_text())
             text = config.get("text_config", config)
-            heads = text["num_attention_heads"]
+            vision = config.get("vision_config")
             shape = cls(
-                parameters=_parameters(folder),
+                parameters=_read_parameter_shapes(folder),
                 hidden=text["hidden_size"],
                 layers=text["num_hidden_layers"],
                 intermediate=text["intermediate_size"],
-                heads=heads,
+                heads=text["num_attention_heads"],
                 kv_heads=text["num_key_value_heads"],
-                head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+                head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
                 vocabulary=text["vocab_size"],
-                vision=(
-                    VisionShape.of(config["vision_config"]) if "vision_config" in config else None
+                vision=None
+                if vision is None
+                else VisionShape(
+                    vision["hidden_size"],
+                    vision["depth"],
+                    vision["intermediate_size"],
+                    vision["spatial_merge_size"] ** 2,
                 ),
             )
         except (OSError, ValueError, KeyError, struct.error) as error:
@@ -118,9 +132,9 @@ class ModelShape:
                 f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a"
                 " folder that save_pretrained wrote"
             ) from error
-        if strange := [name for name in shape.parameters if find_part(name) is None]:
+        if unknown := [name for name in shape.parameters if find_part(name) is None]:
             raise ConfigError(
-                f"model.path: {folder} holds {strange[0]}, which no Qwen2.5-VL or Qwen3-VL has;"
+                f"model.path: {folder} holds {unknown[0]}, which no Qwen2.5-VL or Qwen3-VL has;"
                 " choose a checkpoint of one of them"
             )
         return shape
@@ -136,55 +150,69 @@ class ModelShape:
 
     @property
     def layer_numbers_per_token(self) -> int:
-        """Numbers that a layer of the language model keeps for its backward, for each token: inputs
-        of norms and projections, queries, keys, values, attention's output, the gate, its product.
+        """Numbers that a layer of the language model keeps for its backward, for each token.
+
+        Inputs of norms and projections, queries, keys, values, attention's output, the gate, its
+        product.
         """
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         return 6 * self.hidden + attention + 4 * self.intermediate
 
 
+def _read_parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError("no *.safetensors files")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))  # of the header that follows
+            header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return shapes
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one process on one device, in bytes."""
+    """The memory of one process on one device."""
 
     what: str
     parts: Mapping[str, int]
     """Bytes by what they are for."""
     holds_reserve: bool = False
-    """Whether what allocators leave unused is in it, so that it may come to all of a GPU."""
+    """What allocators leave unused is in it, so that it may come to all of a GPU."""
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        return f"{self.what}: {in_gib(self.total)} = " + " + ".join(
-            f"{name} {in_gib(size)}" for name, size in self.parts.items() if size
-        )
+        parts = [f"{name} {in_gib(size)}" for name, size in self.parts.items() if size]
+        return f"{self.what}: {in_gib(self.total)} = {' + '.join(parts)}"
+
+
+def in_gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
 def num_trainable(config: RunConfig, shape: ModelShape) -> int:
-    """Values that have gradients and optimizer state: of the adapter where there is one, else of
-    the parts that are not frozen.
-    """
+    """Count the values that have gradients and optimizer state."""
     adapter = config.model.adapter
-    if adapter is not None:
-        tokens = tokens_beside_adapter(config)
-        rows = (
-            0
-            if tokens is None
-            else tokens.count * sum(sizes[1] for sizes in _embeddings_with_rows(config, shape))
+    if adapter is None:
+        return sum(
+            math.prod(sizes)
+            for name, sizes in shape.parameters.items()
+            if not part_settings(model_part(name), config.training.parts).frozen
         )
-        return rows + sum(
-            adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0)
-            for sizes in _adapted(adapter, shape)
-        )
-    trained = (
-        sizes
-        for name, sizes in shape.parameters.items()
-        if not part_settings(model_part(name), config.training.parts).frozen
+    values = sum(
+        adapter.rank * sum(sizes) + (sizes[0] if adapter.kind == "dora" else 0)
+        for sizes in _adapted(adapter, shape)
     )
-    return sum(map(math.prod, trained))
+    tokens = tokens_beside_adapter(config)
+    if tokens is None:
+        return values
+    return values + tokens.count * sum(sizes[1] for sizes in _embeddings_with_rows(config, shape))
 
 
 def _adapted(adapter: AdapterSection, shape: ModelShape) -> list[tuple[int, ...]]:
@@ -200,7 +228,7 @@ def _adapted(adapter: AdapterSection, shape: ModelShape) -> list[tuple[int, ...]
 
 
 def _embeddings_with_rows(config: RunConfig, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Return the shapes of the embedding and the head of which rows are trained with an adapter."""
+    """Shapes of the embedding and the head of which rows are trained with an adapter."""
     if tokens_beside_adapter(config) is None:
         return []
     return [
@@ -216,17 +244,18 @@ def learner_estimate(
     device: Device = Device.CPU,
     transport: TransportKind = TransportKind.GLOO,
 ) -> Estimate:
-    """One learner rank on such a device, whose weights go to engines by this transport."""
+    """Estimate one learner rank whose weights go to engines by this transport."""
     trainable = num_trainable(config, shape)
-    size, tokens = BYTES[config.model.dtype], config.global_max_length
+    size = BYTES[config.model.dtype]
     ranks = config.learner.world_size if is_sharded(config) else 1
+    with_rows = max(map(math.prod, _embeddings_with_rows(config, shape)), default=0)
     of_a_row = {
-        f"activations of a row of {tokens} tokens": _activation_bytes(config, shape),
-        "activations of its images": _image_activation_bytes(config, shape),
+        f"activations of a row of {config.global_max_length} tokens": _text_bytes(config, shape),
+        "activations of its images": _image_bytes(config, shape),
         "attention masks": _mask_bytes(config, shape),
     }
-    # While weights are sent, there is no row.
-    copies = max(0, _copied_bytes(config, shape, transport) - sum(of_a_row.values()))
+    # While weights are sent, no row is computed.
+    buckets = max(0, _bucket_bytes(config, shape, transport) - sum(of_a_row.values()))
     return Estimate(
         "learner rank",
         {
@@ -235,81 +264,76 @@ def learner_estimate(
             "gradients": trainable * 4 // ranks,
             "optimizer": trainable * 8 // ranks,
             # peft computes with a copy that has the rows in it, and the copy has a gradient.
-            "copies of an embedding with trained rows": (
-                2 * size * max(map(math.prod, _embeddings_with_rows(config, shape)), default=0)
-            ),
+            "copies of an embedding with trained rows": 2 * size * with_rows,
             **of_a_row,
-            BUCKETS: copies,
+            BUCKETS: buckets,
             CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
         },
     )
 
 
-def _activation_bytes(config: RunConfig, shape: ModelShape) -> int:
+def _text_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Count what the language model and its logits keep for the largest row."""
-    size, tokens = BYTES[config.model.dtype], config.global_max_length
-    layer = shape.layer_numbers_per_token * tokens * size
-    # Recomputed: the input of every layer, and one layer at a time.
-    activations = (
-        shape.layers * shape.hidden * tokens * size + layer
-        if config.model.gradient_checkpointing
-        else shape.layers * layer
-    )
-    return activations + min(LOGIT_CHUNK, tokens) * shape.vocabulary * LOGIT_BYTES
+    tokens = config.global_max_length
+    inputs = tokens * shape.hidden
+    layer = tokens * shape.layer_numbers_per_token
+    numbers = _kept_for_backward(config, shape.layers, inputs, layer)
+    logits = min(LOGIT_CHUNK, tokens) * shape.vocabulary * LOGIT_BYTES
+    return numbers * BYTES[config.model.dtype] + logits
 
 
-def _image_activation_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Of the vision tower, were every token of the largest row of an image: how many are is not
-    known before the data are encoded."""
-    if shape.vision is None:
+def _image_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Count what the vision tower keeps, were every token of the largest row of an image."""
+    # The true number of image tokens is not known before the data are encoded.
+    vision = shape.vision
+    if vision is None:
         return 0
-    vision, size = shape.vision, BYTES[config.model.dtype]
     patches = config.global_max_length * vision.patches_per_token
-    layer = vision.layer_numbers_per_patch * patches * size
-    is_trained = (
-        config.model.adapter is None
-        and not part_settings(ModelPart.VISION_TOWER, config.training.parts).frozen
-    )
-    if not is_trained:
-        return layer  # nothing is kept for a backward
-    return (
-        vision.layers * vision.hidden * patches * size + layer
-        if config.model.gradient_checkpointing
-        else vision.layers * layer
-    )
+    numbers = patches * vision.layer_numbers_per_patch
+    tower = part_settings(ModelPart.VISION_TOWER, config.training.parts)
+    if config.model.adapter is None and not tower.frozen:
+        numbers = _kept_for_backward(config, vision.layers, patches * vision.hidden, numbers)
+    return numbers * BYTES[config.model.dtype]
+
+
+def _kept_for_backward(config: RunConfig, layers: int, inputs: int, layer: int) -> int:
+    """Count the numbers of all layers, of which one keeps `layer`, and `inputs` if recomputed."""
+    if config.model.gradient_checkpointing:
+        return layers * inputs + layer  # one layer is recomputed at a time
+    return layers * layer
 
 
 def _mask_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Of what attention by mask makes in the language model for the largest row.
+    """Count what attention by mask makes in the language model for the largest row.
 
     Which tokens see which, as booleans and as numbers to be added: of a packed row, and of every
-    row under `eager`. That keeps for the backward, of every layer or of the one that is recomputed,
-    the softmax of each head in float32 and in the model's dtype. And both keep keys and values that
-    are repeated for the queries that share them.
+    row under `eager`. `eager` also keeps the softmax of each head, in float32 and in the model's
+    dtype, and both keep keys and values repeated for the queries that share them: of every layer,
+    or of the one that is recomputed.
     """
-    tokens, size = config.global_max_length, BYTES[config.model.dtype]
-    attention = config.model.attention
-    is_eager = attention == "eager"
-    if attention == "auto" or not (is_eager or config.training.packing):
-        return 0  # attention by segments, and of one causal segment, makes none of these
-    repeated = (
-        2 * shape.heads * shape.head_dim * tokens * size if shape.kv_heads < shape.heads else 0
-    )
-    softmax = shape.heads * tokens * tokens * (size + 4) if is_eager else 0
-    layers = 1 if config.model.gradient_checkpointing else shape.layers
-    return tokens * tokens * (1 + size) + layers * (softmax + repeated)
-
-
-def _copied_bytes(config: RunConfig, shape: ModelShape, transport: TransportKind) -> int:
-    """Of the buckets that one end of a sync holds beside the weights. A bucket is closed by the
-    tensor that takes it past its size."""
+    tokens = config.global_max_length
     size = BYTES[config.model.dtype]
-    full = (config.rollout_matching.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]) + max(
-        map(math.prod, shape.parameters.values())
-    ) * size
-    return (
-        COPIES[transport] * min(full, shape.num_parameters * size) if may_send_full(config) else 0
-    )
+    is_eager = config.model.attention == "eager"
+    if config.model.attention == "auto" or not (is_eager or config.training.packing):
+        return 0  # attention by segments, and of one causal segment, makes none of these
+    of_layer = 0
+    if shape.kv_heads < shape.heads:
+        of_layer += 2 * shape.heads * shape.head_dim * tokens * size
+    if is_eager:
+        of_layer += shape.heads * tokens * tokens * (size + 4)
+    layers = 1 if config.model.gradient_checkpointing else shape.layers
+    return tokens * tokens * (1 + size) + layers * of_layer
+
+
+def _bucket_bytes(config: RunConfig, shape: ModelShape, transport: TransportKind) -> int:
+    """Count the buckets that one end of a sync holds beside the weights."""
+    if not may_send_full(config):
+        return 0
+    size = BYTES[config.model.dtype]
+    # The tensor that takes a bucket past its size closes it.
+    bucket = config.rollout_matching.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]
+    bucket += size * max(map(math.prod, shape.parameters.values()))
+    return COPIES[transport] * min(bucket, shape.num_parameters * size)
 
 
 def engine_estimate(
@@ -320,61 +344,59 @@ def engine_estimate(
     device_bytes: int,
     transport: TransportKind = TransportKind.GLOO,
 ) -> Estimate:
-    """One device of a vLLM engine of so many devices with so much memory each, to which weights
-    come by this transport.
+    """Estimate one device of a vLLM engine over `devices` devices of `device_bytes` each.
 
-    Counted are weights, CUDA's context, a layer's activations in the largest forward, the cache,
-    and a sync's buckets. On a GPU without `kv_cache_memory_bytes` the cache is what vLLM's fraction
-    leaves of itself: it holds all the others but the buckets, and what allocators leave unused.
-    Else the log-probabilities of a canary and CUDA graphs are left to the reserve.
+    On a GPU without `kv_cache_memory_bytes` the cache is what vLLM's fraction leaves of itself: it
+    holds all the others but the buckets, and what allocators leave unused. Else the
+    log-probabilities of a canary and CUDA graphs are left to the reserve.
     """
-    size, vllm = BYTES[config.model.dtype], config.rollout_matching.vllm
-    of_forward = {
+    size = BYTES[config.model.dtype]
+    vllm = config.rollout_matching.vllm
+    # One layer is computed at a time; of an engine over several devices it is counted whole.
+    numbers = shape.layer_numbers_per_token
+    if (vision := shape.vision) is not None:
+        numbers = max(numbers, vision.layer_numbers_per_patch * vision.patches_per_token)
+    sequences = config.rollout_matching.decode_batch_size * devices
+    tokens = min(BATCHED_TOKENS[vllm.mode], sequences * _longest(config))
+    parts = {
         "weights": shape.num_parameters * size // devices,
-        "activations of a forward": _forward_bytes(config, shape, devices),
+        "activations of a forward": numbers * tokens * size,
         CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
     }
-    is_fraction = vllm.kv_cache_memory_bytes is None and device is Device.CUDA
     cache = vllm.kv_cache_memory_bytes
+    is_fraction = cache is None and device is Device.CUDA
     if is_fraction:
         planned = math.floor(vllm.resolved_gpu_memory_utilization * device_bytes)
-        cache = max(0, planned - sum(of_forward.values()))
+        cache = max(0, planned - sum(parts.values()))
     elif cache is None:
         cache = batch_cache_bytes(config, shape, devices)
-    buckets = _copied_bytes(config, shape, transport)
-    parts = {**of_forward, "key-value cache": cache, BUCKETS: buckets}
+    parts |= {"key-value cache": cache, BUCKETS: _bucket_bytes(config, shape, transport)}
     return Estimate("engine device", parts, holds_reserve=is_fraction)
 
 
-def _forward_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
-    """Of a layer of the language model, or of the vision tower, were all tokens of an image. (One
-    layer is there at a time; of an engine over several devices it is counted whole.)"""
-    sequences = config.rollout_matching.decode_batch_size * devices
-    tokens = min(BATCHED_TOKENS[config.rollout_matching.vllm.mode], sequences * _longest(config))
-    numbers, vision = shape.layer_numbers_per_token, shape.vision
-    if vision is not None:
-        numbers = max(numbers, vision.layer_numbers_per_patch * vision.patches_per_token)
-    return numbers * tokens * BYTES[config.model.dtype]
-
-
 def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
-    """What a null `kv_cache_memory_bytes` is on CPU, where a fraction of the memory would be one of
-    the whole machine's: of each of an engine's devices, room for as many of the longest sequences
-    as are decoded at a time."""
-    blocks = (
-        -(-_longest(config) // CACHE_BLOCK) * config.rollout_matching.decode_batch_size * devices
-    )
+    """Count the cache on CPU where `kv_cache_memory_bytes` is null, for each of the devices.
+
+    It has room for the longest sequences that are decoded at a time: a fraction of the memory would
+    be one of the whole machine's.
+    """
+    sequences = config.rollout_matching.decode_batch_size * devices
+    blocks = 1 + -(-_longest(config) // CACHE_BLOCK) * sequences  # vLLM keeps a block for itself
     heads = max(1, -(-shape.kv_heads // devices))
-    # vLLM keeps a block for itself.
-    return (
-        (blocks + 1)
-        * CACHE_BLOCK
-        * 2
-        * shape.layers
-        * heads
-        * shape.head_dim
-        * BYTES[config.model.dtype]
-    )
+    numbers = CACHE_BLOCK * 2 * shape.layers * heads * shape.head_dim
+    return blocks * numbers * BYTES[config.model.dtype]
+
+
+def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:
+    """Count the longest sequences that an engine's cache holds at the same time."""
+    cache = engine.parts["key-value cache"] * devices
+    of_token = shape.kv_numbers_per_token * BYTES[config.model.dtype]
+    return cache // (of_token * _longest(config))
+
+
+def _longest(config: RunConfig) -> int:
+    """Tokens of the longest sequence that an engine takes."""
+    return config.rollout_matching.vllm.max_model_len or config.global_max_length
 
 
 def shared_device_estimate(
@@ -384,135 +406,73 @@ def shared_device_estimate(
     engine: Estimate,
     transport: TransportKind = TransportKind.INPROC,
 ) -> Estimate:
-    """A learner rank and an engine on the same GPU, at the time when the two need most.
+    """Estimate a learner rank and an engine on the same GPU, at the time when they need most.
 
-    While the rank learns, an engine that sleeps has given its memory back, but for what CUDA takes.
-    While the engine generates or takes weights, the rank has no activations, and is without what
-    `rollout_matching.offload` moves away, save that full weights are read where they lie, or where
-    they were merged or gathered for it. (Of an engine over several GPUs the others hold copies of
-    buckets then, and nothing else of the rank: never more than its own.)
+    While the rank learns, an engine that sleeps has given its memory back, but for CUDA's. While
+    the engine works, the rank has no activations, and is without what `rollout_matching.offload`
+    moves away, save that full weights are read where they lie, or where they were merged or
+    gathered for it. (Of an engine over several GPUs the others never hold more of the rank.)
     """
     matching = config.rollout_matching
     sends_full = may_send_full(config)
-    model_leaves, optimizer_leaves = matching.offload.moves_model, matching.offload.moves_optimizer
-    is_there = {
-        "weights": not model_leaves or sends_full,
-        "master weights": not optimizer_leaves,
-        # Where there are masters, the gradients are theirs.
-        "gradients": not (optimizer_leaves if learner.parts["master weights"] else model_leaves),
-        "optimizer": not optimizer_leaves,
-        CONTEXT: True,
+    moves_model = matching.offload.moves_model
+    moves_optimizer = matching.offload.moves_optimizer
+    # Where there are masters, the gradients are theirs.
+    moves_gradients = moves_optimizer if learner.parts["master weights"] else moves_model
+    moved = {
+        "weights": moves_model and not sends_full,
+        "master weights": moves_optimizer,
+        "gradients": moves_gradients,
+        "optimizer": moves_optimizer,
+        CONTEXT: False,
     }
-    stays = {name for name, stays in is_there.items() if stays}
     of_engine = {f"engine's {name}": size for name, size in engine.parts.items()}
-    asleep = {name: size for name, size in of_engine.items() if name == f"engine's {CONTEXT}"}
-    learning = {**learner.parts, **(asleep if matching.vllm.sleep else of_engine)}
-    made = {
-        "weights made for the sync": _made_bytes(config, shape) if sends_full else 0,
-        BUCKETS: _copied_bytes(config, shape, transport),
+    learning = dict(learner.parts)
+    if not matching.vllm.sleep:
+        learning |= of_engine
+    elif CONTEXT in engine.parts:
+        learning[f"engine's {CONTEXT}"] = engine.parts[CONTEXT]
+    working = {
+        name: size for name, size in learner.parts.items() if name in moved and not moved[name]
     }
-    at_work = (
-        {name: size for name, size in learner.parts.items() if name in stays} | made | of_engine
-    )
+    working["weights made for the sync"] = _made_bytes(config, shape) if sends_full else 0
+    working[BUCKETS] = _bucket_bytes(config, shape, transport)
     return max(
         Estimate("learner rank and engine on one GPU, while the learner learns", learning),
-        Estimate("learner rank and engine on one GPU, while the engine works", at_work),
+        Estimate("learner rank and engine on one GPU, while the engine works", working | of_engine),
         key=lambda estimate: estimate.total,
     )
 
 
 def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the weights that are there for a full sync alone, all of them until the engine has
-    the last: whole ones of shards, merged ones of adapters.
+    """Count the weights that exist for a sync alone, all of them until the engine has the last.
+
+    Whole ones of shards, merged ones of adapters.
     """
-    size, adapter = BYTES[config.model.dtype], config.model.adapter
+    size = BYTES[config.model.dtype]
     if is_sharded(config):
         return shape.num_parameters * size
-    if adapter is None:
+    if config.model.adapter is None:
         return 0
-    return size * sum(
-        map(math.prod, (*_adapted(adapter, shape), *_embeddings_with_rows(config, shape)))
-    )
+    merged = _adapted(config.model.adapter, shape) + _embeddings_with_rows(config, shape)
+    return size * sum(map(math.prod, merged))
 
 
 def synced_bytes(config: RunConfig, placement: Placement, shape: ModelShape) -> int:
-    """Bytes of memory that the learner keeps for its syncs beside its weights: all of them, merged,
-    where engines of its own machine read them there.
-    """
+    """Count the weights that the learner keeps in memory which engines of its machine read."""
     section = rollout_servers(config)
-    reads_here = (
-        bool(placement.engines)
-        if section is None
-        else any(server.is_loopback for server in section.servers)
-    )
-    shares = reads_here and placement.transport == TransportKind.GLOO and may_send_full(config)
-    return shape.num_parameters * BYTES[config.model.dtype] if shares else 0
-
-
-def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:
-    """Longest sequences that an engine's cache holds at the same time."""
-    return (
-        engine.parts["key-value cache"]
-        * devices
-        // (shape.kv_numbers_per_token * BYTES[config.model.dtype] * _longest(config))
-    )
-
-
-def _longest(config: RunConfig) -> int:
-    """Tokens of the longest sequence that an engine takes."""
-    return config.rollout_matching.vllm.max_model_len or config.global_max_length
-
-
-def in_gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
-
-
-def _parameters(folder: Path) -> dict[str, tuple[int, ...]]:
-    """From the headers of the safetensors files, which begin with their own length."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError("no *.safetensors files")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
-        shapes |= {
-            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-        }
-    return shapes
-
-
-# The memory of this machine's devices, against what a run's processes need.
-
-
-_SMALLER_LEARNER = (
-    "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or"
-    " use learner.model.sharding: fsdp over more ranks"
-)
-_SMALLER_ENGINE = (
-    "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the"
-    " engine more devices"
-)
-
-RESERVED = 0.08
-"""Part of a GPU's memory that nothing is planned into: what allocators leave unused between
-tensors, the driver's own, and the estimates' errors. An engine that is sized by a fraction of the
-GPU needs none beside it: vLLM measures these, and gives its cache what they leave of the fraction.
-"""
-
-SURE = 1.25
-"""Multiple of the memory that is there from which on a need is a problem, and else a warning:
-estimates count the longest row with the most images.
-"""
-
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
+    if section is None:
+        reads_here = bool(placement.engines)
+    else:
+        reads_here = any(server.is_loopback for server in section.servers)
+    if reads_here and placement.transport is TransportKind.GLOO and may_send_full(config):
+        return shape.num_parameters * BYTES[config.model.dtype]
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run's processes need."""
+    """The memory that a run's processes need."""
 
     learner: Estimate
     """Of one rank."""
@@ -526,16 +486,17 @@ class Needs:
     """Bytes of the weights that a sync keeps in memory which engines of the same machine read."""
 
 
-class _Excess(NamedTuple):
-    """A need that is larger than what is there."""
+@dataclass(frozen=True, slots=True)
+class _Excess:
+    """A need that is larger than the memory."""
 
-    told: str
+    message: str
     is_sure: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Total memory of this machine, whether something holds it or not."""
+    """The total memory of this machine, whether something holds it or not."""
 
     device: Device
     total: int
@@ -543,49 +504,48 @@ class DeviceMemory:
     """
 
     def problems(self, needs: Needs) -> list[str]:
-        """What certainly has no room. On a GPU a rank and an engine are counted together where they
-        share it, else each alone.
+        """Name what certainly has no room.
+
+        On a GPU a rank and an engine are counted together where they share it, else each alone.
         """
-        return [excess.told for excess in self._excesses(needs) if excess.is_sure]
+        return [excess.message for excess in self._excesses(needs) if excess.is_sure]
 
     def warnings(self, needs: Needs) -> list[str]:
-        """What has no room if the estimates are right."""
+        """Name what has no room if the estimates are right."""
         return [
-            f"{excess.told}. It is an estimate, and tried"
+            f"{excess.message}. It is an estimate, and tried"
             for excess in self._excesses(needs)
             if not excess.is_sure
         ]
 
-    def _excesses(self, needs: Needs) -> list[_Excess]:
+    def _excesses(self, needs: Needs) -> Iterator[_Excess]:
         if self.device is Device.CPU:
-            return self._of_the_machine(needs)
-        if needs.shared is not None:
-            return self._too_large(
-                "learner.gpus",
-                needs.shared,
-                f"{_SMALLER_LEARNER}, {_SMALLER_ENGINE}, or turn on vllm.sleep and"
-                " rollout_matching.offload",
-            )
-        learner = self._too_large("learner.gpus", needs.learner, _SMALLER_LEARNER)
-        if needs.engine is None:
-            return learner
-        name = "gpu_memory_utilization" if needs.engine.holds_reserve else "kv_cache_memory_bytes"
-        key = f"rollout_matching.vllm.{name}"
-        return learner + self._too_large(key, needs.engine, _SMALLER_ENGINE)
+            yield from self._on_the_machine(needs)
+        elif needs.shared is not None:
+            more = "or turn on vllm.sleep and rollout_matching.offload"
+            remedy = f"{_SMALLER_LEARNER}, {_SMALLER_ENGINE}, {more}"
+            yield from self._on_a_gpu("learner.gpus", needs.shared, remedy)
+        else:
+            yield from self._on_a_gpu("learner.gpus", needs.learner, _SMALLER_LEARNER)
+            if (engine := needs.engine) is not None:
+                key = "gpu_memory_utilization" if engine.holds_reserve else "kv_cache_memory_bytes"
+                yield from self._on_a_gpu(f"rollout_matching.vllm.{key}", engine, _SMALLER_ENGINE)
 
-    def _too_large(self, key: str, needed: Estimate, remedy: str) -> list[_Excess]:
+    def _on_a_gpu(self, key: str, needed: Estimate, remedy: str) -> Iterator[_Excess]:
         usable = self.total if needed.holds_reserve else math.floor((1 - RESERVED) * self.total)
         if needed.total <= usable:
-            return []
+            return
         has = f"a GPU has {in_gib(self.total)}"
         if not needed.holds_reserve:
-            planned = f"{in_gib(usable)} can be planned ({RESERVED:.0%} are reserved)"
-            has = f"of a GPU's {in_gib(self.total)} {planned}"
+            has = (
+                f"of a GPU's {in_gib(self.total)} {in_gib(usable)} can be planned"
+                f" ({RESERVED:.0%} are reserved)"
+            )
         # A fraction of the GPU is taken whatever is needed of it.
         is_sure = needed.holds_reserve or needed.total > SURE * usable
-        return [_Excess(f"{key}: {needed.describe()}, and {has}; {remedy}", is_sure)]
+        yield _Excess(f"{key}: {needed.describe()}, and {has}; {remedy}", is_sure)
 
-    def _of_the_machine(self, needs: Needs) -> list[_Excess]:
+    def _on_the_machine(self, needs: Needs) -> Iterator[_Excess]:
         parts = {"learner ranks": needs.learner.total * needs.num_ranks}
         if needs.engine is not None:
             parts["engines"] = needs.engine.total * needs.num_engine_devices
@@ -593,49 +553,42 @@ class DeviceMemory:
             parts["weights in shared memory"] = needs.synced
         needed = sum(parts.values())
         if needed <= self.total:
-            return []
+            return
         listed = ", ".join(f"{name} {in_gib(size)}" for name, size in parts.items())
-        has = f"this machine, or its container, has {in_gib(self.total)}"
-        told = (
-            f"cluster.address: the processes need about {in_gib(needed)} ({listed}), {has};"
-            f" {_SMALLER_LEARNER}"
+        yield _Excess(
+            f"cluster.address: the processes need about {in_gib(needed)} ({listed}), this machine,"
+            f" or its container, has {in_gib(self.total)}; {_SMALLER_LEARNER}",
+            is_sure=needed > SURE * self.total,
         )
-        return [_Excess(told, is_sure=needed > SURE * self.total)]
 
 
 def device_memory(device: Device) -> DeviceMemory | None:
-    """Of the smallest GPU of this machine; None where it has none. On CPU no more than the
-    container may have.
-    """
+    """Return the memory of this machine's smallest GPU (None: it has none), or for its CPUs."""
     if device is Device.CUDA:
         import torch
 
-        sizes = [
-            torch.cuda.get_device_properties(index).total_memory
-            for index in range(torch.cuda.device_count())
-        ]
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        sizes = [gpu.total_memory for gpu in gpus]
         return DeviceMemory(device, min(sizes)) if sizes else None
-    return DeviceMemory(
-        device, min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *container_limits()])
-    )
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceMemory(device, min([machine, *container_limits()]))
 
 
 def container_limits() -> Iterator[int]:
-    """Bytes that this process and its like may have together, by each of the control groups around
-    it (of version 1 or 2) that says so.
-    """
+    """Yield the bytes that each control group around this process (version 1 or 2) allows it."""
     for line in _lines(OWN_CGROUPS):
-        _, controllers, own = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        _, controllers, own_path = line.split(":", 2)
+        if not controllers:
+            mounted = CGROUPS
+            file = "memory.max"
+        elif "memory" in controllers.split(","):
+            mounted = CGROUPS / "memory"
+            file = "memory.limit_in_bytes"
+        else:
             continue
-        mounted, file = (
-            (CGROUPS / "memory", "memory.limit_in_bytes")
-            if controllers
-            else (CGROUPS, "memory.max")
-        )
-        # Within a container its own group may be mounted as the outermost, under a path that is not
-        # told here.
-        inner = mounted / own.strip("/")
+        # Within a container its own group may be mounted as the outermost, under a path that this
+        # file does not name.
+        inner = mounted / own_path.strip("/")
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(mounted):
                 yield from (int(limit) for limit in _lines(folder / file) if limit != "max")

@@ -1,12 +1,11 @@
-"""One COCO annotation becomes one object of a record, or the reason why it does not."""
+"""Turns one COCO annotation into an object of a record, or into the reason why it is none."""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from launch.coco.files import CocoAnnotation, CocoImage
 from shared.grounding.coco import bins_of_coco_box, bins_of_coco_ring, has_area
@@ -14,8 +13,8 @@ from shared.grounding.geometry import simplify_ring
 from shared.records import GeometryKind, GroundTruthObject
 
 
-class Wanted(StrEnum):
-    """Which geometry the records are to have."""
+class WantedGeometry(StrEnum):
+    """The geometry of the records."""
 
     BBOX = "bbox"
     """The annotations' boxes."""
@@ -26,9 +25,7 @@ class Wanted(StrEnum):
 
 
 class ObjectSkip(StrEnum):
-    """Why an annotation was left out. The last four concern polygons; under `auto` they are why
-    there is a box instead.
-    """
+    """The reason why an annotation was left out; the last four are those of polygons."""
 
     UNKNOWN_IMAGE = "unknown_image"
     IMAGE_SKIPPED = "image_skipped"
@@ -55,47 +52,19 @@ class Converted:
     """Why it is a box where a polygon was wanted."""
 
 
-@dataclass(slots=True)
-class ObjectCounts:
-    """Counts of annotations; each is in `kept` or in `skipped`, once."""
-
-    kept: Counter[GeometryKind] = field(default_factory=Counter)
-    skipped: Counter[ObjectSkip] = field(default_factory=Counter)
-    boxes_for_polygons: Counter[ObjectSkip] = field(default_factory=Counter)
-    """Of those kept: boxes where polygons were wanted, by reason."""
-    num_clamped: int = 0
-    """Of those kept."""
-    num_simplified: int = 0
-    """Of those kept."""
-
-    def keep(self, converted: Sequence[Converted]) -> None:
-        self.kept.update(one.object.kind for one in converted)
-        self.boxes_for_polygons.update(
-            one.no_polygon for one in converted if one.no_polygon is not None
-        )
-        self.num_clamped += sum(one.clamped for one in converted)
-        self.num_simplified += sum(one.simplified for one in converted)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "boxes": self.kept[GeometryKind.BBOX],
-            "polygons": self.kept[GeometryKind.POLY],
-            "skipped": dict(self.skipped),
-            "boxes_for_polygons": dict(self.boxes_for_polygons),
-            "clamped": self.num_clamped,
-            "simplified": self.num_simplified,
-        }
-
-
 def convert(
     annotation: CocoAnnotation,
     image: CocoImage,
     names: Mapping[int, str],
-    wanted: Wanted,
+    wanted: WantedGeometry,
     max_vertices: int | None,
 ) -> Converted | ObjectSkip:
-    """The annotation as an object. `names` maps category ids to names; each axis of `image` must
-    have 2 pixels or more.
+    """Convert one annotation.
+
+    Args:
+        image: has at least 2 pixels on each axis.
+        names: category id to name.
+        max_vertices: polygons with more are simplified; None: never.
     """
     if annotation.iscrowd:
         return ObjectSkip.CROWD
@@ -103,10 +72,10 @@ def convert(
         return ObjectSkip.UNKNOWN_CATEGORY
     desc = names[annotation.category_id]
     box = _box(annotation, image, desc)
-    if isinstance(box, ObjectSkip) or wanted is Wanted.BBOX:
+    if isinstance(box, ObjectSkip) or wanted is WantedGeometry.BBOX:
         return box
     polygon = _polygon(annotation, image, desc, max_vertices)
-    if isinstance(polygon, ObjectSkip) and wanted is Wanted.AUTO:
+    if isinstance(polygon, ObjectSkip) and wanted is WantedGeometry.AUTO:
         return Converted(box.object, box.clamped, no_polygon=polygon)
     return polygon
 
@@ -137,14 +106,11 @@ def _polygon(
     if len(rings) > 1:
         return ObjectSkip.SEVERAL_RINGS
     bins = bins_of_coco_ring(rings[0], image.width, image.height)
-    simplified = max_vertices is not None and len(bins) > 2 * max_vertices
-    if simplified:
-        assert max_vertices is not None
-        bins = tuple(
-            bin
-            for point in simplify_ring(list(zip(bins[::2], bins[1::2], strict=True)), max_vertices)
-            for bin in point
-        )
+    simplified = False
+    if max_vertices is not None and len(bins) > 2 * max_vertices:
+        simplified = True
+        points = simplify_ring(list(zip(bins[::2], bins[1::2], strict=True)), max_vertices)
+        bins = tuple(itertools.chain(*points))
     if not has_area(bins):
         return ObjectSkip.DEGENERATE_POLYGON
     return Converted(
@@ -155,6 +121,7 @@ def _polygon(
 
 
 def _reaches_beyond(pixels: Sequence[float], image: CocoImage) -> bool:
-    """Whether one of the points x, y, ... lies outside its image."""
-    xs, ys = pixels[::2], pixels[1::2]
+    """Tell whether one of the points x, y, ... lies outside its image."""
+    xs = pixels[::2]
+    ys = pixels[1::2]
     return min(xs) < 0 or min(ys) < 0 or max(xs) > image.width or max(ys) > image.height

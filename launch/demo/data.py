@@ -1,17 +1,13 @@
-"""Makes the demo's data: scenes of real handwritten digits with a box and a name each.
+"""The demo's data: scenes of real handwritten digits with a box and a name each.
 
-`python -m launch.demo.data --out outputs/demo/data` writes `train.jsonl`, `val.jsonl` and their PNG
-files, in the record format that the ordinary loader reads (DESIGN 7.1). The digits come with
-scikit-learn: 1,500 appear in training scenes, the other 297 in validation scenes only. They are the
-last ones of the set, so other people wrote them. The same arguments give the same bytes.
-
-With `--geometry polygons` every digit has an outline of its ink in place of a box, with `--geometry
-mixed` the odd ones have; the scenes and their pictures are the same.
+`train.jsonl`, `val.jsonl` and their PNG files, in the record format that the ordinary loader reads
+(DESIGN 7.1). The digits come with scikit-learn: 1,500 appear in training scenes, the other 297 in
+validation scenes only. They are the last ones of the set, so other people wrote them. The same
+arguments give the same bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +37,8 @@ PLACEMENT_ATTEMPTS = 64
 INK = 96
 """Pixels of at least this brightness (of 255) lie inside a digit's outline."""
 MAX_VERTICES = 6
-"""Of an outline: a vertex is four tokens of the demo's tokenizer, so an object with an outline has
-35 and one with a box 19.
+"""The most an outline has. A vertex is four tokens of the demo's tokenizer, so an object with an
+outline has 35 and one with a box 19.
 """
 
 
@@ -50,9 +46,7 @@ class DemoGeometry(StrEnum):
     BOXES = "boxes"
     POLYGONS = "polygons"
     MIXED = "mixed"
-    """Polygons for the odd digits, boxes for the even ones: both kinds in one scene, and a picture
-    tells which.
-    """
+    """Polygons for the odd digits, boxes for the even ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +58,7 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class DigitPlacement:
-    """A digit on the canvas. Pixels; its box is that of its scan, half-open, `[left, left + size) x
-    [top, top + size)`.
-    """
+    """A digit on the canvas, in pixels: `[left, left + size) x [top, top + size)`."""
 
     digit: Digit
     left: int
@@ -87,13 +79,14 @@ class DigitPlacement:
         )
 
     def picture(self) -> Image.Image:
-        """The digit as drawn: `size` x `size`, grey, 0 to 255."""
+        """Draw the digit: `size` x `size`, grey, 0 to 255."""
         scan = Image.fromarray((self.digit.scan * 255.0 / 16).astype(np.uint8))
         return scan.resize((self.size, self.size), Image.Resampling.BILINEAR)
 
     def outline(self) -> tuple[int, ...]:
-        """x, y in norm1000 of the convex hull of the ink, simplified to `MAX_VERTICES`: clockwise
-        from the topmost, then leftmost vertex.
+        """x, y in norm1000 of the ink's convex hull, simplified to `MAX_VERTICES`.
+
+        Clockwise from the topmost, then leftmost vertex.
         """
         ys, xs = np.nonzero(np.asarray(self.picture()) >= INK)
         ink = np.stack([xs, ys], axis=1)
@@ -107,20 +100,16 @@ class DigitPlacement:
             height=CANVAS,
         )
 
-    def described(self, geometry: DemoGeometry) -> dict[str, Any]:
-        """The object of a record."""
-        outlined = geometry is DemoGeometry.POLYGONS or (
-            geometry is DemoGeometry.MIXED and NAMES.index(self.digit.name) % 2 == 1
-        )
-        return (
-            {"poly": self.outline(), "desc": self.digit.name}
-            if outlined
-            else {"bbox_2d": self.bins(), "desc": self.digit.name}
-        )
+    def record_object(self, geometry: DemoGeometry) -> dict[str, Any]:
+        """Describe the digit as an object of a record."""
+        is_odd = NAMES.index(self.digit.name) % 2 == 1
+        if geometry is DemoGeometry.POLYGONS or (geometry is DemoGeometry.MIXED and is_odd):
+            return {"poly": self.outline(), "desc": self.digit.name}
+        return {"bbox_2d": self.bins(), "desc": self.digit.name}
 
 
 def _from_the_top(ring: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same ring from its topmost, then leftmost vertex on."""
+    """Turn the ring to begin with its topmost, then leftmost vertex."""
     first = min(range(len(ring)), key=lambda i: (ring[i][1], ring[i][0]))
     return [*ring[first:], *ring[:first]]
 
@@ -136,22 +125,20 @@ def load_handwriting() -> tuple[list[Digit], list[Digit]]:
 
 
 def arrange_scene(digits: Sequence[Digit], rng: np.random.Generator) -> list[DigitPlacement]:
-    """1 to `MAX_DIGITS` digits at free places of the canvas, in reading order."""
+    """Put 1 to `MAX_DIGITS` digits on the canvas, none over another, in reading order."""
     count = int(rng.integers(1, MAX_DIGITS + 1))
     while True:
         scene: list[DigitPlacement] = []
         for _ in range(PLACEMENT_ATTEMPTS):
-            placement = _place_anywhere(digits[int(rng.integers(len(digits)))], rng)
+            digit = digits[int(rng.integers(len(digits)))]
+            size = int(rng.choice(SIZES))
+            left = int(rng.integers((CANVAS - size) // GRID + 1)) * GRID
+            top = int(rng.integers((CANVAS - size) // GRID + 1)) * GRID
+            placement = DigitPlacement(digit, left, top, size)
             if not any(placement.overlaps(other) for other in scene):
                 scene.append(placement)
             if len(scene) == count:
                 return sorted(scene, key=lambda placed: (placed.top, placed.left))
-
-
-def _place_anywhere(digit: Digit, rng: np.random.Generator) -> DigitPlacement:
-    size = int(rng.choice(SIZES))
-    left, top = (int(rng.integers((CANVAS - size) // GRID + 1)) * GRID for _ in range(2))
-    return DigitPlacement(digit=digit, left=left, top=top, size=size)
 
 
 def draw_scene(scene: Sequence[DigitPlacement]) -> Image.Image:
@@ -161,15 +148,10 @@ def draw_scene(scene: Sequence[DigitPlacement]) -> Image.Image:
     return canvas.convert("RGB")
 
 
-def in_reading_order(objects: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By least y, then least x: an outline begins further down and right than the box of its
-    digit."""
-
-    def place(found: dict[str, Any]) -> tuple[int, int]:
-        bins = found["poly"] if "poly" in found else found["bbox_2d"]
-        return min(bins[1::2]), min(bins[::2])
-
-    return sorted(objects, key=place)
+def _reading_order(found: dict[str, Any]) -> tuple[int, int]:
+    """The key of an object: least y, then least x of its shape."""
+    bins = found["poly"] if "poly" in found else found["bbox_2d"]
+    return min(bins[1::2]), min(bins[::2])
 
 
 def write_split(
@@ -180,20 +162,19 @@ def write_split(
     geometry: DemoGeometry,
     rng: np.random.Generator,
 ) -> None:
-    """`count` scenes: `folder/{split}.jsonl` and `folder/{split}/00000.png` and so on."""
+    """Write `count` scenes: `folder/{split}.jsonl` and `folder/{split}/00000.png` and so on."""
     (folder / split).mkdir()
     with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as lines:
         for number in range(count):
             scene = arrange_scene(digits, rng)
             image = f"{split}/{number:05d}.png"
             draw_scene(scene).save(folder / image)
-            objects = in_reading_order([placed.described(geometry) for placed in scene])
-            lines.write(
-                json.dumps(
-                    {"images": [image], "width": CANVAS, "height": CANVAS, "objects": objects}
-                )
-                + "\n"
+            # An outline begins further down and right than the box of its digit.
+            objects = sorted(
+                (placed.record_object(geometry) for placed in scene), key=_reading_order
             )
+            record = {"images": [image], "width": CANVAS, "height": CANVAS, "objects": objects}
+            lines.write(json.dumps(record) + "\n")
 
 
 def make_demo_data(
@@ -204,9 +185,7 @@ def make_demo_data(
     num_val: int,
     geometry: DemoGeometry = DemoGeometry.BOXES,
 ) -> bool:
-    """Writes both splits into the folder `out`, unless they are there. True where they were made
-    now; ConfigError: see `make_once`.
-    """
+    """Write both splits into the folder `out`, as `make_once` does."""
 
     def make(folder: Path) -> None:
         train_digits, val_digits = load_handwriting()
@@ -216,50 +195,7 @@ def make_demo_data(
         write_split(folder, "val", val_digits, num_val, geometry, np.random.default_rng([seed, 1]))
 
     settings: dict[str, str | int] = {"seed": seed, "train": num_train, "val": num_val}
-    # so that folders from before there was a choice stay valid
+    # Folders from before there was a choice stay valid.
     if geometry is not DemoGeometry.BOXES:
         settings["geometry"] = str(geometry)
     return make_once(out, settings, make)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.demo.data",
-        description="Make the demo's data: scenes of handwritten digits.",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("outputs/demo/data"),
-        help="folder to make (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument(
-        "--train", type=int, default=2000, help="number of training scenes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--val", type=int, default=256, help="number of validation scenes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--geometry",
-        type=DemoGeometry,
-        choices=list(DemoGeometry),
-        default=DemoGeometry.BOXES,
-        help="default: %(default)s",
-    )
-    options = parser.parse_args(arguments)
-    made = make_demo_data(
-        options.out,
-        seed=options.seed,
-        num_train=options.train,
-        num_val=options.val,
-        geometry=options.geometry,
-    )
-    print(
-        f"demo data: {options.train} training and {options.val} validation scenes in {options.out}"
-        + ("" if made else " (there already)")
-    )
-
-
-if __name__ == "__main__":
-    main()

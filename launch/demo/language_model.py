@@ -1,37 +1,35 @@
-"""Makes the language model of the demo of environments: the Qwen3 architecture of transformers with
-248,896 random parameters.
+"""The demo environments' language model: Qwen3's architecture with 248,896 random parameters.
 
-`python -m launch.demo.language_model --out outputs/demo/lm` writes an ordinary checkpoint
-(configuration, weights, tokenizer, chat template) that `AutoModelForCausalLM`, `AutoTokenizer` and
-vLLM load without this project. The same arguments give the same bytes. With `--tools` the model
-knows the words of the environment `hidden_digit`, its template shows tools, and a whole tool call
-is one token, which even random weights write now and then.
+An ordinary checkpoint (configuration, weights, tokenizer, chat template) that
+`AutoModelForCausalLM`, `AutoTokenizer` and vLLM load without this project. The same arguments give
+the same bytes. With `tools` the model knows the words of the environment `hidden_digit`, its
+template shows tools, and a whole tool call is one token, which even random weights write now and
+then.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging
 
 from launch.demo.once import make_once
 from rollout_actors.environments.examples import copy_digits, hidden_digit
 
 HIDDEN = 128
-HEADS, KV_HEADS, HEAD = 8, 4, 32
-"""Of attention; 32 is the smallest size of one that vLLM computes on CPU."""
-NUM_LAYERS = 1
-INITIALIZER_RANGE = 0.02
+HEAD_SIZE = 32
+"""The smallest attention head that vLLM computes on CPU."""
 MAX_LENGTH = 512
 
-PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+UNKNOWN = "<|unknown|>"
 SPECIAL_TOKENS = (PAD, START, END, UNKNOWN)
 
 # A word with the space before it and the line's end behind it, or any one character. A digit is the
@@ -68,11 +66,11 @@ TOOLS_CHAT_TEMPLATE = """\
 {%- endif %}
 """
 TOOL_CALL = '<tool_call>{"name": "peek", "arguments": {}}</tool_call>'
-"""As the template writes it, and vLLM's parser `hermes` reads it."""
+"""A tool call as the template writes it and vLLM's parser `hermes` reads it."""
 
 
 def tokenizer_texts(*, tools: bool) -> Iterator[str]:
-    """Everything the model reads and writes."""
+    """Yield everything that the model reads and writes."""
     yield from ("system\n", "user\n", "assistant\n")
     if tools:
         environment = hidden_digit.load_environment()
@@ -84,13 +82,13 @@ def tokenizer_texts(*, tools: bool) -> Iterator[str]:
 
 
 def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
-    """Words of `tokenizer_texts`, a token each, in their order behind the special ones. Whatever
-    else is one unknown token a piece.
+    """Make one token of each word of `tokenizer_texts`, in order behind the special ones.
+
+    Any other word is the unknown token.
     """
     words = [piece for text in tokenizer_texts(tools=tools) for piece in re.findall(PIECES, text)]
-    vocabulary = {
-        word: number for number, word in enumerate(dict.fromkeys((*SPECIAL_TOKENS, *words)))
-    }
+    distinct = dict.fromkeys((*SPECIAL_TOKENS, *words))
+    vocabulary = {word: number for number, word in enumerate(distinct)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     # Without one, tokens would be joined by spaces.
@@ -118,24 +116,22 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,
         intermediate_size=3 * HIDDEN,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=HEAD_SIZE,
         max_position_embeddings=MAX_LENGTH,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=True,
-        initializer_range=INITIALIZER_RANGE,
+        initializer_range=0.02,
         dtype="float32",
     )
 
 
 def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
-    """Writes the checkpoint into the folder `out`, unless it is there. True where it was made now;
-    ConfigError: see `make_once`.
-    """
+    """Write the checkpoint into the folder `out`, as `make_once` does."""
 
     def make(folder: Path) -> None:
         tokenizer = make_tokenizer(tools=tools)
@@ -149,33 +145,3 @@ def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
         tokenizer.save_pretrained(folder)
 
     return make_once(out, {"seed": seed, "tools": 1} if tools else {"seed": seed}, make)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.demo.language_model",
-        description="Make the demo's language model: a small random Qwen3.",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("outputs/demo/lm"),
-        help="folder to make (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument(
-        "--tools",
-        action="store_true",
-        help="one that can call the tool of the environment hidden_digit",
-    )
-    options = parser.parse_args(arguments)
-    logging.disable_progress_bar()
-    made = make_demo_lm(options.out, seed=options.seed, tools=options.tools)
-    print(
-        f"demo language model: Qwen3 architecture, random weights, in {options.out}"
-        + ("" if made else " (there already)")
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,14 @@
-"""Makes the demo's model: the Qwen3-VL architecture of transformers with about three million random
-parameters.
+"""The demo's model: Qwen3-VL's architecture with about three million random parameters.
 
-`python -m launch.demo.model --out outputs/demo/model` writes an ordinary checkpoint (configuration,
-weights, tokenizer, image and video processor, chat template) that `AutoModelForImageTextToText`,
-`AutoProcessor` and vLLM load without this project. The same arguments give the same bytes.
+An ordinary checkpoint (configuration, weights, tokenizer, image and video processor, chat template)
+that `AutoModelForImageTextToText`, `AutoProcessor` and vLLM load without this project. The same
+arguments give the same bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -25,13 +23,11 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
-from transformers.utils import logging
 
 from launch.add_coord_tokens import NUM_WAVES, mixed_waves
 from launch.demo.data import CANVAS, GRID, NAMES
 from launch.demo.once import make_once
 from shared.grounding.serialize import serialize_objects
-from shared.prompts import DEFAULT_USER_PROMPT
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS, coord_token
 
@@ -45,13 +41,13 @@ into growing the weights.
 """
 MAX_LENGTH = 4096
 
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = (
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+VISION_START = "<|vision_start|>"
+VISION_END = "<|vision_end|>"
+IMAGE_PAD = "<|image_pad|>"
+VIDEO_PAD = "<|video_pad|>"
 SPECIAL_TOKENS = (PAD, START, END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 
 # A word with the space before it, `{}`, a closing brace with the brace or comma behind it, or a run
@@ -84,9 +80,7 @@ CHAT_TEMPLATE = """\
 
 
 def tokenizer_texts(prompt: str) -> Iterator[str]:
-    """Everything the model reads and writes: every object index, name, geometry and order of fields
-    once.
-    """
+    """Yield everything that the model reads and writes, each geometry and order of fields once."""
     yield from ("system\n", "user\n", "assistant\n", "{}", prompt)
     box = GroundTruthObject(kind=GeometryKind.BBOX, bins=(0, 0, 1, 1), desc="")
     triangle = GroundTruthObject(kind=GeometryKind.POLY, bins=(0, 0, 1, 1, 0, 1), desc="")
@@ -96,8 +90,9 @@ def tokenizer_texts(prompt: str) -> Iterator[str]:
 
 
 def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every word of `tokenizer_texts` is one token, then the special
-    tokens, then the coord tokens in order.
+    """Train a byte-level BPE in which every word of `tokenizer_texts` is one token.
+
+    The special tokens follow, then the coord tokens in order.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -136,9 +131,8 @@ def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
-    """Every image is brought to the pixels of one scene, here and not per request, so that the
-    learner and the engines agree.
-    """
+    # Every image is brought to the pixels of one scene, here and not per request, so that the
+    # learner and the engines agree.
     scene = CANVAS * CANVAS
     common = {
         "patch_size": PATCH,
@@ -164,7 +158,6 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
-    head = 32
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -172,7 +165,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": head,
+        "head_dim": 32,
         "max_position_embeddings": MAX_LENGTH,
         # Half a head is rotated pairs: shared by time, height and width.
         "rope_parameters": {
@@ -214,9 +207,8 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
 def _order_coord_embeddings(
     model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Give near bins near embeddings, at the scale of the others. With 1,000 independent rows the
-    demo ends before the model knows their order.
-    """
+    """Give near bins near embeddings, at the scale of the others."""
+    # With 1,000 independent rows the demo ends before the model knows their order.
     embeddings = model.get_input_embeddings().weight
     first = tokenizer.convert_tokens_to_ids(coord_token(0))
     mixed_CD = mixed_waves(torch.randn(HIDDEN, NUM_WAVES))
@@ -225,9 +217,7 @@ def _order_coord_embeddings(
 
 
 def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
-    """Writes the checkpoint into the folder `out`, unless it is there. True where it was made now;
-    ConfigError: see `make_once`.
-    """
+    """Write the checkpoint into the folder `out`, as `make_once` does."""
 
     def make(folder: Path) -> None:
         tokenizer = make_tokenizer(prompt)
@@ -243,28 +233,3 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
         make_processor(tokenizer).save_pretrained(folder)
 
     return make_once(out, {"seed": seed, "prompt": prompt}, make)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.demo.model",
-        description="Make the demo's model: a small random Qwen3-VL.",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("outputs/demo/model"),
-        help="folder to make (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=17)
-    options = parser.parse_args(arguments)
-    logging.disable_progress_bar()
-    made = make_demo_model(options.out, seed=options.seed, prompt=DEFAULT_USER_PROMPT)
-    print(
-        f"demo model: Qwen3-VL architecture, random weights, in {options.out}"
-        + ("" if made else " (there already)")
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Files that are made once, from stated settings, and never half."""
+"""Folders that are made once, from stated settings, and never half."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pathlib import Path
 from shared.errors import ConfigError
 
 SETTINGS_FILE = "made_from.json"
-"""Inside every folder made here: the settings it was made from."""
+"""The settings that a folder was made from, inside it."""
 
 
 def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path], None]) -> bool:
-    """Fills the folder `out` by `make(folder)`, unless it is there already, made from the same
-    settings. True where it was made now.
+    """Fill the folder `out` by `make(folder)`, unless it exists, made from the same settings.
 
     `make` works in a folder beside `out` which is renamed at the end, so `out` is complete whenever
-    it exists. ConfigError where `out` holds something else: other settings, or no settings at all.
+    it exists. Returns whether it was made now.
+
+    Raises:
+        ConfigError: `out` holds something else: other settings, or none at all.
     """
     if out.exists():
         _require_made_from(out, settings)
@@ -32,7 +34,7 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
         folder.chmod(0o755)  # mkdtemp's folders are private
         folder.rename(out)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # there only where `make` was interrupted
+        shutil.rmtree(folder, ignore_errors=True)  # exists only where `make` was interrupted
     return True
 
 

@@ -136,7 +136,7 @@ def _figure(worst: WorstScene) -> str:
 # report.json        every number
 # report.html        the same to read, with the worst scenes
 # config.json        what it was evaluated with
-# predictions.jsonl  every sample's answer and what was found in it; `launch.export_coco` reads it
+# predictions.jsonl  every sample's answer and what was found in it; `launch.coco export` reads it
 # pictures/          the worst scenes
 
 

@@ -12,8 +12,9 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 from tiny_qwen import make_stock_model
 
-from launch import add_coord_tokens, import_coco
+from launch import add_coord_tokens
 from launch.cli import CONF, as_mapping, as_schema_overrides, with_absolute_paths
+from launch.coco import __main__ as coco
 from launch.preflight import preflight
 from launch.runtime.placement import Resources
 from shared.config import load_config
@@ -79,11 +80,11 @@ def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(
     assert (checked[0], trained) == ("launch.preflight", ("launch.train", checked[1]))
     assert [module for module, _ in steps] == [
         "launch.add_coord_tokens",
-        "launch.import_coco",
-        "launch.import_coco",
+        "launch.coco",
+        "launch.coco",
     ]
     for module, arguments in steps:
-        (add_coord_tokens if module == "launch.add_coord_tokens" else import_coco).main(arguments)
+        (add_coord_tokens if module == "launch.add_coord_tokens" else coco).main(arguments)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = load_config(
             as_mapping(compose("train", overrides=as_schema_overrides(checked[1])))

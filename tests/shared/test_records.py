@@ -167,7 +167,7 @@ def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_r
     assert (
         error.field == "objects[1].poly"
         and error.remedy
-        == "write it as bbox_2d (`launch.import_coco geometry=bbox` does so for a whole file),"
+        == "write it as bbox_2d (`launch.coco import geometry=bbox` does so for a whole file),"
         " remove the object, or choose a custom.trainer_variant that learns polygons: stage1_sft"
         " or stage2_rollout_aligned"
     )

@@ -18,7 +18,7 @@ from shared.errors import ConfigError, RecordError
 from shared.records import image_facts
 from shared.trajectory import ExampleCounts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_ground_truth_polygon_is_an_error_with_file_line_and_field(run):
     with pytest.raises(
         RecordError,
         match=(
-            r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d \(`launch\.import_coco"
+            r"train\.jsonl:5: objects\[1\]\.poly: .*; write it as bbox_2d \(`launch\.coco import"
             r" geometry=bbox` "
         ),
     ):

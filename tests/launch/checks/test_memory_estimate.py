@@ -320,7 +320,7 @@ def test_a_learner_of_78_gib_is_warned_of_on_a_gpu_of_80_and_refused_on_one_of_4
     assert (
         sum(
             size
-            for name, size in learner.model.parts.items()
+            for name, size in learner.parts.items()
             if "images" not in name and "masks" not in name and "CUDA" not in name
         )
         < 79 * 2**30
@@ -447,7 +447,7 @@ def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_whil
     learning = shared_device_estimate(
         run,
         shape,
-        replace(learner, parts={**learner.model.parts, "activations of a row of 9 tokens": 10**12}),
+        replace(learner, parts={**learner.parts, "activations of a row of 9 tokens": 10**12}),
         engine,
     )
     assert learning.total == 10**12 + 90 + 7 + 7

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from launch.demo import data as demo
+from launch.demo.__main__ import main
 from learner.image_files import image_size
 from shared.dataset import load_dataset
 from shared.errors import ConfigError
@@ -70,9 +71,9 @@ def test_all_ink_is_inside_a_box_and_every_box_has_some(data):
 
 def test_bins_are_pixels_of_the_first_and_last_pixel_rounded_outwards():
     digit = demo.Digit(scan=np.full((8, 8), 16, dtype=np.uint8), name="one")
-    assert demo.Placement(digit, left=0, top=0, size=96).bins() == (0, 0, 999, 999)
+    assert demo.DigitPlacement(digit, left=0, top=0, size=96).bins() == (0, 0, 999, 999)
     # 8 / 95 * 999 = 84.13, 31 / 95 * 999 = 325.99
-    assert demo.Placement(digit, left=8, top=8, size=24).bins() == (84, 84, 326, 326)
+    assert demo.DigitPlacement(digit, left=8, top=8, size=24).bins() == (84, 84, 326, 326)
 
 
 def test_digits_never_overlap():
@@ -95,7 +96,7 @@ def test_validation_digits_are_the_297_that_training_never_shows():
 
 def test_data_that_is_there_is_kept(data, capsys):
     before = (data / "train.jsonl").stat().st_mtime_ns
-    demo.main(["--out", str(data), "--train", "40", "--val", "12"])
+    main(["data", "--out", str(data), "--train", "40", "--val", "12"])
     assert "there already" in capsys.readouterr().out
     assert (data / "train.jsonl").stat().st_mtime_ns == before
 
@@ -144,9 +145,8 @@ def test_outlines_are_the_same_twice_and_their_folder_is_not_taken_for_one_of_bo
     data, outlined, tmp_path
 ):
     folder, geometry = outlined
-    demo.main(
-        ["--out", str(tmp_path / "again"), "--train", "40", "--val", "12", "--geometry", geometry]
-    )
+    out = str(tmp_path / "again")
+    main(["data", "--out", out, "--train", "40", "--val", "12", "--geometry", geometry])
     assert every_file(tmp_path / "again") == every_file(folder)
     with pytest.raises(ConfigError, match="was made from another geometry; remove it"):
         demo.make_demo_data(folder, seed=17, num_train=40, num_val=12)
@@ -201,7 +201,7 @@ def test_an_outline_has_its_corners_on_ink_and_holds_nearly_all_of_it():
     _, digits = demo.load_handwriting()
     held = []
     for digit in digits[:60]:
-        placed = demo.Placement(digit, left=24, top=40, size=48)
+        placed = demo.DigitPlacement(digit, left=24, top=40, size=48)
         corners = [round(value * 95 / 999) for value in placed.outline()]
         shape = Image.new("1", (96, 96))
         ImageDraw.Draw(shape).polygon(corners, fill=1, outline=1)

@@ -11,7 +11,7 @@ import pytest
 from config_support import configuration
 from scene_support import guess, png, random_scenes, scene, truth
 
-from launch.export_coco import read_predictions
+from launch.coco.__main__ import read_predictions
 from launch.reports.detection import answer_line, make_report, report_tables
 from launch.reports.page import page, write_report
 from launch.reports.pictures import FOUND, OTHER_NAME, TRUTH, UNMATCHED, draw_scene

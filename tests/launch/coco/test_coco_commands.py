@@ -11,7 +11,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from launch import export_coco, import_coco
+from launch.coco.__main__ import main
 from learner.image_files import image_size
 from shared.dataset import Dataset, load_dataset
 
@@ -79,7 +79,7 @@ class Source:
 
     def convert(self, **options: str) -> tuple[Dataset, dict[str, Any]]:
         """The records as a run would load them, and the report."""
-        import_coco.main(self.arguments(**options))
+        main(["import", *self.arguments(**options)])
         records = self.folder / "out" / "train.jsonl"
         report = json.loads(records.with_suffix(".import.json").read_text())
         objects = report["objects"]
@@ -108,9 +108,14 @@ def source(tmp_path: Path) -> Source:
     return Source(tmp_path)
 
 
+def export(source: Source, predictions: Path, out: Path) -> None:
+    categories = source.folder / "out" / "train.categories.json"
+    main(["export", f"predictions={predictions}", f"categories={categories}", f"out={out}"])
+
+
 def refused(source: Source, capsys: pytest.CaptureFixture[str], **options: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        import_coco.main(source.arguments(**options))
+        main(["import", *source.arguments(**options)])
     assert caught.value.code == 2
     assert not list(source.folder.glob("out/*")) and not list(source.folder.glob("out/.*"))
     return capsys.readouterr().err
@@ -286,7 +291,7 @@ def test_the_same_files_give_the_same_bytes(source: Source) -> None:
     source.image(1, annotation(), annotation(bbox=[1, 1, 9, 9])).image(2, annotation(2))
     source.convert(geometry="auto")
     first = {file.name: file.read_bytes() for file in (source.folder / "out").iterdir()}
-    import_coco.main(source.arguments(geometry="auto", out=str(source.folder / "again")))
+    main(["import", *source.arguments(geometry="auto", out=str(source.folder / "again"))])
     again = {
         file.name.replace("annotations", "train"): file.read_bytes()
         for file in (source.folder / "again").iterdir()
@@ -303,7 +308,7 @@ def test_nothing_is_overwritten(source: Source, capsys: pytest.CaptureFixture[st
     source.image(1, annotation()).convert()
     before = (source.folder / "out" / "train.jsonl").read_bytes()
     with pytest.raises(SystemExit):
-        import_coco.main(source.arguments(geometry="poly"))
+        main(["import", *source.arguments(geometry="poly")])
     assert (
         "train.jsonl" in (error := capsys.readouterr().err)
         and "exists; choose another name or remove it" in error
@@ -325,8 +330,11 @@ def test_the_counts_are_printed(source: Source, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda content: content.pop("images"), "annotations.json: images: is missing"),
-        (lambda content: content["annotations"][0].pop("bbox"), "annotations[0].bbox: is missing"),
+        (lambda content: content.pop("images"), "annotations.json: images: field required"),
+        (
+            lambda content: content["annotations"][0].pop("bbox"),
+            "annotations[0].bbox: field required",
+        ),
         (
             lambda content: content["annotations"][0].update(bbox=[1, 2, 3]),
             "annotations[0].bbox: list should have at least 4 items",
@@ -457,7 +465,7 @@ def test_wrong_arguments_are_refused_by_name(
 
 def test_every_wrong_argument_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        import_coco.main(["images=a", "images=b", "poly"])
+        main(["import", "images=a", "images=b", "poly"])
     error = capsys.readouterr().err
     for message in (
         "images: is given twice; keep one",
@@ -470,7 +478,7 @@ def test_every_wrong_argument_is_named_at_once(capsys: pytest.CaptureFixture[str
 
 def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        import_coco.main(["--help"])
+        main(["import", "--help"])
     printed = capsys.readouterr().out
     assert (
         caught.value.code == 0
@@ -522,13 +530,7 @@ def test_there_and_back_everything_is_within_one_bin(
     stray = {"kind": "bbox_2d", "bins": [1, 2, 3, 4], "desc": "unicorn", "score": 1.0}
     predictions = predictions_of(data, source.folder / "predictions.jsonl", stray)
     out = source.folder / "results.json"
-    export_coco.main(
-        [
-            f"predictions={predictions}",
-            f"categories={source.folder / 'out' / 'train.categories.json'}",
-            f"out={out}",
-        ]
-    )
+    export(source, predictions, out)
     results = json.loads(out.read_text())
     assert (
         "2 objects" in (printed := capsys.readouterr().out)
@@ -562,13 +564,7 @@ def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_ann
     data, _ = source.convert(geometry="poly")
     predictions = predictions_of(data, source.folder / "predictions.jsonl")
     out = source.folder / "results.json"
-    export_coco.main(
-        [
-            f"predictions={predictions}",
-            f"categories={source.folder / 'out' / 'train.categories.json'}",
-            f"out={out}",
-        ]
-    )
+    export(source, predictions, out)
     truth = COCO(source.folder / "annotations.json")
     scored = COCOeval(truth, truth.loadRes(str(out)), kind)
     scored.params.iouThrs = np.array([0.5, 0.9])
@@ -584,8 +580,8 @@ def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_ann
         (
             lambda row: row["metadata"].clear(),
             (
-                "predictions.jsonl:1: metadata.image_id: is missing; only an evaluation of data"
-                " that launch.import_coco wrote"
+                "predictions.jsonl:1: metadata.image_id: field required; only an evaluation of data"
+                " that `launch.coco import` wrote"
             ),
         ),
         (
@@ -605,7 +601,7 @@ def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_ann
         ),
         (
             lambda row: row["objects"][0].pop("score"),
-            "predictions.jsonl:1: objects[0].score: is missing",
+            "predictions.jsonl:1: objects[0].score: field required",
         ),
     ],
 )
@@ -619,13 +615,7 @@ def test_malformed_predictions_are_refused_with_line_and_field(
     path.write_text(json.dumps(row) + "\n")
     out = source.folder / "results.json"
     with pytest.raises(SystemExit):
-        export_coco.main(
-            [
-                f"predictions={path}",
-                f"categories={source.folder / 'out' / 'train.categories.json'}",
-                f"out={out}",
-            ]
-        )
+        export(source, path, out)
     assert message in capsys.readouterr().err and not out.exists()
 
 
@@ -636,14 +626,8 @@ def test_an_image_predicted_twice_is_refused(
     path = predictions_of(data, source.folder / "predictions.jsonl")
     path.write_text(path.read_text() * 2)
     with pytest.raises(SystemExit):
-        export_coco.main(
-            [
-                f"predictions={path}",
-                f"categories={source.folder / 'out' / 'train.categories.json'}",
-                f"out={source.folder / 'r.json'}",
-            ]
-        )
+        export(source, path, source.folder / "r.json")
     assert (
-        "predictions.jsonl:2: metadata.image_id: 1 is there twice; keep one row per image"
+        "predictions.jsonl:2: metadata.image_id: 1 occurs twice; keep one row per image"
         in capsys.readouterr().err
     )

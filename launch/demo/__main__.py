@@ -1,0 +1,73 @@
+"""Makes the demo's data and models: `python -m launch.demo data|model|language-model --out FOLDER`.
+
+What exists already, made from the same arguments, is kept. `--help` behind each lists its options.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.demo.data import DemoGeometry, make_demo_data
+from shared.prompts import DEFAULT_USER_PROMPT
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    if options.what == "data":
+        is_new = make_demo_data(
+            options.out,
+            seed=options.seed,
+            num_train=options.train,
+            num_val=options.val,
+            geometry=options.geometry,
+        )
+        result = f"demo data: {options.train} training and {options.val} validation scenes"
+    else:
+        # Only the models need torch.
+        from transformers.utils import logging
+
+        from launch.demo.language_model import make_demo_lm
+        from launch.demo.model import make_demo_model
+
+        logging.disable_progress_bar()
+        if options.what == "model":
+            is_new = make_demo_model(options.out, seed=options.seed, prompt=DEFAULT_USER_PROMPT)
+            result = "demo model: Qwen3-VL architecture, random weights,"
+        else:
+            is_new = make_demo_lm(options.out, seed=options.seed, tools=options.tools)
+            result = "demo language model: Qwen3 architecture, random weights,"
+    print(f"{result} in {options.out}{'' if is_new else ' (there already)'}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m launch.demo", description=__doc__)
+    commands = parser.add_subparsers(dest="what", required=True)
+    data = commands.add_parser("data", help="scenes of handwritten digits")
+    model = commands.add_parser("model", help="a small random Qwen3-VL")
+    language_model = commands.add_parser("language-model", help="a small random Qwen3")
+    for command, folder in ((data, "data"), (model, "model"), (language_model, "lm")):
+        out = Path("outputs/demo") / folder
+        command.add_argument("--out", type=Path, default=out, help="default: %(default)s")
+        command.add_argument("--seed", type=int, default=17)
+    data.add_argument("--train", type=int, default=2000, help="training scenes")
+    data.add_argument("--val", type=int, default=256, help="validation scenes")
+    geometries = list(DemoGeometry)
+    data.add_argument(
+        "--geometry",
+        type=DemoGeometry,
+        choices=geometries,
+        default=DemoGeometry.BOXES,
+        help="polygons: an outline of the ink in place of a box; mixed: for the odd digits",
+    )
+    language_model.add_argument(
+        "--tools",
+        action="store_true",
+        help="one that can call the tool of the environment hidden_digit",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()
