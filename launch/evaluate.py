@@ -149,7 +149,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
             f"data      skipped {held_out.samples.num_skipped} bad rows (data.on_bad_row: skip)",
             highlight=False,
         )
-    with Cluster(config, ImageNeeds.of(held_out.samples), start_up) as cluster:
+    with Cluster(config, ImageNeeds.from_datasets(held_out.samples), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
         console.print(

@@ -1,4 +1,4 @@
-"""What can be known before any process is started: are the data sound?"""
+"""Checks the run's data, or its environment, before any process is started."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
-from learner.model.loading import MODEL_TYPES, TEXT_MODEL_TYPES, checkpoint_problems
 from learner.samples import load_samples
 from rollout_actors.engine.settings import model_type
 from rollout_actors.environments.chat.tool_calls import has_own_parser, shows_tools
-from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.training.runner import count_examples, has_tools, require_no_tools
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -24,19 +22,19 @@ from shared.trajectory import ExampleCounts
 
 _KEYS = EnvironmentKeys("environment.id", "environment.args")
 SHOW_EVERY_S = 5.0
-"""Between two lines about the images that are being checked."""
+"""Seconds between two lines about the images that are being checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageNeeds:
-    """What the images of the data ask of an engine."""
+    """The demands of the data's images on an engine."""
 
     max_per_prompt: int = 1
     max_pixels: int = 0
     """Width times height of the largest one; 0: not known."""
 
     @classmethod
-    def of(cls, *datasets: Dataset) -> ImageNeeds:
+    def from_datasets(cls, *datasets: Dataset) -> ImageNeeds:
         samples = [sample for dataset in datasets for sample in dataset]
         return cls(
             max(len(sample.images) for sample in samples),
@@ -46,12 +44,12 @@ class ImageNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What the rest of the run needs to know of its data."""
+    """The facts about a run's data that its start needs."""
 
     images: ImageNeeds
     """Of training and validation."""
-    num_train_skipped: int
-    num_val_skipped: int
+    num_train_skipped: int = 0
+    num_val_skipped: int = 0
     """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
     examples: ExampleCounts | None = None
     """Of the environment, where the run has one."""
@@ -59,121 +57,92 @@ class DataFacts:
     """About the environment; the run starts all the same."""
 
     @classmethod
-    def of(cls, train: Dataset, val: Dataset | None) -> DataFacts:
-        return cls(
-            images=ImageNeeds.of(train) if val is None else ImageNeeds.of(train, val),
-            num_train_skipped=train.num_skipped,
-            num_val_skipped=0 if val is None else val.num_skipped,
-        )
+    def from_datasets(cls, train: Dataset, val: Dataset | None) -> DataFacts:
+        if val is None:
+            return cls(ImageNeeds.from_datasets(train), train.num_skipped)
+        return cls(ImageNeeds.from_datasets(train, val), train.num_skipped, val.num_skipped)
 
     def describe(self) -> list[str]:
-        """One line about the environment's examples and one about a warning, or about the rows that
-        were left out; none where none was.
-        """
+        """List what is worth a line: an environment's examples and warning, or skipped rows."""
         if self.examples is not None:
-            warnings = [] if self.warning is None else [f"warning   {self.warning}"]
-            return [
-                (
-                    f"data      the environment has {self.examples.train} examples to train on,"
-                    f" {self.examples.held_out} are held out"
-                ),
-                *warnings,
-            ]
-        if not self.num_train_skipped + self.num_val_skipped:
+            counts = f"{self.examples.train} examples to train on, {self.examples.held_out}"
+            line = f"data      the environment has {counts} are held out"
+            return [line] if self.warning is None else [line, f"warning   {self.warning}"]
+        if self.num_train_skipped + self.num_val_skipped == 0:
             return []
-        return [
-            (
-                f"data      skipped {self.num_train_skipped} bad rows of data.train and"
-                f" {self.num_val_skipped} of data.val (data.on_bad_row: skip)"
-            )
-        ]
+        counts = f"{self.num_train_skipped} bad rows of data.train and {self.num_val_skipped}"
+        return [f"data      skipped {counts} of data.val (data.on_bad_row: skip)"]
 
 
 def check_data(config: RunConfig) -> DataFacts:
-    """What `load_data` finds, or what the run's environment has, without keeping it. Raises as they
-    do.
-    """
-    return (
-        DataFacts.of(*load_data(config))
-        if config.environment is None
-        else check_environment(config, config.environment)
-    )
+    """Check the data files, or the run's environment. Raises as the functions below."""
+    if config.environment is not None:
+        return check_environment(config, config.environment)
+    return DataFacts.from_datasets(*load_data(config))
 
 
 def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
-    """Loads the environment in this process, as its actors will, and closes it. Raises ConfigError
-    where there is none of this name, its arguments are wrong, it lacks data, or a reader of its
-    tool calls, and for whatever it raises itself. (Whether vLLM knows the reader its actors find
-    out, which import that.)"""
-    if problems := checkpoint_problems(Path(config.model.path)):
-        raise ConfigError(problems)
-    if (
-        section.max_images_per_prompt
-        and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES
-    ):
-        told = (
+    """Load the environment in this process, as its actors will, look at it, and close it.
+
+    Raises:
+        ConfigError: no such environment, wrong arguments, no data, no reader of its tool calls
+            (that vLLM has the named one, the actors find out), or whatever it raises itself.
+    """
+    from learner.model.loading import MODEL_TYPES, TEXT_MODEL_TYPES
+
+    _require_checkpoint(config)
+    asks_for_images = section.max_images_per_prompt > 0
+    if asks_for_images and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
+        raise ConfigError(
             f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees"
-            " no images"
+            " no images; set it to 0, or choose a model with a vision tower"
+            f" ({', '.join(MODEL_TYPES)})"
         )
-        raise ConfigError(
-            f"{told}; set it to 0, or choose a model with a vision tower ({', '.join(MODEL_TYPES)})"
-        )
-    examples, warning = _looked_at(config, section)
-    if has_held_out(config) and not examples.held_out:
-        told = f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on"
-        raise ConfigError(
-            f"{told}; give it an eval_dataset, or set the key to 0 for a run without held-out"
-            " reports"
-        )
-    return DataFacts(ImageNeeds(section.max_images_per_prompt), 0, 0, examples, warning)
-
-
-def _looked_at(config: RunConfig, section: EnvironmentSection) -> tuple[ExampleCounts, str | None]:
-    """Its examples, and a warning where the model will not know of its tools."""
     environment = loaded_environment(section.id, section.args, _KEYS)
+    checkpoint = Path(config.model.path)
     try:
-        _require_parser(config, section, environment)
+        if section.tool_call_parser is None and not has_own_parser(checkpoint):
+            try:
+                require_no_tools(environment)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         with environment_errors(section.id, _KEYS, _KEYS.name):
             examples = count_examples(environment, section.num_eval_examples)
-        if not has_tools(environment) or shows_tools(Path(config.model.path)):
-            return examples, None
-        warning = (
-            f"{environment.name} has tools, and the chat template of {config.model.path} shows"
-            " none: the model is not told that it can call them"
-        )
-        return (
-            examples,
-            (
-                f"{warning}; choose a checkpoint whose template writes `tools` (`make demo-lm`"
-                " makes such a one, outputs/demo/lm_tools)"
-            ),
-        )
+        warning = None
+        if has_tools(environment) and not shows_tools(checkpoint):
+            warning = (
+                f"{environment.name} has tools, and the chat template of {checkpoint} shows none:"
+                " the model is not told that it can call them; choose a checkpoint whose template"
+                " writes `tools` (`make demo-lm` makes such a one, outputs/demo/lm_tools)"
+            )
     finally:
-        # What it holds is for its actors to have.
+        # Its resources are for the actors to hold.
         asyncio.run(environment.aclose())
+    if has_held_out(config) and not examples.held_out:
+        raise ConfigError(
+            f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on;"
+            " give it an eval_dataset, or set the key to 0 for a run without held-out reports"
+        )
+    images = ImageNeeds(section.max_images_per_prompt)
+    return DataFacts(images, examples=examples, warning=warning)
 
 
-def _require_parser(
-    config: RunConfig, section: EnvironmentSection, environment: Environment
-) -> None:
-    try:
-        if section.tool_call_parser is None and not has_own_parser(Path(config.model.path)):
-            require_no_tools(environment)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+def _require_checkpoint(config: RunConfig) -> None:
+    from learner.model.loading import checkpoint_problems
+
+    if problems := checkpoint_problems(Path(config.model.path)):
+        raise ConfigError(problems)
 
 
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
-    """Training and validation data. Read every row of the run's data files and, where
-    `data.check_images`, every image, as the learner will.
+    """Read training and validation data as the learner will, images too if `data.check_images`.
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
         RecordError: bad rows or images of either file, with file and line (`data.on_bad_row:
-        error`).
+            error`).
     """
-    if problems := checkpoint_problems(Path(config.model.path)):
-        raise ConfigError(problems)
+    _require_checkpoint(config)
     assert config.data.train is not None, "checked with the configuration"
     datasets: dict[str, Dataset] = {}
     errors: list[RecordError] = []
@@ -185,20 +154,19 @@ def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
                 errors.append(error)
     if errors:
         first, *others = errors
-        more = [*first.more, *map(str, others)]
         raise RecordError(
             first.problem,
             field=first.field,
             remedy=first.remedy,
             file=first.file,
             line=first.line,
-            more=more,
+            more=[*first.more, *map(str, others)],
         )
     return datasets["data.train"], datasets.get("data.val")
 
 
 def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
-    """The file that `key` names, read as `load_data` does, with its errors."""
+    """Read the file that `key` names, with lines about its progress. Raises as `load_data`."""
     if not path.is_file():
         raise ConfigError(
             f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for"
@@ -212,9 +180,7 @@ def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
         nonlocal shown_s
         if time.monotonic() - shown_s > SHOW_EVERY_S or done == total:
             shown_s = time.monotonic()
-            print(
-                f"{in_place_of_bar}data      {done} of {total} images of {path.name} are checked",
-                flush=True,
-            )
+            line = f"data      {done} of {total} images of {path.name} are checked"
+            print(f"{in_place_of_bar}{line}", flush=True)
 
     return load_samples(config, path, show)

@@ -17,6 +17,7 @@ from shared.errors import ConfigError, RecordError
 
 _LOGGER = logging.getLogger(__name__)
 _ROOT = Path(__file__).parents[2]
+_EXAMPLES = f"{_ROOT}/rollout_actors/environments/examples/"
 _NOT_THE_USERS = (
     *(f"{_ROOT / package}/" for package in ("launch", "rollout_actors", "shared")),
     f"{sysconfig.get_path('stdlib')}/",
@@ -76,7 +77,7 @@ def _describe(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_NOT_THE_USERS)
+        if frame.filename.startswith(_EXAMPLES) or not frame.filename.startswith(_NOT_THE_USERS)
     ]
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):

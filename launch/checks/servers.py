@@ -1,6 +1,4 @@
-"""Whether a run's servers answer and suit it, and whether the ports at which it waits for their
-engines are free.
-"""
+"""Checks that a run's servers answer and suit it, and that the ports for their engines are free."""
 
 from __future__ import annotations
 
@@ -26,28 +24,28 @@ from shared.config.rollout import ServerSection
 from shared.errors import RolloutError
 
 ANSWER_S = 5.0
-"""A server that runs answers at once; a start waits `server.timeout_s` for one that is still
-loading.
+"""Seconds; a server that runs answers at once. A start waits `server.timeout_s` for one that loads.
 """
 INSPECT_S = 20.0
-"""Some of what a server is asked its engine answers, and that may be stuck."""
+"""Seconds; some of it the server's engine answers, and that may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
 def instead_of_servers(config: RunConfig) -> str:
-    """What this run can be set to do without them: environments ask for answers while the learner
-    learns, which no engine of its own gives.
-    """
+    """Name the settings that this run can have instead of servers."""
+    # Environments ask for answers while the learner learns, which no engine in it gives.
     return IN_THE_LEARNER if config.environment is None else "rollout_matching.vllm.mode: actors"
 
 
 def port_problems(config: RunConfig) -> Iterator[str]:
-    """The ports at which the first learner rank waits for the servers' engines, taken to be this
-    machine's.
-    """
+    """Check the ports at which the first learner rank, taken to be here, waits for engines."""
     section = rollout_servers(config)
     for index, server in enumerate(section.servers if section is not None else ()):
-        if server.group_port and not _is_free(server.group_port):
+        if not server.group_port:
+            continue
+        try:
+            socket.create_server(("", server.group_port)).close()
+        except OSError:
             yield (
                 f"{_SERVERS}[{index}].group_port: {server.group_port} is taken on this machine;"
                 " choose another, or 0 for any free one"
@@ -56,12 +54,12 @@ def port_problems(config: RunConfig) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswers:
-    """What the servers of a run say."""
+    """The answers of a run's servers."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
     not_up: tuple[str, ...]
-    """Those of the problems that a run would wait for: servers that do not answer yet."""
+    """The problems that a run would wait for: servers that do not answer yet."""
     devices: tuple[int, ...] | None
     """Rollout devices of each server, in order; None where one of them did not say."""
 
@@ -73,73 +71,74 @@ def ask_servers(
     instead: str = IN_THE_LEARNER,
     inspect_s: float = INSPECT_S,
 ) -> ServerAnswers:
-    """Ask each of them what a run's client asks at its start, without waiting for one that loads,
-    and changing nothing.
+    """Ask each server what a run's client asks at its start, without waiting or changing anything.
 
     Args:
-        settings: what the run expects of them; None: not known, and they are asked only whether
-        they are up.
-        instead: of servers, as `instead_of_servers` says.
-        inspect_s: for everything that one server is asked.
+        settings: the run's demands on them; None: not known, ask only whether they are up.
+        instead: settings without servers, as `instead_of_servers` names them.
+        inspect_s: limit for everything that one server is asked.
 
     Raises:
-        ConfigError: the token is not there.
+        ConfigError: the token is not set.
     """
     addresses = [
         replace(address, timeout_s=ANSWER_S) for address in server_addresses(section, instead)
     ]
-    answers = asyncio.run(_all(addresses, settings, inspect_s))
-    lines, problems, not_up, seen = [], [], list[str](), dict[str, int]()
+    answers = asyncio.run(_ask_all(addresses, settings, inspect_s))
+    lines = []
+    problems = []
+    not_up = []
+    devices = []
+    first_index: dict[str, int] = {}
     for index, (address, answer) in enumerate(zip(addresses, answers, strict=True)):
         path = f"{_SERVERS}[{index}].base_url: {address.base_url}"
         if isinstance(answer, str):
             problems.append(f"{path} {answer}")
-            not_up += problems[-1:] if isinstance(answer, _NotUp) else ()
+            if isinstance(answer, _NotUp):
+                not_up.append(problems[-1])
         elif answer is not None:
-            lines.append(f"serves    {_told(address, answer)}")
+            devices.append(answer.world_size)
+            plural = "" if answer.world_size == 1 else "s"
+            weights = f", version {answer.version} of some run's weights" if answer.version else ""
+            lines.append(
+                f"serves    {address.base_url}: {answer.world_size} rollout device{plural}{weights}"
+            )
             problems += [f"{path} does not suit the run; {problem}" for problem in answer.problems]
-            if answer.process and seen.setdefault(answer.process, index) != index:
-                problems.append(
-                    f"{path} is the server of servers[{seen[answer.process]}]; list every server"
-                    " once"
-                )
-    known = [answer.world_size for answer in answers if isinstance(answer, ServerFacts)]
+            if answer.process and first_index.setdefault(answer.process, index) != index:
+                first = first_index[answer.process]
+                problems.append(f"{path} is the server of servers[{first}]; list every server once")
     return ServerAnswers(
         tuple(lines),
         tuple(problems),
         tuple(not_up),
-        tuple(known) if len(known) == len(addresses) else None,
+        tuple(devices) if len(devices) == len(addresses) else None,
     )
 
 
 class _NotUp(str):
-    """Why a server does not answer at all."""
+    """The reason why a server does not answer at all."""
 
     __slots__ = ()
 
 
-async def _all(
+async def _ask_all(
     addresses: list[ServerAddress], settings: EngineSettings | None, limit_s: float
 ) -> list[ServerFacts | str | None]:
-    return await asyncio.gather(
-        *(_ask(index, address, settings, limit_s) for index, address in enumerate(addresses))
-    )
+    asked = (_ask(index, address, settings, limit_s) for index, address in enumerate(addresses))
+    return await asyncio.gather(*asked)
 
 
 async def _ask(
     index: int, address: ServerAddress, settings: EngineSettings | None, limit_s: float
 ) -> ServerFacts | str | None:
-    """What it says of itself, or what is wrong with it; None: it is up."""
+    """Return its facts, or what is wrong with it; None: it is up, and nothing else was asked."""
     try:
         async with asyncio.timeout(limit_s):
-            await HttpClient(address.base_url, address, command="").get(
-                address.health_route, timeout_s=ANSWER_S
-            )
-            return (
-                None
-                if settings is None
-                else await ServerEngineSpec(address.base_url, address, index, settings)().inspect()
-            )
+            client = HttpClient(address.base_url, address, command="")
+            await client.get(address.health_route, timeout_s=ANSWER_S)
+            if settings is None:
+                return None
+            return await ServerEngineSpec(address.base_url, address, index, settings)().inspect()
     except TimeoutError:
         return (
             f"answers {address.health_route}, and has not said in {limit_s:g} s what it was started"
@@ -152,22 +151,8 @@ async def _ask(
     except HttpStatusError as error:
         text = (
             f"answers {error.status} to {address.health_route}; check the server's output, and"
-            f" {_SERVERS.rpartition('.')[0]}.token_env"
+            " rollout_matching.vllm.server.token_env"
         )
-        return _NotUp(text) if error.status == 503 else text  # what one says that is still loading
+        return _NotUp(text) if error.status == 503 else text  # 503: it is still loading
     except RolloutError as error:
         return error.message
-
-
-def _told(address: ServerAddress, facts: ServerFacts) -> str:
-    devices = "1 rollout device" if facts.world_size == 1 else f"{facts.world_size} rollout devices"
-    weights = f", version {facts.version} of some run's weights" if facts.version else ""
-    return f"{address.base_url}: {devices}{weights}"
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("", port)).close()
-    except OSError:
-        return False
-    return True

@@ -21,7 +21,7 @@ from PIL import Image
 from launch.checks.host import path_problems, version_problems
 from launch.checks.memory import DeviceMemory
 from launch.checks.servers import ask_servers, instead_of_servers, port_problems
-from launch.preflight import PreflightReport, _servers, preflight
+from launch.preflight import preflight
 from launch.runtime.placement import Resources
 from learner.samples import load_samples
 from rollout_actors.backends.http import server_addresses
@@ -487,15 +487,13 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, d
     assert skipping.facts.images.max_pixels == 96 * 96
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(config):
     run = config(**in_server_mode("http://127.0.0.1:9"))
     answers = asked(run)
     assert answers.not_up == answers.problems and len(answers.problems) == 1
-    findings = PreflightReport()
-    findings.check(lambda: _servers(run, None, findings, waits=True))
-    assert findings.problems == []
-    findings.check(lambda: _servers(run, None, findings, waits=False))
-    assert findings.problems == list(answers.problems)
+    assert preflight(run, waits_for_servers=True).problems == []
+    assert preflight(run).problems == list(answers.problems)
 
 
 @pytest.mark.slow
