@@ -71,12 +71,16 @@ def read_annotations(path: Path) -> CocoFile:
     file = parse_json(
         path, CocoFile.model_validate_json, read_bytes(path), "correct the entry, or remove it"
     )
-    for kind, entries in (("images", file.images), ("categories", file.categories)):
+    ids_by_list = {
+        "images": [image.id for image in file.images],
+        "categories": [category.id for category in file.categories],
+    }
+    for kind, ids in ids_by_list.items():
         first: dict[int, int] = {}
-        for index, entry in enumerate(entries):
-            if first.setdefault(entry.id, index) != index:
+        for index, id in enumerate(ids):
+            if first.setdefault(id, index) != index:
                 raise RecordError(
-                    f"is {entry.id}, as {kind}[{first[entry.id]}].id is",
+                    f"is {id}, as {kind}[{first[id]}].id is",
                     field=f"{kind}[{index}].id",
                     remedy="give every entry its own id",
                     file=str(path),
