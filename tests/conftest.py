@@ -221,7 +221,7 @@ def warm_checkpoint(
             for plan in RunSchedule(config).plans():
                 learner.next_requests(plan)
                 learner.finish_step()
-            learner.weight_sync.publisher.save(run_dir / "checkpoint")
+            learner.publisher.save(run_dir / "checkpoint")
             (run_dir / "checkpoint").rename(folder)
     return folder
 

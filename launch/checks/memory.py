@@ -58,7 +58,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 _SMALLER_LEARNER = (
     "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or"
-    " use learner.model.sharding: fsdp over more ranks"
+    " use learner.parallel: fsdp over more ranks"
 )
 _SMALLER_ENGINE = (
     "lower rollout_matching.vllm.kv_cache_memory_bytes or gpu_memory_utilization, or give the"

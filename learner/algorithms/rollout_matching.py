@@ -100,7 +100,7 @@ def _digest(samples: Sequence[Sample]) -> int:
 
 
 class RolloutMatching:
-    """`learner.algorithms.base.Work` of the samples of `data`."""
+    """`learner.algorithms.base.Algorithm` of the samples of `data`."""
 
     def __init__(
         self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks
@@ -152,7 +152,7 @@ class RolloutMatching:
 
 
 class RolloutMatchingStep:
-    """`learner.algorithms.base.StepWork` of a step's samples."""
+    """`learner.algorithms.base.AlgorithmStep` of a step's samples."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ _FIXED_SIDE = 64
 
 
 class Trajectories:
-    """`learner.algorithms.base.Work` of an environment's examples."""
+    """`learner.algorithms.base.Algorithm` of an environment's examples."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Trajectories:
 
 
 class TrajectoryBatch:
-    """`learner.algorithms.base.StepWork` of a step's examples."""
+    """`learner.algorithms.base.AlgorithmStep` of a step's examples."""
 
     def __init__(
         self,

@@ -44,8 +44,8 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
     if is_sharded(config):
         problems.append(
             f"{SECTION}.enabled: the parameters are sharded over {config.learner.world_size} ranks"
-            " (learner.model.sharding: fsdp), and shards cannot be moved away; set it to false,"
-            " set learner.model.sharding: ddp, or generate elsewhere (rollout_matching.vllm.mode:"
+            " (learner.parallel: fsdp), and shards cannot be moved away; set it to false,"
+            " set learner.parallel: ddp, or generate elsewhere (rollout_matching.vllm.mode:"
             " actors)"
         )
     if problems:

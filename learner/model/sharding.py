@@ -1,4 +1,4 @@
-"""A model of which every learner rank holds a part (`learner.model.sharding: fsdp`: FSDP2)."""
+"""A model of which every learner rank holds a part (`learner.parallel: fsdp`: FSDP2)."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class GatheredWeights:
             yield name, tensor.to(self._device)
 
 
-# How the learner ranks hold the model: each all of it (`learner.model.sharding: ddp`), or each a
+# How the learner ranks hold the model: each all of it (`learner.parallel: ddp`), or each a
 # part (`fsdp`: FSDP2).
 #
 # ddp   a rank's rows are its own affair; gradients are summed once, at the step's end. The ranks

@@ -15,7 +15,7 @@ from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
 from shared.weight_sync.transports import Device, TransportKind
 
-GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:RepeatGuardProcessor"
+GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:VllmRepeatGuard"
 """The logits processor that is the repeat guard, as vLLM loads it."""
 
 LEAST_UTILIZATION = 0.01
@@ -55,7 +55,7 @@ class EngineSettings:
     beside other processes.
     """
     enforce_eager: bool = True
-    worker_extension: str = "rollout_actors.weight_sync.worker.ReceiptWorker"
+    worker_extension: str = "rollout_actors.weight_sync.worker.VerifyingWorker"
     """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil,
     what a sync loads.
     """

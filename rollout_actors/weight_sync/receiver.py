@@ -1,4 +1,4 @@
-"""How one engine takes weights: the receiver's phases of `shared.weight_sync.phases.phases.phases`,
+"""How one engine takes weights: the receiver's phases of `shared.weight_sync.phases`,
 driven through vLLM's weight-transfer API (DESIGN 9).
 """
 
@@ -177,7 +177,7 @@ class UpdatedEngine(Protocol):
 
 
 class TakesAdapters(Protocol):
-    """`rollout_actors.weight_sync.adapters.AdapterIntake`, or whatever stands for it where an
+    """`rollout_actors.weight_sync.adapters.AdapterLoader`, or whatever stands for it where an
     engine takes none.
     """
 

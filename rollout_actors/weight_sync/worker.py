@@ -112,7 +112,7 @@ class VerifyingWorker(GuardedWorker):
 
     def receipt(self) -> dict[str, Any]:
         """After `finish_weight_update`: the fields of
-        `rollout_actors.weight_sync.receiver.Receipt`.
+        `rollout_actors.weight_sync.receiver.LoadReport`.
         """
         watch = self._watch
         return {

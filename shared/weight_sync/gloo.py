@@ -1,5 +1,5 @@
 """The learner's end of the transport between processes with their weights in host memory;
-`shared.weight_sync.phases.phases.gloo` is the engines'.
+`shared.weight_sync.phases.gloo` is the engines'.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.weight_sync.offer import FullOffer, ProcessGroupSpec, TensorSpec, bu
 from shared.weight_sync.shared_memory import NOWHERE, Address, SharedMemory, this_machine
 
 # What the learner's gloo groups are opened with, its ranks' and its ends of a sync's;
-# `shared.weight_sync.phases.phases.gloo` opens the engines' ends alike.
+# `shared.weight_sync.phases.gloo` opens the engines' ends alike.
 
 
 def gloo_options(host: str, timeout: timedelta) -> Any:
@@ -38,7 +38,7 @@ NUM_BUFFERS = 2
 
 
 class GlooSender:
-    """`learner.weight_sync.transports.Wire`. The groups' own timeout ends a broadcast that nobody
+    """`learner.weight_sync.transports.WeightTransport`. The groups' own timeout ends a broadcast that nobody
     receives.
 
     Where all receivers of a group are on this machine, they read the buckets in memory that they
@@ -197,7 +197,7 @@ class _RankZeroGroup:
 
 
 # A process group for weights in host memory, as a worker of an engine takes part in it; rank 0 is
-# `shared.weight_sync.phases.phases.gloo.GlooWire`.
+# `shared.weight_sync.phases.gloo.GlooWire`.
 
 
 class GlooReceiver:

@@ -91,7 +91,7 @@ class FullOffer:
     """
 
     groups: tuple[ProcessGroupSpec, ...]
-    """In the order of `learner.model.ranks.LearnerPlace.receivers`; none where nothing goes over a
+    """In the order of `learner.model.ranks.RankTopology.receivers`; none where nothing goes over a
     wire.
     """
     timeout_s: float

@@ -277,7 +277,7 @@ def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, ti
         learner.next_requests(plan)
         losses.append(finish_step(learner).metrics["loss/total"])
     assert losses[-1] < losses[0]
-    learner.weight_sync.publisher.save(tmp_path / "trained")
+    learner.publisher.save(tmp_path / "trained")
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
     assert torch.equal(saved.lm_head.weight, learner.loaded.model.lm_head.weight)
     assert (

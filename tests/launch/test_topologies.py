@@ -219,7 +219,7 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job,
         "stage2_server",
         in_server_mode(servers),
         "learner.world_size=2",
-        "learner.model.sharding=fsdp",
+        "learner.parallel=fsdp",
         *QUEUED,
     )
     plan, *_ = served.lines("plan.jsonl")

@@ -176,8 +176,8 @@ def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of
 
 def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):
     learner = make_learner(config())
-    learner.weight_sync.publisher.save(tmp_path / "checkpoint")
-    learner.weight_sync.publisher.save(tmp_path / "checkpoint")
+    learner.publisher.save(tmp_path / "checkpoint")
+    learner.publisher.save(tmp_path / "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
         path.name for path in (tmp_path / "checkpoint").iterdir()
@@ -266,9 +266,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
 def test_packing_is_never_applied_during_rollout_generation(config):
     learner = make_learner(config())
     requests = learner.next_requests(RunSchedule(config()).plan(1))
-    prompts = [
-        learner.algorithms.base.encoder.encode(sample) for sample in learner.steps[0].work.samples
-    ]
+    prompts = [learner.work.encoder.encode(sample) for sample in learner.steps[0].work.samples]
     assert [request.prompt_token_ids for request in requests] == [
         prompt.request_token_ids for prompt in prompts
     ], "one request per sample, its prompt alone"

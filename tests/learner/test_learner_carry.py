@@ -96,12 +96,8 @@ def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(
     rollouts = half_right(learner, RunSchedule(settings).plan(0))
     segments = []
     for rollout, sample in zip(rollouts, learner.steps[0].work.samples, strict=True):
-        target = rollout_target(
-            rollout, sample, learner.loaded.codec, learner.algorithms.base.rules
-        )
-        segments.append(
-            Segment(rollout.position, learner.algorithms.base.encoder.encode(sample), target)
-        )
+        target = rollout_target(rollout, sample, learner.loaded.codec, learner.work.rules)
+        segments.append(Segment(rollout.position, learner.work.encoder.encode(sample), target))
     rows = row_policy(settings)
     losses = []
     for segment in [segment for added in segments for row in rows.add(added) for segment in row]:

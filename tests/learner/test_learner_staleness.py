@@ -61,7 +61,7 @@ def two_steps(config):
     second = half_right(learner, schedule.plan(1))
     learner.accumulate(first[6:])
     reports = [finish_step(learner)]
-    learner.weight_sync.publisher.done()
+    learner.publisher.done()
     learner.accumulate(of_version(second[:6], 0))
     learner.accumulate(fresh(second[6:], 1))
     reports.append(finish_step(learner))
@@ -104,8 +104,8 @@ def test_fresh_rollouts_are_compared_all_the_same(config):
 def test_a_rollout_two_versions_old_ends_the_run(config):
     learner = make_learner(config())
     rollouts = half_right(learner, RunSchedule(config()).plan(0))
-    learner.weight_sync.publisher.done()
-    learner.weight_sync.publisher.done()
+    learner.publisher.done()
+    learner.publisher.done()
     with pytest.raises(
         RolloutError,
         match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1",

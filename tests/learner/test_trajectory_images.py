@@ -458,10 +458,10 @@ def test_a_placeholder_in_the_text_of_an_example_with_images_is_told_as_one(conf
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_the_fixed_sequence_has_an_image_exactly_where_prompts_may_have_some(config, whole, number):
     learner = make_learner(config(environment__max_images_per_prompt=number))
-    fixed, images = learner.algorithms.base.fixed, learner.algorithms.base.fixed_images
+    fixed, images = learner.work.fixed, learner.work.fixed_images
     assert len(fixed.prompt.image_grid_I3) == len(images) == bool(number)
     assert bool(fixed.modality.any()) is bool(number)
-    probe = learner.weight_sync.publisher.canary.probe()
+    probe = learner.publisher.canary.probe()
     assert len(probe.images) == len(images)
     assert probe.token_ids.count(whole.processor.image_token_id) == len(images)
     assert all(map(math.isfinite, probe.expected_logprobs))

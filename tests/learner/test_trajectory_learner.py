@@ -600,7 +600,7 @@ def stale_steps(config):
     early = rollouts_for(learner, second_requests[:1], version=0)
     learner.accumulate(first[2:])
     reports = [finish_step(learner)]
-    learner.weight_sync.publisher.done()
+    learner.publisher.done()
     learner.accumulate(early)
     learner.accumulate(rollouts_for(learner, second_requests[1:], version=1))
     return learner, [*reports, finish_step(learner)]
@@ -633,8 +633,8 @@ def test_the_log_of_each_step_has_its_own_rollouts_though_the_next_has_begun(con
 
 def test_a_rollout_two_versions_old_ends_the_run(config):
     learner, groups = begun(config(**STALE))
-    learner.weight_sync.publisher.done()
-    learner.weight_sync.publisher.done()
+    learner.publisher.done()
+    learner.publisher.done()
     with pytest.raises(
         RolloutError,
         match=r"weight version 0, the learner holds 2, and rollout_matching\.max_staleness is 1",
@@ -647,7 +647,7 @@ def test_a_round_is_of_one_version_whichever_environment_it_came_from(config):
     would tell.
     """
     learner, groups = begun(config(**STALE), version=1)
-    learner.weight_sync.publisher.done()
+    learner.publisher.done()
     mixed = of_examples(5, lambda example: replace(example, weight_version=0))(groups)
     with pytest.raises(
         RolloutError,
@@ -865,8 +865,8 @@ def test_a_sync_is_proved_by_a_sequence_that_stays_the_same(config):
     too."""
     learner, schedule = make_learner(config()), RunSchedule(config())
     probe, logprobs = (
-        learner.weight_sync.publisher.offer().canary,
-        learner.weight_sync.publisher.canary.logprobs(),
+        learner.publisher.offer().canary,
+        learner.publisher.canary.logprobs(),
     )
     assert probe.token_ids == probe.expanded_token_ids
     assert set(probe.token_ids) == set(range(len(learner.loaded.tokenizer))), (
@@ -875,9 +875,9 @@ def test_a_sync_is_proved_by_a_sequence_that_stays_the_same(config):
     assert logprobs == pytest.approx(
         logprobs_of(learner.loaded.model, probe.token_ids)[1:], abs=1e-5
     )
-    learner.weight_sync.publisher.done()
-    assert learner.weight_sync.publisher.version == 1
+    learner.publisher.done()
+    assert learner.publisher.version == 1
     learner.accumulate(begin(learner, schedule.plan(0), version=1))
     learner.finish_step()
-    assert learner.weight_sync.publisher.offer().canary.token_ids == probe.token_ids
-    assert learner.weight_sync.publisher.canary.logprobs() != pytest.approx(logprobs, abs=1e-4)
+    assert learner.publisher.offer().canary.token_ids == probe.token_ids
+    assert learner.publisher.canary.logprobs() != pytest.approx(logprobs, abs=1e-4)

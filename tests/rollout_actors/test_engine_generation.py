@@ -51,7 +51,8 @@ def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(
         assert rollout.response_token_ids == tokens
         assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert (
-            rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
+            rollout.prompt_token_ids
+            == learner.logits(request.prompt_token_ids, request.images[0])[0]
         )
 
 

@@ -56,7 +56,8 @@ def test_server_mode_produces_token_ids_suitable_for_strict_alignment(
     requests = [learner.request(position) for position in range(2)]
     for request, rollout in zip(requests, pool.generate(requests), strict=True):
         assert (
-            rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
+            rollout.prompt_token_ids
+            == learner.logits(request.prompt_token_ids, request.images[0])[0]
         )
         assert all(isinstance(token_id, int) for token_id in rollout.response_token_ids)
         assert learner.stop not in rollout.response_token_ids

@@ -308,10 +308,10 @@ def images_reach_all_ranks(run: RunConfig) -> Iterator[Problem]:
     """
     if run.environment is not None and run.environment.max_images_per_prompt and is_sharded(run):
         yield Problem(
-            "learner.model.sharding",
+            "learner.parallel",
             "fsdp cannot learn trajectories with images (environment.max_images_per_prompt), which"
             " only some rows have",
-            "set learner.model.sharding: ddp",
+            "set learner.parallel: ddp",
         )
 
 

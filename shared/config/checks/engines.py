@@ -102,8 +102,8 @@ def whole_model_generates(run: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "rollout_matching.rollout_backend",
             "'hf' generates with the learner's own model, of which each of"
-            f" {run.learner.world_size} ranks has a part (learner.model.sharding: fsdp)",
-            "set learner.model.sharding: ddp, or rollout_matching.rollout_backend: vllm",
+            f" {run.learner.world_size} ranks has a part (learner.parallel: fsdp)",
+            "set learner.parallel: ddp, or rollout_matching.rollout_backend: vllm",
         )
 
 

@@ -196,7 +196,7 @@ CHECKS: tuple[Check, ...] = (
         (
             _VARIANT,
             "environment.max_images_per_prompt",
-            "learner.model.sharding",
+            "learner.parallel",
             "learner.world_size",
         ),
     ),
@@ -270,7 +270,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         engine_checks.whole_model_generates,
-        ("rollout_matching.rollout_backend", "learner.model.sharding", "learner.world_size"),
+        ("rollout_matching.rollout_backend", "learner.parallel", "learner.world_size"),
     ),
     Check(_lengths, ("global_max_length", "rollout_matching.max_new_tokens")),
     Check(engine_checks.engine_length, ("global_max_length", f"{_VLLM}.max_model_len")),

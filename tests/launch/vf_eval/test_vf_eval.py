@@ -30,7 +30,7 @@ from shared.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENVIRONMENT = """
     from pathlib import Path
 

@@ -54,7 +54,7 @@ def test_bfloat16_learns_as_float32_does(config):
 
 def test_a_bfloat16_checkpoint_is_saved_in_bfloat16(config, tmp_path):
     learner, _ = losses(config(model__dtype="bfloat16"), 1)
-    learner.weight_sync.publisher.save(tmp_path / "checkpoint")
+    learner.publisher.save(tmp_path / "checkpoint")
     again = load_model(
         config(model__path=str(tmp_path / "checkpoint"), model__dtype="bfloat16"),
         torch.device("cpu"),

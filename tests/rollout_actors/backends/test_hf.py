@@ -51,7 +51,8 @@ def test_greedy_rollouts_are_those_of_one_forward_per_token(
         assert rollout.response_token_ids == tokens
         assert rollout.logprobs == pytest.approx(logprobs, abs=1e-5)
         assert (
-            rollout.prompt_token_ids == learner.step(request.prompt_token_ids, request.images[0])[0]
+            rollout.prompt_token_ids
+            == learner.logits(request.prompt_token_ids, request.images[0])[0]
         )
 
 
@@ -80,7 +81,7 @@ def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_mode
     for request, rollout, other in zip(beams, rollouts, backend.generate(greedy), strict=True):
         assert rollout.logprobs is not None and other.logprobs is not None
         assert sum(rollout.logprobs) >= sum(other.logprobs)
-        expanded, logits_TV = learner.step(
+        expanded, logits_TV = learner.logits(
             (*request.prompt_token_ids, *rollout.response_token_ids), request.images[0]
         )
         logits_TV[:, list(learner.banned)] -= 100
@@ -157,9 +158,9 @@ def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(
     learner: SmallLearner, backend: HFBackend
 ) -> None:
     request = learner.request(0)
-    before = learner.step(request.prompt_token_ids, request.images[0])[1]
+    before = learner.logits(request.prompt_token_ids, request.images[0])[1]
     backend.generate(of_different_lengths(learner))
-    assert torch.equal(learner.step(request.prompt_token_ids, request.images[0])[1], before)
+    assert torch.equal(learner.logits(request.prompt_token_ids, request.images[0])[1], before)
     assert all(parameter.grad is None for parameter in learner.model.parameters())
 
 

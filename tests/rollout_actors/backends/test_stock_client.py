@@ -158,7 +158,7 @@ class TestStart:
             (
                 "parallel_config.worker_extension_cls",
                 "",
-                r"--worker-extension-cls rollout_actors\.receipt_worker\.ReceiptWorker",
+                r"--worker-extension-cls rollout_actors\.weight_sync\.worker\.VerifyingWorker",
             ),
             (
                 "weight_transfer_config",

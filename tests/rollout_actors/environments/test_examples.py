@@ -18,7 +18,9 @@ from rollout_actors.environments.examples.key_value_store import NAMES
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.loading import load_environment
 
-EXAMPLES = [one.name for one in pkgutil.iter_modules(examples.__path__)]
+MODULES = {one.name for one in pkgutil.iter_modules(examples.__path__)}
+EXAMPLES = sorted(MODULES - {"grounding"})
+"""Those that bring their own data."""
 
 
 def result_of(question: str) -> int:
@@ -86,7 +88,7 @@ def test_there_are_five_examples_and_each_is_small():
     assert sorted(EXAMPLES) == sorted(PLAYERS)
     for name in EXAMPLES:
         with open(importlib.import_module(f"{examples.__name__}.{name}").__file__) as file:  # noqa: PTH123
-            assert len(file.readlines()) <= 110
+            assert len(file.readlines()) <= 140
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_a_wrong_name_lists_what_there_is():
     assert (
         str(caught.value)
         == "no environment 'aritmetic' (did you mean arithmetic?); there are arithmetic,"
-        " copy_digits, guess_number, hidden_digit, key_value_store, and any module or .py file"
+        " copy_digits, grounding, guess_number, hidden_digit, key_value_store, and any module or .py file"
         " that has load_environment(**args)"
     )
 

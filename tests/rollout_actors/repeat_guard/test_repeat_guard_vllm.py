@@ -125,7 +125,7 @@ def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(
     from vllm.v1.sample.logits_processor import BatchUpdateBuilder, MoveDirectionality
 
     rng = random.Random(3)
-    processor = module.RepeatGuardProcessor(config(tokenizer), torch.device("cpu"), False)
+    processor = module.VllmRepeatGuard(config(tokenizer), torch.device("cpu"), False)
     processor.guard_by(settings)
     assert isinstance(processor, module.GuardV1)
     assert not processor.is_argmax_invariant()
@@ -226,7 +226,7 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(
 
     rng = random.Random(4)
     runner = FakeRunner()
-    processor = module.RepeatGuardProcessor(config(tokenizer), runner.state())
+    processor = module.VllmRepeatGuard(config(tokenizer), runner.state())
     processor.guard_by(settings)
     assert isinstance(processor, module.GuardV2)
     rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
@@ -306,7 +306,7 @@ def test_v2_refuses_by_name_what_it_cannot_follow(
 ) -> None:
     asked = config()
     vars(asked).update(change)
-    guard = module.RepeatGuardProcessor(asked, FakeRunner().state())
+    guard = module.VllmRepeatGuard(asked, FakeRunner().state())
     guard.guard_by(None)
     with pytest.raises(ValueError, match=f"V2 model runner with {name}"):
         guard.guard_by(SETTINGS)
@@ -319,7 +319,7 @@ def test_both_runners_accept_the_one_name(module: Any) -> None:
     assert (
         _load_logitsprocs_by_fqcns([GUARD_PROCESSOR])
         == _load_v2_logitsprocs_by_fqcns([GUARD_PROCESSOR])
-        == [module.RepeatGuardProcessor]
+        == [module.VllmRepeatGuard]
     )
 
 
@@ -327,7 +327,7 @@ def test_both_runners_accept_the_one_name(module: Any) -> None:
 def test_nothing_is_guarded_before_a_run_has_brought_its_rule_and_after_one_without_a_guard(
     module: Any, version: str
 ) -> None:
-    guard = module.RepeatGuardProcessor(config(), *arguments_of(version))
+    guard = module.VllmRepeatGuard(config(), *arguments_of(version))
     for settings in (None, SETTINGS, None):
         guard.guard_by(settings)
         assert guard.settings == settings
@@ -387,7 +387,7 @@ def arguments_of(version: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("version", [V1, V2])
 def test_an_engine_whose_every_worker_holds_the_guard_starts(module: Any, version: str) -> None:
-    guard = module.RepeatGuardProcessor(config(), *arguments_of(version))
+    guard = module.VllmRepeatGuard(config(), *arguments_of(version))
     worker = worker_of(module, version, [object(), guard])
     assert worker.active_guard() == {"runner": version, "is_loaded": True, "settings": None}
     method, told = guard_call(SETTINGS)
@@ -409,9 +409,7 @@ def test_a_rule_that_is_in_force_is_not_made_again(
         return repeat_rule(settings, lambda: None)
 
     monkeypatch.setattr(module, "_rule", rule_of)
-    worker = worker_of(
-        module, version, [module.RepeatGuardProcessor(config(), *arguments_of(version))]
-    )
+    worker = worker_of(module, version, [module.VllmRepeatGuard(config(), *arguments_of(version))])
     other = replace(SETTINGS, ngram_size=SETTINGS.ngram_size + 1)
     for settings in (None, SETTINGS, SETTINGS, other, other, None, None):
         method, told = guard_call(settings)

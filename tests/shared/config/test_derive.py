@@ -330,10 +330,7 @@ def test_rollouts_are_generated_in_the_ranks_by_actors_or_by_servers_and_only_th
     ("ranks", "parallel", "sharded"), [(1, "fsdp", False), (2, "ddp", False), (2, "fsdp", True)]
 )
 def test_a_model_is_sharded_over_several_ranks_under_fsdp_alone(load, ranks, parallel, sharded):
-    assert (
-        is_sharded(load({"learner.world_size": ranks, "learner.model.sharding": parallel}))
-        == sharded
-    )
+    assert is_sharded(load({"learner.world_size": ranks, "learner.parallel": parallel})) == sharded
 
 
 def test_servers_that_are_left_in_the_file_beside_a_learner_that_generates_itself_are_remarked_on(

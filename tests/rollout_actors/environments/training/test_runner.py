@@ -297,7 +297,7 @@ def test_a_rollouts_own_error_is_data() -> None:
     answers = ran(training(4, 1), engines, trouble="fail", at=4)
     for rollout in answers[0]:
         assert (rollout.error, rollout.reward, rollout.examples, rollout.num_turns) == (
-            "ZeroDivisionError: no such luck (runner_environment.py:43)",
+            "ZeroDivisionError: no such luck (runner_environment.py:48)",
             0.0,
             (),
             1,

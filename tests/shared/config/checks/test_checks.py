@@ -377,7 +377,7 @@ REFUSED = [
 ]
 
 ACCEPTED = [
-    {"learner.world_size": 2, "learner.model.sharding": "fsdp"},
+    {"learner.world_size": 2, "learner.parallel": "fsdp"},
     {f"{MATCHING}.max_staleness": 1},
     {f"{MATCHING}.max_staleness": 1, "stage2_ab.schedule.b_ratio": 0.51},
     {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{VLLM}.server": {"servers": [SERVER]}},
@@ -608,14 +608,14 @@ def test_a_sharded_model_does_not_generate(problems):
         {
             **NO_QUEUE,
             f"{MATCHING}.rollout_backend": "hf",
-            "learner.model.sharding": "fsdp",
+            "learner.parallel": "fsdp",
             "learner.world_size": 2,
         }
     )
     assert line.startswith(
         f"{MATCHING}.rollout_backend: 'hf' generates with the learner's own model"
     )
-    assert line.endswith(f"set learner.model.sharding: ddp, or {MATCHING}.rollout_backend: vllm")
+    assert line.endswith(f"set learner.parallel: ddp, or {MATCHING}.rollout_backend: vllm")
 
 
 def test_beams_contradict_a_temperature_and_one_beam_is_none(problems):

@@ -173,12 +173,12 @@ REFUSED = [
         {
             "environment.max_images_per_prompt": 1,
             "learner.world_size": 2,
-            "learner.model.sharding": "fsdp",
+            "learner.parallel": "fsdp",
         },
         (
-            "learner.model.sharding: fsdp cannot learn trajectories with images"
+            "learner.parallel: fsdp cannot learn trajectories with images"
             " (environment.max_images_per_prompt), which only some rows have; set"
-            " learner.model.sharding: ddp"
+            " learner.parallel: ddp"
         ),
     ),
     # The objective.
@@ -321,19 +321,19 @@ ACCEPTED = [
     {"environment.rollouts_per_example": 2, BATCH: 2},
     {"environment.rollouts_per_example": 32},
     {"learner.world_size": 3, BUDGET: 32},
-    {"learner.world_size": 2, "learner.model.sharding": "fsdp"},
+    {"learner.world_size": 2, "learner.parallel": "fsdp"},
     {
         "learner.world_size": 2,
-        "learner.model.sharding": "fsdp",
+        "learner.parallel": "fsdp",
         "environment.max_images_per_prompt": 0,
     },
     {
         "learner.world_size": 2,
-        "learner.model.sharding": "ddp",
+        "learner.parallel": "ddp",
         "environment.max_images_per_prompt": 4,
     },
     # There is nothing to shard.
-    {"learner.model.sharding": "fsdp", "environment.max_images_per_prompt": 4},
+    {"learner.parallel": "fsdp", "environment.max_images_per_prompt": 4},
     # An example is in one round whatever a device decodes at a time.
     {f"{MATCHING}.decode_batch_size": 1},
     # What waits for a row when the buffer is full goes into one.
