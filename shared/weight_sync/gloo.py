@@ -38,8 +38,8 @@ NUM_BUFFERS = 2
 
 
 class GlooSender:
-    """`learner.weight_sync.transports.WeightTransport`. The groups' own timeout ends a broadcast that nobody
-    receives.
+    """`learner.weight_sync.transports.WeightTransport`. The groups' own timeout ends a broadcast
+    that nobody receives.
 
     Where all receivers of a group are on this machine, they read the buckets in memory that they
     share with this process, and the group's broadcasts of one byte tell them when. Else the buckets
