@@ -134,7 +134,7 @@ async def _ask(
     """Return its facts, or what is wrong with it; None: it is up, and nothing else was asked."""
     try:
         async with asyncio.timeout(limit_s):
-            client = HttpClient(address.base_url, address, command="")
+            client = HttpClient(address.base_url, address)
             await client.get(address.health_route, timeout_s=ANSWER_S)
             if settings is None:
                 return None

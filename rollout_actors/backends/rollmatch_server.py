@@ -1,6 +1,4 @@
-"""The client of `python -m launch.serve`: a rollout engine on the other side of HTTP (spec: server
-mode).
-"""
+"""The client of `python -m launch.serve` (spec: server mode), and the command that starts one."""
 
 from __future__ import annotations
 
@@ -10,30 +8,25 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from urllib.parse import urlsplit
 
 from rollout_actors.backends.http import (
     WATCH_S,
-    HttpClient,
+    HttpEngine,
     HttpStatusError,
-    RemoteEngine,
     ServerAddress,
     ServerFacts,
     UnansweredError,
-    all_answers,
-    another_answer,
-    too_few_sequences,
 )
 from rollout_actors.engine.settings import EngineSettings, model_type
 from rollout_actors.server import messages
 from rollout_actors.server.messages import IMAGE_PIXELS, CallLimits, InferCall
-from shared.errors import WeightSyncError
+from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import offer_for
 from shared.weight_sync.phases import CLIENT_MARGIN_S, SyncPhase, phase_limit
-
-# How a server's share of a round becomes calls of a size that the server takes.
 
 
 def infer_calls(
@@ -44,21 +37,25 @@ def infer_calls(
     version: int | None,
     guard: RepeatGuardSettings | None = None,
 ) -> list[InferCall]:
-    """As few as the limits allow, which together hold the requests in their order, to be guarded by
-    this rule.
+    """Cut a share into as few calls as the server's limits allow, in order.
 
-    Raises ValueError naming the sample whose request is too large for a call of its own.
+    Raises:
+        ValueError: names a sample that is too large for a call of its own.
+
+    Example:
+        7 requests and max_requests 3 -> calls of 3, 3 and 1.
     """
     parts: list[list[RolloutRequest]] = [[]]
     room = limits.max_request_bytes
     for request in requests:
-        size = _most_bytes(InferCall.of([request], run=run, version=version, guard=guard))
+        size = _body_bytes(InferCall.of([request], run=run, version=version, guard=guard))
         if size > limits.max_request_bytes:
             raise ValueError(
                 f"takes calls of max_request_bytes = {limits.max_request_bytes}, and sample"
                 f" {request.sample_id} with its images is {size}; start it with"
                 f" max_request_bytes={size}, or make the images smaller"
             )
+        # A call of several requests is no larger than their own calls together.
         if size > room or len(parts[-1]) == limits.max_requests:
             parts.append([])
             room = limits.max_request_bytes
@@ -67,45 +64,32 @@ def infer_calls(
     return [InferCall.of(part, run=run, version=version, guard=guard) for part in parts]
 
 
-def _most_bytes(call: InferCall) -> int:
-    """Of its body; a call of several requests is no larger than their own calls together. Writes no
-    image for it, they are most of it.
-    """
-    without = [
-        replace(
-            request,
-            images=tuple(replace(image, data=image.data and b"") for image in request.images),
-        )
-        for request in call.requests
-    ]
-    sizes = [
-        len(image.data)
-        for request in call.requests
-        for image in request.images
-        if image.data is not None
-    ]
-    return len(call.model_copy(update={"requests": tuple(without)}).body()) + sum(
-        4 * -(-size // 3) for size in sizes
-    )
-
-
-# How a `python -m launch.serve` is started so that it suits a run: what the messages of the client,
-# and of `launch.evaluate`, say.
+def _body_bytes(call: InferCall) -> int:
+    """Return the size of the call's body without encoding its images, which are most of it."""
+    (request,) = call.requests
+    images = tuple(replace(image, data=image.data and b"") for image in request.images)
+    without_data = call.model_copy(update={"requests": (replace(request, images=images),)})
+    size = len(without_data.body())
+    for image in request.images:
+        size += 4 * -(-len(image.data or b"") // 3)  # base64: 4 characters for 3 bytes
+    return size
 
 
 def serve_command(
     settings: EngineSettings, base_url: str, *, tool_call_parser: str | None = None
 ) -> str:
-    """The command line, for a shell. The parser is for callers of the OpenAI API; this package's
-    own ask for tokens.
+    """Return the shell command of a server that suits a run.
+
+    The parser is for callers of the OpenAI API; this package's own ask for tokens.
     """
     arguments = serve_arguments(settings, port=urlsplit(base_url).port or 8000)
-    parser = [] if tool_call_parser is None else [f"tool_call_parser={tool_call_parser}"]
-    return shlex.join(["python", "-m", "launch.serve", *arguments, *parser])
+    if tool_call_parser is not None:
+        arguments.append(f"tool_call_parser={tool_call_parser}")
+    return shlex.join(["python", "-m", "launch.serve", *arguments])
 
 
 def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
-    """`key=value` of everything in the settings that `launch.serve` would not choose itself."""
+    """Return `key=value` of every setting that `launch.serve` would not choose itself."""
     values = {
         "model": settings.model_path,
         "port": port,
@@ -116,7 +100,7 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "seed": settings.seed,
     }
-    # A server has room for one at the least; of a text model it is nothing.
+    # A server has room for at least one image, and a text model ignores it.
     if settings.max_images_per_prompt:
         values["max_images_per_prompt"] = settings.max_images_per_prompt
     if settings.max_image_pixels > IMAGE_PIXELS:
@@ -134,8 +118,8 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-class ServerClient(RemoteEngine):
-    """The engine's state is the server's."""
+class ServerClient(HttpEngine):
+    """An engine behind `launch.serve`, which itself refuses what the run must not get."""
 
     def __init__(
         self,
@@ -146,41 +130,35 @@ class ServerClient(RemoteEngine):
         expected: EngineSettings,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`watch_s`: between two questions to `/health/` while a call without a limit is waited
-        for.
-        """
-        # Without the guard: the run brings its rule with every call.
-        http = HttpClient(
+        # The command names no repeat guard: the run brings its rule with every call.
+        command = serve_command(replace(expected, repeat_guard=None), address.base_url)
+        super().__init__(
             name,
             address,
-            command=serve_command(replace(expected, repeat_guard=None), address.base_url),
+            index=index,
+            expected=expected,
+            command=command,
+            server=f"`{command}`",
             watch_s=watch_s,
         )
-        super().__init__(http, index=index, expected=expected)
         self._version = 0
-        # By which the server tells this run's weights and requests from another's.
+        # By this the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex
-        # Until the start has asked for them.
-        self._limits = messages.CallLimits(sys.maxsize, sys.maxsize, sys.maxsize)
+        self._limits = CallLimits(sys.maxsize, sys.maxsize, sys.maxsize)  # until it was asked
 
     async def inspect(self) -> ServerFacts:
         info = await self._ask(messages.ServerInfo, "/info/")
         world_size = (await self._ask(messages.WorldSize, "/get_world_size/")).world_size
-        return ServerFacts(
-            world_size,
-            info.version,
-            info.process,
-            info.limits,
-            tuple(disagreements(info, self._expected)),
-        )
-
-    async def _claim(self, facts: ServerFacts) -> None:
-        assert facts.limits is not None, "this kind of server tells them"
-        self._version, self._limits = facts.version, facts.limits
+        self._version = info.version
+        self._limits = info.limits
+        problems = tuple(disagreements(info, self._expected))
+        return ServerFacts(world_size, info.version, info.process, problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """One `/infer/`, or as many at a time as the server's limits of one make of it; where one
-        fails or takes too long, all of them once more with the same seeds."""
+        """Ask in one `/infer/`, or in as many at a time as the server's limits need.
+
+        Where a call fails or is late, all of them are made once more with the same seeds.
+        """
         if not requests:
             return []
         try:
@@ -194,15 +172,15 @@ class ServerClient(RemoteEngine):
             bodies = [call.body() for call in calls]
         except ValueError as error:
             raise self._http.error(str(error), "generate") from error
-        answers, attempt = await self._http.asked_twice(lambda: self._infer(bodies))
-        rollouts = [
-            rollout
-            for answer in answers
-            for rollout in self._read(messages.InferAnswer, answer, "generate").rollouts
-        ]
-        if [(rollout.step, rollout.position) for rollout in rollouts] != [
-            (request.step, request.position) for request in requests
-        ]:
+        limit_s = self._http.address.infer_timeout_s
+        answers, attempt = await self._answers(
+            [partial(self._http.post, "/infer/", body, timeout_s=limit_s) for body in bodies]
+        )
+        rollouts: list[Rollout] = []
+        for answer in answers:
+            rollouts += self._read(messages.InferAnswer, answer, "generate").rollouts
+        wanted = [(request.step, request.position) for request in requests]
+        if [(rollout.step, rollout.position) for rollout in rollouts] != wanted:
             raise self._http.error(
                 f"answered {len(rollouts)} rollouts that are not those of the {len(requests)}"
                 " requests, in their order",
@@ -211,30 +189,25 @@ class ServerClient(RemoteEngine):
         return [replace(rollout, actor=self._http.name, attempt=attempt) for rollout in rollouts]
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """One HTTP call, never repeated: a phase is not what it was once it has been tried. The
-        weights themselves travel by the process group.
+        """Make one HTTP call, never repeated: a phase that was tried has changed the server.
+
+        Full weights travel by the process group, an adapter in the offer.
         """
-        # The server keeps the phase's limit itself and can say more.
+        # The server keeps the phase's limit itself, and its error says more.
         limit_s = phase_limit(offer, phase).seconds + CLIENT_MARGIN_S
+        is_rendezvous = phase is SyncPhase.RENDEZVOUS
+        route = "/init_communicator/" if is_rendezvous else f"/sync/{phase}/"
+        call = messages.SyncCall.of(phase, offer_for(offer, self._index), self._run)
         try:
-            answer = await self._http.post(
-                "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/",
-                messages.SyncCall.of(phase, offer_for(offer, self._index), self._run).body(),
-                timeout_s=limit_s,
-            )
+            answer = await self._http.post(route, call.body(), timeout_s=limit_s)
+            report = self._read(messages.SyncAnswer, answer, phase).report
         except UnansweredError as error:
-            raise self._sync_error(
-                f"{error}; check that the server is alive, and that it reaches the learner's node",
-                phase,
-            ) from error
+            remedy = "check that the server is alive, and that it reaches the learner's node"
+            raise self._sync_error(f"{error}; {remedy}", phase) from error
         except HttpStatusError as error:
             raise self._refused(error, phase) from error
-        try:
-            report = messages.read(messages.SyncAnswer, answer).report
-        except ValueError as error:
-            raise self._sync_error(
-                another_answer(error, f"`{self._http.command}`"), phase
-            ) from error
+        except RolloutError as error:
+            raise WeightSyncError(error.message, actor=self._http.name, phase=phase) from error
         if phase is SyncPhase.CANARY:
             assert report is not None
             self._version = report.version
@@ -242,48 +215,35 @@ class ServerClient(RemoteEngine):
 
     @property
     def version(self) -> int:
+        """Weight version as far as this client has seen; 0 is the checkpoint's."""
         return self._version
 
-    async def _infer(self, bodies: Sequence[bytes]) -> list[bytes]:
-        limit_s = self._http.address.infer_timeout_s
-        work = all_answers([self._http.post("/infer/", body, timeout_s=limit_s) for body in bodies])
-        return await (work if limit_s is not None else self._http.watched(work, self._progress))
-
-    async def _progress(self) -> int | None:
-        health = await self._http.get(
-            self._http.address.health_route, timeout_s=self._http.address.timeout_s
+    async def _num_tokens(self) -> int | None:
+        health = self._read(
+            messages.Health, await self._http.get(self._http.address.health_route), "generate"
         )
-        told = self._read(messages.Health, health, "generate")
-        return told.num_tokens if told.num_running else None
+        return health.num_tokens if health.num_running else None
 
     async def _ask(self, form: type[messages.M], route: str) -> messages.M:
         try:
-            return self._read(
-                form, await self._http.get(route, timeout_s=self._http.address.timeout_s), "start"
-            )
+            return self._read(form, await self._http.get(route), "start")
         except (UnansweredError, HttpStatusError) as error:
             raise self._http.error(
-                f"does not answer {route}: {error}; check that it is `{self._http.command}`",
-                "start",
+                f"does not answer {route}: {error}; check that it is `{self._command}`", "start"
             ) from error
 
     def _read(self, form: type[messages.M], body: bytes, phase: str) -> messages.M:
-        try:
-            return messages.read(form, body)
-        except ValueError as error:
-            raise self._http.error(
-                another_answer(error, f"`{self._http.command}`"), phase
-            ) from error
+        return self._parse(partial(messages.read, form), body, phase)
 
     def _refused(self, error: HttpStatusError, phase: SyncPhase) -> WeightSyncError:
         try:
-            detail = messages.read(messages.ErrorAnswer, json.dumps(error.body).encode()).error
+            detail = messages.read(messages.ErrorAnswer, error.body.encode()).error
         except ValueError:
             return self._sync_error(str(error), phase)
         if detail.kind is not messages.ErrorKind.WEIGHT_SYNC:
             return self._sync_error(detail.message, phase)
         return WeightSyncError(
-            self._http.named(detail.message),
+            self._http.with_url(detail.message),
             actor=self._http.name,
             phase=detail.phase,
             quantity=detail.quantity,
@@ -291,55 +251,38 @@ class ServerClient(RemoteEngine):
         )
 
     def _sync_error(self, message: str, phase: SyncPhase) -> WeightSyncError:
-        return WeightSyncError(self._http.named(message), actor=self._http.name, phase=phase)
+        return WeightSyncError(self._http.with_url(message), actor=self._http.name, phase=phase)
 
 
 def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterator[str]:
-    """What the server was started with that the run cannot use, each with the remedy."""
+    """Yield each setting of the server that the run cannot use, with the remedy."""
     family = model_type(expected.model_path)
     if info.model_type != family:
         yield (
             f"model_type is {info.model_type} ({info.model}), the run's is {family}: start it with"
             f" model={expected.model_path}"
         )
-    if info.dtype != expected.dtype:
-        yield (
-            f"dtype is {info.dtype}, the run's model.dtype is {expected.dtype}: start it with"
-            f" dtype={expected.dtype}"
-        )
-    if info.max_model_len < expected.max_model_len:
-        yield (
-            f"max_model_len is {info.max_model_len}, the run needs {expected.max_model_len}: start"
-            f" it with max_model_len={expected.max_model_len}"
-        )
-    yield from too_few_sequences(
-        info.max_num_seqs,
-        expected,
-        world_size=info.world_size,
-        remedy="start it with max_num_seqs=",
-    )
-    if info.max_images_per_prompt < expected.max_images_per_prompt:
-        yield (
-            f"max_images_per_prompt is {info.max_images_per_prompt}: start it with"
-            f" max_images_per_prompt={expected.max_images_per_prompt}"
-        )
-    if info.limits.max_image_pixels < expected.max_image_pixels:
-        yield (
-            f"max_image_pixels is {info.limits.max_image_pixels}, the largest image of the data has"
-            f" {expected.max_image_pixels}: start it with"
-            f" max_image_pixels={expected.max_image_pixels}"
-        )
-    if info.transport != expected.transport:
-        yield (
-            f"its weights come over {info.transport}, the learner sends over {expected.transport}:"
-            f" start it with transport={expected.transport}"
-        )
-    if expected.enable_lora and not (
-        info.enable_lora and info.max_lora_rank >= expected.max_lora_rank
+    for name, actual, wanted in (
+        ("dtype", info.dtype, expected.dtype),
+        ("transport", info.transport, expected.transport),
     ):
-        serves = f"of rank {info.max_lora_rank}" if info.enable_lora else "none"
+        if actual != wanted:
+            yield f"{name} is {actual}, the run's is {wanted}: start it with {name}={wanted}"
+    num_sequences = expected.sequences_per_device * info.world_size
+    for name, limit, needed in (
+        ("max_model_len", info.max_model_len, expected.max_model_len),
+        ("max_num_seqs", info.max_num_seqs, num_sequences),
+        ("max_images_per_prompt", info.max_images_per_prompt, expected.max_images_per_prompt),
+        ("max_image_pixels", info.limits.max_image_pixels, expected.max_image_pixels),
+    ):
+        if limit < needed:
+            yield f"{name} is {limit}, the run needs {needed}: start it with {name}={needed}"
+    if not expected.enable_lora:
+        return
+    if not info.enable_lora or info.max_lora_rank < expected.max_lora_rank:
+        served = f"of rank {info.max_lora_rank}" if info.enable_lora else "none"
         yield (
-            f"the adapters it serves are {serves}, the run's are of rank {expected.max_lora_rank}:"
+            f"the adapters it serves are {served}, the run's are of rank {expected.max_lora_rank}:"
             f" start it with enable_lora=true max_lora_rank={expected.max_lora_rank}, or set"
             " rollout_matching.vllm.sync.mode: full"
         )

@@ -1,8 +1,7 @@
-"""What goes over the token-in/token-out route of a stock `vllm serve` (`/inference/v1/generate` of
-vLLM 0.32), and what is read from it.
+"""JSON of a stock `vllm serve` (vLLM 0.32): its token-in/token-out route and `/server_info`.
 
-The same sampling as an engine of this machine is asked for (`rollout_actors.engine.sampling`), so
-that the same rollout comes back.
+Requests ask for the same sampling as an engine of this machine (`rollout_actors.engine.sampling`),
+so that the same rollouts come back.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
-from pydantic import BaseModel
+from pydantic import AliasPath, BaseModel, Field
 
 from rollout_actors.engine.completion import Completion
 from rollout_actors.engine.sampling import (
@@ -29,9 +28,8 @@ from shared.rollouts import RolloutRequest
 from shared.weight_sync.canary import CanaryProbe
 
 NO_LOGPROB = -9999.0
-"""What the route writes for a log-probability that is NaN, minus infinity or not there."""
-_ORIENTATION = 0x0112
-"""EXIF's tag."""
+"""The route's number for a log-probability that is NaN, minus infinity or absent."""
+EXIF_ORIENTATION = 0x0112
 
 
 class TokenSpan(BaseModel):
@@ -60,7 +58,7 @@ class PromptToken(BaseModel):
 
 
 class Generated(BaseModel):
-    """One answer. vLLM sends more fields, which say nothing about a rollout."""
+    """One answer, without vLLM's fields that say nothing about a rollout."""
 
     prompt_token_ids: list[int]
     """Expanded."""
@@ -68,67 +66,41 @@ class Generated(BaseModel):
     choices: tuple[Choice]
 
 
-def rollout_body(request: RolloutRequest, actor: str) -> bytes:
-    """Raises RolloutError naming the sample whose image cannot be decoded."""
-    return _body(
-        request.prompt_token_ids,
-        request.images,
-        request.sample_id,
-        actor,
-        sampling_fields(request.decode, request.seed),
+def _setting(*path: str, **default: Any) -> Any:
+    return Field(validation_alias=AliasPath("vllm_config", *path), **default)
+
+
+class StockInfo(BaseModel):
+    """Settings in `/server_info` that a run depends on."""
+
+    dtype: str = _setting("model_config", "dtype")
+    """`torch.float32`, ..."""
+    max_model_len: int = _setting("model_config", "max_model_len")
+    logprobs_mode: str = _setting("model_config", "logprobs_mode")
+    multimodal: dict[str, Any] | None = _setting("model_config", "multimodal_config")
+    """None: the model takes no images."""
+    max_images_per_prompt: int | None = _setting(
+        "model_config", "multimodal_config", "limit_per_prompt", "image", "count", default=None
     )
+    """None: no limit."""
+    max_num_seqs: int = _setting("scheduler_config", "max_num_seqs")
+    data_parallel_size: int = _setting("parallel_config", "data_parallel_size")
+    pipeline_parallel_size: int = _setting("parallel_config", "pipeline_parallel_size")
+    worker_extension: str = _setting("parallel_config", "worker_extension_cls")
+    weight_transfer: dict[str, Any] | None = _setting("weight_transfer_config")
+    transport: str | None = _setting("weight_transfer_config", "backend", default=None)
+    """None: it takes no weights."""
+
+
+def rollout_body(request: RolloutRequest, actor: str) -> bytes:
+    """Write a request. Raises RolloutError naming a sample whose image cannot be decoded."""
+    fields = sampling_fields(request.decode, request.seed)
+    return _body(request.prompt_token_ids, request.images, request.sample_id, actor, fields)
 
 
 def probe_body(probe: CanaryProbe, actor: str) -> bytes:
+    """Write the request that scores a canary."""
     return _body(probe.token_ids, probe.images, "canary", actor, PROBE_FIELDS)
-
-
-def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
-    """The canary's expanded tokens, and the log-probability of each but the first. Raises
-    ValueError where the server scored no prompt.
-    """
-    if answer.prompt_logprobs is None or len(answer.prompt_logprobs) != len(
-        answer.prompt_token_ids
-    ):
-        raise ValueError("the server gave no log-probabilities of the canary's tokens")
-    scored = zip(answer.prompt_logprobs[1:], answer.prompt_token_ids[1:], strict=True)
-    return answer.prompt_token_ids, [
-        NO_LOGPROB if entry is None else entry[token_id].logprob for entry, token_id in scored
-    ]
-
-
-def read_answer(
-    answer: Generated, request: RolloutRequest, *, actor: str, label: str
-) -> Completion:
-    """A finished request. `label` is the server's name of the weights that it is to be of.
-
-    Raises RolloutError where the server did not finish it, sampled any token of it by other
-    weights, or has no log-probability of a token.
-    """
-
-    def refuse(message: str) -> RolloutError:
-        return RolloutError(f"sample {request.sample_id} {message}", actor=actor, phase="generate")
-
-    (choice,) = answer.choices
-    reason = finish_reason(choice.finish_reason, request, actor)
-    seen = {span.version for span in choice.weight_versions or ()}
-    if choice.token_ids and seen != {label}:
-        raise refuse(
-            f"was sampled by weights labelled {sorted(seen)}, not {label} alone: was the server"
-            " started again, or does another run send it weights?"
-        )
-    logprobs = (
-        None if choice.logprobs is None else [token.logprob for token in choice.logprobs.content]
-    )
-    if (logprobs is None) == request.decode.return_logprobs or (
-        logprobs is not None and len(logprobs) != len(choice.token_ids)
-    ):
-        raise refuse("came without one log-probability for each of its tokens")
-    if logprobs is not None and NO_LOGPROB in logprobs:
-        raise refuse(
-            f"has no log-probability at token {logprobs.index(NO_LOGPROB)}: NaN, or minus infinity"
-        )
-    return Completion(tuple(answer.prompt_token_ids), choice.token_ids, logprobs, reason)
 
 
 def _body(
@@ -149,31 +121,80 @@ def _body(
 
 
 def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
-    """The file as it is where the server reads the same pixels in it as the learner does; else
-    those pixels.
+    """Send the file itself where the server reads the learner's pixels in it, else those pixels.
 
     The server turns an image by its EXIF orientation; the learner and our own engines do not.
     """
     assert ref.data is not None, f"an image of {sample_id} travels without its bytes"
-    data, kind = ref.data, _plain_format(ref.data)
+    data = ref.data
+    kind = _plain_format(data)
     if kind is None:
         (pixels,) = decode_images([ref], sample_id, actor=actor)
         buffer = io.BytesIO()
         pixels.save(buffer, "PNG")
-        data, kind = buffer.getvalue(), "png"
+        data = buffer.getvalue()
+        kind = "png"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _plain_format(data: bytes) -> str | None:
-    """The format of a file that has nothing to be turned or converted, by its header alone; None
-    for any other.
-    """
+    """Return the format of an upright RGB file, by its header alone; None for any other file."""
     try:
         image = Image.open(io.BytesIO(data))
-        is_upright = image.getexif().get(_ORIENTATION, 1) == 1
-    # whatever Pillow's reading of a damaged file, or of damaged EXIF data, runs into: its pixels
-    # are sent, if it has any
+        is_upright = image.getexif().get(EXIF_ORIENTATION, 1) == 1
+    # Damaged files and EXIF data raise anything; such a file's pixels are sent, if it has any.
     except Exception:
         return None
-    is_plain = is_upright and image.mode == "RGB" and image.format in ("PNG", "JPEG", "WEBP")
-    return image.format.lower() if is_plain and image.format else None
+    if is_upright and image.mode == "RGB" and image.format in ("PNG", "JPEG", "WEBP"):
+        return image.format.lower()
+    return None
+
+
+def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
+    """Return the canary's expanded tokens, and the log-probability of each but the first.
+
+    Raises:
+        ValueError: the server scored no prompt.
+    """
+    token_ids = answer.prompt_token_ids
+    entries = answer.prompt_logprobs
+    if entries is None or len(entries) != len(token_ids):
+        raise ValueError("the server gave no log-probabilities of the canary's tokens")
+    logprobs = []
+    for entry, token_id in zip(entries[1:], token_ids[1:], strict=True):
+        logprobs.append(NO_LOGPROB if entry is None else entry[token_id].logprob)
+    return token_ids, logprobs
+
+
+def read_answer(
+    answer: Generated, request: RolloutRequest, *, actor: str, label: str
+) -> Completion:
+    """Check and convert a finished request; `label` is the server's name of the expected weights.
+
+    Raises:
+        RolloutError: not finished, a token sampled by other weights, or one without a
+            log-probability.
+    """
+
+    def refuse(message: str) -> RolloutError:
+        return RolloutError(f"sample {request.sample_id} {message}", actor=actor, phase="generate")
+
+    (choice,) = answer.choices
+    reason = finish_reason(choice.finish_reason, request, actor)
+    seen = {span.version for span in choice.weight_versions or ()}
+    if choice.token_ids and seen != {label}:
+        raise refuse(
+            f"was sampled by weights labelled {sorted(seen)}, not {label} alone: was the server"
+            " started again, or does another run send it weights?"
+        )
+    logprobs = None
+    if choice.logprobs is not None:
+        logprobs = [token.logprob for token in choice.logprobs.content]
+    num_expected = len(choice.token_ids) if request.decode.return_logprobs else None
+    if (None if logprobs is None else len(logprobs)) != num_expected:
+        raise refuse("came without one log-probability for each of its tokens")
+    if logprobs is not None and NO_LOGPROB in logprobs:
+        raise refuse(
+            f"has no log-probability at token {logprobs.index(NO_LOGPROB)}: NaN, or minus infinity"
+        )
+    return Completion(tuple(answer.prompt_token_ids), choice.token_ids, logprobs, reason)

@@ -1,9 +1,7 @@
-"""The client of a stock `vllm serve` in whose environment this package is installed: `server.kind:
-vllm` (docs/stock_server.md).
+"""The client of a stock `vllm serve` with this package installed: `server.kind: vllm`.
 
-Its own routes are used directly: token-in/token-out for rollouts and canary, the weight-transfer
-routes for syncs. What this package adds on the server's side (the transport, the worker's receipts,
-the repeat guard) is named on its command line.
+Rollouts, canary and weight syncs go over vLLM's own routes (vLLM 0.32; docs/stock_server.md). The
+server's command line loads what this package adds: transport, load reports and repeat guard.
 """
 
 from __future__ import annotations
@@ -14,146 +12,209 @@ import shlex
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rollout_actors.backends.http import (
     WATCH_S,
     HttpClient,
+    HttpEngine,
     HttpStatusError,
-    RemoteEngine,
     ServerAddress,
     ServerFacts,
     UnansweredError,
-    all_answers,
-    another_answer,
 )
 from rollout_actors.backends.rollmatch_server import ServerClient
 from rollout_actors.backends.stock_messages import (
     Generated,
+    StockInfo,
     probe_body,
     read_answer,
     read_probe,
     rollout_body,
 )
-from rollout_actors.backends.stock_routes import (
-    STOCK_SERVER,
-    UNVERIFIED,
-    RouteError,
-    StockRoutes,
-    disagreements,
-    missing_guards,
-)
 from rollout_actors.engine.completion import EngineInfo, StartTime
-from rollout_actors.engine.settings import EngineSettings, engine_arguments, engine_environment
+from rollout_actors.engine.settings import (
+    GUARD_PROCESSOR,
+    EngineSettings,
+    engine_arguments,
+    engine_environment,
+)
 from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
-from rollout_actors.weight_sync.receiver import TransferGroup, WeightReceiver
+from rollout_actors.weight_sync.receiver import (
+    InitRequest,
+    TransferGroup,
+    UpdateRequest,
+    WeightReceiver,
+)
 from shared.errors import RolloutError, Timeout, WeightSyncError, late
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.offer import AdapterOffer, offer_for
 from shared.weight_sync.phases import SyncPhase, phase_limit
 
-# Which client a rollout server has.
+STOCK_SERVER = "a `vllm serve` of vLLM 0.32"
+GENERATE = "/inference/v1/generate"
+TOKEN_COUNTER = "vllm:generation_tokens_total{"
+"""Beginning of the lines of `/metrics` that count sampled tokens."""
+UNVERIFIED = "rollmatch-unverified"
+"""Label of weights between the start of an update and its canary: of nobody's rollouts."""
+CHECKPOINT = ("default", "-0")
+"""Ends of the labels of weights that nobody sent: vLLM's own, or version 0 of a run."""
+NOT_FLAGS = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
+"""Engine arguments that are no flags of `vllm serve` here.
+
+The model comes first; a server outside a placement group chooses how its devices work together;
+and a run sees by the counters behind /metrics that the engine makes progress.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerEngineSpec:
-    """Makes the client of one server: `EngineActor(ServerEngineSpec(...))`."""
+    """Makes the client of one server of either kind: `EngineActor(ServerEngineSpec(...))`."""
 
     name: str
     address: ServerAddress
     index: int
-    """The server's place among the servers of the run, and so its group's in a weight sync."""
+    """Place among the servers of the run, and so of its group in a weight sync."""
     expected: EngineSettings
-    """What the run would start an engine of its own with: the server must agree."""
+    """Settings of an engine of the run's own: the server must agree."""
 
-    def __call__(self) -> RemoteEngine:
+    def __call__(self) -> HttpEngine:
         client = StockClient if self.address.kind == "vllm" else ServerClient
         return client(self.name, self.address, index=self.index, expected=self.expected)
 
 
-# How a stock `vllm serve` is started so that it gives the rollouts of this run: what the client's
-# messages and docs/stock_server.md name.
-
-
-NOT_SAID = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
-"""Engine arguments that are no flags here: the model comes first, a server that is in no placement
-group chooses how its devices work together, and the counters behind /metrics are how a run sees
-that the engine gets on."""
-
-
 def stock_command(settings: EngineSettings, base_url: str) -> str:
-    """The command line, with the variables that this package needs set before it."""
+    """Return the command line, with the variables that this package needs before it."""
     url = urlsplit(base_url)
-    arguments = [
-        "vllm",
-        "serve",
-        settings.model_path,
-        "--host",
-        url.hostname or "127.0.0.1",
-        "--port",
-        str(url.port or 8000),
-        *stock_arguments(settings),
-    ]
-    return (
-        " ".join(
-            f"{name}={shlex.quote(value)}" for name, value in stock_environment(settings).items()
-        )
-        + " "
-        + shlex.join(arguments)
-    )
+    variables = stock_environment(settings)
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    address = ["--host", url.hostname or "127.0.0.1", "--port", str(url.port or 8000)]
+    command = ["vllm", "serve", settings.model_path, *address, *stock_arguments(settings)]
+    return f"{' '.join(words)} {shlex.join(command)}"
 
 
 def stock_environment(settings: EngineSettings) -> dict[str, str]:
-    """Variables of the server's process and its children; the key that callers must bring is not
-    among them.
-    """
+    """Return variables of the server's process, but for the key that callers must bring."""
     return {"VLLM_SERVER_DEV_MODE": "1"} | engine_environment(settings)
 
 
 def stock_arguments(settings: EngineSettings) -> list[str]:
-    """Of `vllm serve`, behind the model: the engine's arguments as flags, and the routes that have
-    to be opened.
+    """Return the arguments of `vllm serve` behind model and address."""
+    arguments = ["--enable-scale-out"]
+    for name, value in engine_arguments(settings).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in NOT_FLAGS or value is None:
+            continue
+        match value:
+            case bool():
+                arguments.append(flag if value else f"--no-{flag.removeprefix('--')}")
+            case dict():
+                arguments += [flag, json.dumps(value)]
+            case list():
+                arguments += [flag, *value]
+            case _:
+                arguments += [flag, str(value)]
+    return arguments
+
+
+class StockRoutes:
+    """State and weight-sync routes of a stock server, as an `UpdatedEngine` of `weight_sync`.
+
+    They are open only with `VLLM_SERVER_DEV_MODE=1`, and `--api-key` does not guard them. A route
+    that fails raises RolloutError; its phase is "start", since a sync puts its own in the place.
     """
-    values = {
-        name: value for name, value in engine_arguments(settings).items() if name not in NOT_SAID
-    }
-    return [
-        "--enable-scale-out",
-        *(
-            part
-            for name, value in values.items()
-            for part in _flag(f"--{name.replace('_', '-')}", value)
-        ),
-    ]
+
+    def __init__(self, http: HttpClient, run: str) -> None:
+        """Prepare calls; `run` labels the run's weights, so that another run's are known."""
+        self._http = http
+        self._run = run
+
+    def label(self, version: str) -> str:
+        return f"rollmatch-{self._run}-{version}"
+
+    async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None:
+        await self._post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+
+    async def resume_generation(self) -> None:
+        await self._post("/resume")
+
+    async def init_weight_transfer_engine(self, request: InitRequest) -> None:
+        await self._post("/init_weight_transfer_engine", init_info=request.init_info)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        await self._post("/shutdown_weight_transfer_engine")
+
+    async def start_weight_update(self) -> None:
+        # First: if this update or this run ends in the middle, the weights have no version.
+        await self._post("/update_weight_version", new_version=UNVERIFIED)
+        await self._post("/start_weight_update")
+
+    async def update_weights(self, request: UpdateRequest) -> None:
+        await self._post("/update_weights", update_info=request.update_info)
+
+    async def finish_weight_update(self) -> None:
+        await self._post("/finish_weight_update")
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        answer = await self._post("/collective_rpc", method=method, args=list(args))
+        return list(json.loads(answer)["results"])
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(json.loads(await self._post("/reset_prefix_cache"))["success"])
+
+    async def reset_mm_cache(self) -> None:
+        await self._post("/reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self._post("/reset_encoder_cache")
+
+    async def update_weight_version(self, new_version: str) -> None:
+        await self._post("/update_weight_version", new_version=self.label(new_version))
+
+    async def weight_label(self) -> str:
+        """Return the server's label of its weights: vLLM's `default` where nobody sent any."""
+        return str(json.loads(await self._get("/weight_info"))["weight_version"])
+
+    async def world_size(self) -> int:
+        return int(json.loads(await self._get("/get_world_size"))["world_size"])
+
+    async def server_info(self) -> bytes:
+        return await self._get("/server_info?config_format=json")
+
+    async def num_tokens(self) -> int | None:
+        """Count the tokens sampled since the server's start; None where it keeps no count.
+
+        Raises UnansweredError.
+        """
+        try:
+            metrics = await self._http.get("/metrics")
+        except HttpStatusError:
+            return None
+        lines = [line for line in metrics.decode().splitlines() if line.startswith(TOKEN_COUNTER)]
+        if not lines:
+            return None
+        return int(sum(float(line.rpartition(" ")[2]) for line in lines))
+
+    async def _get(self, route: str) -> bytes:
+        try:
+            return await self._http.get(route)
+        except (UnansweredError, HttpStatusError) as error:
+            raise self._http.error(f"{route.partition('?')[0]}: {error}", "start") from error
+
+    async def _post(self, route: str, **body: Any) -> bytes:
+        # No limit: a phase of a sync has one, and cancels the call.
+        try:
+            return await self._http.post(route, json.dumps(body).encode(), timeout_s=None)
+        except (UnansweredError, HttpStatusError) as error:
+            raise self._http.error(f"{route.partition('?')[0]}: {error}", "start") from error
 
 
-def _flag(name: str, value: Any) -> list[str]:
-    match value:
-        case None:
-            return []
-        case False:
-            return [f"--no-{name.removeprefix('--')}"]
-        case True:
-            return [name]
-        case dict():
-            return [name, json.dumps(value)]
-        case list():
-            return [name, *value]
-        case _:
-            return [name, str(value)]
-
-
-GENERATE = "/inference/v1/generate"
-CHECKPOINT = ("default", "-0")
-"""How the label ends that weights have which nobody sent: vLLM's own, or version 0 of a run."""
-
-
-class StockClient(RemoteEngine):
-    """The door is shut while the server's weights are not this run's, or not verified."""
+class StockClient(HttpEngine):
+    """An engine behind a stock server. Serves only weights of this run that were verified."""
 
     def __init__(
         self,
@@ -164,85 +225,92 @@ class StockClient(RemoteEngine):
         expected: EngineSettings,
         watch_s: float = WATCH_S,
     ) -> None:
-        http = HttpClient(
-            name, address, command=stock_command(expected, address.base_url), watch_s=watch_s
+        super().__init__(
+            name,
+            address,
+            index=index,
+            expected=expected,
+            command=stock_command(expected, address.base_url),
+            server=STOCK_SERVER,
+            watch_s=watch_s,
         )
-        super().__init__(http, index=index, expected=expected)
-        self._engine = StockRoutes(http, run=uuid.uuid4().hex[:8])
-        # A group of its own: its workers' ranks begin behind the sender's.
-        group = TransferGroup(self._engine, transport=expected.transport, rank_offset=1)
+        self._routes = StockRoutes(self._http, run=uuid.uuid4().hex[:8])
+        # Each server has a group of its own: its workers' ranks follow the sender's, which is 0.
+        group = TransferGroup(self._routes, transport=expected.transport, rank_offset=1)
         self._intake = WeightReceiver(
-            name, self._engine, group, score=self._score, adapter=NoAdapters()
+            name, self._routes, group, score=self._score, adapter=NoAdapters()
         )
         self._intake.shut = "it was not started"
         self._rule = engine_rule(expected.repeat_guard, expected.model_path)
 
     async def inspect(self) -> ServerFacts:
-        """Raises RolloutError also naming what opens a route that is closed."""
+        """Ask a server that is up about itself.
+
+        Raises:
+            RolloutError: phase "start"; for a closed route it names what opens it.
+        """
         await self._check_routes()
-        with self._saying("start"):
-            world_size, info = await self._engine.world_size(), await self._engine.info()
-            problems = tuple(disagreements(info, self._expected, world_size=world_size))
-            # Without the worker extension nobody could say what guards. Asked of every server: an
-            # engine that is stuck does not answer.
-            if not problems:
-                guards = await self._engine.collective_rpc("active_guard")
-                problems = (
-                    () if self._expected.repeat_guard is None else tuple(missing_guards(guards))
-                )
-        return ServerFacts(world_size, 0, "", None, problems)
+        world_size = await self._routes.world_size()
+        body = await self._routes.server_info()
+        info = self._parse(StockInfo.model_validate_json, body, "start")
+        problems = tuple(disagreements(info, self._expected, world_size=world_size))
+        # Only the worker extension knows whether a guard is loaded. Every server is asked, guard or
+        # not: an engine that is stuck does not answer.
+        if not problems:
+            guards = await self._routes.collective_rpc("active_guard")
+            if self._expected.repeat_guard is not None:
+                problems = tuple(_missing_guards(guards))
+        return ServerFacts(world_size, 0, "", problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """All requests at once; where one fails or takes too long, all of them once more with the
-        same seeds. Raises RolloutError.
+        """Send all requests at once, each in a call of its own; an end of a call ends its request.
+
+        Where one fails or is late, all of them are sent once more with the same seeds.
         """
         if not requests:
             return []
         if self._intake.shut:
             raise self._http.error(f"serves no rollouts: {self._intake.shut}", "generate")
         origin = EngineInfo(self._http.name, self.version, self._rule, StartTime.now())
-        bodies = [rollout_body(request, self._http.name) for request in requests]
-        answers, attempt = await self._http.asked_twice(lambda: self._share(requests, bodies))
-        label = self._engine.label(str(origin.version))
-        read = [
-            (read_answer(answer, request, actor=origin.actor, label=label), end)
-            for request, (answer, end) in zip(requests, answers, strict=True)
-        ]
-        return [
-            replace(answer.rollout(request, origin, end), attempt=attempt)
-            for request, (answer, end) in zip(requests, read, strict=True)
-        ]
+        answers, attempt = await self._answers(
+            [
+                partial(self._complete, rollout_body(request, origin.actor), request.sample_id)
+                for request in requests
+            ]
+        )
+        label = self._routes.label(str(origin.version))
+        rollouts = []
+        for request, (answer, end) in zip(requests, answers, strict=True):
+            completion = read_answer(answer, request, actor=origin.actor, label=label)
+            rollouts.append(replace(completion.rollout(request, origin, end), attempt=attempt))
+        return rollouts
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """By the server's own routes, each called once: a phase is not what it was once it has been
-        tried.
-        """
+        """Call the server's own routes, each once: a tried phase has changed the server."""
         if phase is SyncPhase.RENDEZVOUS:
-            # Here, because nothing is generated: requests that another run sent were waited for by
-            # the pause, and those that it still sends get labels of this run's weights, which it
-            # refuses.
+            # Set here, because nothing is generated: the pause has waited for requests of another
+            # run, and the labels of those that it still sends are this run's, so it refuses them.
             try:
-                await self._guard(phase, phase_limit(offer, SyncPhase.PAUSE))
+                await self._set_guard(phase, phase_limit(offer, SyncPhase.PAUSE))
             except RolloutError as error:
                 raise WeightSyncError(error.message, actor=self._http.name, phase=phase) from error
         return await self._intake.run(phase, offer_for(offer, self._index))
 
     @property
     def version(self) -> int:
+        """Weight version as far as this client has seen; 0 is the checkpoint's."""
         return self._intake.version
 
     async def _check_routes(self) -> None:
-        """That every route is open to this client. Raises RolloutError naming what opens the one
-        that is not.
-        """
-        limit_s = self._http.address.timeout_s
+        """Raise RolloutError naming what opens a route that is closed to this client."""
         try:
-            # refused, for what is wrong with it, where the route is open
+            # An open route refuses an empty request with 400.
+            limit_s = self._http.address.timeout_s
             await self._http.post(GENERATE, b"{}", timeout_s=limit_s)
         except UnansweredError as error:
             raise self._http.error(f"{GENERATE}: {error}", "start") from error
         except HttpStatusError as error:
-            remedy = {
+            remedies = {
                 401: (
                     "it was started with --api-key: export the same key in a variable and name it"
                     " in rollout_matching.vllm.server.token_env"
@@ -250,120 +318,89 @@ class StockClient(RemoteEngine):
                 403: "start it with --enable-scale-out",
                 404: f"it is not {STOCK_SERVER}; check rollout_matching.vllm.server.kind",
             }
-            if error.status in remedy:
+            if error.status in remedies:
                 raise self._http.error(
-                    f"does not open {GENERATE} ({error}); {remedy[error.status]}", "start"
+                    f"does not open {GENERATE} ({error}); {remedies[error.status]}", "start"
                 ) from error
         try:
-            await self._http.get("/is_paused", timeout_s=limit_s)
+            await self._http.get("/is_paused")
         except UnansweredError as error:
             raise self._http.error(f"/is_paused: {error}", "start") from error
         except HttpStatusError as error:
-            closed = (
+            raise self._http.error(
                 f"does not open its weight-transfer routes ({error}); start it with"
-                " VLLM_SERVER_DEV_MODE=1 in its environment"
-            )
-            raise self._http.error(closed, "start") from error
+                " VLLM_SERVER_DEV_MODE=1 in its environment",
+                "start",
+            ) from error
 
-    async def _claim(self, facts: ServerFacts) -> None:
-        """Label the server's weights as this run's version 0 where they are the checkpoint's; else
-        nothing is served until a sync.
+    async def _claim(self) -> None:
+        """Label the checkpoint's weights as this run's version 0.
+
+        A server with other weights serves nothing until this run's first sync.
         """
-        with self._saying("start"):
-            label = await self._engine.weight_label()
-            if label == UNVERIFIED:
-                # A run ended in the middle of an update, which may have left the model in pieces.
-                await self._engine.collective_rpc("abandon_update")
-            if not label.endswith(CHECKPOINT):
-                self._intake.shut = (
-                    f"it holds weights that another run has sent ({label}), until this run sends"
-                    " its own"
-                )
-                return
-            await self._engine.resume_generation()
-            await self._engine.update_weight_version(str(self.version))
-        limit = Timeout(self._http.address.timeout_s, "rollout_matching.vllm.server.timeout_s")
-        await self._guard("start", limit)
+        label = await self._routes.weight_label()
+        if label == UNVERIFIED:
+            # A run ended in the middle of an update, which may have left the model in pieces.
+            await self._routes.collective_rpc("abandon_update")
+        if not label.endswith(CHECKPOINT):
+            self._intake.shut = (
+                f"it holds weights that another run has sent ({label}), until this run sends its"
+                " own"
+            )
+            return
+        await self._routes.resume_generation()
+        await self._routes.update_weight_version(str(self.version))
+        timeout_s = self._http.address.timeout_s
+        await self._set_guard("start", Timeout(timeout_s, "rollout_matching.vllm.server.timeout_s"))
         self._intake.shut = ""
 
-    async def _guard(self, phase: str, limit: Timeout) -> None:
-        """Have the server's workers guard by the run's rule. Raises RolloutError(phase) where one
-        of them does not, or none has answered by the limit."""
+    async def _set_guard(self, phase: str, limit: Timeout) -> None:
+        """Have the server's workers guard by the run's rule.
+
+        Raises:
+            RolloutError: a worker does not, or has not answered by the limit.
+        """
         settings = self._expected.repeat_guard
         method, fields = guard_call(settings)
-        with self._saying(phase):
-            try:
-                async with asyncio.timeout(limit.seconds):
-                    answers = await self._engine.collective_rpc(method, args=(fields,))
-            except TimeoutError as error:
-                told = late("its workers about the run's repeat guard", limit, "the server's log")
-                raise self._http.error(told, phase) from error
+        try:
+            async with asyncio.timeout(limit.seconds):
+                answers = await self._routes.collective_rpc(method, args=(fields,))
+        except TimeoutError as error:
+            message = late("its workers about the run's repeat guard", limit, "the server's log")
+            raise self._http.error(message, phase) from error
         require_guard(answers, settings, self._http.name)
 
-    @contextmanager
-    def _saying(self, phase: str) -> Iterator[None]:
-        """What the server's routes did not say, as an error of this phase."""
-        try:
-            yield
-        except RouteError as error:
-            # the routes have said whose they are
-            raise RolloutError(str(error), actor=self._http.name, phase=phase) from error
-
-    async def _share(
-        self, requests: Sequence[RolloutRequest], bodies: Sequence[bytes]
-    ) -> list[tuple[Generated, float]]:
-        """Every answer with the time of its end, or the first error; a connection that closes ends
-        its request in the server.
-        """
-        work = all_answers(
-            [
-                self._complete(body, request.sample_id)
-                for request, body in zip(requests, bodies, strict=True)
-            ]
-        )
-        return await (
-            work
-            if self._http.address.infer_timeout_s is not None
-            else self._http.watched(work, self._progress)
-        )
-
-    async def _progress(self) -> int | None:
-        await self._http.get(
-            self._http.address.health_route, timeout_s=self._http.address.timeout_s
-        )
-        return await self._engine.num_tokens()
+    async def _num_tokens(self) -> int | None:
+        await self._http.get(self._http.address.health_route)
+        return await self._routes.num_tokens()
 
     async def _complete(self, body: bytes, sample_id: str) -> tuple[Generated, float]:
+        """Return an answer and its time by `time.perf_counter`."""
+        limit_s = self._http.address.infer_timeout_s
         try:
-            answer = await self._http.post(
-                GENERATE, body, timeout_s=self._http.address.infer_timeout_s
-            )
+            answer = await self._http.post(GENERATE, body, timeout_s=limit_s)
         except HttpStatusError as error:
-            if error.may_be_tried_again:
+            if error.status >= 500:
                 raise
             raise self._http.error(f"refused sample {sample_id}: {error}", "generate") from error
-        return self._read(answer, "generate"), time.perf_counter()
+        generated = self._parse(Generated.model_validate_json, answer, "generate")
+        return generated, time.perf_counter()
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         assert adapted, "it takes no adapters: there is nothing to leave out"
+        body = probe_body(probe, self._http.name)
         try:
-            answer = await self._http.post(
-                GENERATE, probe_body(probe, self._http.name), timeout_s=None
-            )
-            return read_probe(self._read(answer, "canary"))
+            answer = await self._http.post(GENERATE, body, timeout_s=None)
+            return read_probe(self._parse(Generated.model_validate_json, answer, "canary"))
         except (UnansweredError, HttpStatusError, ValueError) as error:
             raise self._http.error(f"does not score the canary: {error}", "canary") from error
 
-    def _read(self, body: bytes, phase: str) -> Generated:
-        try:
-            return Generated.model_validate_json(body)
-        except ValueError as error:
-            raise self._http.error(another_answer(error, STOCK_SERVER), phase) from error
-
 
 class NoAdapters:
-    """In place of an adapter intake: vLLM's route for adapters reads a folder of the server's
-    machine, and does not say whether it replaced the last one.
+    """Adapter loader of a stock server, which refuses.
+
+    vLLM's route for adapters reads a folder of the server's machine, and does not say whether it
+    replaced the last one.
     """
 
     request = None
@@ -377,4 +414,64 @@ class NoAdapters:
         raise AssertionError("take comes first, and refuses")
 
     async def drop(self) -> None:
-        """There is none."""
+        """Do nothing: there is no adapter."""
+
+
+def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int) -> Iterator[str]:
+    """Yield each setting that the run cannot use, with the argument that mends it."""
+    dtype = info.dtype.removeprefix("torch.")
+    if dtype != expected.dtype:
+        yield f"dtype is {dtype}, the run's is {expected.dtype}: --dtype {expected.dtype}"
+    if info.logprobs_mode != "processed_logprobs":
+        yield (
+            f"its log-probabilities are {info.logprobs_mode}, before temperature and bans:"
+            " --logprobs-mode processed_logprobs"
+        )
+    if not info.worker_extension:
+        yield (
+            "its workers cannot say what they loaded: --worker-extension-cls"
+            f" {expected.worker_extension}"
+        )
+    num_images = 0 if info.multimodal is None else info.max_images_per_prompt
+    if num_images is not None and num_images < expected.max_images_per_prompt:
+        limit = json.dumps({"image": expected.max_images_per_prompt, "video": 0})
+        yield (
+            f"it takes {num_images} images in a prompt, the data have"
+            f" {expected.max_images_per_prompt}: --limit-mm-per-prompt '{limit}'"
+        )
+    for argument, replicas in (
+        ("--data-parallel-size", info.data_parallel_size),
+        ("--pipeline-parallel-size", info.pipeline_parallel_size),
+    ):
+        if replicas > 1:
+            yield (
+                f"{argument} is {replicas}, over which weights are not synced: start one server for"
+                f" each, with {argument} 1"
+            )
+    if info.transport != expected.transport:
+        takes = "no weights" if info.transport is None else f"weights over {info.transport}"
+        backend = json.dumps({"backend": expected.transport})
+        yield (
+            f"it takes {takes}, the learner sends over {expected.transport}:"
+            f" --weight-transfer-config '{backend}'"
+        )
+    for argument, actual, needed in (
+        ("--max-model-len", info.max_model_len, expected.max_model_len),
+        ("--max-num-seqs", info.max_num_seqs, expected.sequences_per_device * world_size),
+    ):
+        if actual < needed:
+            yield f"{argument} is {actual}, the run needs {needed}: {argument} {needed}"
+
+
+def _missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:
+    """Name each worker without the repeat guard, with the argument that loads it.
+
+    `answers`: `rollout_actors.repeat_guard.vllm.GuardedWorker.active_guard` of each worker.
+    """
+    for rank, answer in enumerate(answers):
+        if not answer["is_loaded"]:
+            yield (
+                f"the {answer['runner']} model runner of worker {rank} holds no repeat guard, and"
+                " rollout_matching.repeat_terminate asks for one: --logits-processors"
+                f" {GUARD_PROCESSOR}"
+            )

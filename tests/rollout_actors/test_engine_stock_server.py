@@ -20,8 +20,7 @@ from serve_process import OneServer
 from stock_process import StockProcess, stock_process
 
 from rollout_actors.backends.http import HttpClient
-from rollout_actors.backends.stock_routes import StockRoutes
-from rollout_actors.backends.stock_server import StockClient
+from rollout_actors.backends.stock_server import StockClient, StockRoutes
 from rollout_actors.engine.settings import EngineSettings
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
@@ -63,7 +62,7 @@ def client(server: StockProcess, settings: EngineSettings) -> StockClient:
 @pytest.fixture(scope="module")
 def routes(server: StockProcess) -> StockRoutes:
     """To the server, beside the client's."""
-    return StockRoutes(HttpClient("server-0", server.address(), command=""), run="none")
+    return StockRoutes(HttpClient("server-0", server.address()), run="none")
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ class TestStart:
                 None,
                 r"--weight-transfer-config '\{\"backend\": \"rollmatch_gloo\"\}'",
             ),
-            ("weight_transfer_config", {"backend": "nccl"}, "its weights come over nccl"),
+            ("weight_transfer_config", {"backend": "nccl"}, "it takes weights over nccl"),
         ],
     )
     def test_every_argument_that_is_missing_or_other_is_named(

@@ -177,7 +177,7 @@ class TestStart:
             instead="rollout_matching.vllm.mode: actors",
         )
         with pytest.raises(RolloutError, match=r"or set rollout_matching\.vllm\.mode: actors$"):
-            asyncio.run(http_client.HttpClient("server-0", address, command="").wait_until_up())
+            asyncio.run(ServerClient("server-0", address, index=0, expected=expected).start())
 
     def test_a_server_that_takes_calls_and_says_nothing_is_given_up_too(
         self, expected: EngineSettings
@@ -237,15 +237,12 @@ class TestStart:
             asyncio.run(client(url, other).start())
         for part in (
             "model_type is qwen3_vl",
-            "dtype is float32, the run's model.dtype is bfloat16",
+            "dtype is float32, the run's is bfloat16: start it with dtype=bfloat16",
             "max_model_len is 64, the run needs 128",
-            "max_num_seqs is 8, the run decodes 9 on each",
+            "max_num_seqs is 8, the run needs 9",
             "max_images_per_prompt is 1",
-            (
-                "max_image_pixels is 10000, the largest image of the data has 20200: start it with"
-                " max_image_pixels=20200"
-            ),
-            "its weights come over rollmatch_gloo, the learner sends over nccl",
+            "max_image_pixels is 10000, the run needs 20200: start it with max_image_pixels=20200",
+            "transport is rollmatch_gloo, the run's is nccl",
             "enable_lora=true max_lora_rank=16",
         ):
             assert part in str(caught.value)
