@@ -45,7 +45,6 @@ from shared.weight_sync.transports import Device, Sharing, TransportKind, choose
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from rollout_actors.server.engine_thread import OpenAIThread
     from rollout_actors.server.openai_routes import OpenAIServing
     from rollout_actors.server.service import RolloutService, ServedEngine
 
@@ -289,7 +288,7 @@ def _serve(
     options: ServeOptions, settings: EngineSettings, token: str | None, listening: socket.socket
 ) -> None:
     from rollout_actors.server.app import make_app
-    from rollout_actors.server.engine_thread import EngineThread, OpenAIThread
+    from rollout_actors.server.engine_thread import EngineThread
     from rollout_actors.server.messages import CallLimits
     from rollout_actors.server.service import RolloutService
 
@@ -309,12 +308,11 @@ def _serve(
         from rollout_actors.server.vllm_openai import VllmOpenAI
 
         assert isinstance(engine, VllmEngine)
-        return VllmOpenAI.over(
+        return VllmOpenAI.from_engine(
             engine, model_names(options), tool_call_parser=options.tool_call_parser
         )
 
-    engine = EngineThread(make_engine)
-    openai = OpenAIThread(engine, make_openai)
+    engine = EngineThread(make_engine, make_openai)
     limits = CallLimits(options.max_request_bytes, options.max_requests, options.max_image_pixels)
     root = options.image_root and options.image_root.resolve()
     service = RolloutService(
@@ -332,8 +330,8 @@ def _serve(
         f"loading   {options.model} ({settings.dtype} on {settings.device}) for {url}", flush=True
     )
     try:
-        app = make_app(service, openai=openai, token=token, only_from=only_from)
-        interrupted = asyncio.run(_run(app, service, _start(service, openai, url), listening, url))
+        app = make_app(service, openai=engine, token=token, only_from=only_from)
+        interrupted = asyncio.run(_run(app, service, _start(service, url), listening, url))
     finally:
         if not service.is_up:
             # Its thread waits for these.
@@ -395,9 +393,9 @@ async def _run(
     return interrupted.is_set()
 
 
-async def _start(service: RolloutService, openai: OpenAIThread, url: str) -> None:
+async def _start(service: RolloutService, url: str) -> None:
     try:
-        await service.start(openai.start)
+        await service.start()
     except (RolloutError, ConfigError, OSError):
         raise
     # vLLM reports whatever it does not like about a model or a machine as some exception or other

@@ -1,6 +1,4 @@
-"""What every POST route of a rollout server asks of a call before it looks at it, and while it
-works on it.
-"""
+"""Checks of a call before a rollout server looks at it, and while it works on it."""
 
 from __future__ import annotations
 
@@ -26,23 +24,22 @@ GONE_S = 1.0
 
 
 def check_token(request: Request, token: str | None) -> None:
-    """Raises RefusalError where a token is asked for and not brought."""
-    # compare_digest: the time it takes does not tell how much of a guess was right.
-    if token is None or hmac.compare_digest(
-        request.headers.get("authorization", "").encode(), f"Bearer {token}".encode()
-    ):
+    """Raise RefusalError unless the call brings the token; None: none is needed."""
+    if token is None:
         return
-    raise RefusalError(
-        401,
-        "this server asks for its bearer token; send it as `Authorization: Bearer ...` (a run:"
-        " rollout_matching.vllm.server.token_env)",
-    )
+    sent = request.headers.get("authorization", "").encode()
+    # compare_digest: the time it takes does not tell how much of a guess was right.
+    if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
+        raise RefusalError(
+            401,
+            "this server asks for its bearer token; send it as `Authorization: Bearer ...` (a run:"
+            " rollout_matching.vllm.server.token_env)",
+        )
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """A body of JSON of at most `limit` bytes. Raises RefusalError."""
-    # Asked for by name, because a page in a browser may send any other type to any address without
-    # asking.
+    """Read a body of JSON of at most `limit` bytes. Raises RefusalError."""
+    # Required by name: a page in a browser may send any other type to any address unasked.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RefusalError(
@@ -57,42 +54,38 @@ async def read_body(request: Request, limit: int) -> bytes:
     )
     if int(request.headers.get("content-length", "0")) > limit:
         raise too_large
-    parts, size = [], 0
+    body = bytearray()
+    path = request.url.path
     try:
         async with asyncio.timeout(STALL_S) as stall:
             async for part in request.stream():
-                size += len(part)
-                if size > limit:
+                body += part
+                if len(body) > limit:
                     raise too_large
-                parts.append(part)
                 stall.reschedule(asyncio.get_running_loop().time() + STALL_S)
     except TimeoutError:
         _LOGGER.warning(
             "a caller of %r has stalled for %g s after %d bytes of its body",
-            request.url.path,
+            path,
             STALL_S,
-            size,
+            len(body),
         )
         raise RefusalError(
             408,
-            f"no more of the body has come for {STALL_S:g} s after {size} bytes; send it again,"
-            " without a pause",
+            f"no more of the body has come for {STALL_S:g} s after {len(body)} bytes; send it"
+            " again, without a pause",
         ) from None
     except ClientDisconnect:
-        # In a line: a traceback for each of thousands would keep the server from its other callers.
-        _LOGGER.warning(
-            "a caller of %r has gone after %d bytes of its body", request.url.path, size
-        )
+        # One line: a traceback for each of thousands would keep the server from its other callers.
+        _LOGGER.warning("a caller of %r has gone after %d bytes of its body", path, len(body))
         raise RefusalError(499, "the caller has gone") from None
-    return b"".join(parts)
+    return bytes(body)
 
 
 async def while_there(
     request: Request, work: Awaitable[T], check: Callable[[], None] = lambda: None
 ) -> T:
-    """`work`, cancelled when the caller has gone, for whom an engine would go on to decode, or when
-    `check`, which is asked as often, raises.
-    """
+    """Await `work`; cancel it when the caller has gone, or when `check` raises."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

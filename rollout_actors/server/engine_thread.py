@@ -1,5 +1,6 @@
-"""An engine on an event loop of its own, so that a server's loop answers `/health/` while the
-engine loads or decodes images.
+"""An engine on an event loop of its own.
+
+A server's loop so answers `/health/` while the engine loads or decodes images.
 """
 
 from __future__ import annotations
@@ -20,41 +21,74 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """A `ServedEngine` whose work happens in a thread. Its own methods belong to the loop that
-    calls them; cancelling one cancels the work.
+    """A `ServedEngine`, and an `OpenAIServing` over it, whose work happens in a thread.
+
+    Its methods belong to the loop that calls them; cancelling one cancels the work.
     """
 
-    def __init__(self, make_engine: Callable[[], ServedEngine]) -> None:
-        """`make_engine` is called in the thread, by `start`: it may import vllm, which takes
-        seconds.
+    def __init__(
+        self,
+        make_engine: Callable[[], ServedEngine],
+        make_openai: Callable[[ServedEngine], OpenAIServing] | None = None,
+    ) -> None:
+        """Start the thread. In it `start` makes the engine, which may import vllm for seconds, and
+        then what answers the OpenAI API; None: nothing does.
         """
         self._make_engine = make_engine
+        self._make_openai = make_openai
         self._engine: ServedEngine | None = None
+        self._openai: OpenAIServing | None = None
         self._loop = asyncio.new_event_loop()
         # A daemon: an engine that is stuck does not hold the process.
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
 
     async def start(self) -> int:
-        return await self._there(self._start())
+        """Make and start the engine. Raises what its making and its start raise."""
 
-    async def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
-        """What else is done with the engine, in its thread. After `start`."""
-        made = self._made
+        async def start_in_thread() -> int:
+            self._engine = self._make_engine()
+            num_devices = await self._engine.start()
+            if self._make_openai is not None:
+                self._openai = self._make_openai(self._engine)
+            return num_devices
 
-        async def there() -> T:
-            return await work(made)
-
-        return await self._there(there())
+        return await self._in_thread(start_in_thread())
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        await self._there(self._made.guard_by(settings))
+        await self._in_thread(self._started.guard_by(settings))
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        return await self._there(self._made.generate(requests))
+        return await self._in_thread(self._started.generate(requests))
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        return await self._there(self._made.run_sync_phase(phase, offer))
+        return await self._in_thread(self._started.run_sync_phase(phase, offer))
+
+    async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
+        assert self._openai is not None, "start comes first"
+        answer = await self._in_thread(self._openai.answer(route, call))
+        if isinstance(answer.content, dict):
+            return answer
+        return OpenAIAnswer(answer.status, self._events_here(answer.content))
+
+    async def _events_here(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        # A generator at work cannot be closed: when the caller goes, the event that it waited for
+        # has to come first.
+        turn = asyncio.Lock()
+
+        async def next_event() -> str | None:
+            async with turn:
+                return await anext(events, None)
+
+        async def close() -> None:
+            async with turn:
+                await events.aclose()
+
+        try:
+            while (event := await self._in_thread(next_event())) is not None:
+                yield event
+        finally:
+            await asyncio.shield(self._in_thread(close()))
 
     @property
     def version(self) -> int:
@@ -74,74 +108,24 @@ class EngineThread:
 
     @property
     def why_dead(self) -> str:
-        return self._made.why_dead
+        return self._started.why_dead
 
     def close(self, within_s: float = CLOSED_S) -> None:
-        """End the engine and the thread; the thread goes on where it is stuck, or is making the
-        engine for longer than that. Twice is harmless.
+        """End the engine and the thread. Twice is harmless.
+
+        A thread that is stuck, or is making the engine for longer than that, is left alone.
         """
-        engine, self._engine = self._engine, None
+        engine = self._engine
+        self._engine = None
         if engine is not None:
             self._loop.call_soon_threadsafe(engine.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(within_s)
 
     @property
-    def _made(self) -> ServedEngine:
+    def _started(self) -> ServedEngine:
         assert self._engine is not None, "start comes first"
         return self._engine
 
-    async def _start(self) -> int:
-        self._engine = self._make_engine()
-        return await self._engine.start()
-
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _in_thread(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-
-# An `OpenAIServing` that lives on its engine's event loop, for a server on another one.
-
-
-class OpenAIThread:
-    def __init__(self, thread: EngineThread, make: Callable[[ServedEngine], OpenAIServing]) -> None:
-        """`make` is called in the thread, by `start`."""
-        self._thread, self._make = thread, make
-        self._serving: OpenAIServing | None = None
-
-    async def start(self) -> None:
-        """After the engine's. Raises what `make` raises."""
-
-        async def made(engine: ServedEngine) -> OpenAIServing:
-            return self._make(engine)
-
-        self._serving = await self._thread.run(made)
-
-    async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
-        serving = self._serving
-        assert serving is not None, "start comes first"
-        answer = await self._thread.run(lambda _: serving.answer(route, call))
-        content = answer.content
-        return (
-            answer
-            if isinstance(content, dict)
-            else OpenAIAnswer(answer.status, self._here(content))
-        )
-
-    async def _here(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        # A generator that is at work cannot be closed: where the caller goes, what it waited for
-        # has to end first.
-        turn = asyncio.Lock()
-
-        async def following(_: ServedEngine) -> str | None:
-            async with turn:
-                return await anext(events, None)
-
-        async def close(_: ServedEngine) -> None:
-            async with turn:
-                await events.aclose()
-
-        try:
-            while (event := await self._thread.run(following)) is not None:
-                yield event
-        finally:
-            await asyncio.shield(self._thread.run(close))

@@ -1,5 +1,4 @@
-"""Grammars that callers bring for an answer, each compiled in a process apart before the engine has
-it: some take minutes.
+"""Trial of grammars that callers bring, in a process apart: some take minutes to compile.
 
 vLLM reads a grammar in the thread that answers everybody, and compiles it in a few threads of the
 engine's process, without a limit that holds for every kind.
@@ -27,11 +26,11 @@ MAX_CHARS = 100_000
 COMPILE_S = 5.0
 """Limit of compiling one grammar, which vLLM gives to regular expressions too."""
 START_S = 120.0
-"""Limit of starting the process, whose imports take long beside those of others."""
+"""Limit of starting the process, whose imports are slow beside other processes'."""
 TURN_S = START_S + 60.0
 """Limit of a call's wait for the calls before it, the start of the process included."""
 NUM_KNOWN = 1000
-"""Grammars that are remembered to have passed."""
+"""Grammars whose outcome is remembered."""
 
 
 class GrammarKind(StrEnum):
@@ -47,17 +46,13 @@ class Grammar:
     kind: GrammarKind
     text: str
 
-    @property
-    def key(self) -> bytes:
-        return hashlib.sha256(f"{self.kind}\0{self.text}".encode(errors="surrogatepass")).digest()
-
 
 Compile = Callable[[Grammar], object]
 
 
 @dataclass(frozen=True, slots=True)
 class XgrammarSpec:
-    """Makes what compiles as the engine of this model does, in the process that calls it."""
+    """Makes the compiler of the engine of this model, in the process that calls it."""
 
     model_path: str
     vocab_size: int
@@ -78,9 +73,9 @@ class XgrammarSpec:
                 return compiler.compile_structural_tag(text)
             items = [
                 xgrammar.StructuralTagItem(
-                    begin=one["begin"], schema=json.dumps(one["schema"]), end=one["end"]
+                    begin=item["begin"], schema=json.dumps(item["schema"]), end=item["end"]
                 )
-                for one in tag["structures"]
+                for item in tag["structures"]
             ]
             return compiler.compile_structural_tag(items, tag["triggers"])
 
@@ -95,53 +90,56 @@ class XgrammarSpec:
 
 
 class GrammarTrial:
-    """Compiles one grammar at a time in a process of its own, which starts with the first one and
-    is ended where one takes too long.
+    """Compiles one grammar at a time in a process, which starts with the first one.
 
-    (That of a `ProcessPoolExecutor` would stay when the server is killed: it holds both ends of its
-    pipe.)
+    The process is ended when a grammar takes too long. (That of a `ProcessPoolExecutor` would stay
+    when the server is killed: it holds both ends of its pipe.)
     """
 
     def __init__(
         self, make_compile: Callable[[], Compile], *, compile_s: float = COMPILE_S
     ) -> None:
-        """`make_compile` is called in the process, and travels there, so it is picklable."""
-        self._make_compile, self._compile_s = make_compile, compile_s
-        # One thread, and not of those that others wait for: calls stand in line here.
+        """Prepare; `make_compile` is picklable and called in the process."""
+        self._make_compile = make_compile
+        self._compile_s = compile_s
+        # Calls stand in line here, and not in a thread that other work waits for.
         self._line = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._known: dict[bytes, RefusalError | None] = {}
-        """What became of grammars, the newest last; None: it has passed."""
+        self._outcomes: dict[bytes, RefusalError | None] = {}
+        """By digest, the newest last; None: it has passed."""
 
     async def require(self, grammars: Iterable[Grammar]) -> None:
-        """Raises RefusalError for a grammar that takes too long. What is no grammar at all passes:
-        vLLM says what is wrong with it.
+        """Raise RefusalError for a grammar that takes too long.
+
+        Text that is no grammar at all passes: vLLM says what is wrong with it.
         """
         for grammar in grammars:
-            if grammar.key not in self._known:
+            text = f"{grammar.kind}\0{grammar.text}".encode(errors="surrogatepass")
+            key = hashlib.sha256(text).digest()
+            if key in self._outcomes:
+                outcome = self._outcomes[key]
+            else:
+                loop = asyncio.get_running_loop()
                 try:
                     async with asyncio.timeout(TURN_S):
-                        refusal = await asyncio.get_running_loop().run_in_executor(
-                            self._line, self._try, grammar
-                        )
+                        outcome = await loop.run_in_executor(self._line, self._try, grammar)
                 except TimeoutError as error:
                     raise RefusalError(
                         503,
                         f"the grammars of other calls are being compiled for {TURN_S:g} s; ask"
                         " again",
                     ) from error
-                self._known[grammar.key] = refusal
-                while len(self._known) > NUM_KNOWN:
-                    del self._known[next(iter(self._known))]
-            else:
-                refusal = self._known[grammar.key]
-            if refusal is not None:
-                raise RefusalError(refusal.status, str(refusal))
+                self._outcomes[key] = outcome
+                while len(self._outcomes) > NUM_KNOWN:
+                    del self._outcomes[next(iter(self._outcomes))]
+            if outcome is not None:
+                raise RefusalError(outcome.status, outcome.message)
 
     def _try(self, grammar: Grammar) -> RefusalError | None:
-        """Return why the grammar is refused; None: it passes. Raises RefusalError where that cannot
-        be told now.
+        """Return why the grammar is refused; None: it passes.
+
+        Raises RefusalError where that cannot be told now.
         """
         pipe = self._connected()
         try:
@@ -149,14 +147,14 @@ class GrammarTrial:
             has_ended = pipe.poll(self._compile_s) and pipe.recv() is None
         except (EOFError, OSError):  # its process has died of it
             has_ended = False
-        if not has_ended:
-            self._end()
-            return RefusalError(
-                400,
-                f"the {grammar.kind} of this call takes more than {self._compile_s:g} s or too much"
-                " memory to compile; send a simpler one",
-            )
-        return None
+        if has_ended:
+            return None
+        self._end()
+        return RefusalError(
+            400,
+            f"the {grammar.kind} of this call takes more than {self._compile_s:g} s or too much"
+            " memory to compile; send a simpler one",
+        )
 
     def _connected(self) -> Connection:
         if self._pipe is not None and self._process is not None and self._process.is_alive():
@@ -190,12 +188,14 @@ class GrammarTrial:
         self._process.kill()
         self._process.join()
         self._pipe.close()
-        self._process = self._pipe = None
+        self._process = None
+        self._pipe = None
 
 
 def _compile_all(pipe: Connection, make_compile: Callable[[], Compile], compile_s: float) -> None:
-    """Be the process: answer None when it is ready, and for each grammar. It ends with the one that
-    started it.
+    """Run the process: answer None when it is ready, and for each grammar.
+
+    It ends with the process that started it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     compile_one = make_compile()
@@ -205,10 +205,10 @@ def _compile_all(pipe: Connection, make_compile: Callable[[], Compile], compile_
             grammar = pipe.recv()
         except EOFError:
             return
-        # Whoever would end it may have been killed. The system does, and so whatever this process
-        # is busy with.
+        # The server that would end this process may have been killed. The system then does, and
+        # whatever this process is busy with.
         signal.setitimer(signal.ITIMER_REAL, 2 * compile_s)
-        # whatever is wrong with a grammar vLLM finds, too, and tells its caller
+        # vLLM finds whatever is wrong with a grammar, too, and tells its caller.
         with suppress(Exception):
             compile_one(grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,13 +1,11 @@
-"""What a rollout server and its client say to each other, as JSON: the dataclasses of `shared`,
-closed and strictly typed. No pickle.
+"""Messages between a rollout server and its client, as JSON. No pickle.
 
-Bytes are base64, and numbers keep every bit, NaN and infinities included: a canary that met one has
-to arrive to be refused.
+They hold the dataclasses of `shared`, closed and strictly typed. Bytes are base64, and numbers keep
+every bit, NaN and infinities included: a canary that met one has to arrive to be refused.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -25,10 +23,21 @@ from shared.weight_sync.offer import AdapterOffer, FullOffer, terms_of
 from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import TransportKind
 
+IMAGE_PIXELS = 50_000_000
+"""Largest image of a server where nobody says otherwise."""
+REMEDIES = {
+    "missing": "add it",
+    "unexpected_keyword_argument": "remove it",
+    "extra_forbidden": "remove it",
+    "json_invalid": "send JSON",
+}
+"""By pydantic's kind of problem; for others: send a value of that kind."""
+
 
 class WireMessage(BaseModel):
-    """A closed mapping: nothing unknown is accepted, nothing is converted. The settings hold for
-    the dataclasses in it too.
+    """A closed mapping: nothing unknown is accepted, nothing is converted.
+
+    The settings hold for the dataclasses in it too.
     """
 
     model_config = ConfigDict(
@@ -47,21 +56,37 @@ class WireMessage(BaseModel):
 M = TypeVar("M", bound=WireMessage)
 
 
+def read(form: type[M], body: bytes) -> M:
+    """Read a message.
+
+    Raises:
+        ValueError: one line per problem, each `path: what is wrong; what to do`.
+    """
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors(include_url=False, include_input=False):
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            remedy = REMEDIES.get(problem["type"]) or "send a value of that kind"
+            lines.append(f"{dotted(problem['loc']) or 'body'}: {message}; {remedy}")
+        raise ValueError("\n".join(lines)) from None
+
+
 class InferCall(WireMessage):
-    """A share of a round."""
+    """A share of a round, or a part of it."""
 
     requests: tuple[RolloutRequest, ...]
     seed: int
-    """Of the call: its first request's. Every request brings its own; this one is in the run's plan
-    (spec: determinism in server mode).
+    """Seed of the first request, as in the run's plan; every request brings its own (spec:
+    determinism in server mode).
     """
     run: str | None = None
-    """Who asks; null: nobody in particular. See `SyncCall.run`."""
+    """Name of the run that asks; null: nobody in particular. See `SyncCall.run`."""
     version: int | None = None
-    """Of the weights that are to answer; null: any."""
+    """Weight version that must answer; null: any."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
-    """The run's `rollout_matching.repeat_terminate`, whole: which of these responses are ended for
-    repeating themselves."""
+    """The run's whole `rollout_matching.repeat_terminate`: which responses end for repeating."""
 
     @classmethod
     def of(
@@ -73,11 +98,9 @@ class InferCall(WireMessage):
         guard: RepeatGuardSettings | None = None,
     ) -> InferCall:
         """Make the call of these requests; `guard` None: none of them is guarded."""
-        rule = (
-            RepeatTerminateSection()
-            if guard is None
-            else RepeatTerminateSection(enabled=True, **asdict(guard))
-        )
+        rule = RepeatTerminateSection()
+        if guard is not None:
+            rule = RepeatTerminateSection(enabled=True, **asdict(guard))
         return cls(
             requests=tuple(requests),
             seed=requests[0].seed,
@@ -93,19 +116,17 @@ class InferAnswer(WireMessage):
 
 
 class Offer(WireMessage):
-    """A `WeightOffer`. An adapter is in it; full weights travel by the process group that the terms
-    name.
-    """
+    """A `WeightOffer`. An adapter is in it; full weights travel by the group in the terms."""
 
     transport: str
     terms: FullOffer | None
-    """Of full weights, with the one group of this server."""
+    """Terms of full weights, with the one group of this server."""
     adapter: AdapterOffer | None
-    """Of an adapter: in place of `terms`."""
+    """An adapter, in place of `terms`."""
     canary: CanaryProbe
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
+    def _check_kind(self) -> Self:
         if (self.terms is None) == (self.adapter is None):
             raise ValueError("needs either terms or adapter")
         if (self.adapter is None) == (self.transport == TransportKind.ADAPTER):
@@ -122,23 +143,21 @@ class SyncCall(WireMessage):
     null: as it was.
     """
     run: str | None = None
-    """Whose weights these are: afterwards the server answers this run's requests, and another's
+    """Run whose weights these are. Afterwards the server answers this run's requests, and another's
     only when that has sent its own.
     """
 
     @classmethod
     def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:
+        """Make the call of a phase, with the offer where the phase needs it."""
         terms = terms_of(offer)
-        if phase not in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS) or (
-            phase is SyncPhase.RENDEZVOUS and offer.sends_adapter
-        ):
-            return cls(version=offer.version, offer=None, run=run)
-        form = Offer(
-            transport=offer.transport,
-            terms=terms if isinstance(terms, FullOffer) else None,
-            adapter=terms if isinstance(terms, AdapterOffer) else None,
-            canary=offer.canary,
-        )
+        full = terms if isinstance(terms, FullOffer) else None
+        adapter = terms if isinstance(terms, AdapterOffer) else None
+        form = None
+        if phase is SyncPhase.PAUSE or (phase is SyncPhase.RENDEZVOUS and full is not None):
+            form = Offer(
+                transport=offer.transport, terms=full, adapter=adapter, canary=offer.canary
+            )
         return cls(version=offer.version, offer=form, run=run)
 
     def weight_offer(self) -> WeightOffer | None:
@@ -150,7 +169,7 @@ class SyncCall(WireMessage):
 
 class SyncAnswer(WireMessage):
     report: SyncReport | None
-    """Of the last phase; null after the others."""
+    """Report of the last phase; null after the others."""
 
 
 class WorldSize(WireMessage):
@@ -160,43 +179,40 @@ class WorldSize(WireMessage):
 
 class Version(WireMessage):
     version: int
-    """Of the weights being served; 0: the checkpoint's."""
+    """Version of the weights being served; 0: the checkpoint's."""
 
 
 class Health(WireMessage):
-    """That the server is up, and whether its engine gets on."""
+    """State of a server that is up, and progress of its engine."""
 
     world_size: int
     num_running: int
     """Requests that the engine has been asked for and not answered."""
     num_tokens: int
-    """Sampled since the start, those of unfinished rollouts too: while requests run and this stands
-    still, the engine is stuck.
+    """Tokens sampled since the start, of unfinished rollouts too.
+
+    While requests run and this stands still, the engine is stuck.
     """
-
-
-IMAGE_PIXELS = 50_000_000
-"""What a server takes of one image where nobody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Of what one call may ask."""
+    """Limits of one call."""
 
     max_request_bytes: int
     max_requests: int
     max_image_pixels: int
-    """Of one image, decoded."""
+    """Pixels of one image, decoded."""
 
 
 class ServerInfo(WireMessage):
-    """What a server was started with, as far as a run has to agree with it."""
+    """Settings of a server that a run has to agree with."""
 
     name: str
     model: str
     """As it was named on the server's command line."""
     model_type: str
-    """Of the checkpoint's config.json."""
+    """From the checkpoint's config.json."""
     dtype: str
     max_model_len: int
     max_num_seqs: int
@@ -208,7 +224,7 @@ class ServerInfo(WireMessage):
     limits: CallLimits
     version: int
     process: str
-    """Of this start of the server: by it two addresses of one server are known."""
+    """Name of this start of the server, by which two addresses of one server are known."""
 
 
 class ErrorKind(StrEnum):
@@ -219,11 +235,11 @@ class ErrorKind(StrEnum):
     REFUSED = "refused"
     """The caller's to mend."""
     FAILED = "failed"
-    """Whatever else went wrong in the server."""
+    """Any other failure in the server."""
 
 
 class ErrorDetail(WireMessage):
-    """The fields of an error here, as far as its kind has them."""
+    """Fields of an error, as far as its kind has them."""
 
     kind: ErrorKind
     message: str
@@ -238,50 +254,11 @@ class ErrorAnswer(WireMessage):
 
     @classmethod
     def of(cls, error: RolloutError | WeightSyncError) -> ErrorAnswer:
-        if isinstance(error, RolloutError):
-            return cls(
-                error=ErrorDetail(
-                    kind=ErrorKind.ROLLOUT,
-                    message=error.message,
-                    actor=error.actor,
-                    phase=error.phase,
-                )
-            )
-        return cls(
-            error=ErrorDetail(
-                kind=ErrorKind.WEIGHT_SYNC,
-                message=error.message,
-                actor=error.actor,
-                phase=error.phase,
-                quantity=error.quantity,
-                size=error.size,
-            )
+        """Make the answer that carries this error to the client."""
+        detail = ErrorDetail(
+            kind=ErrorKind.ROLLOUT, message=error.message, actor=error.actor, phase=error.phase
         )
-
-
-def read(form: type[M], body: bytes) -> M:
-    """ValueError with one line per problem, each `path: what is wrong; what to do`."""
-    try:
-        return form.model_validate_json(body)
-    except ValidationError as error:
-        raise ValueError(
-            "\n".join(
-                _explained(one["loc"], one["type"], one["msg"])
-                for one in error.errors(include_url=False, include_input=False)
-            )
-        ) from None
-
-
-_REMEDIES = defaultdict(
-    lambda: "send a value of that kind",
-    {
-        "missing": "add it",
-        "unexpected_keyword_argument": "remove it",
-        "extra_forbidden": "remove it",
-        "json_invalid": "send JSON",
-    },
-)
-
-
-def _explained(loc: tuple[str | int, ...], kind: str, message: str) -> str:
-    return f"{dotted(loc) or 'body'}: {message[0].lower()}{message[1:]}; {_REMEDIES[kind]}"
+        if isinstance(error, WeightSyncError):
+            difference = {"quantity": error.quantity, "size": error.size}
+            detail = detail.model_copy(update={"kind": ErrorKind.WEIGHT_SYNC} | difference)
+        return cls(error=detail)

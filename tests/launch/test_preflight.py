@@ -204,7 +204,7 @@ def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_pa
     ] == [
         path.format(1, second, "dtype is bfloat16"),
         path.format(1, second, "max_model_len is 64"),
-        path.format(1, second, "its max_num_seqs is 5"),
+        path.format(1, second, "max_num_seqs is 5"),
     ]
     assert "start it with dtype=float32" in findings.problems[0]
 
@@ -264,10 +264,7 @@ def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(conf
     with serving(server.app()) as url:
         findings = preflight(config(**in_server_mode(url, kind="vllm")))
     (problem,) = findings.problems
-    does_not = (
-        "does not suit the run; its dtype is bfloat16, the run's model.dtype is float32: --dtype"
-        " float32"
-    )
+    does_not = "does not suit the run; dtype is bfloat16, the run's is float32: --dtype float32"
     assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {does_not}"
     assert f"serves    {url}: 1 rollout device" in findings.lines
     assert (server.label, server.routes) == ("default", [])
@@ -302,7 +299,7 @@ def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_t
             config(**in_server_mode(url), data__train=tmp_path / "train.jsonl")
         ).problems
     wrong = (
-        "does not suit the run; max_image_pixels is 10000, the largest image of the data has 20200:"
+        "does not suit the run; max_image_pixels is 10000, the run needs 20200:"
         " start it with max_image_pixels=20200"
     )
     assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {wrong}"

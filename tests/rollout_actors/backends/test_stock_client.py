@@ -21,7 +21,7 @@ from PIL import Image
 from pydantic import TypeAdapter
 
 from rollout_actors.backends.stock_server import (
-    NOT_SAID,
+    NOT_FLAGS,
     ServerEngineSpec,
     StockClient,
     stock_arguments,
@@ -614,7 +614,7 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(
         parser.parse_args(["--model", full.model_path, *of_engine])
     )
     for name, value in engine_arguments(full).items():
-        if name in NOT_SAID:
+        if name in NOT_FLAGS:
             continue
         got = getattr(parsed, name)
         assert (got == value) or (

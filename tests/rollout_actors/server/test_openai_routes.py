@@ -34,7 +34,7 @@ from PIL import Image
 
 from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
-from rollout_actors.server.engine_thread import EngineThread, OpenAIThread
+from rollout_actors.server.engine_thread import EngineThread
 from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
 from shared.weight_sync.phases import SyncPhase
 
@@ -154,12 +154,10 @@ def caller(
     serving_: ObedientServing, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Caller]:
     engine = ObedientEngine()
-    thread = EngineThread(lambda: engine)
+    thread = EngineThread(lambda: engine, lambda _: serving_)
     one = make_service(thread, make_settings(tmp_path / "model"), max_request_bytes=5_000)
-    openai_ = (
-        OpenAIThread(thread, lambda _: serving_) if request.param == "on the engine's" else serving_
-    )
-    asyncio.run(one.start(openai_.start if isinstance(openai_, OpenAIThread) else None))
+    asyncio.run(one.start())
+    openai_ = thread if request.param == "on the engine's" else serving_
     with serving(make_app(one, openai=openai_)) as url:
         yield Caller(url, engine, serving_)
     thread.close()

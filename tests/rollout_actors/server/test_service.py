@@ -18,7 +18,7 @@ def call(phase: SyncPhase, version: int = 1, run: str = "mine") -> SyncCall:
 
 def through(door: SyncState, phases: list[SyncPhase], version: int = 1) -> SyncState:
     for phase in phases:
-        door = door.during(phase, call(phase, version)).after(phase)
+        door = door.enter(phase, call(phase, version)).finish(phase)
     return door
 
 
@@ -42,12 +42,12 @@ def test_between_the_first_phase_and_the_last_the_next_one_is_due(num_done: int)
 def test_while_a_phase_runs_and_after_it_failed_only_the_beginning_is_in_turn(
     phase: SyncPhase,
 ) -> None:
-    running = through(SyncState(), PHASES[: PHASES.index(phase)]).during(phase, call(phase))
+    running = through(SyncState(), PHASES[: PHASES.index(phase)]).enter(phase, call(phase))
     for next_ in PHASES[1:]:
         with pytest.raises(
             RefusalError, match="out of turn, the server waits for pause; begin with pause"
         ):
-            running.during(next_, call(next_))
+            running.enter(next_, call(next_))
     assert through(running, PHASES, version=2).offer == make_offer(2)
 
 
@@ -59,14 +59,14 @@ def test_a_phase_of_another_version_is_out_of_turn() -> None:
             " version 1"
         ),
     ):
-        through(SyncState(), PHASES[:1]).during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS, 2))
+        through(SyncState(), PHASES[:1]).enter(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS, 2))
 
 
 def test_what_the_rendezvous_brings_takes_the_place_of_the_offer() -> None:
     door = through(SyncState(), PHASES[:1])
-    assert door.during(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS)).offer == make_offer(1)
+    assert door.enter(SyncPhase.RENDEZVOUS, call(SyncPhase.RENDEZVOUS)).offer == make_offer(1)
     later = through(SyncState(), PHASES[:2])
-    assert later.during(SyncPhase.WIRE, call(SyncPhase.WIRE)).offer is later.offer
+    assert later.enter(SyncPhase.WIRE, call(SyncPhase.WIRE)).offer is later.offer
 
 
 @pytest.mark.parametrize("phase", PHASES[1:])
@@ -77,5 +77,5 @@ def test_a_sync_is_gone_on_with_by_the_run_that_began_it_and_can_be_begun_by_ano
     with pytest.raises(
         RefusalError, match=f"phase {phase} of version 1: another run's sync is under way"
     ):
-        door.during(phase, call(phase, run="another"))
-    assert door.during(SyncPhase.PAUSE, call(SyncPhase.PAUSE, run="another")).syncing == "another"
+        door.enter(phase, call(phase, run="another"))
+    assert door.enter(SyncPhase.PAUSE, call(SyncPhase.PAUSE, run="another")).syncing == "another"

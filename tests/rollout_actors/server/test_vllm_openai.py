@@ -61,9 +61,9 @@ class TellingEngine:
 
 
 def client_of(engine: TellingEngine) -> Any:
-    from rollout_actors.server.vllm_openai import _Client
+    from rollout_actors.server.vllm_openai import GuardedClient
 
-    return _Client(cast("Any", engine))
+    return GuardedClient(cast("Any", engine))
 
 
 def test_every_request_is_of_the_adapter_that_is_served_and_counted() -> None:
@@ -300,13 +300,13 @@ def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(
 def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    from rollout_actors.server.vllm_openai import _grammars
+    from rollout_actors.server.vllm_openai import grammars_of
 
     def tried(**brought: Any) -> list[tuple[str, str]]:
         call = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | brought
         return [
             (grammar.kind.name, grammar.text)
-            for grammar in _grammars(ChatCompletionRequest.model_validate(call))
+            for grammar in grammars_of(ChatCompletionRequest.model_validate(call))
         ]
 
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
