@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.reports.detection import PrimaryMetric
 from launch.reports.page import whole_folder
-from learner.rollout_logs.trajectories import line_of
+from learner.rollout_logs.trajectories import trajectory_record
 from rollout_actors.environments.datasets import mean
 from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
@@ -82,6 +82,6 @@ def write_reward_report(folder: Path, report: RewardReport) -> None:
         )
         with (partial / "rollouts.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(
-                json.dumps(line_of(evaluation.step, rollout)) + "\n"
+                json.dumps(trajectory_record(evaluation.step, rollout)) + "\n"
                 for rollout in evaluation.outcomes
             )

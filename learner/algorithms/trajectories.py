@@ -23,7 +23,8 @@ from learner.algorithms.advantages import AdvantageEstimator, TokenAdvantages
 from learner.checks import check_weight_versions
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
-from learner.rollout_logs.trajectories import TrajectoryLog
+from learner.rollout_logs.trajectories import trajectory_record
+from learner.rollout_logs.writer import StepLog
 from learner.segments import EncodedPrompt, ImageEncoder, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import Target, TokenRole
@@ -139,7 +140,7 @@ class Trajectories:
         )
         self.fixed = _fixed(config, tokens, self.fixed_images)
         self.log = (
-            TrajectoryLog(config.telemetry.run_dir / "rollouts", rank=ranks.rank)
+            StepLog(config.telemetry.run_dir / "rollouts", rank=ranks.rank)
             if config.telemetry.rollouts
             else None
         )
@@ -311,7 +312,7 @@ class TrajectoryBatch:
         if versions:
             self._tally.add_staleness(version - min(versions))
         if self._work.log is not None:
-            self._work.log.write(rollout)
+            self._work.log.write(trajectory_record(self._plan.number, rollout))
 
     def _learned(self, rollout: EnvironmentRollout) -> Iterator[Segment]:
         num_of_rollout = sum(example.num_learned for example in rollout.examples)

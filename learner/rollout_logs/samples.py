@@ -1,5 +1,12 @@
-"""One line of a rollout log (learner.rollout_logs.samples): its format, and whether something is
-one.
+"""The rollout log of samples: `rollouts/step_000123.jsonl`, one line of JSON per sample of a step.
+
+`RolloutRecord` is the format of a line: under `rollout` what the engine answered, under `reading`
+what the parser and the matching made of it (both null in a channel-A step), under `target` what the
+sample trains on. Lines are in the order of positions, each written as soon as its target is made.
+Nodes need not share a disk: then each has the files of its own ranks.
+
+    jq -c 'select(.reading.dropped != []) | [.position, .reading.dropped]' step_000123.jsonl
+    pandas.json_normalize([json.loads(line) for line in open("step_000123.jsonl")])
 
 Shape legend: L target tokens, S coord slots. Positions count tokens of the target, whose head is
 the kept prefix of the response; ranges are half-open; predictions are indices into
@@ -9,15 +16,14 @@ the kept prefix of the response; ranges are half-open; predictions are indices i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
 
-from learner.rollout_logs.writer import StepLog, Text, checked, read_lines
+from learner.rollout_logs.writer import StepLog, Text, log_entry, read_lines
 from learner.targets import ParsedAndMatched, Target, TokenRole
 from shared.config.pipeline import Channel
 from shared.records import GeometryKind, Sample
@@ -159,82 +165,20 @@ class RolloutRecord(TypedDict):
     target: TargetEntry
 
 
-_LINE = TypeAdapter(RolloutRecord)
-
-
-def checked_line(value: Any) -> RolloutRecord:
-    """What a line's JSON says, if it is the line of a rollout log. RecordError, not located, with
-    the field that it is not for.
-    """
-    return checked(value, _LINE, _consistent)
-
-
-def _consistent(line: RolloutRecord) -> dict[str, bool]:
-    """What readers rely on beyond the types: fields, and whether they fit the others."""
-    reading, target = line["reading"], line["target"]
-    edges = [0, *(stop for _, stop, _, _ in target["supervision"])]
-    fits = {
-        "rollout": (line["rollout"] is None) == (reading is None) == (line["channel"] == "A"),
-        "ground_truth": all(map(_has_arity, line["ground_truth"])),
-        "target.supervision": (
-            edges[-1] == len(target["token_ids"])
-            and all(
-                a == start < b
-                for (a, b), (start, *_) in zip(pairwise(edges), target["supervision"], strict=True)
-            )
-        ),
-        "target.coord_targets": len(target["coord_targets"]) == len(target["coord_positions"]),
-    }
-    if reading is None:
-        return fits
-    pairs, num_predictions, num_truths = (
-        reading["pairs"],
-        len(reading["objects"]),
-        len(line["ground_truth"]),
-    )
-    return fits | {
-        "reading.objects": all(map(_has_arity, reading["objects"])),
-        "reading.pairs": all(
-            0 <= pair["prediction"] < num_predictions and 0 <= pair["ground_truth"] < num_truths
-            for pair in pairs
-        ),
-        "reading.appended": all(0 <= index < num_truths for index in reading["appended"]),
-    }
-
-
-def _has_arity(shape: GroundTruthEntry | ObjectEntry) -> bool:
-    num = len(shape["bins"])
-    return num == 4 if shape["kind"] == GeometryKind.BBOX else num >= 6 and num % 2 == 0
-
-
-# `rollouts/step_000123.jsonl`: what became of every sample of a step, a line of JSON for each
-# (issue 3, "Bad input"; `telemetry.rollouts`).
-#
-# Lines are in the order of positions, and a line is there as soon as its target is made.
-# `RolloutRecord` (learner.rollout_logs.samples) is the format: everything about the engine's answer
-# is under `rollout`, everything the parser and the matching made of it under `reading` (both null
-# in a channel-A step), and what the sample trains on under `target`. Files and ranks:
-# `learner.rollout_logs.writer`. The step's positions are in rank order. Nodes need not share a
-# disk: then each has the files of its ranks, and `read_step` shows those that lie beside rank 0's.
-#
-# jq -c 'select(.reading.dropped != []) | [.position, .reading.dropped]' step_000123.jsonl
-# pandas.json_normalize([json.loads(line) for line in open("step_000123.jsonl")])
-#
-# Shape legend: L target tokens, S coord slots.
-
-
 class RolloutLog:
-    """Of the rollouts of samples, which were parsed and matched."""
+    """Writes the lines of one rank, step after step."""
 
     def __init__(self, folder: Path, codec: TokenCodec, *, rank: int = 0) -> None:
-        """Makes `folder` where it is missing. Raises StorageError."""
+        """Make `folder` where it is missing. Raises StorageError."""
         self._codec = codec
-        self._step, self._channel = 0, Channel.A
+        self._step = 0
+        self._channel = Channel.A
         self._lines = StepLog(folder, rank=rank)
 
     def begin(self, step: int, channel: Channel) -> None:
-        """The lines that follow are of this step. Raises StorageError."""
-        self._step, self._channel = step, channel
+        """Open the file of this step. Raises StorageError."""
+        self._step = step
+        self._channel = channel
         self._lines.begin(step)
 
     def write(
@@ -245,112 +189,83 @@ class RolloutLog:
         weights_L: np.ndarray,
         position: int,
     ) -> None:
-        """One sample; `rollout` is None exactly in channel A. `weights_L`: float32 [L],
-        `TextWeights.of(target.roles)`. Raises StorageError.
+        """Write the line of one sample; `rollout` is None exactly in channel A.
+
+        `weights_L`: float32 [L], `TextWeights.of(target.roles)`. Raises StorageError.
         """
-        assert (rollout is None) == (target.reading is None), "a reading is of a rollout"
-        line: RolloutRecord = {
-            "step": self._step,
-            "position": position,
-            "channel": self._channel,
-            "sample_id": sample.sample_id,
-            "ground_truth": [
-                {"kind": truth.kind, "bins": truth.bins, "desc": truth.desc}
-                for truth in sample.objects
-            ],
-            "rollout": None if rollout is None else _rollout_entry(rollout, self._codec),
-            "reading": (
-                None if target.reading is None else _reading_entry(target.reading, self._codec)
-            ),
-            "target": _target_entry(target, weights_L),
-        }
-        self._lines.write(line)
+        reading, codec = target.reading, self._codec
+        assert (rollout is None) == (reading is None), "a reading is of a rollout"
+        self._lines.write(
+            RolloutRecord(
+                step=self._step,
+                position=position,
+                channel=self._channel,
+                sample_id=sample.sample_id,
+                ground_truth=[log_entry(GroundTruthEntry, truth) for truth in sample.objects],
+                rollout=None if rollout is None else _rollout_entry(rollout, codec),
+                reading=None if reading is None else _reading_entry(reading, codec),
+                target=_target_entry(target, weights_L),
+            )
+        )
 
     def close(self) -> None:
         self._lines.close()
 
 
+_RECORD = TypeAdapter(RolloutRecord)
+
+
 def read_step(path: Path) -> list[RolloutRecord]:
-    """`learner.rollout_logs.writer.read_lines` of a file of `RolloutLog`. Raises OSError, and
-    RecordError with file and line for a line that this version did not write."""
-    return read_lines(path, checked_line)
+    """Read the lines of one step, of all ranks. Raises as `writer.read_lines` does."""
+    return read_lines(path, _RECORD)
 
 
 def _rollout_entry(rollout: Rollout, codec: TokenCodec) -> RolloutEntry:
-    return {
-        "weight_version": rollout.weight_version,
-        "actor": rollout.actor,
-        "seed": rollout.seed,
-        "attempt": rollout.attempt,
-        "finish_reason": rollout.finish_reason,
-        "num_prompt_tokens": len(rollout.prompt_token_ids),
-        "response_token_ids": rollout.response_token_ids,
-        "forced_positions": rollout.forced_positions,
-        "text": (
-            b"".join(map(codec.piece_bytes, rollout.response_token_ids)).decode(errors="replace")
-        ),
-    }
+    text = b"".join(map(codec.piece_bytes, rollout.response_token_ids)).decode(errors="replace")
+    num_prompt_tokens = len(rollout.prompt_token_ids)
+    return log_entry(RolloutEntry, rollout, text=text, num_prompt_tokens=num_prompt_tokens)
 
 
 def _reading_entry(reading: ParsedAndMatched, codec: TokenCodec) -> ReadingEntry:
-    parsed, match = reading.parsed, reading.match
+    parsed = reading.parsed
     excluded = [pair.prediction for pair in reading.excluded]
-    return {
-        "prefix_text": parsed.prefix_text,
-        "num_kept_bytes": (
-            0
-            if parsed.fallback
-            else sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
-        ),
-        "num_kept": reading.num_kept,
-        "num_prefix": reading.num_prefix,
-        "truncated": parsed.truncated,
-        "fallback": parsed.fallback,
-        "max_object_index": parsed.max_object_index,
-        "objects": [
-            {
-                "key": object_.key,
-                "kind": object_.kind,
-                "desc": object_.desc,
-                "bins": object_.bins,
-                "span": object_.span,
-                "coord_positions": object_.coord_positions,
-            }
-            for object_ in parsed.objects
+    num_kept_bytes = sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
+    return ReadingEntry(
+        prefix_text=parsed.prefix_text,
+        num_kept_bytes=0 if parsed.fallback else num_kept_bytes,
+        num_kept=reading.num_kept,
+        num_prefix=reading.num_prefix,
+        truncated=parsed.truncated,
+        fallback=parsed.fallback,
+        max_object_index=parsed.max_object_index,
+        objects=[log_entry(ObjectEntry, found) for found in parsed.objects],
+        dropped=[log_entry(DroppedEntry, dropped) for dropped in parsed.dropped],
+        pairs=[
+            log_entry(PairEntry, pair, supervised=pair.prediction not in excluded)
+            for pair in reading.match.pairs
         ],
-        "dropped": [{"key": dropped.key, "reason": dropped.reason} for dropped in parsed.dropped],
-        "pairs": [
-            {
-                "prediction": pair.prediction,
-                "ground_truth": pair.ground_truth,
-                "iou": pair.iou,
-                "supervised": pair.prediction not in excluded,
-            }
-            for pair in match.pairs
-        ],
-        "excluded": excluded,
-        "unmatched_predictions": match.unmatched_predictions,
-        "gating_rejections": match.gating_rejections,
-        "appended": reading.appended,
-        "appended_text": reading.appended_text,
-    }
+        excluded=excluded,
+        unmatched_predictions=reading.match.unmatched_predictions,
+        gating_rejections=reading.match.gating_rejections,
+        appended=reading.appended,
+        appended_text=reading.appended_text,
+    )
 
 
 def _target_entry(target: Target, weights_L: np.ndarray) -> TargetEntry:
     assert weights_L.shape == target.roles.shape
-    changes = (
-        np.flatnonzero((np.diff(target.roles.astype(np.int16)) != 0) | (np.diff(weights_L) != 0))
-        + 1
-    )
+    # Signed, because a difference of uint8 wraps around.
+    role_changes = np.diff(target.roles.astype(np.int16)) != 0
+    changes = np.flatnonzero(role_changes | (np.diff(weights_L) != 0)) + 1
     starts = [0, *changes.tolist()]
     stops = [*starts[1:], len(target.token_ids)]
-    return {
-        "token_ids": target.token_ids,
-        "supervision": [
-            # By way of text, so that a weight of 0.1 reads 0.1 and not as float32 holds it.
+    return TargetEntry(
+        token_ids=target.token_ids,
+        supervision=[
+            # Through text, so that a weight of 0.1 reads 0.1 and not as float32 holds it.
             (start, stop, TokenRole(target.roles[start]).name.lower(), float(str(weights_L[start])))
             for start, stop in zip(starts, stops, strict=True)
         ],
-        "coord_positions": target.coord_positions,
-        "coord_targets": target.coord_targets,
-    }
+        coord_positions=target.coord_positions,
+        coord_targets=target.coord_targets,
+    )

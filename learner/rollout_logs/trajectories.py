@@ -1,6 +1,9 @@
-"""One line of the rollout log of an environment (learner.rollout_logs.trajectories), and of a
-held-out report's rollouts: its format, what is written of a rollout, and whether something is such
-a line.
+r"""The rollout log of an environment: one line of JSON per rollout (see `writer` for the files).
+
+`TrajectoryRecord` is the format of a line, here and in a held-out report.
+
+    jq -c 'select(.error != null) | [.position, .error]' step_000123.jsonl
+    jq -r 'select(.reward == 1) | .completion[] | "\(.role): \(.content)"' step_000123.jsonl
 
 Shape legend: L tokens of an example.
 """
@@ -8,7 +11,6 @@ Shape legend: L tokens of an example.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,26 +18,26 @@ from pydantic import AllowInfNan, ConfigDict, Field, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
 
-from learner.rollout_logs.writer import StepLog, Text, checked, read_lines
+from learner.rollout_logs.writer import Text, log_entry, read_lines
 from shared.trajectory import EnvironmentRollout, TrainingExample
 
 _Count = Annotated[int, Field(ge=0)]
-_Given = Annotated[float, AllowInfNan(True)]
-"""By a reward function or an engine: a line is written before what is not finite is refused."""
+_AnyFloat = Annotated[float, AllowInfNan(True)]
+"""A float that may be infinite or NaN: a line is written before such a number is refused."""
 
 
 def _messages(value: Any) -> Any:
-    """In a function, because pydantic would name every kind that `value` is not of."""
-    if isinstance(value, str) or (
-        isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
-    ):
+    """Accept messages or a text. A function, because pydantic would list every kind that fails."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value):
         return value
     raise PydanticCustomError("messages", "input should be a list of messages, or a text")
 
 
 LoggedMessages = Annotated[Sequence[Mapping[str, Any]] | str, PlainValidator(_messages)]
-"""A conversation; or a text, where an environment completes text. What is in a message is up to the
-environment; each tool call is a text, JSON as a rule.
+"""A conversation, or a text where an environment completes text. A message holds whatever the
+environment put into it; a tool call is a text, as a rule JSON.
 """
 
 
@@ -46,13 +48,13 @@ class ExampleEntry(TypedDict):
     """[L], as the engine had them."""
     mask: Sequence[Annotated[int, Field(ge=0, le=1)]]
     """[L]: 1 where the token is learned."""
-    logprobs: Sequence[_Given]
+    logprobs: Sequence[_AnyFloat]
     """[L]: the engine's, of the tokens that it sampled; 0 elsewhere."""
-    reward: _Given
-    advantage: _Given | None
+    reward: _AnyFloat
+    advantage: _AnyFloat | None
     """Before any division by the deviation of the group's rewards; null where nothing was scored.
     """
-    token_advantages: Sequence[_Given] | None
+    token_advantages: Sequence[_AnyFloat] | None
     """[L], 0 outside the mask; null: `advantage` at every token."""
     weight_version: int | None
     """The oldest, where there were several; null where the endpoint does not say."""
@@ -90,7 +92,7 @@ class TrajectoryRecord(TypedDict):
     """The row of the environment's data."""
     reward: float
     """0 where it failed."""
-    metrics: Mapping[Text, _Given]
+    metrics: Mapping[Text, _AnyFloat]
     """Of the reward functions, by name."""
     reward_errors: Mapping[Text, Text]
     """What others failed of, by name."""
@@ -116,103 +118,27 @@ class TrajectoryRecord(TypedDict):
     """In order; none of a rollout that failed, and of a held-out one."""
 
 
-_LINE = TypeAdapter(TrajectoryRecord)
+_RECORD = TypeAdapter(TrajectoryRecord)
 
 
-def line_of(step: int | None, rollout: EnvironmentRollout) -> TrajectoryRecord:
-    return {
-        "step": step,
-        "position": rollout.position,
-        "example": rollout.example,
-        "reward": rollout.reward,
-        "metrics": dict(rollout.metrics),
-        "reward_errors": dict(rollout.reward_errors),
-        "error": rollout.error,
-        "is_truncated": rollout.is_truncated,
-        "num_turns": rollout.num_turns,
-        "num_splits": rollout.num_splits,
-        "calls": [
-            {"path": call.path, "turn": call.turn, "seed": call.seed, "engine": call.engine}
-            for call in rollout.calls
-        ],
-        "actor": rollout.actor,
-        "generate_s": rollout.generate_s,
-        "prompt": rollout.prompt,
-        "completion": rollout.completion,
-        "examples": [_entry(example) for example in rollout.examples],
-    }
+def trajectory_record(step: int | None, rollout: EnvironmentRollout) -> TrajectoryRecord:
+    """Make the line of one rollout."""
+    return log_entry(
+        TrajectoryRecord,
+        rollout,
+        step=step,
+        metrics=dict(rollout.metrics),
+        reward_errors=dict(rollout.reward_errors),
+        calls=[log_entry(CallEntry, call) for call in rollout.calls],
+        examples=[_example_entry(example) for example in rollout.examples],
+    )
 
 
-def checked_trajectory_line(value: Any) -> TrajectoryRecord:
-    """What a line's JSON says, if it is the line of an environment's rollout log. RecordError, not
-    located, with the field that it is not for.
-    """
-    return checked(value, _LINE, _consistent)
-
-
-def _entry(example: TrainingExample) -> ExampleEntry:
-    return {
-        "token_ids": example.token_ids,
-        "mask": example.mask,
-        "logprobs": example.logprobs,
-        "reward": example.reward,
-        "advantage": example.advantage,
-        "token_advantages": example.token_advantages,
-        "weight_version": example.weight_version,
-        "engine": example.engine,
-        "turns": example.steps,
-        "images": [image.sha256 for image in example.images],
-    }
-
-
-def _consistent(line: TrajectoryRecord) -> dict[str, bool]:
-    fits = {"examples": line["error"] is None or not line["examples"]}
-    for number, example in enumerate(line["examples"]):
-        length, by_token, turns = (
-            len(example["token_ids"]),
-            example["token_advantages"],
-            example["turns"],
-        )
-        fits |= {
-            f"examples[{number}].mask": len(example["mask"]) == length,
-            f"examples[{number}].logprobs": len(example["logprobs"]) == length,
-            f"examples[{number}].token_advantages": by_token is None or len(by_token) == length,
-            f"examples[{number}].turns": (
-                all(a < b for a, b in pairwise(turns))
-                and all(turn < line["num_turns"] for turn in turns)
-            ),
-        }
-    return fits
-
-
-# What became of every rollout of an environment: a line each in `rollouts/step_000123.jsonl`
-# (`learner.rollout_logs.writer`), in the order of positions. `TrajectoryRecord`
-# (learner.rollout_logs.trajectories) is the format.
-#
-# jq -c 'select(.error != null) | [.position, .error]' step_000123.jsonl
-# jq -r 'select(.reward == 1) | .completion[] | "\(.role): \(.content)"' step_000123.jsonl
-
-
-class TrajectoryLog:
-    def __init__(self, folder: Path, *, rank: int = 0) -> None:
-        """Makes `folder` where it is missing. Raises StorageError."""
-        self._step = 0
-        self._lines = StepLog(folder, rank=rank)
-
-    def begin(self, step: int) -> None:
-        """The lines that follow are of this step. Raises StorageError."""
-        self._step = step
-        self._lines.begin(step)
-
-    def write(self, rollout: EnvironmentRollout) -> None:
-        """Raises StorageError."""
-        self._lines.write(line_of(self._step, rollout))
-
-    def close(self) -> None:
-        self._lines.close()
+def _example_entry(example: TrainingExample) -> ExampleEntry:
+    images = [image.sha256 for image in example.images]
+    return log_entry(ExampleEntry, example, turns=example.steps, images=images)
 
 
 def read_step(path: Path) -> list[TrajectoryRecord]:
-    """`learner.rollout_logs.writer.read_lines` of a file of `TrajectoryLog`. Raises OSError, and
-    RecordError with file and line for a line that this version did not write."""
-    return read_lines(path, checked_trajectory_line)
+    """Read the lines of one step, of all ranks. Raises as `writer.read_lines` does."""
+    return read_lines(path, _RECORD)

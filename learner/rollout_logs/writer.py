@@ -1,15 +1,13 @@
-"""`rollouts/step_000123.jsonl`: a file for each step, a line of JSON for each rollout
-(`telemetry.rollouts`).
+"""Files of the rollout logs: `rollouts/step_000123.jsonl`, one line of JSON per rollout.
 
-Each learner rank writes of its own rollouts, in a file of its own: rank 0 as above, rank 1
-`step_000123.rank1.jsonl`, and so on. ASCII only, whatever a model wrote: its text is escaped as
-JSON escapes it.
+Each learner rank writes its own file (`telemetry.rollouts`): rank 0 as above, rank 1
+`step_000123.rank1.jsonl`, and so on. ASCII only: a model's text is escaped as JSON escapes it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,23 +17,28 @@ from shared.config.base import dotted
 from shared.errors import RecordError
 from shared.run_files import RunFile, cannot_write
 
-REMEDY = "a run's log is not to be edited: restore the file, or check out the version that ran it"
+_REMEDY = "a run's log is not to be edited: restore the file, or check out the version that ran it"
 
 Text = InstanceOf[str]
-"""What a model wrote may hold half of a surrogate pair, which pydantic does not take for text."""
+"""Text of a model: it may hold half of a surrogate pair, which pydantic's `str` refuses."""
 
-LineT = TypeVar("LineT")
-"""A format of lines."""
+RecordT = TypeVar("RecordT")
+"""The TypedDict of a line."""
 
 
 class StepLog:
-    """Writes the file of one step after the other. Every line is on its way to the disk when
-    `write` returns: nothing is held back.
+    """Writes one file per step. A line is on its way to the disk when `write` returns.
+
+    Example:
+        >>> log = StepLog(Path("rollouts"), rank=1)
+        >>> log.begin(7)
+        >>> log.write({"position": 3})      # rollouts/step_000007.rank1.jsonl
     """
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
-        """Makes `folder` where it is missing. Raises StorageError."""
-        self._folder, self._rank = folder, rank
+        """Make `folder` where it is missing. Raises StorageError."""
+        self._folder = folder
+        self._rank = rank
         self._file: RunFile | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -43,12 +46,12 @@ class StepLog:
             raise cannot_write(folder, error) from error
 
     def begin(self, step: int) -> None:
-        """The lines that follow are of this step, counted from 1. Raises StorageError."""
+        """Open the file of this step, counted from 1. Raises StorageError."""
         self.close()
         self._file = RunFile(step_path(self._folder, step, self._rank))
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Raises StorageError."""
+        """Append one line. Raises StorageError."""
         assert self._file is not None, "begin comes before write"
         self._file.write(json.dumps(line) + "\n")
 
@@ -62,56 +65,47 @@ def step_path(folder: Path, step: int, rank: int = 0) -> Path:
     return folder / (f"step_{step:06d}.rank{rank}.jsonl" if rank else f"step_{step:06d}.jsonl")
 
 
-def checked(
-    value: Any, kind: TypeAdapter[LineT], consistent: Callable[[LineT], Mapping[str, bool]]
-) -> LineT:
-    """What a line's JSON says, if it is a line of this kind. RecordError, not located, with the
-    field that it is not for.
+def log_entry(kind: type[Any], value: Any, **fields: Any) -> Any:
+    """Make an entry of a line, a TypedDict of `kind`: `fields`, and the others copied from `value`.
 
-    Args:
-        consistent: what readers rely on beyond the types: fields, and whether they fit the others.
+    Example:
+        `log_entry(DroppedEntry, dropped)` is `{"key": dropped.key, "reason": dropped.reason}`.
     """
-    try:
-        line = kind.validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise RecordError(
-            first["msg"][0].lower() + first["msg"][1:],
-            field=dotted(first["loc"]) or "line",
-            remedy=REMEDY,
-        ) from None
-    for field, holds in consistent(line).items():
-        if not holds:
-            raise RecordError("contradicts the rest of the line", field=field, remedy=REMEDY)
-    return line
+    names = kind.__annotations__
+    return {name: fields[name] if name in fields else getattr(value, name) for name in names}
 
 
-def read_lines(path: Path, checked_line: Callable[[Any], LineT]) -> list[LineT]:
-    """The whole lines of a step, in the order of positions. `path` is rank 0's file, and those of
-    other ranks are looked for beside it.
+def read_lines(path: Path, record: TypeAdapter[RecordT]) -> list[RecordT]:
+    """Read the lines of a step, in the order of positions: `path`, and the other ranks' beside it.
 
-    Half a line at a file's end is what a run that died left, and no line. Raises OSError, and with
-    file and line the RecordError of `checked_line`, which says what a line's JSON is.
+    Half a line at a file's end, which a run that died leaves, is no line.
+
+    Raises:
+        OSError: the file cannot be read.
+        RecordError: a line is not one of this version; names file, line and field.
     """
-    lines = _read_file(path, checked_line)
     # By number: rank 10 comes after rank 9.
-    for other in sorted(
+    others = sorted(
         path.parent.glob(f"{path.stem}.rank*.jsonl"),
         key=lambda other: (len(other.name), other.name),
-    ):
-        lines += _read_file(other, checked_line)
+    )
+    lines: list[RecordT] = []
+    for file in (path, *others):
+        for number, text in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                # Not `validate_json`: it refuses halves of surrogate pairs.
+                lines.append(record.validate_python(json.loads(text)))
+            except ValueError as error:
+                field, problem = _problem(error)
+                raise RecordError(
+                    problem, field=field, remedy=_REMEDY, file=str(file), line=number
+                ) from error
     return lines
 
 
-def _read_file(path: Path, checked_line: Callable[[Any], LineT]) -> list[LineT]:
-    lines: list[LineT] = []
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            lines.append(checked_line(json.loads(text)))
-        except RecordError as error:
-            raise error.at(str(path), number) from error
-        except ValueError as error:
-            raise RecordError(
-                f"is not JSON ({error})", field="line", remedy=REMEDY, file=str(path), line=number
-            ) from error
-    return lines
+def _problem(error: ValueError) -> tuple[str, str]:
+    """Return the field that is wrong, and what is wrong with it."""
+    if not isinstance(error, ValidationError):
+        return "line", f"is not JSON ({error})"
+    first = error.errors(include_url=False)[0]
+    return dotted(first["loc"]) or "line", first["msg"][0].lower() + first["msg"][1:]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.reports.rewards import RewardReport, write_reward_report
-from learner.rollout_logs.trajectories import TrajectoryRecord, checked_trajectory_line, line_of
-from learner.rollout_logs.writer import read_lines
+from learner.rollout_logs.trajectories import TrajectoryRecord, read_step, trajectory_record
 from shared.errors import StorageError
 from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
@@ -96,7 +95,7 @@ def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it() -> None:
 
 
 def rows(folder: Path) -> list[TrajectoryRecord]:
-    return read_lines(folder / "rollouts.jsonl", checked_trajectory_line)
+    return read_step(folder / "rollouts.jsonl")
 
 
 def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_model_wrote(
@@ -113,7 +112,7 @@ def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_mode
     ) == (20, 21, 3, 1.5)
     assert figures["val/reward"] == pytest.approx(0.5)
     assert [row["example"] for row in rows(folder)] == [0, 1, 2]
-    assert rows(folder)[0] == json.loads(json.dumps(line_of(20, ROLLOUT)))
+    assert rows(folder)[0] == json.loads(json.dumps(trajectory_record(20, ROLLOUT)))
     assert rows(folder)[0]["completion"] == [{"role": "assistant", "content": "4\ud800 猫"}]
     assert (rows(folder)[2]["error"], rows(folder)[2]["completion"]) == ("ValueError: no", None)
     assert [path.name for path in folder.parent.iterdir()] == ["step_000020"]

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from launch.demo.language_model import make_demo_lm
 from launch.show_sample import ShowOptions, main, show_sample
-from learner.rollout_logs.trajectories import TrajectoryLog
-from learner.rollout_logs.writer import step_path
+from learner.rollout_logs.trajectories import trajectory_record
+from learner.rollout_logs.writer import StepLog, step_path
 from shared.errors import ConfigError, RecordError
 from shared.records import ImageRef
 from shared.trajectory import EnvironmentRollout, TrainingExample
@@ -96,10 +96,10 @@ class Run:
 
     def write(self, *rollouts: EnvironmentRollout) -> None:
         """At positions from 0."""
-        log = TrajectoryLog(self.folder / "rollouts")
+        log = StepLog(self.folder / "rollouts")
         log.begin(STEP)
         for position, rollout in enumerate(rollouts):
-            log.write(replace(rollout, position=position))
+            log.write(trajectory_record(STEP, replace(rollout, position=position)))
         log.close()
 
     def page(self, position: int = 0) -> str:
