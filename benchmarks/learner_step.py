@@ -30,7 +30,7 @@ from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, Segment
-from learner.step import backward_row
+from learner.step import train_row
 from learner.targets import Target, TextWeights, TokenRole
 from shared.config.pipeline import Channel
 from shared.config.training import TrainingSection
@@ -212,7 +212,7 @@ def measure_update(
         started = time.perf_counter()
         for _ in range(arguments.rows):
             # waits for the device: it reads the loss
-            backward_row(model, row, objectives, Normalizer())
+            train_row(model, row, objectives, Normalizer())
         learned = time.perf_counter()
         updater.update(step, arguments.rows * len(row.segments))
         if row.positions_N.is_cuda:
@@ -254,7 +254,7 @@ def main() -> None:
     )
     ours = measure(
         model,
-        lambda: backward_row(model, row, objectives, Normalizer()).loss,
+        lambda: train_row(model, row, objectives, Normalizer()).loss,
         arguments.repeats,
         device,
     )

@@ -144,18 +144,18 @@ def main() -> None:
     tokens.processor.image_processor = Qwen2VLImageProcessor(
         patch_size=16, merge_size=2, min_pixels=65_536, max_pixels=2_000_000
     )
-    encoder = PromptEncoder.of(config, tokens.processor)
+    encoder = PromptEncoder.from_config(config, tokens.processor)
     work = {
         "config": config,
         "tokens": tokens,
         "encoder": encoder,
-        "rules": target_settings(config),
+        "settings": target_settings(config),
         "log": None,
     }
     samples = [make_sample(number) for number in range(arguments.samples)]
     prompt = encoder.encode(samples[0]).token_ids
     texts = [
-        ground_truth_target(sample, tokens.codec, work["rules"]).token_ids for sample in samples
+        ground_truth_target(sample, tokens.codec, work["settings"]).token_ids for sample in samples
     ]
     rollouts = [
         make_rollout(position, prompt, text[: len(text) * 3 // 4])

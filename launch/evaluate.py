@@ -143,7 +143,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     with start_up.stage("checks"):
         # a cluster that does not answer is told in time, which `ray.init` would not do
         cluster_nodes(config)
-        held_out = HeldOut.of(config, dataset, load_tokens(config))
+        held_out = HeldOut.from_config(config, dataset, load_tokens(config))
     if held_out.samples.num_skipped:
         console.print(
             f"data      skipped {held_out.samples.num_skipped} bad rows (data.on_bad_row: skip)",

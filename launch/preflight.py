@@ -190,11 +190,11 @@ def _learnable(
     from learner.segments import PromptEncoder
 
     tokens = load_tokens(config)
-    encoder = PromptEncoder.of(config, tokens.processor)
+    encoder = PromptEncoder.from_config(config, tokens.processor)
     fitting = require_train_lengths(config, train, encoder, tokens.codec)
     answered = [fitting] if num_b_steps(config) else []
     if val is not None:
-        val = HeldOut.of(config, val, tokens).samples
+        val = HeldOut.from_config(config, val, tokens).samples
         answered.append(Fitting(val, []))
     for samples in answered:
         warning = describe_cut_answers(

@@ -69,7 +69,7 @@ class EngineHost:
 
         loaded = self._learner.loaded
         return offloaded(
-            self._config, loaded.model, self._learner.updater, loaded.device, with_model=model
+            self._config, loaded.model, self._learner.optimizer, loaded.device, with_model=model
         )
 
 

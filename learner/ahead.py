@@ -1,9 +1,7 @@
-"""Preparation of the next rows while the device computes the present one, and while engines
-generate.
+"""Preparation of the next rows while the device computes and the engines generate.
 
 Pictures and prompts are encoded, responses parsed, matched and completed: none of it needs the
-weights, and what comes of it does not depend on when it is done. What is counted and written down
-stays with the learner's own thread, in the order of positions.
+weights, and the results do not depend on when they are made.
 """
 
 from __future__ import annotations
@@ -24,35 +22,37 @@ NUM_AHEAD = 16
 
 
 class Ahead:
-    """One thread beside the learner's, which prepares in order what it is given."""
+    """One thread beside the learner's, which prepares items in order."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare-rows")
 
     def map(self, prepare: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
-        """`map(prepare, items)`, of which the first are prepared from now on. What `prepare` raises
-        comes in its item's place.
+        """Return `map(prepare, items)`, and begin with the first items now.
+
+        An exception of `prepare` is raised in its item's place.
 
         Example:
             `prompts = ahead.map(encoder.encode, samples)` encodes 16 prompts; `next(prompts)` gives
             the first and has the 17th encoded.
         """
         waiting = iter(items)
-        begun = deque(self._thread.submit(prepare, item) for item in islice(waiting, NUM_AHEAD))
-        return self._in_order(prepare, begun, waiting)
+        pending = deque(self._thread.submit(prepare, item) for item in islice(waiting, NUM_AHEAD))
+        return self._in_order(prepare, pending, waiting)
+
+    def _in_order(
+        self, prepare: Callable[[S], T], pending: deque[Future[T]], waiting: Iterator[S]
+    ) -> Iterator[T]:
+        # A generator of its own: `map` has to begin before the first `next`.
+        try:
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(self._thread.submit(prepare, item) for item in islice(waiting, 1))
+                yield result
+        finally:  # also of a step that is left
+            for future in pending:
+                future.cancel()
 
     def close(self) -> None:
         """Stop: nothing further is prepared."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _in_order(
-        self, prepare: Callable[[S], T], begun: deque[Future[T]], waiting: Iterator[S]
-    ) -> Iterator[T]:
-        try:
-            while begun:
-                result = begun.popleft().result()
-                begun.extend(self._thread.submit(prepare, item) for item in islice(waiting, 1))
-                yield result
-        finally:  # a step that is left
-            for future in begun:
-                future.cancel()

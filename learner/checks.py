@@ -1,5 +1,7 @@
-"""Does the engine compute what the learner computes? Checked for every rollout; a difference ends
-the run (DESIGN 9, spec: canonical encoding).
+"""Checks that the engine computes what the learner computes; a difference ends the run.
+
+Every rollout is checked (DESIGN 9, spec: canonical encoding): its prompt, its weight version, and
+the log-probabilities of its tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +19,13 @@ from shared.rollouts import DecodeSettings, Rollout
 
 
 def check_prompt(rollout: Rollout, prompt: EncodedPrompt) -> None:
-    """RolloutError at the first prompt token that the engine saw and the learner does not
-    encode."""
-    engine, learner = rollout.prompt_token_ids, prompt.token_ids
+    """Raise RolloutError at the first prompt token that engine and learner have differently."""
+    engine = rollout.prompt_token_ids
+    learner = prompt.token_ids
     if engine == learner:
         return
-    index = next(
-        (i for i, (a, b) in enumerate(zip(engine, learner, strict=False)) if a != b),
-        min(len(engine), len(learner)),
-    )
+    pairs = enumerate(zip(engine, learner, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), min(len(engine), len(learner)))
     raise RolloutError(
         f"sample {rollout.sample_id}: the prompts differ first at token {index}: engine"
         f" {_around(engine, index)} ({len(engine)} tokens), learner {_around(learner, index)}"
@@ -41,7 +41,7 @@ def _around(token_ids: Sequence[int], index: int) -> str:
 
 
 class Sampling(Protocol):
-    """Something that an engine sampled."""
+    """Something that an engine sampled: a rollout, or an environment's training example."""
 
     @property
     def sample_id(self) -> str: ...
@@ -54,36 +54,38 @@ class Sampling(Protocol):
 def check_weight_versions(
     rollouts: Sequence[Sampling], version: int, *, max_staleness: int
 ) -> None:
-    """RolloutError when a round is not of the weights the learner holds, `version`, or of weights
-    at most `max_staleness` older (DESIGN 5, decision 13).
+    """Check that a round is of one version of the weights, and not too old.
 
-    A round is of one version: nothing is generated while weights change.
+    `version` is the learner's; the round's is at most `max_staleness` older (DESIGN 5, decision
+    13). Nothing is generated while weights change.
+
+    Raises:
+        RolloutError: an engine missed a sync.
     """
     for rollout in rollouts:
+        problem = None
         if not version - max_staleness <= rollout.weight_version <= version:
             allowed = (
                 f", and rollout_matching.max_staleness is {max_staleness}" if max_staleness else ""
             )
-            raise RolloutError(
-                f"sample {rollout.sample_id}: generated with weight version"
-                f" {rollout.weight_version}, the learner holds {version}{allowed}; a sync was"
-                " skipped or lost",
-                actor=rollout.actor,
-                phase="check",
-            )
-        if rollout.weight_version != rollouts[0].weight_version:
+            problem = f"the learner holds {version}{allowed}; a sync was skipped or lost"
+        elif rollout.weight_version != rollouts[0].weight_version:
             first = rollouts[0]
+            problem = (
+                f"and sample {first.sample_id} of the same round with {first.weight_version} (on"
+                f" {first.actor}); an engine missed a sync"
+            )
+        if problem is not None:
             raise RolloutError(
                 f"sample {rollout.sample_id}: generated with weight version"
-                f" {rollout.weight_version}, and sample {first.sample_id} of the same round with"
-                f" {first.weight_version} (on {first.actor}); an engine missed a sync",
+                f" {rollout.weight_version}, {problem}",
                 actor=rollout.actor,
                 phase="check",
             )
 
 
 def compares_logprobs(decode: DecodeSettings) -> bool:
-    """Whether log-probabilities so decoded can be compared with the learner's.
+    """Tell whether log-probabilities so decoded can be compared with the learner's.
 
     Truncated or penalised sampling renormalises over a set whose border depends on the last bits of
     the logits: there is nothing exact to compare.
@@ -98,40 +100,35 @@ def compares_logprobs(decode: DecodeSettings) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LogprobTolerance:
-    """By how much the engine's log-probabilities may differ from the learner's before they are of
-    other weights.
-    """
+    """The difference of log-probabilities up to which they are of the same weights."""
 
     max_abs: float
-    """In nats. A token that differs by more, which is an outlier, ends the run, but for these:"""
+    """In nats. A token that differs by more is an outlier, and ends the run, but for these:"""
     num_outliers: int = 0
-    """So many in a step, whatever their share."""
+    """Outliers permitted in a step, whatever their share."""
     outlier_share: float = 0.0
-    """More of them, up to this share of the step's compared tokens."""
+    """Share of the step's compared tokens up to which more of them are permitted."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> LogprobTolerance:
-        """In bfloat16 what an improbable token rounds to has no bound that millions of them keep;
-        wrong weights are off at most of them.
-        """
-        return cls(
-            config.logprob_tolerance,
-            *((10, 1e-3) if config.model.dtype == "bfloat16" else (0, 0.0)),
-        )
+    def from_config(cls, config: RunConfig) -> LogprobTolerance:
+        # In bfloat16 what an improbable token rounds to has no bound that millions of them keep;
+        # wrong weights are off at most of them.
+        if config.model.dtype == "bfloat16":
+            return cls(config.logprob_tolerance, num_outliers=10, outlier_share=1e-3)
+        return cls(config.logprob_tolerance)
 
     def permits(self, compared: Compared) -> bool:
-        return compared.num_outliers <= max(
-            self.num_outliers, self.outlier_share * compared.num_tokens
-        )
+        by_share = self.outlier_share * compared.num_tokens
+        return compared.num_outliers <= max(self.num_outliers, by_share)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Sampled tokens of a step, of this rank."""
+    """Sampled tokens of a step whose log-probabilities were compared, on this rank."""
 
     num_tokens: int = 0
     num_outliers: int = 0
-    """Beyond the tolerance."""
+    """Tokens beyond the tolerance."""
     max_abs: float = 0.0
     """The largest absolute difference, in nats."""
 
@@ -144,15 +141,12 @@ def check_logprobs(
     tolerance: LogprobTolerance,
     so_far: Compared,
 ) -> Compared:
-    """Compare the log-probabilities of the sampled tokens of a row.
+    """Compare the log-probabilities of a row's sampled tokens, and add them to `so_far`.
 
-    Args:
-        segments: the row's.
-        learner_K, engine_K: the segments' sampled tokens, concatenated.
-        so_far: of the step's rows before this one.
+    K are the sampled tokens of `segments`, concatenated.
 
-    Returns:
-        The same, with this row's.
+    Example: engine [-0.50, -2.10], learner [-0.50, -2.09], tolerance 1e-3: the second token is an
+    outlier, and in float32, where none is permitted, ends the run.
 
     Raises:
         RolloutError: more outliers than the tolerance permits, or a value that is not a number;
@@ -172,10 +166,10 @@ def check_logprobs(
     if tolerance.permits(compared) and not len(not_a_number):
         return compared
     first = int((not_a_number if len(not_a_number) else outliers)[0])
-    number, token = [
-        (n, t) for n, segment in enumerate(segments) for t in segment.target.sampled_positions
-    ][first]
-    segment = segments[number]
+    tokens = [
+        (segment, token) for segment in segments for token in segment.target.sampled_positions
+    ]
+    segment, token = tokens[first]
     permitted = (
         f", and at most {tolerance.outlier_share:g} of them may" if tolerance.outlier_share else ""
     )

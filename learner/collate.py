@@ -1,5 +1,6 @@
-"""Segments into one packed row: positions restart per segment, supervision is offset and weighted
-once (DESIGN 5.6, FACTS 4).
+"""Segments into one packed row.
+
+Positions restart per segment; supervision is offset and weighted once (DESIGN 5.6, FACTS 4).
 
 Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K sampled tokens
 to compare, M sampled tokens to learn, I images, R image patches, D patch values.
@@ -8,8 +9,8 @@ to compare, M sampled tokens to learn, I images, R image patches, D patch values
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,16 +24,6 @@ from learner.objectives.base import (
 )
 from learner.segments import Segment
 from learner.targets import Target, TextWeights, TokenRole
-
-Columns = TypeVar(
-    "Columns",
-    "ModelInputs",
-    TextSupervision,
-    CoordSupervision,
-    BoxSupervision,
-    SampledSupervision,
-    "SampledTokens",
-)
 
 
 class RopeIndex(Protocol):
@@ -63,18 +54,17 @@ class ModelInputs(NamedTuple):
     """int64 [I, 3]"""
 
     def image_arguments(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Of the model's forward; a text model has none, and no vision tower takes none of no
-        images.
+        """Vision arguments of the model's forward; empty for a row without images.
+
+        Text models have none, and Qwen-VL rejects empty pixel values.
         """
-        return (
-            {"pixel_values": self.pixel_values.to(dtype), "image_grid_thw": self.image_grid_thw}
-            if len(self.image_grid_thw)
-            else {}
-        )
+        if not len(self.image_grid_thw):
+            return {}
+        return {"pixel_values": self.pixel_values.to(dtype), "image_grid_thw": self.image_grid_thw}
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that an engine sampled, with the log-probability it gave them; a column per field."""
+    """Tokens that an engine sampled and the log-probabilities it gave them, a column per field."""
 
     at: torch.Tensor
     """int64 [K], into the N positions, ascending."""
@@ -84,7 +74,11 @@ class SampledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One forward and everything that is asked of its logits."""
+    """One forward, and everything that is asked of its logits.
+
+    Example (one segment: prompt of 3 tokens, target of 2, both supervised): T = 5, `positions_N`
+    [2, 3], `token_ids_N` the target's two ids, `supervision.text.at` [0, 1].
+    """
 
     segments: tuple[Segment, ...]
     inputs: ModelInputs
@@ -100,56 +94,56 @@ class PackedRow:
         return self.inputs.input_ids.shape[1]
 
     def to(self, device: torch.device) -> PackedRow:
-        text, coord, boxes, learned = self.supervision
-        return PackedRow(
-            self.segments,
-            _to(self.inputs, device),
-            self.positions_N.to(device),
-            self.token_ids_N.to(device),
-            Supervision(
-                _to(text, device), _to(coord, device), _to(boxes, device), _to(learned, device)
-            ),
-            _to(self.sampled, device),
+        return replace(
+            self,
+            inputs=_to(self.inputs, device),
+            positions_N=self.positions_N.to(device),
+            token_ids_N=self.token_ids_N.to(device),
+            supervision=Supervision(*(_to(columns, device) for columns in self.supervision)),
+            sampled=_to(self.sampled, device),
         )
+
+
+def _to(columns: Any, device: torch.device) -> Any:
+    """Copy a named tuple of tensors to another device."""
+    return type(columns)(*(column.to(device) for column in columns))
 
 
 def collate(
     segments: Sequence[Segment], *, text_weights: TextWeights, rope_index: RopeIndex | None
 ) -> PackedRow:
-    """One row of `segments`, in order. `rope_index` is None of a text model.
+    """Pack `segments` into one row, in order. `rope_index` is None of a text model.
 
     Weights are means within a segment, so a row's loss is a sum over its segments, and the losses
     of a step's rows add; what they are divided by is for the step's end (DESIGN 5, decisions 6 and
     7).
+
+    Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
+    position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.
     """
+    targets = [segment.target for segment in segments]
+    credits_ = [target.credit for target in targets]
     # A token is predicted one position before its own: a target's first token by the last of its
     # prompt.
     ends = np.cumsum([len(segment) for segment in segments])
-    predictors = [
-        end - len(segment.target.token_ids) - 1 for segment, end in zip(segments, ends, strict=True)
-    ]
-    targets = [segment.target for segment in segments]
+    starts = [end - len(target.token_ids) - 1 for target, end in zip(targets, ends, strict=True)]
+
+    def row_positions(of_targets: Iterable[Any]) -> np.ndarray:
+        pairs = zip(starts, of_targets, strict=True)
+        return _concat(np.int64, (start + np.array(part, np.int64) for start, part in pairs))
+
     text = [_text_supervision(target, text_weights) for target in targets]
-    text_at = _concat(at + part.positions for at, part in zip(predictors, text, strict=True))
-    coord_at = _concat(
-        at + np.array(target.coord_positions, dtype=np.int64)
-        for at, target in zip(predictors, targets, strict=True)
-    )
-    sampled_at = _concat(
-        at + np.array(target.sampled_positions, dtype=np.int64)
-        for at, target in zip(predictors, targets, strict=True)
-    )
-    credited = [target.credit for target in targets]
-    learned_at = _concat(
-        at + np.array(credit.positions, dtype=np.int64)
-        for at, credit in zip(predictors, credited, strict=True)
-    )
+    text_at = row_positions(part.positions for part in text)
+    coord_at = row_positions(target.coord_positions for target in targets)
+    sampled_at = row_positions(target.sampled_positions for target in targets)
+    learned_at = row_positions(credit.positions for credit in credits_)
     needed = np.unique(np.concatenate([text_at, coord_at, sampled_at, learned_at]))
 
     def index(row_positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.searchsorted(needed, row_positions))
 
-    inputs, positions_N = _model_inputs(segments, rope_index), torch.from_numpy(needed)
+    inputs = _model_inputs(segments, rope_index)
+    positions_N = torch.from_numpy(needed)
     return PackedRow(
         tuple(segments),
         inputs,
@@ -158,55 +152,23 @@ def collate(
         Supervision(
             TextSupervision(
                 index(text_at),
-                torch.from_numpy(_concat((part.weights for part in text), np.float32)),
-                torch.from_numpy(_concat((part.gate_weights for part in text), np.float32)),
+                _floats(part.weights for part in text),
+                _floats(part.gate_weights for part in text),
             ),
             CoordSupervision(
                 index(coord_at),
-                torch.from_numpy(
-                    _concat(
-                        (np.array(target.coord_targets, dtype=np.float32) for target in targets),
-                        np.float32,
-                    )
-                ),
-                torch.from_numpy(
-                    _concat(
-                        (_equal_weights(len(target.coord_positions)) for target in targets),
-                        np.float32,
-                    )
-                ),
+                _floats(target.coord_targets for target in targets),
+                _floats(_equal_weights(len(target.coord_positions)) for target in targets),
             ),
             _box_supervision(targets),
             SampledSupervision(
                 index(learned_at),
-                torch.from_numpy(
-                    _concat(
-                        (np.array(credit.engine_logprobs, dtype=np.float32) for credit in credited),
-                        np.float32,
-                    )
-                ),
-                torch.from_numpy(
-                    _concat(
-                        (np.array(credit.advantages, dtype=np.float32) for credit in credited),
-                        np.float32,
-                    )
-                ),
-                torch.from_numpy(
-                    _concat(
-                        (np.array(one.weights, dtype=np.float32) for one in credited), np.float32
-                    )
-                ),
+                _floats(credit.engine_logprobs for credit in credits_),
+                _floats(credit.advantages for credit in credits_),
+                _floats(credit.weights for credit in credits_),
             ),
         ),
-        SampledTokens(
-            index(sampled_at),
-            torch.from_numpy(
-                _concat(
-                    (np.array(target.sampled_logprobs, dtype=np.float32) for target in targets),
-                    np.float32,
-                )
-            ),
-        ),
+        SampledTokens(index(sampled_at), _floats(target.sampled_logprobs for target in targets)),
     )
 
 
@@ -227,35 +189,29 @@ def _text_supervision(target: Target, text_weights: TextWeights) -> _TextColumns
 
 
 def _mean_weights(weights_L: np.ndarray) -> np.ndarray:
-    """Weights that make a sum the weighted mean within the segment. All zero stays zero."""
+    """Scale weights so that a sum is the weighted mean within the segment. All 0 stays 0."""
     total = weights_L.sum(dtype=np.float64)
     return (weights_L / total if total else weights_L).astype(np.float32)
 
 
 def _box_supervision(targets: Sequence[Target]) -> BoxSupervision:
     first_slots = np.cumsum([0, *(len(target.coord_positions) for target in targets)])
+    pairs = zip(first_slots, targets, strict=False)
     first_B = _concat(
-        first + np.array(target.box_slots, dtype=np.int64)
-        for first, target in zip(first_slots, targets, strict=False)
+        np.int64, (first + np.array(target.box_slots, np.int64) for first, target in pairs)
     )
-    weights = (_equal_weights(len(target.box_slots)) for target in targets)
-    return BoxSupervision(
-        torch.from_numpy(first_B[:, None] + np.arange(4)),
-        torch.from_numpy(_concat(weights, np.float32)),
-    )
+    weights = _floats(_equal_weights(len(target.box_slots)) for target in targets)
+    return BoxSupervision(torch.from_numpy(first_B[:, None] + np.arange(4)), weights)
 
 
 def _equal_weights(count: int) -> np.ndarray:
-    """The mean over the slots or boxes of a segment."""
+    """Return the weights of a mean over the slots or boxes of a segment."""
     return np.full(count, 1.0 / count if count else 0.0, dtype=np.float32)
 
 
 def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> ModelInputs:
-    input_ids, position_ids, with_images = (
-        [],
-        [],
-        [segment.prompt for segment in segments if len(segment.prompt.image_grid_I3)],
-    )
+    input_ids = []
+    position_ids = []
     for segment in segments:
         prompt = segment.prompt
         ids_1L = torch.tensor([[*prompt.token_ids, *segment.target.token_ids]])
@@ -269,19 +225,23 @@ def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> 
             ids_1L, mm_token_type_ids=segment.modality[None], image_grid_thw=grid
         )
         position_ids.append(torch.cat([positions_1L[None], mrope_31L]))
+    pixels = [
+        segment.prompt.pixel_values_RD for segment in segments if len(segment.prompt.image_grid_I3)
+    ]
     return ModelInputs(
         torch.cat(input_ids, dim=1),
         torch.cat(position_ids, dim=-1),
         # The width of a row without images is nobody's.
-        torch.cat([prompt.pixel_values_RD for prompt in with_images] or [torch.empty(0, 0)]),
+        torch.cat(pixels or [torch.empty(0, 0)]),
         torch.cat([segment.prompt.image_grid_I3 for segment in segments]),
     )
 
 
-def _concat(parts: Iterable[np.ndarray], dtype: Any = np.int64) -> np.ndarray:
+def _concat(dtype: Any, parts: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
 
 
-def _to(columns: Columns, device: torch.device) -> Columns:
-    """The same named tuple of tensors on another device."""
-    return type(columns)(*(column.to(device) for column in columns))
+def _floats(parts: Iterable[Any]) -> torch.Tensor:
+    """Join the segments' parts into one float32 column."""
+    columns = (np.array(part, dtype=np.float32) for part in parts)
+    return torch.from_numpy(_concat(np.float32, columns))

@@ -56,7 +56,7 @@ class HeldOut:
         """The first `data.max_val_samples` of `dataset`, as this configuration prompts and decodes.
         Raises as `require_lengths` does.
         """
-        encoder = PromptEncoder.of(config, tokens.processor)
+        encoder = PromptEncoder.from_config(config, tokens.processor)
         samples, _ = require_lengths(
             dataset,
             encoder,

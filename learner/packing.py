@@ -1,4 +1,7 @@
-"""Which buffered segments share a row (DESIGN 7.5)."""
+"""Rows of segments: which buffered segments share a row, and when (DESIGN 7.5; 5, decision 7).
+
+Whatever the policy, rows depend on positions alone: not on arrival, rounds or actors.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,7 @@ _EXACT_CELLS = 20_000_000
 
 
 def require_binpacking() -> Any:
-    """The package `binpacking`; ConfigError where it is not installed: there is no silent second
-    heuristic.
-    """
+    """Import `binpacking`. ConfigError where it is missing: there is no silent second heuristic."""
     try:
         import binpacking
     except ModuleNotFoundError as error:
@@ -32,7 +33,7 @@ def require_binpacking() -> Any:
 
 
 def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Indices of the segments of the next row, in insertion order.
+    """Choose the segments of the next row: their indices, in insertion order.
 
     Always holds index 0 (the oldest), never exceeds `capacity`, never totals less than taking
     segments in order while they fit; prefers the larger total, then fewer segments, then the
@@ -41,6 +42,10 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
     Args:
         lengths: tokens per buffered segment, oldest first.
         capacity: tokens of a row.
+
+    Example:
+        >>> select_segments([6, 5, 4, 3], capacity=10)
+        [0, 2]
 
     Raises:
         ValueError: nothing to select from.
@@ -69,8 +74,9 @@ def _require_fits(length: int, capacity: int, what: str) -> None:
 
 
 def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Subset sum by dynamic programming: `fewest[i][c]` segments among `i..` total exactly `c`
-    tokens.
+    """Solve the subset sum by dynamic programming.
+
+    `fewest[i][c]` is the smallest number of segments among `i..` that total exactly `c` tokens.
     """
     n, room = len(lengths), capacity - lengths[0]
     unreachable = np.int16(np.iinfo(np.int16).max)
@@ -111,8 +117,7 @@ def _select_fifo(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Index 0 and the fullest bin that `to_constant_volume` makes of the others in the room
-    left."""
+    """Choose index 0 and the fullest bin that `to_constant_volume` makes of the others."""
     room = capacity - lengths[0]
     others = {index: length for index, length in enumerate(lengths) if index and length <= room}
     if not others:
@@ -125,8 +130,11 @@ def _select_binpacking(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 class CarryBuffer:
-    """Segments waiting for a row, oldest first, at most `max_segments`. A segment is anything with
-    a `len()`: its tokens.
+    """Segments that wait for a row, oldest first. A segment is anything with a `len()`: its tokens.
+
+    Example:
+        With capacity 10 and segments of 6, 5 and 4 tokens: `pop_row()` returns those of 6 and 4,
+        and the one of 5 waits.
     """
 
     def __init__(self, capacity: int, max_segments: int) -> None:
@@ -143,9 +151,7 @@ class CarryBuffer:
         return sum(len(segment) for segment in self._segments)
 
     def insert(self, segment: Any) -> None:
-        """ConfigError when the segment fits no row or the buffer is full; the buffer is then as it
-        was.
-        """
+        """Add a segment. ConfigError when it fits no row or the buffer is full, which stays so."""
         _require_fits(len(segment), self.capacity, "the segment")
         if len(self._segments) >= self.max_segments:
             raise ConfigError(
@@ -158,7 +164,7 @@ class CarryBuffer:
         self._segments.append(segment)
 
     def pop_row(self) -> list[Any]:
-        """The segments of the next row. ValueError when the buffer is empty."""
+        """Take the segments of the next row. ValueError when the buffer is empty."""
         chosen = select_segments([len(segment) for segment in self._segments], self.capacity)
         row = [self._segments[i] for i in chosen]
         taken = set(chosen)
@@ -166,32 +172,21 @@ class CarryBuffer:
         return row
 
     def flush(self) -> list[list[Any]]:
-        """Every segment left, as rows, each the fullest that `select_segments` makes of what is
-        left; the buffer is empty afterwards.
-        """
+        """Take every segment that is left, as rows, each the fullest of what is left."""
         rows = []
         while self._segments:
             rows.append(self.pop_row())
         return rows
 
 
-# Which segments become a row, and when (DESIGN 5, decision 7).
-#
-# Whatever the policy, rows depend on positions alone: not on arrival, rounds or actors.
-
-
 Row = list[Segment]
 
 
 class PackingPolicy(Protocol):
-    """Takes a step's segments in position order and answers with the rows that are due."""
+    """Takes a step's segments in position order and returns the rows that are due."""
 
     def add(self, segment: Segment) -> list[Row]: ...
-
-    def finish_step(self) -> list[Row]:
-        """The rows that are due at the step's end."""
-        ...
-
+    def finish_step(self) -> list[Row]: ...
     @property
     def carries(self) -> bool:
         """Whether a step may learn fewer or more segments than it drew."""
@@ -204,7 +199,7 @@ class PackingPolicy(Protocol):
 
 
 class NoPacking:
-    """`training.packing: false`: one segment per row."""
+    """One segment per row (`training.packing: false`)."""
 
     carries = False
     num_carried = 0
@@ -217,8 +212,9 @@ class NoPacking:
 
 
 class PackWithinStep:
-    """Step mode: full rows after every window of segments, and where the buffer is full; the rest
-    at the step's end. Nothing is carried.
+    """Full rows after every window of segments, the rest at the step's end: nothing is carried.
+
+    A row is also taken where the buffer is full.
     """
 
     carries = False
@@ -246,8 +242,9 @@ class PackWithinStep:
 
 
 class CarryOver:
-    """`stage2_rollout_aligned`: one row after every micro-step's segments; what does not fit waits
-    for a later row, of a later step if need be.
+    """One row after every micro-step's segments (`stage2_rollout_aligned`).
+
+    What does not fit waits for a later row, of a later step if need be.
     """
 
     carries = True
@@ -262,8 +259,7 @@ class CarryOver:
         return len(self._buffer)
 
     def add(self, segment: Segment) -> list[Row]:
-        """Raises ConfigError where `training.packing_buffer` is full; the buffer stays as it
-        was."""
+        """Add a segment. ConfigError where `training.packing_buffer` is full."""
         self._buffer.insert(segment)
         self._num_added += 1
         return [self._buffer.pop_row()] if self._num_added % self._micro_step == 0 else []
@@ -273,19 +269,13 @@ class CarryOver:
         return []
 
 
-def row_policy(config: RunConfig) -> PackingPolicy:
-    """The policy of a run. ConfigError where rows are packed and `binpacking` is not installed."""
+def packing_policy(config: RunConfig) -> PackingPolicy:
+    """Return the policy of a run. ConfigError where `binpacking` is needed and not installed."""
     training = config.training
-    match row_rule(config):
-        case RowRule.SEGMENT:
-            return NoPacking()
-        case RowRule.STEP:
-            return PackWithinStep(
-                CarryBuffer(config.global_max_length, training.packing_buffer),
-                training.packing_window,
-            )
-        case RowRule.CARRY:
-            return CarryOver(
-                CarryBuffer(config.global_max_length, training.packing_buffer),
-                training.per_device_train_batch_size,
-            )
+    rule = row_rule(config)
+    if rule is RowRule.SEGMENT:
+        return NoPacking()
+    buffer = CarryBuffer(config.global_max_length, training.packing_buffer)
+    if rule is RowRule.STEP:
+        return PackWithinStep(buffer, training.packing_window)
+    return CarryOver(buffer, training.per_device_train_batch_size)

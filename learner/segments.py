@@ -1,7 +1,10 @@
 """A target together with its prompt: the atomic unit of packing.
 
-Shape legend: P prompt tokens (image placeholders expanded), I images, R image patches, D patch
-values.
+Prompts come as samples, which the checkpoint's processor encodes (`PromptEncoder`), or as an
+engine's tokens with their images (`ImageEncoder`).
+
+Shape legend: P prompt tokens (image placeholders expanded), L target tokens, I images, R image
+patches, D patch values.
 """
 
 from __future__ import annotations
@@ -26,86 +29,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# Images of prompts that come as tokens: what the vision tower is given, and whether the learner's
-# processor makes as many tokens of each as the engine did.
-#
-# Shape legend: P tokens, I images, R image patches, D patch values.
-
-
-class EncodedImages(NamedTuple):
-    """See `learner.segments.EncodedPrompt`."""
-
-    pixel_values_RD: torch.Tensor
-    image_grid_I3: torch.Tensor
-
-    def first(self, number: int) -> EncodedImages:
-        """The images before the others."""
-        grid = self.image_grid_I3[:number]
-        return EncodedImages(self.pixel_values_RD[: int(grid.prod(dim=1).sum())], grid)
-
-
-class ImageEncoder:
-    """By a checkpoint's own processor."""
-
-    def __init__(self, processor: Any) -> None:
-        """`processor`: of transformers' Qwen-VL models."""
-        self._images, self._token_id = processor.image_processor, int(processor.image_token_id)
-        self._patches_per_token = processor.image_processor.merge_size**2
-        self._last: tuple[tuple[str, ...], EncodedImages] | None = None
-
-    def modality(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """int [P]: 1 where a token stands for a part of an image, else 0."""
-        return (torch.tensor(token_ids, dtype=torch.int64) == self._token_id).to(torch.int64)
-
-    def encode(self, images: Sequence[ImageRef], token_ids: Sequence[int]) -> EncodedImages:
-        """Of `token_ids`, whose placeholders are expanded.
-
-        Raises ValueError where there is another number of placeholders than the images come to
-        here, and RecordError for an image that cannot be decoded.
-        """
-        # The rollouts of a group show the same ones, and come one after the other.
-        key = tuple(image.sha256 for image in images)
-        if self._last is None or self._last[0] != key:
-            made = self._images(
-                images=[decode_image(image) for image in images], return_tensors="pt"
-            )
-            self._last = key, EncodedImages(made["pixel_values"], made["image_grid_thw"])
-        encoded = self._last[1]
-        expected = [
-            patches // self._patches_per_token
-            for patches in encoded.image_grid_I3.prod(dim=1).tolist()
-        ]
-        found = self._runs(token_ids)
-        if found != expected:
-            told = f"the engine has {found} tokens of its images, the learner {expected}"
-            raise ValueError(
-                f"{told}; engines and learner must load the same checkpoint, with the image size"
-                " limits in its processor files"
-            )
-        return encoded
-
-    def num_images(self, token_ids: Sequence[int]) -> int:
-        """That are shown in these tokens."""
-        return len(self._runs(token_ids))
-
-    def _runs(self, token_ids: Sequence[int]) -> list[int]:
-        """Tokens of each image: other tokens mark its beginning and its end."""
-        return [
-            sum(1 for _ in run)
-            for is_image, run in groupby(token_ids, key=lambda token_id: token_id == self._token_id)
-            if is_image
-        ]
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """One prompt in both forms (FACTS 4): as the engine is asked, and as both sides compute it."""
+    """One prompt in both forms (FACTS 4): as the engine is asked, and as both sides compute it.
+
+    Example: 10 text tokens and an image of 8 x 8 patches, 4 patches to a token: 11
+    `request_token_ids`, P = 26, `modality_P` with 16 ones, `image_grid_I3` [[1, 8, 8]], R = 64.
+    """
 
     request_token_ids: tuple[int, ...]
-    """One placeholder per image: what a request carries."""
+    """One placeholder per image: a request carries these."""
     token_ids: tuple[int, ...]
-    """[P], placeholders expanded: what the learner's forward sees and the engine must report back.
-    """
+    """[P], placeholders expanded: the learner's forward sees these, and so must the engine."""
     modality_P: torch.Tensor
     """int [P]: 0 text, 1 image (transformers' `mm_token_type_ids`)."""
     pixel_values_RD: torch.Tensor
@@ -113,21 +48,20 @@ class EncodedPrompt:
     """Patches in time, height and width per image (`image_grid_thw`)."""
 
     @classmethod
-    def of_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
-        """A prompt without images: both of its forms are the same."""
+    def from_text(cls, token_ids: Sequence[int]) -> EncodedPrompt:
+        """Make a prompt without images: both of its forms are the same."""
         ids = tuple(token_ids)
-        return cls(
-            ids,
-            ids,
-            torch.zeros(len(ids), dtype=torch.int64),
-            torch.empty(0, 0),
-            torch.empty(0, 3, dtype=torch.int64),
-        )
+        no_modality_P = torch.zeros(len(ids), dtype=torch.int64)
+        return cls(ids, ids, no_modality_P, torch.empty(0, 0), torch.empty(0, 3, dtype=torch.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A prompt and what is learned of a response to it."""
+    """A prompt and the target that is learned of a response to it.
+
+    Example: the sample at position 5 of step 2, a prompt of 26 tokens and a target of 40, generated
+    by "rollout-actor-1" with version 2 of the weights: `len(segment)` is 66.
+    """
 
     position: int
     """The sample's place in its step."""
@@ -136,9 +70,9 @@ class Segment:
     step: int = 0
     """The step that drew the sample; a later one may learn the segment."""
     actor: str | None = None
-    """Who generated the rollout; None in channel A."""
+    """The actor that generated the rollout; None in channel A."""
     weight_version: int | None = None
-    """Of the weights that generated it; None in channel A."""
+    """Version of the weights that generated it; None in channel A."""
     target_modality_L: torch.Tensor | None = None
     """int [L], as the prompt's `modality_P`, of a target in which more images are shown, whose
     patches are the prompt's too. None: it is text.
@@ -150,17 +84,10 @@ class Segment:
     @property
     def modality(self) -> torch.Tensor:
         """int [P + L]"""
-        behind = self.target_modality_L
-        return torch.cat(
-            [
-                self.prompt.modality_P,
-                (
-                    self.prompt.modality_P.new_zeros(len(self.target.token_ids))
-                    if behind is None
-                    else behind
-                ),
-            ]
-        )
+        of_target = self.target_modality_L
+        if of_target is None:
+            of_target = self.prompt.modality_P.new_zeros(len(self.target.token_ids))
+        return torch.cat([self.prompt.modality_P, of_target])
 
 
 class PromptEncoder:
@@ -170,14 +97,13 @@ class PromptEncoder:
         self._processor = processor
         self._system_prompt = system_prompt
         self._user_prompt = user_prompt
+        # By the number of images, in which alone the texts of prompts differ: a step's requests do
+        # not wait for a template each.
         self._texts: dict[int, str] = {}
         self._ids: dict[int, tuple[int, ...]] = {}
-        """By the number of images, which alone makes prompts differ: a step's requests are not to
-        wait for a template each.
-        """
 
     @classmethod
-    def of(cls, config: RunConfig, processor: Any) -> PromptEncoder:
+    def from_config(cls, config: RunConfig, processor: Any) -> PromptEncoder:
         return cls(
             processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt
         )
@@ -185,7 +111,7 @@ class PromptEncoder:
     def request(
         self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int
     ) -> RolloutRequest:
-        """What an engine is asked for a sample. Reads no image."""
+        """Make the request for a sample's rollout. Reads no image."""
         return RolloutRequest(
             step=step,
             position=position,
@@ -197,35 +123,34 @@ class PromptEncoder:
         )
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
-        """The unexpanded prompt; reads no image."""
+        """Encode the prompt with one placeholder per image. Reads no image."""
         number = len(sample.images)
         if number not in self._ids:
-            self._ids[number] = tuple(
-                self._processor.tokenizer(self.text(sample), add_special_tokens=False)["input_ids"]
-            )
+            encoded = self._processor.tokenizer(self.text(sample), add_special_tokens=False)
+            self._ids[number] = tuple(encoded["input_ids"])
         return self._ids[number]
 
     def num_tokens(self, sample: Sample) -> int:
-        """Length of the prompt with placeholders expanded, which follows from the size of the
-        images: reads none.
+        """Count the prompt's tokens, placeholders expanded, from its images' size. Reads no image.
 
-        RecordError for a size or shape that the checkpoint's processor does not take.
+        Raises RecordError for a size or shape that the checkpoint's processor does not take.
         """
         processor = self._processor.image_processor
-        try:
-            patches = (
-                processor.get_number_of_image_patches(sample.height, sample.width)
-                if sample.images
-                else 0
-            )
-        except ValueError as error:
-            raise _not_taken(sample, [(sample.width, sample.height)], error) from error
-        of_an_image = patches // processor.merge_size**2
-        return len(self.request_ids(sample)) + len(sample.images) * (of_an_image - 1)
+        patches = 0
+        if sample.images:
+            try:
+                patches = processor.get_number_of_image_patches(sample.height, sample.width)
+            except ValueError as error:
+                raise _not_taken(sample, [(sample.width, sample.height)], error) from error
+        tokens_per_image = patches // processor.merge_size**2
+        return len(self.request_ids(sample)) + len(sample.images) * (tokens_per_image - 1)
 
     def encode(self, sample: Sample) -> EncodedPrompt:
-        """Both forms of the prompt, and the image features' inputs. RecordError when an image file
-        is gone or changed, or of a size or shape that the checkpoint's processor does not take."""
+        """Encode the prompt and its images.
+
+        Raises RecordError when an image file is gone or changed, or of a size or shape that the
+        checkpoint's processor does not take.
+        """
         images = [decode_image(image) for image in sample.images]
         try:
             encoded = self._processor(text=[self.text(sample)], images=images, return_tensors="pt")
@@ -240,17 +165,16 @@ class PromptEncoder:
         )
 
     def text(self, sample: Sample) -> str:
-        """The prompt as the chat template writes it, one placeholder per image."""
+        """Write the prompt by the chat template, one placeholder per image."""
         number = len(sample.images)
         if number not in self._texts:
             messages = detection_messages(
                 number, system_prompt=self._system_prompt, user_prompt=self._user_prompt
             )
-            self._texts[number] = str(
-                self._processor.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False
-                )
+            text = self._processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
             )
+            self._texts[number] = str(text)
         return self._texts[number]
 
 
@@ -263,9 +187,72 @@ def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueErr
     return RecordError(problem, field="images", remedy="crop or pad the picture, or remove the row")
 
 
+class EncodedImages(NamedTuple):
+    """Images as the vision tower takes them: see `EncodedPrompt`."""
+
+    pixel_values_RD: torch.Tensor
+    image_grid_I3: torch.Tensor
+
+    def first(self, number: int) -> EncodedImages:
+        """Keep the first `number` images."""
+        grid = self.image_grid_I3[:number]
+        return EncodedImages(self.pixel_values_RD[: int(grid.prod(dim=1).sum())], grid)
+
+
+class ImageEncoder:
+    """Encodes the images of prompts that come as an engine's tokens."""
+
+    def __init__(self, processor: Any) -> None:
+        """`processor`: of transformers' Qwen-VL models."""
+        self._images = processor.image_processor
+        self._token_id = int(processor.image_token_id)
+        self._patches_per_token = processor.image_processor.merge_size**2
+        # The rollouts of a group show the same images, and come one after the other.
+        self._last: tuple[tuple[str, ...], EncodedImages] | None = None
+
+    def modality(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return 1 where a token stands for a part of an image, else 0: int [P]."""
+        return (torch.tensor(token_ids, dtype=torch.int64) == self._token_id).to(torch.int64)
+
+    def encode(self, images: Sequence[ImageRef], token_ids: Sequence[int]) -> EncodedImages:
+        """Encode the images of `token_ids`, whose placeholders are expanded.
+
+        Raises:
+            ValueError: the engine has another number of tokens for them than the learner.
+            RecordError: an image cannot be decoded.
+        """
+        key = tuple(image.sha256 for image in images)
+        if self._last is None or self._last[0] != key:
+            pictures = [decode_image(image) for image in images]
+            encoded = self._images(images=pictures, return_tensors="pt")
+            self._last = key, EncodedImages(encoded["pixel_values"], encoded["image_grid_thw"])
+        images_of_key = self._last[1]
+        num_patches = images_of_key.image_grid_I3.prod(dim=1).tolist()
+        expected = [patches // self._patches_per_token for patches in num_patches]
+        found = self._runs(token_ids)
+        if found != expected:
+            raise ValueError(
+                f"the engine has {found} tokens of its images, the learner {expected}; engines and"
+                " learner must load the same checkpoint, with the image size limits in its"
+                " processor files"
+            )
+        return images_of_key
+
+    def num_images(self, token_ids: Sequence[int]) -> int:
+        """Count the images that are shown in these tokens."""
+        return len(self._runs(token_ids))
+
+    def _runs(self, token_ids: Sequence[int]) -> list[int]:
+        """Count the tokens of each image: other tokens mark its beginning and its end."""
+        runs = groupby(token_ids, key=lambda token_id: token_id == self._token_id)
+        return [sum(1 for _ in run) for is_image, run in runs if is_image]
+
+
 def decode_image(image: ImageRef) -> Image:
-    """RGB pixels, on white where they are transparent: those that engines get. RecordError when the
-    file is gone, changed, or no image (which is only found here where `data.check_images` is off).
+    """Decode an image to RGB, on white where it is transparent, as engines do.
+
+    Raises RecordError when the file is gone, changed, or no image (which is only found here where
+    `data.check_images` is off).
     """
     import PIL.Image  # runs of text models need no Pillow
 
@@ -276,21 +263,14 @@ def decode_image(image: ImageRef) -> Image:
     except MemoryError:
         raise
     except Exception as error:
-        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into. Of
-        # an unknown format its words are of an object in memory.
-        reason = (
-            "of no format that is known"
-            if isinstance(error, PIL.UnidentifiedImageError)
-            else str(error) or type(error).__name__
-        )
-        if image.path is None:  # it came in an environment's message
-            raise RecordError(
-                f"one of a message is no readable image ({reason})",
-                field="images",
-                remedy="send whole files",
-            ) from error
+        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into.
+        reason = str(error) or type(error).__name__
+        if isinstance(error, PIL.UnidentifiedImageError):
+            reason = "of no format that is known"  # Pillow's words name an object in memory
+        name = "one of a message" if image.path is None else str(image.path)
+        remedy = "replace the file, or set data.check_images: true"
+        if image.path is None:
+            remedy = "send whole files"
         raise RecordError(
-            f"{image.path} is no readable image ({reason})",
-            field="images",
-            remedy="replace the file, or set data.check_images: true",
+            f"{name} is no readable image ({reason})", field="images", remedy=remedy
         ) from error

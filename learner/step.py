@@ -1,19 +1,27 @@
-"""Forward and backward of one packed row.
+"""One packed row: forward, losses and backward.
 
-Shape legend: D hidden size, N positions whose logits are needed, S coord slots, K sampled tokens to
-compare.
+    segments --collate--> PackedRow --model--> hidden states --LogitsPass--> RowValues
+             --objectives--> loss --backward--> gradients, and a RowResult
+
+Example: a row of two segments of 300 and 200 tokens, of which 40 and 25 are supervised. The model
+computes hidden states [500, D]; logits exist for 65 positions, `LOGIT_CHUNK` of them at a time; the
+loss is the sum over both segments of each term's mean within the segment. What a step's loss is
+divided by is for the step's end, so rows add up in any order and packing.
+
+Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X
+text, S coord slots, K and M sampled tokens, to compare and to learn, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from learner.checks import LogprobTolerance, check_logprobs, compares_logprobs
+from learner.checks import Compared, LogprobTolerance, check_logprobs, compares_logprobs
 from learner.collate import PackedRow, collate
 from learner.model.loading import LoadedModel
 from learner.model.sharding import Parallel
@@ -28,135 +36,10 @@ from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.rollouts import DecodeSettings
 
-if TYPE_CHECKING:
-    from learner.step_metrics import StepMetrics
-
-
-# The logits of one packed row, reduced to what its objectives ask: a chunk of positions at a time,
-# because all at once fill gigabytes.
-#
-# The peak is a chunk's backward: its logits, a float32 copy of them (the gradient) and masks;
-# benchmarks/logit_memory.py measures it.
-#
-# Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X
-# text, S coord slots, K and M sampled tokens, to compare and to learn, V vocabulary.
-
-
 LOGIT_CHUNK = 512
 """Positions whose full-vocabulary logits exist at a time: with a vocabulary of 152,000 and float32,
 9 bytes for each are 0.70 GB.
 """
-
-_PLAIN = Normalizer()
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsPass:
-    lm_head: Callable[[torch.Tensor], torch.Tensor]
-    coord_ids_C: torch.Tensor
-    needs: LogitNeeds
-    sampled_under: Normalizer
-    """How the engine drew its tokens."""
-    chunk: int = LOGIT_CHUNK
-
-    def __call__(self, hidden_ND: torch.Tensor, row: PackedRow) -> RowValues:
-        """Differentiable; `hidden_ND` is what the model says at `row.positions_N`."""
-        text, coord, sampled, needs = (
-            row.supervision.text,
-            row.supervision.coord,
-            row.sampled,
-            self.needs,
-        )
-        learned = row.supervision.sampled
-        coord_at_P = (
-            coord.at if needs.text_gate is None else torch.cat([coord.at, text.at]).sort().values
-        )
-        normalizers = self._normalizers(len(sampled.at) + (len(learned.at) if needs.sampled else 0))
-        reading = self._read(hidden_ND, row.token_ids_N, coord_at_P, normalizers)
-        log_normalizers = dict(zip(normalizers, reading.log_normalizers_N, strict=True))
-
-        def leak(at: torch.Tensor, temperature: float) -> torch.Tensor:
-            logits = reading.coord_logits_PC[torch.searchsorted(coord_at_P, at)]
-            return coord_math.mass_leak(
-                log_normalizers[Normalizer(temperature)][at], logits, temperature=temperature
-            )
-
-        def logprobs(at: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
-            return coord_math.token_logprobs(
-                reading.token_logits_N[at], log_normalizers[normalizer][at], normalizer.temperature
-            )
-
-        def sampled_logprobs(at: torch.Tensor) -> torch.Tensor:
-            return (
-                logprobs(at, self.sampled_under)
-                if len(at)
-                else hidden_ND.new_zeros(0, dtype=torch.float32)
-            )
-
-        return RowValues(
-            text_ce_X=-logprobs(text.at, _PLAIN) if needs.text_ce else None,
-            text_gate_X=(
-                None
-                if needs.text_gate is None
-                else coord_math.gate_of_leak(leak(text.at, needs.text_gate))
-            ),
-            coord_logits_SC=reading.coord_logits_PC[torch.searchsorted(coord_at_P, coord.at)],
-            coord_gate_S=None if needs.coord_gate is None else leak(coord.at, needs.coord_gate),
-            coord_mass_S=coord_math.coord_mass(leak(coord.at, 1.0)) if needs.coord_mass else None,
-            sampled_logprobs_K=sampled_logprobs(sampled.at),
-            learned_logprobs_M=sampled_logprobs(learned.at) if needs.sampled else None,
-        )
-
-    def _normalizers(self, num_sampled: int) -> tuple[Normalizer, ...]:
-        """Each once, in an order that does not depend on hashes."""
-        needs = self.needs
-        plain = (_PLAIN,) if needs.text_ce or needs.coord_mass else ()
-        gates = tuple(
-            Normalizer(temperature)
-            for temperature in (needs.text_gate, needs.coord_gate)
-            if temperature is not None
-        )
-        return tuple(
-            dict.fromkeys((*plain, *gates, *((self.sampled_under,) if num_sampled else ())))
-        )
-
-    def _read(
-        self,
-        hidden_ND: torch.Tensor,
-        token_ids_N: torch.Tensor,
-        coord_at_P: torch.Tensor,
-        normalizers: tuple[Normalizer, ...],
-    ) -> LogitReading:
-        def read(chunk_ND: torch.Tensor, start: int) -> LogitReading:
-            stop = start + len(chunk_ND)
-            here = coord_at_P[(coord_at_P >= start) & (coord_at_P < stop)] - start
-            return coord_math.read_logits(
-                self.lm_head(chunk_ND), token_ids_N[start:stop], here, self.coord_ids_C, normalizers
-            )
-
-        # The logits of a chunk are computed again in its backward, so that no two chunks' exist at
-        # once. An empty row has one empty chunk.
-        parts = hidden_ND.split(self.chunk)
-        chunks = [
-            checkpoint(read, part_ND, index * self.chunk, use_reentrant=False)
-            for index, part_ND in enumerate(parts)
-        ]
-        return LogitReading(
-            torch.cat([chunk.token_logits_N for chunk in chunks]),
-            torch.cat([chunk.coord_logits_PC for chunk in chunks]),
-            tuple(
-                torch.cat(of_chunks)
-                for of_chunks in zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)
-            ),
-        )
-
-
-T = TypeVar("T")
-
-
-def directly(function: Callable[..., T], *arguments: Any) -> T:
-    """How a forward is run where nothing has to happen around it."""
-    return function(*arguments)
 
 
 class SlotMean(NamedTuple):
@@ -168,10 +51,14 @@ class SlotMean(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What the forward and backward of one row gave."""
+    """The numbers of one row's forward and backward.
+
+    Example (token_ce alone, weight 2, over two segments with means 0.5 and 0.3): loss 1.6, terms
+    `{"loss/token_ce": 0.8}`, no diagnostics, and one log-probability per sampled token.
+    """
 
     loss: float
-    """The row's part of the step's loss."""
+    """The row's part of the step's loss, before the step's division."""
     terms: dict[str, float]
     """`loss/...` metrics, to be summed over the rows of a step."""
     diagnostics: dict[str, SlotMean]
@@ -181,44 +68,47 @@ class RowResult:
 
 
 class _RowForward(NamedTuple):
-    """A tuple of tensors on its top level: that is where fsdp looks for what a backward begins
-    with.
-    """
+    """A tuple of tensors on its top level: FSDP looks there for the start of a backward."""
 
     loss: torch.Tensor
     terms: torch.Tensor
     values: RowValues
 
 
-def backward_row(
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def train_row(
     model: Any,
     row: PackedRow,
     objectives: ChannelObjectives,
     sampled_under: Normalizer,
     *,
     logit_chunk: int = LOGIT_CHUNK,
-    run: Callable[..., _RowForward] = directly,
+    run: Callable[..., Any] = _call,
     weight: float = 1.0,
 ) -> RowResult:
-    """Add the row's gradient. Logits exist only at supervised and compared positions, `logit_chunk`
-    of them at a time.
+    """Run forward, losses and backward of one row. Adds to `.grad`; touches nothing else.
 
-    `sampled_under` is how the engine drew its tokens, for computing the same probabilities here.
-    `run` runs the forward. `weight` multiplies the gradient: with 0 the row is there for the other
-    ranks' sake.
+    Args:
+        sampled_under: how the engine drew its tokens, to compute the same probabilities here.
+        logit_chunk: positions whose full-vocabulary logits exist at a time.
+        run: calls the forward; a sharded model has to do so itself.
+        weight: factor of the gradient. With 0 the row only joins the other ranks' collectives.
     """
-    loss, terms, values = run(_run_row, model, row, objectives, sampled_under, logit_chunk)
-    (weight * loss).backward()
+    forward: _RowForward = run(_forward, model, row, objectives, sampled_under, logit_chunk)
+    (weight * forward.loss).backward()
     names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
     return RowResult(
-        loss.item(),
-        dict(zip(names, terms.tolist(), strict=True)),
-        _diagnose(objectives, values, row),
-        values.sampled_logprobs_K.detach().cpu(),
+        forward.loss.item(),
+        dict(zip(names, forward.terms.tolist(), strict=True)),
+        _diagnose(objectives, forward.values, row),
+        forward.values.sampled_logprobs_K.detach().cpu(),
     )
 
 
-def _run_row(
+def _forward(
     model: Any,
     row: PackedRow,
     objectives: ChannelObjectives,
@@ -252,77 +142,172 @@ def _diagnose(
 ) -> dict[str, SlotMean]:
     means = {}
     for diagnostic in objectives.diagnostics:
-        for name, value_S in zip(
-            diagnostic.names, diagnostic(values, row.supervision), strict=True
-        ):
+        columns = diagnostic(values, row.supervision)
+        for name, value_S in zip(diagnostic.names, columns, strict=True):
             means[name] = SlotMean(value_S.sum().item(), len(value_S))
     return means
 
 
-# Learning from one row: forward, backward, and the comparison of its sampled tokens with the
-# engine's.
+_PLAIN = Normalizer()
 
 
-class RowLearner:
-    """Forward, backward and account of one packed row, with the objectives of its channel."""
+@dataclass(frozen=True, slots=True)
+class LogitsPass:
+    """Reduces the logits of one row to what its objectives ask, a chunk of positions at a time.
+
+    All logits at once would fill gigabytes. The peak is a chunk's backward: its logits, a float32
+    copy of them (the gradient) and masks; benchmarks/logit_memory.py measures it.
+    """
+
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
+    coord_ids_C: torch.Tensor
+    needs: LogitNeeds
+    sampled_under: Normalizer
+    """How the engine drew its tokens."""
+    chunk: int = LOGIT_CHUNK
+
+    def __call__(self, hidden_ND: torch.Tensor, row: PackedRow) -> RowValues:
+        """Return the row's values, differentiable; `hidden_ND` belongs to `row.positions_N`."""
+        needs = self.needs
+        text = row.supervision.text
+        coord = row.supervision.coord
+        learned = row.supervision.sampled
+        coord_at_P = coord.at
+        if needs.text_gate is not None:
+            coord_at_P = torch.cat([coord.at, text.at]).sort().values
+        num_sampled = len(row.sampled.at) + (len(learned.at) if needs.sampled else 0)
+        normalizers = self._normalizers(num_sampled)
+        reading = self._read(hidden_ND, row.token_ids_N, coord_at_P, normalizers)
+        log_normalizers = dict(zip(normalizers, reading.log_normalizers_N, strict=True))
+
+        def leak(at: torch.Tensor, temperature: float) -> torch.Tensor:
+            logits = reading.coord_logits_PC[torch.searchsorted(coord_at_P, at)]
+            return coord_math.mass_leak(
+                log_normalizers[Normalizer(temperature)][at], logits, temperature=temperature
+            )
+
+        def logprobs(at: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
+            return coord_math.token_logprobs(
+                reading.token_logits_N[at], log_normalizers[normalizer][at], normalizer.temperature
+            )
+
+        def sampled_logprobs(at: torch.Tensor) -> torch.Tensor:
+            if not len(at):  # then nothing was read under the sampling's normalizer
+                return hidden_ND.new_zeros(0, dtype=torch.float32)
+            return logprobs(at, self.sampled_under)
+
+        # In this order always: a backward adds gradients in the order that its graph was made in.
+        text_ce_X = -logprobs(text.at, _PLAIN) if needs.text_ce else None
+        text_gate_X = None
+        if needs.text_gate is not None:
+            text_gate_X = coord_math.gate_of_leak(leak(text.at, needs.text_gate))
+        coord_logits_SC = reading.coord_logits_PC[torch.searchsorted(coord_at_P, coord.at)]
+        coord_gate_S = None if needs.coord_gate is None else leak(coord.at, needs.coord_gate)
+        coord_mass_S = coord_math.coord_mass(leak(coord.at, 1.0)) if needs.coord_mass else None
+        return RowValues(
+            text_ce_X,
+            text_gate_X,
+            coord_logits_SC,
+            coord_gate_S,
+            coord_mass_S,
+            sampled_logprobs_K=sampled_logprobs(row.sampled.at),
+            learned_logprobs_M=sampled_logprobs(learned.at) if needs.sampled else None,
+        )
+
+    def _normalizers(self, num_sampled: int) -> tuple[Normalizer, ...]:
+        """List what probabilities are needed under, each once, in an order free of hashes."""
+        needs = self.needs
+        wanted = [_PLAIN] if needs.text_ce or needs.coord_mass else []
+        for temperature in (needs.text_gate, needs.coord_gate):
+            if temperature is not None:
+                wanted.append(Normalizer(temperature))
+        if num_sampled:
+            wanted.append(self.sampled_under)
+        return tuple(dict.fromkeys(wanted))
+
+    def _read(
+        self,
+        hidden_ND: torch.Tensor,
+        token_ids_N: torch.Tensor,
+        coord_at_P: torch.Tensor,
+        normalizers: tuple[Normalizer, ...],
+    ) -> LogitReading:
+        def read(chunk_ND: torch.Tensor, start: int) -> LogitReading:
+            stop = start + len(chunk_ND)
+            here = coord_at_P[(coord_at_P >= start) & (coord_at_P < stop)] - start
+            return coord_math.read_logits(
+                self.lm_head(chunk_ND), token_ids_N[start:stop], here, self.coord_ids_C, normalizers
+            )
+
+        # The logits of a chunk are computed again in its backward, so that no two chunks' exist at
+        # once. An empty row has one empty chunk.
+        chunks = [
+            checkpoint(read, part_ND, index * self.chunk, use_reentrant=False)
+            for index, part_ND in enumerate(hidden_ND.split(self.chunk))
+        ]
+        by_normalizer = zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)
+        return LogitReading(
+            torch.cat([chunk.token_logits_N for chunk in chunks]),
+            torch.cat([chunk.coord_logits_PC for chunk in chunks]),
+            tuple(torch.cat(of_chunks) for of_chunks in by_normalizer),
+        )
+
+
+class RowTrainer:
+    """Trains the rows of a run: `train_row` with the objectives of the row's channel."""
 
     def __init__(
         self, config: RunConfig, loaded: LoadedModel, parallel: Parallel, decode: DecodeSettings
     ) -> None:
-        """`decode` is how the rollouts are sampled."""
-        self._loaded, self._parallel = loaded, parallel
+        """`decode`: how the rollouts are sampled."""
         pipeline = config.rollout_matching.pipeline
+        self._loaded = loaded
+        self._parallel = parallel
         self._objectives = {
             channel: build_objectives(pipeline, channel, loaded.coord_ids_C) for channel in Channel
         }
-        self.text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
-        """Of the tokens of a target, by their roles."""
+        self._text_weights = {channel: text_weights(pipeline, channel) for channel in Channel}
         # Greedy engines (temperature 0) report the log-probability at temperature 1.
         self._sampled_under = Normalizer(decode.temperature or 1.0, loaded.banned_token_ids)
         self._compares_logprobs = compares_logprobs(decode)
-        self._tolerance = LogprobTolerance.of(config)
+        self._tolerance = LogprobTolerance.from_config(config)
 
-    def learn(self, segments: Row, channel: Channel, tally: StepMetrics, *, version: int) -> None:
-        """Add the row's gradient, and count it. `version` is of the weights that learn.
-        RolloutError where an engine's log-probabilities are of others.
-        """
-        segments = [_comparable(segment, version) for segment in segments]
-        row = self._collate(segments, channel)
-        result = self._backward(row, channel)
-        if channel is Channel.B and self._compares_logprobs:
-            learner_K, engine_K = result.sampled_logprobs_K, row.sampled.logprobs
-            tally.compared = check_logprobs(
-                segments, learner_K, engine_K, tolerance=self._tolerance, so_far=tally.compared
-            )
-        tally.add_row(row, result)
-
-    def compute_beside(self, segment: Segment, channel: Channel) -> None:
-        """Beside a row of another rank, with whose weights this one is computed; nothing is learned
-        from it.
-        """
-        self._backward(self._collate([segment], channel), channel, weight=0.0)
-
-    def _collate(self, segments: Row, channel: Channel) -> PackedRow:
+    def collate(self, segments: Row, channel: Channel, *, version: int) -> PackedRow:
+        """Pack the segments into one row, on the CPU. `version` is of the weights that learn."""
         return collate(
-            segments, text_weights=self.text_weights[channel], rope_index=self._loaded.rope_index
+            [_comparable(segment, version) for segment in segments],
+            text_weights=self._text_weights[channel],
+            rope_index=self._loaded.rope_index,
         )
 
-    def _backward(self, row: PackedRow, channel: Channel, *, weight: float = 1.0) -> RowResult:
-        model, device = self._loaded.model, self._loaded.device
-        return backward_row(
-            model,
-            row.to(device),
+    def train(self, row: PackedRow, channel: Channel, *, weight: float = 1.0) -> RowResult:
+        """Add the row's gradient. A `weight` of 0 only joins the other ranks' collectives."""
+        return train_row(
+            self._loaded.model,
+            row.to(self._loaded.device),
             self._objectives[channel],
             self._sampled_under,
             run=self._parallel.forward,
             weight=weight,
         )
 
+    def compare(
+        self, row: PackedRow, result: RowResult, channel: Channel, so_far: Compared
+    ) -> Compared:
+        """Compare the engine's log-probabilities with the learner's. Raises RolloutError."""
+        if channel is Channel.A or not self._compares_logprobs:
+            return so_far
+        return check_logprobs(
+            row.segments,
+            result.sampled_logprobs_K,
+            row.sampled.logprobs,
+            tolerance=self._tolerance,
+            so_far=so_far,
+        )
+
 
 def _comparable(segment: Segment, version: int) -> Segment:
-    """Without the log-probabilities of a rollout, carried or stale, whose weights have changed
-    since: there is nothing to compare.
-    """
+    """Drop log-probabilities of older weights: a carried or stale rollout cannot be compared."""
     if segment.weight_version == version:
         return segment
     return replace(segment, target=replace(segment.target, sampled_logprobs=()))

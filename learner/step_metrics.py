@@ -1,44 +1,71 @@
-"""What a step counts: rollouts on their way to targets, rows, losses (spec: training-time counters;
-names and meanings in shared/metrics.py).
+"""Numbers and times of one step of one rank (names and meanings: shared/metrics.py).
 
 Counts and rates only. IoU is no training-time number: it belongs to evaluation reports.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from learner.checks import Compared
 from learner.collate import PackedRow
 from learner.step import RowResult
 from learner.targets import ParsedAndMatched
-from shared.metrics import REWARD_FAMILY, MetricAccumulator
+from shared.config.pipeline import Channel
+from shared.metrics import REWARD_FAMILY, MetricAccumulator, RankReport
 from shared.rollouts import FinishReason, Rollout
+from shared.run_files import Span
+from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRollout
 
 
 class StepMetrics:
-    """The numbers of one step of one rank."""
+    """Sums what one rank counts in one step, and notes what it spent its time on.
 
-    def __init__(self, step: int, *, capacity: int, min_fill_ratio: float) -> None:
-        """`capacity`: tokens of a row; one filled less than `min_fill_ratio` of it is counted as
-        underfilled.
-        """
+    Example (two rows of 3 and 1 segments, with losses 0.6 and 0.2): `report(denominator=4)` has
+    `loss/total` 0.2, `packing/num_rows` 2 and `packing/num_segments` 4.
+    """
+
+    def __init__(self, plan: StepPlan, track: str, *, capacity: int, min_fill_ratio: float) -> None:
+        """`capacity`: tokens of a row; a row filled less than `min_fill_ratio` is underfilled."""
         self.totals = MetricAccumulator()
         self.num_segments = 0
-        """Learned so far."""
+        """Segments learned so far."""
         self.compared = Compared()
-        """Of the engine's log-probabilities with the learner's, so far."""
-        self._step = step
+        """Comparison of the engine's log-probabilities with the learner's so far."""
+        self._plan = plan
+        self._track = track
         self._capacity = capacity
         self._min_fill_ratio = min_fill_ratio
         self._losses: dict[str, float] = {"loss/total": 0.0}
+        self._spans: list[Span] = []
+        self._generate_s = 0.0
+        self._learn_s = 0.0
+
+    def add_generation(self, spans: Sequence[Span]) -> None:
+        """Note who generated one round, and when."""
+        if spans:
+            self._spans += spans
+            start_s = min(span.start_s for span in spans)
+            self._generate_s += max(span.end_s for span in spans) - start_s
+
+    def mark(self, name: str, started_s: float, **args: int) -> None:
+        """Note this rank's own work, from `started_s` until now."""
+        span = Span(self._track, name, started_s, time.time(), {"step": self._plan.number, **args})
+        self._learn_s += span.duration_s
+        self._spans.append(span)
 
     def add_rollout(
         self, rollout: Rollout, reading: ParsedAndMatched, num_ground_truth: int, *, staleness: int
     ) -> None:
-        """A rollout and how it was read; `num_ground_truth` objects were to be found. `staleness`:
-        updates since the weights that generated it.
+        """Count a rollout of a sample with `num_ground_truth` objects, and how it was read.
+
+        `staleness`: updates since the weights that generated it.
         """
-        parsed, add = reading.parsed, self.totals.add
+        parsed = reading.parsed
+        add = self.totals.add
         add("rollout/num", 1)
         self.add_staleness(staleness)
         add("rollout/num_tokens", len(rollout.response_token_ids))
@@ -59,7 +86,10 @@ class StepMetrics:
         add("rollout/num_gating_rejections", reading.match.gating_rejections)
 
     def add_environment_rollout(self, rollout: EnvironmentRollout) -> None:
-        """One that failed is counted, and has no reward that would say anything of the model."""
+        """Count a rollout of an environment.
+
+        One that failed is counted too; its reward of 0 says nothing of the model and is left out.
+        """
         add = self.totals.add
         add("rollout/num", 1)
         add("rollout/num_failed", float(rollout.error is not None))
@@ -74,52 +104,60 @@ class StepMetrics:
         add("rollout/num_given_up", len(rollout.given_up))
         if rollout.num_tool_calls is not None:
             add("rollout/num_tool_calls", rollout.num_tool_calls)
+        # Where a reward function failed, the others have judged the rollout all the same.
         if rollout.error is None or rollout.reward_errors:
-            # The other functions have judged it all the same.
             for name, value in rollout.metrics.items():
                 self.totals.add_mean(f"{REWARD_FAMILY}{name}", value, 1)
 
     def add_group(self, *, has_signal: bool, num_left_out: int) -> None:
-        """The rollouts of an example. Where their rewards are all equal, there is no signal, and
-        perhaps all of them are left out.
-        """
+        """Count the rollouts of one example: without a signal, all of them may be left out."""
         self.totals.add("rollout/num_groups", 1)
         self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
         self.totals.add("rollout/num_left_out", num_left_out)
 
     def add_staleness(self, staleness: int) -> None:
-        """Of a rollout: updates since the weights that generated it."""
+        """Count the updates since the weights that generated a rollout."""
         self.totals.add_mean("rollout/staleness", staleness, 1)
         self.totals.add_max("rollout/staleness_max", staleness)
 
     def add_row(self, row: PackedRow, result: RowResult) -> None:
-        """A row that was learned. Its losses are sums over segments, to be divided at the step's
-        end.
-        """
+        """Count a row that was learned. Its losses are sums over segments."""
         for name, value in {"loss/total": result.loss, **result.terms}.items():
+            # Not 0 + value: a sum begins with the first row's own bits.
             self._losses[name] = self._losses[name] + value if name in self._losses else value
         for name, mean in result.diagnostics.items():
             self.totals.add_mean(name, mean.total, mean.num_slots)
-        ages = [self._step - segment.step for segment in row.segments]
+        is_underfilled = row.num_tokens < self._min_fill_ratio * self._capacity
+        ages = [self._plan.step - segment.step for segment in row.segments]
         self.num_segments += len(row.segments)
         self.totals.add("packing/num_rows", 1)
         self.totals.add("packing/num_segments", len(row.segments))
         self.totals.add("packing/num_tokens", row.num_tokens)
         self.totals.add("packing/capacity", self._capacity)
-        self.totals.add(
-            "packing/num_underfilled_rows",
-            float(row.num_tokens < self._min_fill_ratio * self._capacity),
-        )
+        self.totals.add("packing/num_underfilled_rows", float(is_underfilled))
         self.totals.add_mean("packing/learned_age", sum(ages), len(ages))
         self.totals.add_max("packing/learned_age_max", max(ages))
 
-    def finish(self, denominator: int) -> None:
-        """Once, at the step's end: losses are divided by the segments that its gradient is divided
-        by.
+    def report(
+        self,
+        version: int,
+        step_metrics: Mapping[str, float],
+        waits: Sequence[Span],
+        *,
+        denominator: int,
+        num_carried: int,
+    ) -> RankReport:
+        """End the step, once.
+
+        Args:
+            step_metrics: numbers of the whole step, the same on every rank.
+            waits: waits for other ranks, within the spans that were marked.
+            denominator: the segments that the step's gradient was divided by.
+            num_carried: segments that wait for a later step.
         """
         for name, value in self._losses.items():
             self.totals.add(name, value / denominator)
-        # Also where there was nothing to learn.
+        # Named also where there was nothing to learn.
         self.totals.add("packing/num_rows", 0)
         self.totals.add("packing/num_segments", 0)
         # Nothing compared leaves no trace: a 0 would read as perfect agreement.
@@ -127,3 +165,18 @@ class StepMetrics:
             self.totals.add("rollout/num_compared_tokens", self.compared.num_tokens)
             self.totals.add("rollout/num_logprob_outliers", self.compared.num_outliers)
             self.totals.add_max("rollout/logprob_max_abs", self.compared.max_abs)
+        self.totals.add("packing/num_carried", num_carried)
+        self.totals.add_max("time/learn_s", self._learn_s)
+        if waits:
+            self.totals.add_max("time/reduce_s", sum(wait.duration_s for wait in waits))
+        self._spans += [replace(wait, args={"step": self._plan.number}) for wait in waits]
+        if self._plan.channel is Channel.B:
+            self.totals.add_max("time/generate_s", self._generate_s)
+        return RankReport(
+            self._plan.step,
+            self._plan.channel,
+            version,
+            self.totals,
+            step_metrics,
+            tuple(self._spans),
+        )

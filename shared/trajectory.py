@@ -1,23 +1,19 @@
-"""What is asked of an environment in a step, what is learned of its rollouts, and what those of one
-example are worth beside each other (DESIGN 8, `policy_gradient`).
+"""Requests to an environment, the rollouts it answers, and the advantages within a group.
+
+What the learner makes of these advantages is in `learner.algorithms.advantages`.
 
 Shape legend: L tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from shared.records import ImageRef
 from shared.rollouts import DecodeSettings
-
-_ROUNDING = 1e-9
-"""Of the largest reward: smaller differences are those of float sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,64 +118,6 @@ class TrainingExample:
         """Tokens under the mask."""
         return sum(self.mask)
 
-    def learned_by_step(self) -> list[list[int]]:
-        """List the places of the learned tokens, one list per step: in all `num_learned` of them.
-
-        Example:
-            Two steps with `step_ends=(3, 6)` and the mask `[0, 1, 1, 0, 0, 1]`: `[[1, 2], [5]]`.
-        """
-        ends = self.step_ends or (len(self.token_ids),)
-        return [
-            [place for place in range(start, end) if self.mask[place]]
-            for start, end in pairwise((0, *ends))
-        ]
-
-    def advantages(self, *, std_epsilon: float | None) -> list[float]:
-        """[L]: what each token is credited with, 0 outside the mask.
-
-        Args:
-            std_epsilon: divide the advantage by the standard deviation of the group's rewards plus
-                this, where the rewards differ; None: do not divide. An advantage that a rubric gave
-                itself is never divided: it is in no units of the rewards.
-
-        Raises:
-            ValueError: nothing was scored.
-        """
-        if self.advantage is None:
-            raise ValueError(
-                f"example {self.example_id!r}: has no advantage, because its rollouts were not"
-                ' scored; generate with score_rollouts, or set state["advantage"]'
-            )
-        given = (
-            [self.advantage] * len(self.token_ids)
-            if self.token_advantages is None
-            else self.token_advantages
-        )
-        divides = std_epsilon is not None and has_signal(self.group_rewards)
-        relative = self._relative() if divides else [False] * len(given)
-        divisor = _deviation(self.group_rewards) + (std_epsilon or 0.0) if any(relative) else 1.0
-        columns = zip(given, self.mask, relative, strict=True)
-        return [
-            (value / divisor if is_relative else value) if is_learned else 0.0
-            for value, is_learned, is_relative in columns
-        ]
-
-    def _relative(self) -> Sequence[bool]:
-        """[L]: whether a token's advantage is the group's, rather than one that a rubric or a step
-        gave itself, which is in no units of the rewards.
-        """
-        if self.token_is_relative is not None:
-            return [bool(flag) for flag in self.token_is_relative]
-        if self.token_advantages is not None:
-            return [False] * len(self.token_ids)
-        assert self.advantage is not None
-        advantage, groups = self.advantage, group_advantages(self.group_rewards)
-        return [
-            any(
-                math.isclose(advantage, own, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for own in groups
-            )
-        ] * len(self.token_ids)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
@@ -244,8 +182,13 @@ class EnvironmentRollout:
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Of the rollouts of one example: the reward without the group's mean. Exactly 0 where the
-    rewards differ by rounding alone.
+    """Subtract the mean of a group, the rollouts of one example, from each reward.
+
+    Exactly 0 everywhere where the rewards differ by rounding alone.
+
+    Example:
+        >>> group_advantages([1.0, 0.0])
+        [0.5, -0.5]
     """
     if not has_signal(rewards):
         return [0.0] * len(rewards)
@@ -254,17 +197,8 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ, by more than rounding: what that leaves of them would
-    be divided by what it leaves of their deviation.
-    """
-    rounding = _ROUNDING * max((abs(reward) for reward in rewards), default=0.0)
-    # Written so that NaN differs: what it comes to is refused further on.
+    """Tell whether the rewards of a group differ by more than rounding."""
+    # Smaller differences are those of float sums, and would be divided by their own deviation.
+    rounding = 1e-9 * max((abs(reward) for reward in rewards), default=0.0)
+    # Written so that NaN differs: it is refused further on.
     return any(not abs(reward - rewards[0]) <= rounding for reward in rewards)
-
-
-def _deviation(rewards: Sequence[float]) -> float:
-    """Of these rewards: they are no sample of more. (`statistics.pstdev` computes in fractions, a
-    hundred times as long.)
-    """
-    mean = fmean(rewards)
-    return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))

@@ -26,7 +26,7 @@ from learner.model.ranks import (
 from learner.model.sharding import ShardedModel
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.step import backward_row
+from learner.step import train_row
 from learner.targets import TextWeights
 from shared.config.pipeline import Channel
 from shared.tokens.vocabulary import NUM_BINS
@@ -61,12 +61,12 @@ def main() -> None:
     )
     whole.to(device)
 
-    expected = backward_row(whole, row, objectives, Normalizer())
+    expected = train_row(whole, row, objectives, Normalizer())
     gradient = whole.get_parameter(GRADIENT_OF).grad
     assert gradient is not None
     for attempt in ("first", "second"):
         parts.zero_grad(set_to_none=True)
-        result = backward_row(parts, row, objectives, Normalizer(), run=sharded.forward)
+        result = train_row(parts, row, objectives, Normalizer(), run=sharded.forward)
         found = parts.get_parameter(GRADIENT_OF).grad
         assert found is not None
         difference = largest_difference(found.full_tensor(), gradient)  # type: ignore[attr-defined]

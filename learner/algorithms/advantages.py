@@ -1,16 +1,18 @@
-"""Which tokens are learned by their advantage, and how much each counts (DESIGN 8).
+"""Advantages: by how much each sampled token is credited, and how much it counts in the loss.
 
-A step's loss is the weighted sum over its sampled tokens, divided at the step's end by the number
-of its rollouts. That number is known before the first of them arrives (DESIGN 5, decision 6), and
-failed or empty rollouts count in it. What `normalize` decides is the weight of a token in that
-sum:
+    advantage = (reward - mean(group)) / (std(group) + epsilon)      the division: `advantage_std`
+
+An environment's rubric sends the numerator, or an advantage of the user's; the division is here
+(`token_advantages`). The loss of a step is the weighted sum over its sampled tokens, divided at the
+step's end by the number of its rollouts: known before the first of them arrives (DESIGN 5, decision
+6), failed and empty ones included. `normalize` decides the weight of a token in that sum:
 
     step      1 / sampled tokens of its call of the model: each call weighs 1
     rollout   1 / sampled tokens of its rollout: each rollout weighs 1
     constant  1 / `rollout_matching.max_new_tokens`: each token weighs the same
 
-So with `step` a rollout of k calls weighs k times as much as one of a single call, and the scale of
-the loss grows with the mean number of calls. None of them depends on which calls share an example.
+So with `step` a rollout of k calls weighs k times as much as one of a single call. None of them
+depends on which calls share an example.
 
 Example: a rollout with calls of 1 and 3 sampled tokens. `step`: 1, 1/3, 1/3, 1/3, whether the calls
 were merged or not. `rollout`: 1/4 each. `constant` with `max_new_tokens` 8: 1/8 each.
@@ -22,15 +24,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Literal
 
 from shared.config.pipeline import PolicyGradientConfig
-from shared.trajectory import TrainingExample
+from shared.trajectory import TrainingExample, group_advantages, has_signal
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """The sampled tokens of a target, a column per field. Shape legend: M of them."""
+    """The sampled tokens of a target, one column per field. Shape legend: M of them.
+
+    Example:
+        Tokens 0 and 1 of a target were sampled in one call, token 2 came from a tool, token 3 was
+        sampled in the next call: positions (0, 1, 3), engine_logprobs (-0.1, -2.3, -0.7),
+        advantages (0.5, 0.5, 0.5), and with `normalize: step` weights (0.5, 0.5, 1.0).
+    """
 
     positions: tuple[int, ...]
     """[M], relative to the target's first token, ascending."""
@@ -52,23 +61,25 @@ NO_CREDIT = TokenAdvantages((), (), (), ())
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """How the tokens of an example are credited with what became of it."""
+    """The rule that credits the tokens of an example, from `policy_gradient`'s configuration."""
 
     normalize: Literal["step", "rollout", "constant"]
     max_new_tokens: int
     """The divisor of `constant`."""
     std_epsilon: float | None
-    """Added to the standard deviation that advantages are divided by; None: not divided."""
+    """Added to the standard deviation that advantages are divided by; None: no division."""
 
     @classmethod
-    def of(cls, config: PolicyGradientConfig, *, max_new_tokens: int) -> AdvantageEstimator:
+    def from_config(
+        cls, config: PolicyGradientConfig, *, max_new_tokens: int
+    ) -> AdvantageEstimator:
         std_epsilon = config.advantage_epsilon if config.advantage_std else None
         return cls(config.normalize, max_new_tokens, std_epsilon)
 
-    def credit(
+    def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int
     ) -> TokenAdvantages:
-        """TokenAdvantages the example's learned tokens, all of which are at `start` or later.
+        """Credit the example's learned tokens, all of which are at `start` or later.
 
         Args:
             num_of_rollout: learned tokens of its rollout, in all of the rollout's examples.
@@ -76,49 +87,100 @@ class AdvantageEstimator:
         Raises:
             ValueError: the example was not scored, or has numbers that nothing can be learned from.
         """
-        positions = [place for place, is_learned in enumerate(example.mask) if is_learned]
+        positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
-        advantages, logprobs = example.advantages(std_epsilon=self.std_epsilon), example.logprobs
-        _require_finite(
-            example,
-            "advantage",
-            advantages,
-            positions,
-            "its reward functions must return finite numbers",
-        )
-        _require_finite(
-            example, "log-probability", logprobs, positions, "the endpoint must return finite ones"
-        )
-        return TokenAdvantages(
-            tuple(place - start for place in positions),
-            tuple(logprobs[place] for place in positions),
-            tuple(advantages[place] for place in positions),
-            tuple(self._weights(example, num_of_rollout)),
-        )
-
-    def _weights(self, example: TrainingExample, num_of_rollout: int) -> list[float]:
-        """One per learned token."""
+        advantages = token_advantages(example, std_epsilon=self.std_epsilon)
+        for index in positions:
+            for name, value, remedy in (
+                ("advantage", advantages[index], "its reward functions must return finite numbers"),
+                (
+                    "log-probability",
+                    example.logprobs[index],
+                    "the endpoint must return finite ones",
+                ),
+            ):
+                if not math.isfinite(value):
+                    raise ValueError(
+                        f"example {example.example_id!r}, rollout {example.rollout}: token {index}"
+                        f" has the {name} {value}; {remedy}"
+                    )
         match self.normalize:
             case "step":
-                return [
-                    1.0 / len(of_step) for of_step in example.learned_by_step() for _ in of_step
-                ]
+                calls = learned_by_call(example)
+                weights = [1.0 / len(of_call) for of_call in calls for _ in of_call]
             case "rollout":
-                return [1.0 / num_of_rollout] * example.num_learned
+                weights = [1.0 / num_of_rollout] * len(positions)
             case "constant":
-                return [1.0 / self.max_new_tokens] * example.num_learned
-
-
-def _require_finite(
-    example: TrainingExample,
-    what: str,
-    values: Sequence[float],
-    positions: Sequence[int],
-    remedy: str,
-) -> None:
-    wrong = next((place for place in positions if not math.isfinite(values[place])), None)
-    if wrong is not None:
-        raise ValueError(
-            f"example {example.example_id!r}, rollout {example.rollout}: token {wrong} has the"
-            f" {what} {values[wrong]}; {remedy}"
+                weights = [1.0 / self.max_new_tokens] * len(positions)
+        return TokenAdvantages(
+            tuple(index - start for index in positions),
+            tuple(example.logprobs[index] for index in positions),
+            tuple(advantages[index] for index in positions),
+            tuple(weights),
         )
+
+
+def token_advantages(example: TrainingExample, *, std_epsilon: float | None) -> list[float]:
+    """Return the advantage of each token, 0 outside the mask: [L].
+
+    Args:
+        std_epsilon: divide by the standard deviation of the group's rewards plus this, where the
+            rewards differ; None: do not divide. An advantage that a rubric gave itself is never
+            divided: it is in no units of the rewards.
+
+    Raises:
+        ValueError: nothing was scored.
+    """
+    if example.advantage is None:
+        raise ValueError(
+            f"example {example.example_id!r}: has no advantage, because its rollouts were not"
+            ' scored; generate with score_rollouts, or set state["advantage"]'
+        )
+    length = len(example.token_ids)
+    advantages = example.token_advantages or [example.advantage] * length
+    is_relative = [False] * length
+    divisor = 1.0
+    if std_epsilon is not None and has_signal(example.group_rewards):
+        is_relative = _is_relative(example, example.advantage)
+        divisor = _deviation(example.group_rewards) + std_epsilon
+    return [
+        (advantage / divisor if relative else advantage) if is_learned else 0.0
+        for advantage, is_learned, relative in zip(
+            advantages, example.mask, is_relative, strict=True
+        )
+    ]
+
+
+def _is_relative(example: TrainingExample, advantage: float) -> list[bool]:
+    """Tell whose advantage is the group's, rather than one that a rubric gave itself: [L]."""
+    if example.token_is_relative is not None:
+        return [bool(flag) for flag in example.token_is_relative]
+    if example.token_advantages is not None:
+        return [False] * len(example.token_ids)
+    is_of_group = any(
+        math.isclose(advantage, of_rollout, rel_tol=1e-9, abs_tol=1e-9)
+        for of_rollout in group_advantages(example.group_rewards)
+    )
+    return [is_of_group] * len(example.token_ids)
+
+
+def _deviation(rewards: Sequence[float]) -> float:
+    """Return the population's standard deviation: the group is no sample of more rollouts.
+
+    `statistics.pstdev` computes in fractions and takes a hundred times as long.
+    """
+    mean = fmean(rewards)
+    return math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))
+
+
+def learned_by_call(example: TrainingExample) -> list[list[int]]:
+    """List the positions of the learned tokens, one list per call of the model.
+
+    Example:
+        Two calls with `step_ends=(3, 6)` and the mask `[0, 1, 1, 0, 0, 1]`: `[[1, 2], [5]]`.
+    """
+    ends = example.step_ends or (len(example.token_ids),)
+    return [
+        [index for index in range(start, end) if example.mask[index]]
+        for start, end in pairwise((0, *ends))
+    ]

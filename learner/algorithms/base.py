@@ -1,6 +1,4 @@
-"""What a learner rank learns from, whatever it is: samples with ground truth
-(`learner.algorithms.rollout_matching`), or trajectories (`learner.algorithms.trajectories`).
-"""
+"""An algorithm: which rollouts a step asks for, and which training segments their answers become."""
 
 from __future__ import annotations
 
@@ -15,68 +13,80 @@ from shared.schedule import StepPlan
 
 
 class AlgorithmStep(Protocol):
-    """One rank's part of one step. Everything is in the order of positions."""
+    """One rank's part of one step: what it asks for, and what is learned of the answers.
+
+    Everything is in the order of positions. What becomes of the answers is counted in `metrics`.
+
+    Example (rollout matching, channel B, positions 4..7): `requests()` -> 4 RolloutRequests;
+    `segments(2 rollouts)` twice -> 2 Segments each; `ground_truth()` -> nothing.
+    """
+
+    @property
+    def plan(self) -> StepPlan: ...
+    @property
+    def metrics(self) -> StepMetrics: ...
 
     def requests(self) -> list[Any]:
-        """What the rollout engines, or the environments before them, are asked for; nothing on
-        channel A.
-        """
+        """Return the requests to the engines or environments; none on channel A."""
         ...
 
     def become_current(self) -> None:
-        """No step before this one is in progress any more."""
+        """Note that no earlier step is in progress any more."""
         ...
 
     def generation_spans(self, answers: Sequence[Any]) -> list[Span]:
-        """Who generated these answers, and when."""
+        """Return who generated these answers, and when."""
         ...
 
     def segments(self, answers: Sequence[Any], *, version: int) -> Iterator[Segment]:
-        """What is learned of the next answers. `version` is of the weights that learn. RolloutError
-        where engine and learner disagree.
+        """Yield the segments of the next answers; `version` is of the weights that learn.
+
+        Raises RolloutError where engine and learner disagree.
         """
         ...
 
     def ground_truth(self) -> Iterator[Segment]:
-        """What is learned without answers: all of a channel-A step, nothing of others."""
+        """Yield the segments that need no answers: all of a channel-A step, none of others."""
         ...
 
     def require_complete(self) -> None:
-        """Every position has had its turn. RolloutError where nothing came of any, on any rank.
-        Perhaps a collective: every rank calls it once in a step, before it learns the rows of
-        `finish_step`."""
+        """Check that every position was answered, before the rows of `finish_step`.
+
+        Raises RolloutError where nothing came of any, on any rank: every rank calls it once.
+        """
         ...
 
 
 class Algorithm(Protocol):
-    """Where a rank's steps come from. Every rank has the same, and takes its share."""
+    """The source of a rank's steps. Every rank has the same one, and takes its share."""
 
     @property
     def fixed(self) -> Segment:
-        """A sequence that stays the same: every weight sync is proved by it, and a rank without a
-        row computes it beside the others' rows.
+        """A segment that stays the same.
+
+        Every weight sync is proved by it, and a rank without a row runs it beside the others.
         """
         ...
 
     @property
     def fixed_images(self) -> tuple[ImageRef, ...]:
-        """Of its prompt."""
+        """The images of the fixed segment's prompt."""
         ...
 
-    def begin_step(self, plan: StepPlan, tally: StepMetrics) -> AlgorithmStep:
-        """Draw the step's samples or examples; what becomes of them is counted in `tally`."""
+    def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> AlgorithmStep:
+        """Draw the step's samples or examples."""
         ...
 
     def held_out_requests(self, step: int) -> list[Any]:
-        """This rank's share of them, in order."""
+        """Return this rank's share of the held-out requests, in order."""
         ...
 
     def score(self, answers: Sequence[Any]) -> list[Any]:
-        """What the answers to them are worth: `shared.grounding.evaluation.Outcome`s, in order."""
+        """Score the answers to them: `shared.grounding.evaluation.Outcome`s, in order."""
         ...
 
     def require_same(self) -> None:
-        """ConfigError where the ranks do not have the same data. A collective."""
+        """Raise ConfigError where the ranks do not have the same data. A collective."""
         ...
 
     def close(self) -> None:

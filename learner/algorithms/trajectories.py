@@ -1,8 +1,14 @@
-"""Trajectories as a learner's work: examples of an environment, and rollouts that bring their own
-tokens, log-probabilities and rewards.
+"""Trajectories: rollouts of an environment, learned by their advantage.
+
+    environment request -> rollouts with their own tokens and rewards -> examples -> segments
 
 The environment runs elsewhere (`rollout_actors.environments.training.runner`) and has the data;
-which of its rows a step takes is decided here.
+which of its rows a step takes is decided here. A rollout brings its tokens, log-probabilities and
+rewards: nothing is encoded or parsed.
+
+Example: `rollouts_per_example` 2, rewards 1 and 0. The first rollout has two calls of the model
+that extend each other: one example, one segment, whose sampled tokens have the advantage 0.5. The
+second has two calls that do not: two segments with -0.5.
 """
 
 from __future__ import annotations
@@ -46,21 +52,32 @@ from shared.trajectory import (
     has_signal,
 )
 
-# From a training example to a prompt and a target, as rows are packed of them. The example's ids
-# are the engine's own: nothing is encoded here.
+ExampleRollouts = Sequence[EnvironmentRollout]
+"""The answer to one request, in the order of positions: in training the rollouts of one example."""
+
+_NUM_FIXED = 40
+"""Tokens of the fixed sequence: enough to pass every layer and the head."""
+_FIXED_SIDE = 64
+"""Pixels of the fixed image's width and height."""
 
 
 class TrajectoryTarget(NamedTuple):
+    """A training example, split where learning begins.
+
+    Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] are the prompt (5, 6) and a target with
+    the tokens (7, 8).
+    """
+
     prompt_token_ids: tuple[int, ...]
     """All before the first token that is learned."""
     target: Target
-    """From there to the last token that is learned; between the turns of a merged example, with
-    what is only read.
+    """From there to the last token that is learned. Between the turns of a merged example it holds
+    tokens that are only read.
     """
 
 
 def trajectory_target(
-    example: TrainingExample, rule: AdvantageEstimator, *, num_of_rollout: int
+    example: TrainingExample, estimator: AdvantageEstimator, *, num_of_rollout: int
 ) -> TrajectoryTarget | None:
     """Make the prompt and target of an example; None where no token of it is learned.
 
@@ -69,44 +86,34 @@ def trajectory_target(
 
     Raises:
         ValueError: the first token is to be learned, which no model predicts, or what
-            `AdvantageEstimator.credit` raises.
+            `AdvantageEstimator.estimate` raises.
     """
     learned = np.flatnonzero(example.mask)
     if not len(learned):
         return None
-    start, stop = int(learned[0]), int(learned[-1]) + 1
+    start = int(learned[0])
+    stop = int(learned[-1]) + 1
     if start == 0:
         raise ValueError(
             f"example {example.example_id!r}, rollout {example.rollout}: its first token is to be"
             " learned, and is predicted from nothing; make examples with mask_prompts=True"
         )
-    credit = rule.credit(example, start=start, num_of_rollout=num_of_rollout)
-    return TrajectoryTarget(
-        tuple(example.token_ids[:start]),
-        Target(
-            str(example.example_id),
-            tuple(example.token_ids[start:stop]),
-            np.full(stop - start, TokenRole.NEUTRAL, dtype=np.uint8),
-            coord_positions=(),
-            coord_targets=(),
-            box_slots=(),
-            sampled_logprobs=credit.engine_logprobs,
-            credit=credit,
-        ),
+    credit = estimator.estimate(example, start=start, num_of_rollout=num_of_rollout)
+    target = Target(
+        str(example.example_id),
+        tuple(example.token_ids[start:stop]),
+        np.full(stop - start, TokenRole.NEUTRAL, dtype=np.uint8),
+        coord_positions=(),
+        coord_targets=(),
+        box_slots=(),
+        sampled_logprobs=credit.engine_logprobs,
+        credit=credit,
     )
-
-
-ExampleRollouts = Sequence[EnvironmentRollout]
-"""To one request, in the order of positions: in training the rollouts of one example."""
-
-_NUM_FIXED = 40
-"""Tokens of the fixed sequence: enough to pass every layer and the head."""
-_FIXED_SIDE = 64
-"""Pixels of the fixed image's width and height."""
+    return TrajectoryTarget(tuple(example.token_ids[:start]), target)
 
 
 class Trajectories:
-    """`learner.algorithms.base.Algorithm` of an environment's examples."""
+    """The `Algorithm` of an environment's examples, on channel B."""
 
     def __init__(
         self,
@@ -117,7 +124,9 @@ class Trajectories:
         examples: ExampleCounts,
     ) -> None:
         assert config.environment is not None, "checked with the configuration"
-        self.config, self.decode, self.environment = config, decode, config.environment
+        self.config = config
+        self.decode = decode
+        self.environment = config.environment
         self.ranks = ranks
         self.ahead = Ahead()
         self._stream = SampleStream(
@@ -129,58 +138,47 @@ class Trajectories:
             for entry in config.rollout_matching.pipeline.active(Channel.B)
             if isinstance(entry, PolicyGradientEntry)
         )
-        self.rule = AdvantageEstimator.of(
+        self.estimator = AdvantageEstimator.from_config(
             objective.config, max_new_tokens=config.rollout_matching.max_new_tokens
         )
-        self.images = (
-            ImageEncoder(tokens.processor) if self.environment.max_images_per_prompt else None
-        )
-        self.fixed_images: tuple[ImageRef, ...] = (
-            (_fixed_image(),) if self.images is not None else ()
-        )
-        self.fixed = _fixed(config, tokens, self.fixed_images)
-        self.log = (
-            StepLog(config.telemetry.run_dir / "rollouts", rank=ranks.rank)
-            if config.telemetry.rollouts
-            else None
-        )
+        self.images: ImageEncoder | None = None
+        self.fixed_images: tuple[ImageRef, ...] = ()
+        if self.environment.max_images_per_prompt:
+            self.images = ImageEncoder(tokens.processor)
+            self.fixed_images = (_fixed_image(),)
+        self.fixed = _fixed_segment(config, tokens, self.fixed_images)
+        self.log: StepLog | None = None
+        if config.telemetry.rollouts:
+            self.log = StepLog(config.telemetry.run_dir / "rollouts", rank=ranks.rank)
 
-    def begin_step(self, plan: StepPlan, tally: StepMetrics) -> TrajectoryBatch:
+    def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> TrajectoryBatch:
         size = self.environment.rollouts_per_example
         drawn = self._stream.take(plan.num_samples // size)
         share = rank_share(plan.num_samples, self.ranks.world_size, self.ranks.rank, together=size)
-        return TrajectoryBatch(
-            self, plan, share, [drawn[position // size] for position in share[::size]], tally
-        )
+        examples = [drawn[position // size] for position in share[::size]]
+        return TrajectoryBatch(self, plan, share, examples, metrics)
 
     def held_out_requests(self, step: int) -> list[EnvironmentRequest]:
         greedy = replace(self.decode, mode=DecodeMode.GREEDY, temperature=0.0)
-        share, size = (
-            rank_share(self._num_held_out, self.ranks.world_size, self.ranks.rank),
-            self.environment.rollouts_per_example,
-        )
-        groups = [ExampleGroup(place, range(place, place + 1)) for place in share]
-        # As many rollouts in each as in training, so that the rounds are as large.
+        share = rank_share(self._num_held_out, self.ranks.world_size, self.ranks.rank)
+        groups = [ExampleGroup(index, range(index, index + 1)) for index in share]
+        # As many rollouts in each request as in training, so that the rounds are as large.
+        size = self.environment.rollouts_per_example
+        chunks = [tuple(groups[start : start + size]) for start in range(0, len(groups), size)]
+        run_seed = self.config.training.seed
         return [
-            EnvironmentRequest(
-                step,
-                tuple(groups[start : start + size]),
-                greedy,
-                self.config.training.seed,
-                is_held_out=True,
-            )
-            for start in range(0, len(groups), size)
+            EnvironmentRequest(step, chunk, greedy, run_seed, is_held_out=True) for chunk in chunks
         ]
 
     def score(self, answers: Sequence[ExampleRollouts]) -> list[EnvironmentRollout]:
-        """They come with their rewards."""
-        outcomes = [rollout for answer in answers for rollout in answer]
-        for rollout in outcomes:
+        """Return the rollouts themselves: they come with their rewards."""
+        rollouts = [rollout for answer in answers for rollout in answer]
+        for rollout in rollouts:
             _require_reward(rollout)
-        return outcomes
+        return rollouts
 
     def require_same(self) -> None:
-        """The data are the environment's."""
+        """Do nothing: the data are the environment's."""
 
     def close(self) -> None:
         self.ahead.close()
@@ -189,112 +187,120 @@ class Trajectories:
 
 
 class TrajectoryBatch:
-    """`learner.algorithms.base.AlgorithmStep` of a step's examples."""
+    """One step of one rank: the rollouts of `examples`, which have the positions of `share`."""
 
     def __init__(
         self,
-        work: Trajectories,
+        algorithm: Trajectories,
         plan: StepPlan,
         share: range,
         examples: list[int],
-        tally: StepMetrics,
+        metrics: StepMetrics,
     ) -> None:
-        """`examples` are the rows whose rollouts have the positions of `share`."""
-        self._work, self._plan, self._share, self._examples, self._tally = (
-            work,
-            plan,
-            share,
-            examples,
-            tally,
-        )
-        self._num_taken = self._num_failed = 0
-        self._failure: EnvironmentRollout | None = None
+        self.plan = plan
+        self.metrics = metrics
+        self._algorithm = algorithm
+        self._share = share
+        self._examples = examples
+        self._num_taken = 0
+        self._num_failed = 0
+        self._first_failure: EnvironmentRollout | None = None
 
     def requests(self) -> list[EnvironmentRequest]:
-        size, decode, run_seed = (
-            self._work.environment.rollouts_per_example,
-            self._work.decode,
-            self._work.config.training.seed,
-        )
+        algorithm = self._algorithm
+        size = algorithm.environment.rollouts_per_example
+        run_seed = algorithm.config.training.seed
         groups = [
             ExampleGroup(example, range(position, position + size))
             for position, example in zip(self._share[::size], self._examples, strict=True)
         ]
-        return [EnvironmentRequest(self._plan.step, (group,), decode, run_seed) for group in groups]
+        return [
+            EnvironmentRequest(self.plan.step, (group,), algorithm.decode, run_seed)
+            for group in groups
+        ]
 
     def become_current(self) -> None:
-        if self._work.log is not None:
-            self._work.log.begin(self._plan.number)
+        if self._algorithm.log is not None:
+            self._algorithm.log.begin(self.plan.number)
 
     def generation_spans(self, answers: Sequence[ExampleRollouts]) -> list[Span]:
-        """One per environment actor's part of the round."""
-        rollouts: dict[str, list[EnvironmentRollout]] = {}
+        """Return one span per environment actor's part of the round."""
+        by_actor: dict[str, list[EnvironmentRollout]] = {}
         for rollout in (rollout for answer in answers for rollout in answer):
-            rollouts.setdefault(rollout.actor, []).append(rollout)
-        return [self._span(actor, of_actor) for actor, of_actor in rollouts.items()]
+            by_actor.setdefault(rollout.actor, []).append(rollout)
+        spans = []
+        for actor, rollouts in by_actor.items():
+            args = {
+                "step": self.plan.number,
+                "first_position": rollouts[0].position,
+                "last_position": rollouts[-1].position,
+                "turns": sum(rollout.num_turns for rollout in rollouts),
+                "tokens": sum(rollout.num_tokens for rollout in rollouts),
+            }
+            start_s = min(rollout.started_s for rollout in rollouts)
+            end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
+            spans.append(Span(actor, "rollouts", start_s, end_s, args))
+        return spans
 
     def segments(self, answers: Sequence[ExampleRollouts], *, version: int) -> Iterator[Segment]:
-        """The examples of each rollout in order: one where its calls extend each other, none where
-        it failed.
-        """
-        # All of the round at once: it is of one version, whichever environments and engines it came
+        """Yield the segments of each rollout's examples; a failed rollout has none."""
+        algorithm = self._algorithm
+        # The whole round at once: it is of one version, whichever environments and engines it came
         # from.
         rollouts = [rollout for group in answers for rollout in group]
         sampled = [
-            _Sampled.of(rollout, example) for rollout in rollouts for example in rollout.examples
+            _Sampled.from_example(rollout, example)
+            for rollout in rollouts
+            for example in rollout.examples
         ]
         for rollout in rollouts:
             _require_reward(rollout)
-        check_weight_versions(
-            sampled, version, max_staleness=self._work.config.rollout_matching.max_staleness
-        )
-        differ = [
+        max_staleness = algorithm.config.rollout_matching.max_staleness
+        check_weight_versions(sampled, version, max_staleness=max_staleness)
+        differs = [
             has_signal([rollout.reward for rollout in group if rollout.error is None])
             for group in answers
         ]
-        drops = self._work.environment.drop_equal_groups
-        left_out = [
-            drops and not differs and not _has_own_advantages(group)
-            for group, differs in zip(answers, differ, strict=True)
+        is_learned = [
+            differ or not algorithm.environment.drop_equal_groups or _has_own_advantages(group)
+            for group, differ in zip(answers, differs, strict=True)
         ]
         learned_rollouts = [
             rollout
-            for group, is_left_out in zip(answers, left_out, strict=True)
-            if not is_left_out
+            for group, learned in zip(answers, is_learned, strict=True)
+            if learned
             for rollout in group
         ]
-        segments = self._work.ahead.map(
-            lambda rollout: list(self._learned(rollout)), learned_rollouts
+        segments = algorithm.ahead.map(
+            lambda rollout: list(self._segments_of(rollout)), learned_rollouts
         )
-        for group, differs, is_left_out in zip(answers, differ, left_out, strict=True):
-            self._tally.add_group(has_signal=differs, num_left_out=len(group) if is_left_out else 0)
+        for group, differ, learned in zip(answers, differs, is_learned, strict=True):
+            self.metrics.add_group(has_signal=differ, num_left_out=0 if learned else len(group))
             for rollout in group:
                 self._take(rollout, version)
-                if not is_left_out:
+                if learned:
                     yield from next(segments)
 
     def ground_truth(self) -> Iterator[Segment]:
-        """There is none."""
         return iter(())
 
     def require_complete(self) -> None:
         assert self._num_taken == len(self._share), (
             f"{self._num_taken} of {len(self._share)} rollouts came back"
         )
-        # Over all ranks: how many there are must not decide what ends a run.
-        num_sound = self._work.ranks.sum(self._num_taken - self._num_failed)
-        if self._failure is not None and not num_sound:
-            first = self._failure
-            told = (
-                f"all {self._plan.num_samples} rollouts of step {self._plan.number} failed, the one"
-                f" at position {first.position} with: {first.error}"
-            )
+        # Over all ranks: their number must not decide what ends a run.
+        num_sound = self._algorithm.ranks.sum(self._num_taken - self._num_failed)
+        first = self._first_failure
+        if first is not None and not num_sound:
             raise RolloutError(
-                f"{told}; check the environment", actor=first.actor, phase="environment"
+                f"all {self.plan.num_samples} rollouts of step {self.plan.number} failed, the one"
+                f" at position {first.position} with: {first.error}; check the environment",
+                actor=first.actor,
+                phase="environment",
             )
 
     def _take(self, rollout: EnvironmentRollout, version: int) -> None:
-        """Check it, count it and write it down."""
+        """Check the next rollout, count it and write it down."""
         expected = self._share.start + self._num_taken
         assert rollout.position == expected, (
             f"expected position {expected}, got {rollout.position}: rounds arrive in order"
@@ -302,121 +308,101 @@ class TrajectoryBatch:
         self._num_taken += 1
         if rollout.error is not None:
             self._num_failed += 1
-            self._failure = self._failure or rollout
-        self._tally.add_environment_rollout(rollout)
+            self._first_failure = self._first_failure or rollout
+        self.metrics.add_environment_rollout(rollout)
         versions = [
             example.weight_version
             for example in rollout.examples
             if example.weight_version is not None
         ]
         if versions:
-            self._tally.add_staleness(version - min(versions))
-        if self._work.log is not None:
-            self._work.log.write(trajectory_record(self._plan.number, rollout))
+            self.metrics.add_staleness(version - min(versions))
+        if self._algorithm.log is not None:
+            self._algorithm.log.write(trajectory_record(self.plan.number, rollout))
 
-    def _learned(self, rollout: EnvironmentRollout) -> Iterator[Segment]:
+    def _segments_of(self, rollout: EnvironmentRollout) -> Iterator[Segment]:
         num_of_rollout = sum(example.num_learned for example in rollout.examples)
         for example in rollout.examples:
             try:
-                learned = trajectory_target(example, self._work.rule, num_of_rollout=num_of_rollout)
+                learned = trajectory_target(
+                    example, self._algorithm.estimator, num_of_rollout=num_of_rollout
+                )
             except ValueError as error:
                 raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
             if learned is not None:
-                prompt, target_modality = self._shown(rollout, example, learned)
-                engine = example.engine or rollout.actor
+                prompt, target_modality = self._encode_images(rollout, example, learned)
                 yield Segment(
                     rollout.position,
                     prompt,
                     learned.target,
-                    self._plan.step,
-                    engine,
+                    self.plan.step,
+                    example.engine or rollout.actor,
                     example.weight_version,
                     target_modality,
                 )
 
-    def _shown(
+    def _encode_images(
         self, rollout: EnvironmentRollout, example: TrainingExample, learned: TrajectoryTarget
     ) -> tuple[EncodedPrompt, torch.Tensor | None]:
-        """The prompt, with all images that are shown until the last token that is learned, and
-        where they are in the target.
+        """Return the prompt, and the target's modality where the example has images.
+
+        The prompt holds the pixels of all images up to the last token that is learned.
         """
-        prompt_ids, target_ids, images = (
-            learned.prompt_token_ids,
-            learned.target.token_ids,
-            self._work.images,
-        )
-        assert images is not None or not example.images, (
-            "environments refuse more images than environment.max_images_per_prompt"
-        )
+        prompt_ids = learned.prompt_token_ids
+        target_ids = learned.target.token_ids
+        images = self._algorithm.images
         if images is None:
-            return EncodedPrompt.of_text(prompt_ids), None
-        # In the forward they would take another example's patches, or none.
-        if (number := images.num_images(example.token_ids)) != len(example.images):
-            told = (
-                f"example {rollout.example}: its tokens have places for {number} images, and it"
-                f" brings {len(example.images)}"
+            assert not example.images, (
+                "environments refuse more images than environment.max_images_per_prompt"
             )
-            remedy = (
-                "an environment leaves the text of placeholders out of its messages, and the"
-                " answers in its steps as they came"
+            return EncodedPrompt.from_text(prompt_ids), None
+        # In the forward the tokens would take another example's patches, or none.
+        num_places = images.num_images(example.token_ids)
+        if num_places != len(example.images):
+            raise RolloutError(
+                f"example {rollout.example}: its tokens have places for {num_places} images, and it"
+                f" brings {len(example.images)}; an environment leaves the text of placeholders out"
+                " of its messages, and the answers in its steps as they came",
+                actor=rollout.actor,
+                phase="check",
             )
-            raise RolloutError(f"{told}; {remedy}", actor=rollout.actor, phase="check")
         if not example.images:
-            return EncodedPrompt.of_text(prompt_ids), None
+            return EncodedPrompt.from_text(prompt_ids), None
         try:
-            encoded = images.encode(example.images, example.token_ids).first(
-                images.num_images((*prompt_ids, *target_ids))
-            )
+            encoded = images.encode(example.images, example.token_ids)
         except ValueError as error:
             raise RolloutError(
                 f"example {rollout.example}: {error}",
                 actor=example.engine or rollout.actor,
                 phase="check",
             ) from error
-        # Nobody is asked it again: both forms are the engine's.
-        return EncodedPrompt(
-            prompt_ids, prompt_ids, images.modality(prompt_ids), *encoded
-        ), images.modality(target_ids)
-
-    def _span(self, actor: str, rollouts: Sequence[EnvironmentRollout]) -> Span:
-        start_s, end_s = (
-            min(r.started_s for r in rollouts),
-            max(r.started_s + r.generate_s for r in rollouts),
-        )
-        place = {
-            "step": self._plan.number,
-            "first_position": rollouts[0].position,
-            "last_position": rollouts[-1].position,
-        }
-        counts = {
-            "turns": sum(r.num_turns for r in rollouts),
-            "tokens": sum(r.num_tokens for r in rollouts),
-        }
-        return Span(actor, "rollouts", start_s, end_s, {**place, **counts})
+        pixels, grid = encoded.first(images.num_images((*prompt_ids, *target_ids)))
+        # Nobody is asked it again: both forms of the prompt are the engine's.
+        prompt = EncodedPrompt(prompt_ids, prompt_ids, images.modality(prompt_ids), pixels, grid)
+        return prompt, images.modality(target_ids)
 
 
 class _Sampled(NamedTuple):
-    """`learner.checks.Sampling`"""
+    """One example as `learner.checks.Sampling`."""
 
     sample_id: str
     actor: str
     weight_version: int
 
     @classmethod
-    def of(cls, rollout: EnvironmentRollout, example: TrainingExample) -> _Sampled:
+    def from_example(cls, rollout: EnvironmentRollout, example: TrainingExample) -> _Sampled:
         if example.weight_version is None:
-            told = (
+            raise RolloutError(
                 f"example {rollout.example}: the engine did not say which weights sampled it; use"
-                " engines of the run or `python -m launch.serve`"
+                " engines of the run or `python -m launch.serve`",
+                actor=rollout.actor,
+                phase="check",
             )
-            raise RolloutError(told, actor=rollout.actor, phase="check")
         return cls(str(rollout.example), example.engine or rollout.actor, example.weight_version)
 
 
 def _has_own_advantages(group: ExampleRollouts) -> bool:
-    """Whether a rubric has given other advantages than equal rewards come to, which is 0
-    everywhere.
-    """
+    """Tell whether a rubric gave advantages itself: those of equal rewards are 0 everywhere."""
     examples = [example for rollout in group for example in rollout.examples]
     return any(
         example.advantage != 0 or any(example.token_advantages or ()) for example in examples
@@ -425,41 +411,45 @@ def _has_own_advantages(group: ExampleRollouts) -> bool:
 
 def _require_reward(rollout: EnvironmentRollout) -> None:
     if not math.isfinite(rollout.reward):
-        told = (
+        raise RolloutError(
             f"example {rollout.example}, position {rollout.position}: has the reward"
-            f" {rollout.reward}; a rubric must give finite numbers"
+            f" {rollout.reward}; a rubric must give finite numbers",
+            actor=rollout.actor,
+            phase="score",
         )
-        raise RolloutError(told, actor=rollout.actor, phase="score")
 
 
-def _fixed(config: RunConfig, tokens: LoadedTokens, images: tuple[ImageRef, ...]) -> Segment:
-    """Ids from all over the vocabulary, so that a canary reads rows of the embedding that no
-    example of the environment has, behind the images, if there are any: of a model that is trained
-    on text alone a vision tower is proved by its checksums."""
+def _fixed_segment(
+    config: RunConfig, tokens: LoadedTokens, images: tuple[ImageRef, ...]
+) -> Segment:
+    """Make a segment of ids from all over the vocabulary, after the images, if there are any.
+
+    So a canary reads rows of the embedding that no example of the environment has. A model that is
+    trained on text alone has its vision tower proved by checksums.
+    """
     size = len(tokens.tokenizer)
-    spread = (size * place // _NUM_FIXED for place in range(_NUM_FIXED))
-    ids = [
-        token_id for token_id in dict.fromkeys(spread) if token_id not in tokens.banned_token_ids
-    ]
-    num_prompt = 0 if images else len(ids) // 4
-    prompt = EncodedPrompt.of_text(ids[:num_prompt])
+    spread = dict.fromkeys(size * index // _NUM_FIXED for index in range(_NUM_FIXED))
+    ids = [token_id for token_id in spread if token_id not in tokens.banned_token_ids]
     if images:
-        prompt = PromptEncoder.of(config, tokens.processor).encode(
-            Sample("fixed", images, _FIXED_SIDE, _FIXED_SIDE, (), {})
-        )
-    response = tuple(ids[num_prompt:])
-    zeros, weights = (0.0,) * len(response), (1.0 / len(response),) * len(response)
-    credit = TokenAdvantages(tuple(range(len(response))), zeros, zeros, weights)
-    roles = np.full(len(response), TokenRole.NEUTRAL, dtype=np.uint8)
+        sample = Sample("fixed", images, _FIXED_SIDE, _FIXED_SIDE, (), {})
+        prompt = PromptEncoder.from_config(config, tokens.processor).encode(sample)
+        response = tuple(ids)
+    else:
+        num_prompt = len(ids) // 4
+        prompt = EncodedPrompt.from_text(ids[:num_prompt])
+        response = tuple(ids[num_prompt:])
+    length = len(response)
+    zeros = (0.0,) * length
+    credit = TokenAdvantages(tuple(range(length)), zeros, zeros, (1.0 / length,) * length)
+    roles = np.full(length, TokenRole.NEUTRAL, dtype=np.uint8)
     return Segment(0, prompt, Target("fixed", response, roles, (), (), (), credit=credit))
 
 
 def _fixed_image() -> ImageRef:
-    """Every shade of two colours, as a file."""
+    """Make an image file with every shade of two colours."""
     shades = np.arange(_FIXED_SIDE, dtype=np.uint8) * (256 // _FIXED_SIDE)
     across, down = np.meshgrid(shades, shades)
     file = io.BytesIO()
     Image.fromarray(np.stack([across, down, 255 - across], axis=-1)).save(file, format="PNG")
-    return ImageRef(
-        path=None, data=file.getvalue(), sha256=hashlib.sha256(file.getvalue()).hexdigest()
-    )
+    data = file.getvalue()
+    return ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())

@@ -11,7 +11,7 @@ from config_support import configuration, trajectory_config
 
 from learner import ahead
 from learner.ahead import NUM_AHEAD, Ahead
-from learner.algorithms import rollout_matching as matching_work
+from learner.algorithms import rollout_matching
 from learner.algorithms.rollout_matching import RolloutMatchingStep
 from learner.algorithms.trajectories import TrajectoryBatch
 from shared.config.pipeline import Channel
@@ -81,20 +81,20 @@ def matching(tmp_path, one_ahead, monkeypatch):
         targets.release()
         return f"target of {sample.sample_id}"
 
-    monkeypatch.setattr(matching_work, "ground_truth_target", ground_truth_target)
-    monkeypatch.setattr(RolloutMatchingStep, "_taken", lambda step, target, rollout: target)
+    monkeypatch.setattr(rollout_matching, "ground_truth_target", ground_truth_target)
+    monkeypatch.setattr(RolloutMatchingStep, "_log_next", lambda step, target, rollout: None)
     config = configuration(tmp_path, tmp_path, tmp_path)
     encoder, tokens = SimpleNamespace(encode=encode), SimpleNamespace(codec=None)
-    work = SimpleNamespace(
-        config=config, ahead=one_ahead, encoder=encoder, tokens=tokens, rules=None, log=None
+    algorithm = SimpleNamespace(
+        config=config, ahead=one_ahead, encoder=encoder, tokens=tokens, settings=None, log=None
     )
-    return SimpleNamespace(work=work, counted=counted, targets=targets, threads=threads)
+    return SimpleNamespace(algorithm=algorithm, counted=counted, targets=targets, threads=threads)
 
 
 def matching_step(matching, channel):
     samples = [Sample(f"s{number}", (), 8, 8, ()) for number in range(3)]
     return RolloutMatchingStep(
-        matching.work, StepPlan(0, channel, 3, 0, False, False), range(3), samples, Mock()
+        matching.algorithm, StepPlan(0, channel, 3, 0, False, False), range(3), samples, Mock()
     )
 
 
@@ -125,7 +125,7 @@ def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learn
         made.release()
         yield from (f"{rollout.position}a", f"{rollout.position}b")
 
-    monkeypatch.setattr(TrajectoryBatch, "_learned", learned)
+    monkeypatch.setattr(TrajectoryBatch, "_segments_of", learned)
     config = trajectory_config(tmp_path, tmp_path, environment__drop_equal_groups=True)
     work = SimpleNamespace(config=config, environment=config.environment, ahead=one_ahead, log=None)
     rewards = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)]
@@ -144,7 +144,7 @@ def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learn
     assert all(made.acquire(timeout=LIMIT_S) for _ in range(4))
     # The second group has equal rewards, and is left out.
     assert [first, *segments] == ["0a", "0b", "1a", "1b", "4a", "4b", "5a", "5b"]
-    assert [call.kwargs["num_left_out"] for call in step._tally.add_group.call_args_list] == [
+    assert [call.kwargs["num_left_out"] for call in step.metrics.add_group.call_args_list] == [
         0,
         2,
         0,

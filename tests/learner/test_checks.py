@@ -194,13 +194,13 @@ def test_tokens_beyond_the_tolerance_are_counted_over_the_rows_of_a_step():
 def test_a_float32_run_ends_on_the_first_token_and_a_bfloat16_run_on_more_than_one_in_a_thousand(
     tmp_path, demo_checkpoint, demo_data
 ):
-    strict = LogprobTolerance.of(configuration(demo_checkpoint, demo_data, tmp_path))
+    strict = LogprobTolerance.from_config(configuration(demo_checkpoint, demo_data, tmp_path))
     assert (
         strict.max_abs,
         strict.permits(Compared(10**6, 0)),
         strict.permits(Compared(10**6, 1)),
     ) == (1e-4, True, False)
-    rounded = LogprobTolerance.of(
+    rounded = LogprobTolerance.from_config(
         configuration(demo_checkpoint, demo_data, tmp_path, model__dtype="bfloat16")
     )
     assert rounded.max_abs == 1.0

@@ -6,14 +6,23 @@ from dataclasses import replace
 
 from learner.step_metrics import StepMetrics
 from learner.targets import ParsedAndMatched
+from shared.config.pipeline import Channel
 from shared.grounding.matching import MatchResult
 from shared.grounding.objects import ParsedRollout
 from shared.rollouts import FinishReason, Rollout
+from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRollout
 
 ROLLOUT = Rollout(
     0, 0, "scene", (), (1, 2), 9, None, None, FinishReason.STOP, (), 0, "actor", 0, 1, 0.1
 )
+
+
+def step_metrics() -> StepMetrics:
+    plan = StepPlan(0, Channel.B, 8, 0, False, False)
+    return StepMetrics(plan, "learner", capacity=8, min_fill_ratio=0.5)
+
+
 READING = ParsedAndMatched(
     ParsedRollout((), "{", (), (), None, truncated=True, fallback=True),
     MatchResult((), (), (), 0),
@@ -25,17 +34,17 @@ READING = ParsedAndMatched(
 
 
 def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> None:
-    tally = StepMetrics(0, capacity=8, min_fill_ratio=0.5)
+    metrics = step_metrics()
     for reason, number in (
         (FinishReason.REPETITION, 3),
         (FinishReason.LENGTH, 2),
         (FinishReason.STOP, 5),
     ):
         for _ in range(number):
-            tally.add_rollout(
+            metrics.add_rollout(
                 replace(ROLLOUT, finish_reason=reason), READING, num_ground_truth=0, staleness=0
             )
-    counted = tally.totals.as_dict()
+    counted = metrics.totals.as_dict()
     assert (
         counted["rollout/num"],
         counted["rollout/num_repeat_terminated"],
@@ -66,11 +75,11 @@ def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figu
         0.5,
     )
     unjudged = replace(sound, metrics={"right": 0.5}, reward_errors={"judge": "TimeoutError"})
-    tally = StepMetrics(0, capacity=8, min_fill_ratio=0.5)
+    metrics = step_metrics()
     failed = replace(sound, error="ValueError", metrics={"right": 0.0, "judge": 0.0}, reward=0.0)
     for rollout in (sound, unjudged, replace(unjudged, error="TimeoutError", reward=0.0), failed):
-        tally.add_environment_rollout(rollout)
-    counted = tally.totals.as_dict()
+        metrics.add_environment_rollout(rollout)
+    counted = metrics.totals.as_dict()
     assert (counted["rollout/num_failed"], counted["rollout/num_reward_errors"]) == (2, 2)
     assert counted["rollout/reward"] == 0.5
     assert (counted["reward/right"], counted["reward/judge"]) == (2.0 / 3, 0.25)
@@ -96,10 +105,10 @@ def test_functions_that_were_given_up_and_tool_calls_are_counted_where_there_are
         0.5,
         given_up=("judge", "judge"),
     )
-    tally = StepMetrics(0, capacity=8, min_fill_ratio=0.5)
-    tally.add_environment_rollout(plain)
-    assert tally.totals.as_dict()["rollout/num_given_up"] == 2
-    assert "rollout/num_tool_calls" not in tally.totals.as_dict()
+    metrics = step_metrics()
+    metrics.add_environment_rollout(plain)
+    assert metrics.totals.as_dict()["rollout/num_given_up"] == 2
+    assert "rollout/num_tool_calls" not in metrics.totals.as_dict()
     for number in (0, 3):
-        tally.add_environment_rollout(replace(plain, num_tool_calls=number))
-    assert tally.totals.as_dict()["rollout/num_tool_calls"] == 3
+        metrics.add_environment_rollout(replace(plain, num_tool_calls=number))
+    assert metrics.totals.as_dict()["rollout/num_tool_calls"] == 3

@@ -17,7 +17,7 @@ from learner.model.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import EncodedPrompt, PromptEncoder, Segment
-from learner.step import backward_row
+from learner.step import train_row
 from learner.targets import ground_truth_target, target_settings, text_weights
 from learner.weight_sync.canary import Canary
 from shared.config.pipeline import Channel
@@ -86,7 +86,7 @@ def step(parts, rows):
             text_weights=text_weights(config.rollout_matching.pipeline, Channel.A),
             rope_index=loaded.model.model.get_rope_index,
         )
-        loss += backward_row(loaded.model, packed, objectives, Normalizer()).loss / len(segments)
+        loss += train_row(loaded.model, packed, objectives, Normalizer()).loss / len(segments)
     return loss, {
         name: parameter.grad / len(segments)
         for name, parameter in loaded.model.named_parameters()

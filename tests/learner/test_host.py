@@ -96,7 +96,7 @@ def test_a_learner_that_is_offloaded_between_its_rounds_learns_the_same_to_the_b
             name: parameter.data_ptr() for name, parameter in moving.loaded.model.named_parameters()
         }
         with offloaded(
-            asked, moving.loaded.model, moving.updater, moving.loaded.device, with_model=True
+            asked, moving.loaded.model, moving.optimizer, moving.loaded.device, with_model=True
         ):
             assert all(
                 parameter.data_ptr() != before[name]

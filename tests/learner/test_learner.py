@@ -109,7 +109,7 @@ def test_two_learners_draw_the_same_samples_in_the_same_order(config):
             if plan.channel is Channel.B:
                 break
             learner.next_requests(plan)
-            drawn.append([sample.sample_id for sample in learner.steps[0].work.samples])
+            drawn.append([sample.sample_id for sample in learner.steps[0].samples])
     assert drawn[0] == drawn[1]
 
 
@@ -254,7 +254,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
     )
     learner = make_learner(settings)
     updates = []
-    learner.updater.optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    learner.optimizer.optimizer.register_step_post_hook(lambda *_: updates.append(1))
     rollouts = half_right(learner, RunSchedule(settings).plan(1))
     assert len(rollouts) == 12, "unset, rollouts_per_step is the derived global batch"
     learner.accumulate(rollouts)
@@ -266,7 +266,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
 def test_packing_is_never_applied_during_rollout_generation(config):
     learner = make_learner(config())
     requests = learner.next_requests(RunSchedule(config()).plan(1))
-    prompts = [learner.work.encoder.encode(sample) for sample in learner.steps[0].work.samples]
+    prompts = [learner.algorithm.encoder.encode(sample) for sample in learner.steps[0].samples]
     assert [request.prompt_token_ids for request in requests] == [
         prompt.request_token_ids for prompt in prompts
     ], "one request per sample, its prompt alone"

@@ -10,9 +10,9 @@ from learner_support import finish_step, half_right, make_learner
 from learner.collate import collate
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.packing import row_policy
+from learner.packing import packing_policy
 from learner.segments import Segment
-from learner.step import backward_row
+from learner.step import train_row
 from learner.targets import rollout_target, text_weights
 from shared.config.pipeline import Channel
 from shared.schedule import RunSchedule
@@ -95,17 +95,17 @@ def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(
     )
     rollouts = half_right(learner, RunSchedule(settings).plan(0))
     segments = []
-    for rollout, sample in zip(rollouts, learner.steps[0].work.samples, strict=True):
-        target = rollout_target(rollout, sample, learner.loaded.codec, learner.work.rules)
-        segments.append(Segment(rollout.position, learner.work.encoder.encode(sample), target))
-    rows = row_policy(settings)
+    for rollout, sample in zip(rollouts, learner.steps[0].samples, strict=True):
+        target = rollout_target(rollout, sample, learner.loaded.codec, learner.algorithm.settings)
+        segments.append(Segment(rollout.position, learner.algorithm.encoder.encode(sample), target))
+    rows = packing_policy(settings)
     losses = []
     for segment in [segment for added in segments for row in rows.add(added) for segment in row]:
         row = collate(
             [segment], text_weights=weights, rope_index=learner.loaded.model.model.get_rope_index
         )
         losses.append(
-            backward_row(
+            train_row(
                 learner.loaded.model,
                 row,
                 objectives,

@@ -16,7 +16,7 @@ from learner.model.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
 from learner.segments import PromptEncoder, Segment
-from learner.step import LOGIT_CHUNK, backward_row
+from learner.step import LOGIT_CHUNK, train_row
 from learner.targets import (
     TextWeights,
     TokenRole,
@@ -156,7 +156,7 @@ def step(parts, channel, rows, *, logit_chunk=LOGIT_CHUNK):
             text_weights=text_weights(pipeline, channel),
             rope_index=loaded.model.model.get_rope_index,
         )
-        result = backward_row(loaded.model, row, objectives, sampling, logit_chunk=logit_chunk)
+        result = train_row(loaded.model, row, objectives, sampling, logit_chunk=logit_chunk)
         loss += result.loss / NUM_SEGMENTS
         for name, value in result.terms.items():
             terms[name] = terms.get(name, 0.0) + value / NUM_SEGMENTS
@@ -250,7 +250,7 @@ def test_a_policy_gradient_does_not_depend_on_packing_with_images(parts):
                 rope_index=loaded.model.model.get_rope_index,
             )
             results.append(
-                backward_row(
+                train_row(
                     loaded.model, packed, objectives, Normalizer(0.9, loaded.banned_token_ids)
                 )
             )
@@ -468,7 +468,7 @@ def test_prefix_coord_tokens_can_be_supervised_without_supervising_prefix_text_t
         1, row.num_tokens, loaded.model.config.text_config.hidden_size, requires_grad=True
     )
     model = _Given(hidden, loaded.model)
-    backward_row(model, row, build_objectives(unified, Channel.B, loaded.coord_ids_C), Normalizer())
+    train_row(model, row, build_objectives(unified, Channel.B, loaded.coord_ids_C), Normalizer())
     learned = {n + 1 - prompt_length for n in hidden.grad[0].any(dim=1).nonzero()[:, 0].tolist()}
     in_prefix, in_tail = (
         {i for i in learned if i < prefix_length},

@@ -30,7 +30,7 @@ def segment(position: int, num_prompt: int, num_target: int) -> Segment:
         box_slots=(),
         sampled_logprobs=(-1.0,) * num_target,
     )
-    return Segment(position, EncodedPrompt.of_text(ids[:num_prompt]), target)
+    return Segment(position, EncodedPrompt.from_text(ids[:num_prompt]), target)
 
 
 SEGMENTS = [segment(0, 7, 3), segment(1, 12, 1), segment(2, 5, 9)]

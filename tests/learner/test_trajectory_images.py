@@ -186,7 +186,7 @@ class Learned:
 
     def __init__(self, config, whole, examples_of=None):
         learner, self.answers = begun(config, whole, examples_of)
-        learner.updater.optimizer.register_step_pre_hook(self._note)
+        learner.optimizer.optimizer.register_step_pre_hook(self._note)
         self._model, self.gradients = learner.loaded.model, {}
         learner.accumulate(self.answers)
         self.metrics = finish_step(learner).metrics
@@ -269,7 +269,7 @@ def test_an_image_behind_the_last_learned_token_is_left_out(config, whole):
         ]
 
     learner, answers = begun(config(), whole, followed)
-    segments = list(learner.steps[0].work.segments(answers, version=0))
+    segments = list(learner.steps[0].segments(answers, version=0))
     assert [len(segment.prompt.image_grid_I3) for segment in segments] == [
         (1, 2, 0)[position % 3] for position in range(ROLLOUTS)
     ]
@@ -458,7 +458,7 @@ def test_a_placeholder_in_the_text_of_an_example_with_images_is_told_as_one(conf
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_the_fixed_sequence_has_an_image_exactly_where_prompts_may_have_some(config, whole, number):
     learner = make_learner(config(environment__max_images_per_prompt=number))
-    fixed, images = learner.work.fixed, learner.work.fixed_images
+    fixed, images = learner.algorithm.fixed, learner.algorithm.fixed_images
     assert len(fixed.prompt.image_grid_I3) == len(images) == bool(number)
     assert bool(fixed.modality.any()) is bool(number)
     probe = learner.publisher.canary.probe()

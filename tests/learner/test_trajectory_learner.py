@@ -66,7 +66,7 @@ class Learned:
             self.learner.publisher.done()
         self.answers = answers if groups is None else groups(answers)
         self.gradients = {}
-        self.learner.updater.optimizer.register_step_pre_hook(self._note)
+        self.learner.optimizer.optimizer.register_step_pre_hook(self._note)
         for round_ in rounds or [range(len(self.answers))]:
             self.learner.accumulate([self.answers[place] for place in round_])
         self.report = finish_step(self.learner)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,8 +68,6 @@ def test_columns_of_another_length_are_a_programmers_error(short):
 def test_an_example_of_several_steps_says_where_each_of_them_ends(ends):
     with pytest.raises(AssertionError):
         TrainingExample(**THREE, steps=(0, 1), step_ends=ends)
-    assert TrainingExample(**THREE, steps=(0, 1), step_ends=(2, 3)).learned_by_step() == [[1], [2]]
-    assert TrainingExample(**THREE, steps=(4,)).learned_by_step() == [[1, 2]]
 
 
 @pytest.mark.slow
@@ -81,60 +78,6 @@ def test_an_advantage_is_the_reward_without_the_groups_mean(rewards):
     np.testing.assert_allclose(
         group_advantages(rewards), np.array(rewards) - np.mean(rewards), atol=1e-6
     )
-
-
-def credited(rewards, advantage, **given):
-    """What one learned token of an example of this group is credited with, the advantage divided by
-    the deviation.
-    """
-    made = TrainingExample(
-        [1, 2],
-        [0.0, -0.5],
-        [0, 1],
-        reward=0.0,
-        advantage=advantage,
-        group_rewards=tuple(rewards),
-        **given,
-    )
-    return made.advantages(std_epsilon=0.0)[1]
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(REWARDS)
-def test_with_the_standard_deviation_advantages_have_mean_0_and_deviation_1(rewards):
-    advantages = np.array([credited(rewards, advantage) for advantage in group_advantages(rewards)])
-    if np.std(rewards) > 1e-6 * np.abs(rewards).max():
-        np.testing.assert_allclose(
-            advantages,
-            (np.array(rewards) - np.mean(rewards)) / np.std(rewards),
-            rtol=1e-4,
-            atol=1e-4,
-        )
-    assert np.abs(advantages).max() <= len(rewards) ** 0.5 + 1e-6
-
-
-def test_with_an_epsilon_rewards_that_hardly_differ_are_hardly_told_apart():
-    """Divided by the deviation alone, the eighth rollout is as good as a single hit among
-    misses."""
-    rewards = (1.0,) * 7 + (1.000001,)
-    best = 7 / 8 * 1e-6
-    made = TrainingExample(
-        [1, 2], [0.0, -0.5], [0, 1], reward=1.0, advantage=best, group_rewards=rewards
-    )
-    assert made.advantages(std_epsilon=0.0)[1] == pytest.approx(2.645751, rel=1e-6)
-    assert made.advantages(std_epsilon=1e-4)[1] == pytest.approx(best / (np.std(rewards) + 1e-4))
-    assert made.advantages(std_epsilon=1e-4)[1] < 0.01
-    hit = replace(made, advantage=7 / 8, group_rewards=(0.0,) * 7 + (1.0,))
-    assert hit.advantages(std_epsilon=1e-4)[1] == pytest.approx(2.645, abs=1e-3)
-
-
-def test_learned_tokens_are_listed_by_the_step_that_they_are_of():
-    made = TrainingExample(
-        list(range(6)), [0.0] * 6, [0, 1, 1, 0, 0, 1], 0.0, steps=(0, 2), step_ends=(3, 6)
-    )
-    assert made.learned_by_step() == [[1, 2], [5]]
-    assert replace(made, steps=(), step_ends=()).learned_by_step() == [[1, 2, 5]]
 
 
 @settings(deadline=None)
@@ -161,56 +104,6 @@ def test_a_reward_that_is_no_number_is_not_taken_for_equal():
 
 def test_two_rollouts_one_right_and_one_wrong():
     assert group_advantages([1.0, 0.0]) == [0.5, -0.5]
-    assert credited([1.0, 0.0], 0.5) == 1.0
-
-
-def test_an_advantage_that_a_rubric_gave_itself_is_not_divided():
-    assert credited([0.50, 0.52], 1.0) == 1.0
-    assert credited([1.0, 0.0], -0.25) == -0.25
-
-
-def test_every_learned_token_has_the_examples_advantage_and_every_other_none():
-    assert TrainingExample(**THREE, advantage=-0.5).advantages(std_epsilon=None) == [
-        0.0,
-        -0.5,
-        -0.5,
-    ]
-
-
-def test_tokens_of_steps_with_advantages_of_their_own_have_those():
-    made = TrainingExample(
-        **THREE, advantage=-0.5, token_advantages=[7.0, 1.0, 2.0], group_rewards=(0.0, 4.0)
-    )
-    assert made.advantages(std_epsilon=None) == [0.0, 1.0, 2.0]
-    assert made.advantages(std_epsilon=0.0) == [0.0, 1.0, 2.0], (
-        "they are in no units of the rewards"
-    )
-
-
-def test_beside_steps_with_advantages_of_their_own_the_groups_is_divided():
-    made = TrainingExample(
-        **THREE,
-        advantage=-2.0,
-        token_advantages=[0.0, 0.25, -2.0],
-        token_is_relative=[0, 0, 1],
-        group_rewards=(0.0, 4.0),
-    )
-    assert made.advantages(std_epsilon=0.0) == [0.0, 0.25, -1.0]
-    assert made.advantages(std_epsilon=None) == [0.0, 0.25, -2.0]
-
-
-@pytest.mark.parametrize("rewards", [(), (1.0, 1.0)])
-def test_an_advantage_is_not_divided_where_the_group_has_no_deviation(rewards):
-    assert TrainingExample(**THREE, advantage=-0.5, group_rewards=rewards).advantages(
-        std_epsilon=0.0
-    ) == [0.0, -0.5, -0.5]
-
-
-def test_an_example_that_was_not_scored_says_so():
-    with pytest.raises(
-        ValueError, match="example 7: has no advantage, because its rollouts were not scored"
-    ):
-        TrainingExample(**THREE, example_id=7).advantages(std_epsilon=None)
 
 
 ROLLOUT = EnvironmentRollout(

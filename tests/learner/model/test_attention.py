@@ -57,7 +57,7 @@ def packed_row(model: Any, *, has_images: bool) -> ModelInputs:
     segments = []
     for position, (length, grid) in enumerate(zip(LENGTHS, GRIDS, strict=True)):
         ids = tuple(draw.integers(5, 60, length).tolist())
-        prompt = EncodedPrompt.of_text(ids)
+        prompt = EncodedPrompt.from_text(ids)
         if has_images:
             pads = (config.image_token_id,) * (grid[1] * grid[2] // 4)
             image = (config.vision_start_token_id, *pads, config.vision_end_token_id)

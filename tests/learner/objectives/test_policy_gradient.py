@@ -61,7 +61,7 @@ def objectives(weight=1.0, **changes):
 
 
 def rule(**changes):
-    return AdvantageEstimator.of(
+    return AdvantageEstimator.from_config(
         PolicyGradientConfig.model_validate(CONFIG | changes), max_new_tokens=MAX_NEW_TOKENS
     )
 

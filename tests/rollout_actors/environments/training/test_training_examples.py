@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.algorithms.advantages import token_advantages
 from rollout_actors.environments.rubric import Rubric, give_advantages, settle
 from rollout_actors.environments.training.examples import (
     merge_trajectories_for_training,
@@ -349,8 +350,8 @@ def test_an_advantage_of_its_own_is_not_divided_though_a_sibling_has_the_same_wh
         give_advantages(states)
         apart = process_trajectories_for_training(states)
         merged = merge_trajectories_for_training(states).examples
-        assert [one.advantages(std_epsilon=0.0)[-1] for one in apart] == [1.0, own, -1.0]
-        assert merged[0].advantages(std_epsilon=0.0) == [0.0, 1.0, own]
+        assert [token_advantages(one, std_epsilon=0.0)[-1] for one in apart] == [1.0, own, -1.0]
+        assert token_advantages(merged[0], std_epsilon=0.0) == [0.0, 1.0, own]
 
 
 def test_merged_steps_of_one_advantage_have_it_as_their_own():
@@ -446,7 +447,9 @@ def test_merging_equals_a_slow_obvious_version(states):
     columns = []
     for one in examples:
         unscored = one.advantage is None and one.token_advantages is None
-        advantages = [0.0] * len(one.token_ids) if unscored else one.advantages(std_epsilon=None)
+        advantages = (
+            [0.0] * len(one.token_ids) if unscored else token_advantages(one, std_epsilon=None)
+        )
         columns.append(
             (one.rollout, list(zip(one.token_ids, one.logprobs, one.mask, advantages, strict=True)))
         )
