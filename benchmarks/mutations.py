@@ -124,9 +124,9 @@ RECEIPTS = ("tests/rollout_actors/weight_sync/test_receipt.py", *INTAKE)
 MUTANTS = (
     # The learner.
     Mutant("carried-loss-divided-by-samples-drawn", "learner/learner.py",
-        "if self._rows.carries\n                else step.plan", "if False\n                else step.plan", ("tests/learner/test_learner_carry.py",)),
+        "if self._packing.carries:", "if False:", ("tests/learner/test_learner_carry.py",)),
     Mutant("carried-loss-divided-by-one-ranks-segments", "learner/learner.py",
-        "self._ranks.sum(step.tally.num_segments)", "step.tally.num_segments",
+        "self._ranks.sum(step.metrics.num_segments)", "step.metrics.num_segments",
         ("tests/learner/test_learner_carry.py", "tests/learner/test_learner_ranks.py")),
     Mutant("log-probabilities-at-temperature-1", "learner/step.py",
         "Normalizer(decode.temperature or 1.0, loaded", "Normalizer(1.0, loaded",
@@ -275,9 +275,9 @@ MUTANTS = (
         'sound = [state for state in states if state.get("error") is None]', "sound = list(states)",
         ("tests/rollout_actors/environments/test_rubric.py",
          "tests/rollout_actors/environments/test_generate_failures.py")),
-    Mutant("deviation-of-a-sample", "shared/trajectory.py",
+    Mutant("deviation-of-a-sample", "learner/algorithms/advantages.py",
         "/ math.sqrt(len(rewards))", "/ math.sqrt(len(rewards) - 1)",
-        ("tests/shared/test_trajectory.py",)),
+        ("tests/learner/algorithms/test_advantages.py",)),
     Mutant("merged-example-of-its-newest-weights",
         "rollout_actors/environments/training/examples.py",
         "weight_version=min(versions", "weight_version=max(versions",

@@ -1,8 +1,8 @@
-"""No run dies of a sample that is too long, or of a text that the tokenizer cannot write: both are
-known before the start.
+"""Held-out samples, and the checks of length and text that every sample passes before the start.
 
-DESIGN 5, decision 24: longest prompt + response + append; the append is the ground truth, which has
-to survive the tokenizer to be a target.
+No run dies of a sample that is too long, or of a text that the tokenizer cannot write: longest
+prompt + response + append must fit (DESIGN 5, decision 24), and the append, which is the ground
+truth, has to survive the tokenizer to be a target.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.pieces import piece_spans
 from shared.tokens.vocabulary import TokenCodec
 
-# The held-out samples: greedy requests for them, and what the answers say, parsed strictly.
-
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """How the held-out samples are asked for, and their rollouts read."""
+    """The held-out samples: greedy requests for them, and their answers as scenes to be scored.
+
+    Example: 50 samples on 2 ranks: `requests(step, range(25, 50))` are the second rank's, and
+    `score(25 rollouts)` reads its answers strictly, one `Scene` each.
+    """
 
     samples: Dataset
     """In the order of the validation file; a request's position is its sample's place here."""
@@ -52,10 +54,8 @@ class HeldOut:
     score_by: Literal["constant", "coord_probability"]
 
     @classmethod
-    def of(cls, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> HeldOut:
-        """The first `data.max_val_samples` of `dataset`, as this configuration prompts and decodes.
-        Raises as `require_lengths` does.
-        """
+    def from_config(cls, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> HeldOut:
+        """Take the first `data.max_val_samples` of `dataset`. Raises as `require_lengths` does."""
         encoder = PromptEncoder.from_config(config, tokens.processor)
         samples, _ = require_lengths(
             dataset,
@@ -71,26 +71,27 @@ class HeldOut:
             stop_token_ids=(tokens.codec.eos_token_id,), banned_token_ids=tokens.banned_token_ids
         )
         score_by = config.evaluation.score
+        greedy = replace(
+            decode,
+            mode=DecodeMode.GREEDY,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=-1,
+            num_beams=1,
+            return_logprobs=score_by == "coord_probability",
+        )
         return cls(
             samples,
             encoder,
             tokens.codec,
-            replace(
-                decode,
-                mode=DecodeMode.GREEDY,
-                temperature=0.0,
-                top_p=1.0,
-                top_k=-1,
-                num_beams=1,
-                return_logprobs=score_by == "coord_probability",
-            ),
+            greedy,
             target_settings(config).geometry,
             config.training.seed,
             score_by,
         )
 
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
-        """One per sample, in order: of all, or of those at `positions`. Reads no image."""
+        """Make one request per sample, in order: of all, or of those at `positions`."""
         return [
             self.encoder.request(
                 self.samples[position],
@@ -103,8 +104,9 @@ class HeldOut:
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
-        """One scene per rollout, in order. RolloutError when an engine saw another prompt than this
-        side encodes.
+        """Read the answers, one scene per rollout, in order.
+
+        Raises RolloutError when an engine saw another prompt than this side encodes.
         """
         return [self._scene(rollout) for rollout in rollouts]
 
@@ -112,6 +114,7 @@ class HeldOut:
         sample = self.samples[rollout.position]
         check_prompt(rollout, self.encoder.encode(sample))
         parsed = parse_rollout(rollout.response_token_ids, self.codec, geometry=self.geometry)
+        text = b"".join(map(self.codec.piece_bytes, rollout.response_token_ids))
         return Scene(
             position=rollout.position,
             sample=sample,
@@ -121,24 +124,23 @@ class HeldOut:
             ),
             dropped=tuple(dropped.reason for dropped in parsed.dropped),
             truncated=parsed.truncated,
-            text=b"".join(map(self.codec.piece_bytes, rollout.response_token_ids)).decode(
-                errors="replace"
-            ),
+            text=text.decode(errors="replace"),
             finish_reason=rollout.finish_reason,
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
-        """0..1. What the engine gave is under the ban of vision placeholders and the repetition
-        penalty, which the report names where there is one; at temperature 1: greedy decoding
-        divides by nothing.
+        """Score an object, 0..1.
+
+        The engine's log-probabilities are under the ban of vision placeholders and the repetition
+        penalty, which the report names where there is one; greedy, so at temperature 1.
         """
         if self.score_by == "constant":
             return 1.0
-        assert rollout.logprobs is not None, "requested by `of`"
+        assert rollout.logprobs is not None, "requested by `from_config`"
         return fmean(math.exp(rollout.logprobs[position]) for position in found.coord_positions)
 
 
-# The longest key that parses is object_999999999 (DESIGN 5, decision 26); what is appended behind
+# The longest key that parses is object_999999999 (DESIGN 5, decision 26); what is appended after
 # it starts one higher.
 _LONGEST_PREFIX = '{"object_999999999": {}'
 _LONGEST_KEY_INDEX = 10**9
@@ -147,52 +149,23 @@ _LONGEST_KEY_INDEX = 10**9
 _CUT_SLACK = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Length:
-    """The longest sequence that can come of one sample, in tokens."""
-
-    sample: Sample
-    prompt: int
-    response: int
-    append: int | None
-    """Every object appended, closing brace and EOS; None where nothing is."""
-
-    @property
-    def total(self) -> int:
-        return (
-            self.prompt + self.response + (0 if self.append is None else self.append + _CUT_SLACK)
-        )
-
-    def describe(self) -> str:
-        appended = (
-            ""
-            if self.append is None
-            else f" + appended objects {self.append} + {_CUT_SLACK} for the cut"
-        )
-        return (
-            f"prompt {self.prompt} + response {self.response}"
-            f" (rollout_matching.max_new_tokens){appended} = {self.total} tokens"
-        )
-
-
 class Fitting(NamedTuple):
     """The samples that a model can be shown."""
 
     samples: Dataset
     appends: list[int]
-    """Tokens of each one's objects behind the longest prefix; empty where they are not taught."""
+    """Tokens of each one's objects after the longest prefix; empty where they are not taught."""
 
 
 def require_train_lengths(
     config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec
 ) -> Fitting:
-    """`require_lengths` of the training samples of a run."""
-    longest = config.rollout_matching.max_new_tokens if num_b_steps(config) else 0
+    """Apply `require_lengths` to the training samples of a run."""
     return require_lengths(
         dataset,
         encoder,
         codec,
-        max_new_tokens=longest,
+        max_new_tokens=config.rollout_matching.max_new_tokens if num_b_steps(config) else 0,
         global_max_length=config.global_max_length,
         on_bad_row=config.data.on_bad_row,
     )
@@ -209,27 +182,32 @@ def require_lengths(
     taught: bool = True,
     most: int | None = None,
 ) -> Fitting:
-    """Every sample fits, whatever the model answers, and can be written. Return those that are not
-    skipped.
+    """Check that every sample fits, whatever the model answers, and can be written.
+
+    Example: prompt 26 + response 160 + append 45 + 4 for the cut = 235 tokens: refused where
+    `global_max_length` is 200.
 
     Args:
         max_new_tokens: longest response; 0 where no step generates.
         taught: the objects become targets: they are appended to responses, as text that the
-        tokenizer must keep. False for held-out
-            samples, whose sequences end with the response.
+            tokenizer must keep. False for held-out samples, whose sequences end with the response.
         most: the number of samples that are wanted, the first ones; None: all.
 
+    Returns:
+        The samples that are not skipped.
+
     Raises:
-        ConfigError: prompt + response + append of a sample could exceed `global_max_length`; shows
-        the longest.
-        RecordError: of every sample whose objects the tokenizer changes, whose descriptions hold a
-        control or coord token for it, or whose images the
-            processor does not take. With `on_bad_row: skip` only where no other is left.
+        ConfigError: a sample could exceed `global_max_length`; shows the longest.
+        RecordError: the tokenizer changes a sample's objects or reads a control or coord token in a
+            description, or the processor does not take its images. Names all of these samples.
+            With `on_bad_row: skip` only where no other is left.
     """
-    bad, skipped = BadRows(), list(dataset.skipped)
+    bad = BadRows()
+    skipped = list(dataset.skipped)
     fitting: list[Sample] = []
     appends: list[int] = []
-    longest: _Length | None = None
+    longest_total = -1
+    longest = ""
     for sample in dataset:
         if len(fitting) == most:
             break
@@ -246,19 +224,24 @@ def require_lengths(
                 skipped.append(note_skipped(located))
             continue
         fitting.append(sample)
+        total = prompt + max_new_tokens
+        appended = ""
         if append is not None:
             appends.append(append)
-        length = _Length(sample, prompt, max_new_tokens, append)
-        if longest is None or length.total > longest.total:
-            longest = length
+            total += append + _CUT_SLACK
+            appended = f" + appended objects {append} + {_CUT_SLACK} for the cut"
+        if total > longest_total:
+            longest_total = total
+            longest = (
+                f"sample {sample.sample_id} of {dataset.path}: prompt {prompt} + response"
+                f" {max_new_tokens} (rollout_matching.max_new_tokens){appended} = {total} tokens"
+            )
     bad.raise_if_any()
     samples = Dataset.of(dataset.path, fitting, skipped)
-    assert longest is not None, "a dataset is never empty"
-    if longest.total > global_max_length:
+    if longest_total > global_max_length:
         raise ConfigError(
-            f"global_max_length: {global_max_length} is too short for sample"
-            f" {longest.sample.sample_id} of {dataset.path}: {longest.describe()}; raise"
-            f" global_max_length to {longest.total}, lower rollout_matching.max_new_tokens, or"
+            f"global_max_length: {global_max_length} is too short for {longest}; raise"
+            f" global_max_length to {longest_total}, lower rollout_matching.max_new_tokens, or"
             " remove the sample"
         )
     return Fitting(samples, appends)
@@ -267,18 +250,17 @@ def require_lengths(
 def describe_cut_answers(
     fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, field_order: str
 ) -> str | None:
-    """Tell how many samples have a ground truth longer than an answer may be; None where all of
-    them fit.
+    """Say how many samples have a ground truth longer than an answer may be; None if none has.
 
-    A run may mean it so: what was complete before the cut counts. It is told, because the default
-    of an experiment is that of its own data.
+    A run may mean it so: what was complete before the cut counts. It is said all the same, because
+    the default of an experiment is that of its own data.
     """
-    samples, cut = fitting.samples, []
-    for sample, append in zip(
-        samples, fitting.appends or repeat(max_new_tokens, len(samples)), strict=True
-    ):
+    samples = fitting.samples
+    appends = fitting.appends or repeat(max_new_tokens, len(samples))
+    cut = []
+    for sample, append in zip(samples, appends, strict=True):
         # The append has the same objects under longer keys: where it is short enough, so is the
-        # answer, and is not encoded too.
+        # answer, and need not be encoded too.
         if append < max_new_tokens:
             continue
         # With the stop token, which an answer needs to end by itself.
@@ -295,71 +277,43 @@ def describe_cut_answers(
 
 
 def _append_length(sample: Sample, codec: HFTokenCodec) -> int:
-    """Tokens of all objects behind the longest prefix, EOS included. RecordError where their text
-    does not survive the tokenizer.
+    """Count the tokens of all objects after the longest prefix, EOS included.
+
+    Raises RecordError where their text does not survive the tokenizer.
     """
     text = layout_append(_LONGEST_PREFIX, sample.objects, start_index=_LONGEST_KEY_INDEX)
     token_ids = codec.encode(text.text)
-    changed = _changed_at(text, token_ids, codec)
-    if changed is not None:
-        index = next(
-            (
-                i
-                for i, layout in enumerate(text.objects)
-                if layout.value[0] <= changed < layout.value[1]
-            ),
-            None,
+    wanted = text.text.encode()
+    encoded = b"".join(codec.piece_bytes(token_id) for token_id in token_ids)
+    if encoded != wanted:
+        pairs = enumerate(zip(wanted, encoded, strict=False))
+        changed = next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(encoded)))
+        for index, layout in enumerate(text.objects):
+            if layout.value[0] <= changed < layout.value[1]:
+                problem = "which the tokenizer changes when it encodes it"
+                remedy = "write it in the form that the tokenizer keeps (Unicode NFC for most)"
+                raise _bad_desc(sample, index, problem, remedy)
+        raise ConfigError(
+            f"model.path: the tokenizer changes the text {text.text!r} when it encodes it; use"
+            " one that adds and removes nothing"
         )
-        if index is None:
-            raise ConfigError(
-                f"model.path: the tokenizer changes the text {text.text!r} when it encodes it; use"
-                " one that adds and removes nothing"
-            )
-        problem, remedy = (
-            "which the tokenizer changes when it encodes it",
-            "write it in the form that the tokenizer keeps (Unicode NFC for most)",
-        )
-        raise _bad_desc(sample, index, problem, remedy)
-    found = _token_in_desc(text, token_ids, codec)
-    if found is not None:
-        index, token = found
-        raise _bad_desc(
-            sample,
-            index,
-            f"in which the tokenizer reads {token} as a control or coord token",
-            "write it in words",
-        )
+    _require_text_in_descs(sample, text, token_ids, codec)
     return len(token_ids) + 1
 
 
-def _changed_at(text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec) -> int | None:
-    """The first byte of `text` that its tokens do not give back."""
-    wanted, encoded = (
-        text.text.encode(),
-        b"".join(codec.piece_bytes(token_id) for token_id in token_ids),
-    )
-    if encoded == wanted:
-        return None
-    return next(
-        (i for i, (a, b) in enumerate(zip(wanted, encoded, strict=False)) if a != b),
-        min(len(wanted), len(encoded)),
-    )
-
-
-def _token_in_desc(
-    text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec
-) -> tuple[int, str] | None:
-    """The first object (its index) whose description holds a token that stands for no text, and
-    that token.
-    """
+def _require_text_in_descs(
+    sample: Sample, text: SerializedText, token_ids: Sequence[int], codec: HFTokenCodec
+) -> None:
+    """Raise RecordError for a description with a token that stands for no text."""
     starts = [start for start, _ in piece_spans(token_ids, codec)]
     for index, layout in enumerate(text.objects):
-        for token_id in token_ids[
-            bisect_left(starts, layout.desc[0]) : bisect_left(starts, layout.desc[1])
-        ]:
+        first = bisect_left(starts, layout.desc[0])
+        stop = bisect_left(starts, layout.desc[1])
+        for token_id in token_ids[first:stop]:
             if token_id in codec.special_ids or codec.coord_bin(token_id) is not None:
-                return index, codec.piece_bytes(token_id).decode()
-    return None
+                token = codec.piece_bytes(token_id).decode()
+                problem = f"in which the tokenizer reads {token} as a control or coord token"
+                raise _bad_desc(sample, index, problem, "write it in words")
 
 
 def _bad_desc(sample: Sample, index: int, problem: str, remedy: str) -> RecordError:

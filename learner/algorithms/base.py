@@ -1,4 +1,4 @@
-"""An algorithm: which rollouts a step asks for, and which training segments their answers become."""
+"""An algorithm: which rollouts a step asks for, and which segments their answers become."""
 
 from __future__ import annotations
 
