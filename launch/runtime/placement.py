@@ -1,8 +1,8 @@
-"""What a run asks of a cluster: a pure function of the configuration and the cluster's nodes."""
+"""The resources that a run asks of a cluster: a pure function of configuration and nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_actors.backends.colocate import colocate_tensor_parallel
@@ -12,11 +12,16 @@ from shared.errors import ConfigError
 from shared.weight_sync.transports import Device, Sharing, TransportKind, choose_transport
 
 _ACTORS = "rollout_matching.vllm.actors"
+_HINTS = {"GPU": "0 on both sides runs on CPU", "CPU": "fractions are allowed"}
+"""By Ray's name of a resource: what its keys can be set to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of a process, of a node, or of all nodes."""
+    """The resources of a process, of a node, or of all nodes.
+
+    Example: `Resources(cpus=0.5, gpus=1)`.
+    """
 
     cpus: float
     """Cores."""
@@ -24,7 +29,7 @@ class Resources:
 
     @classmethod
     def of(cls, named: Mapping[str, float]) -> Resources:
-        """From Ray's names for them. A node without GPUs does not mention any."""
+        """Read Ray's names for them. A node without GPUs does not mention any."""
         return cls(named.get("CPU", 0.0), named.get("GPU", 0.0))
 
     @classmethod
@@ -32,23 +37,25 @@ class Resources:
         return cls(sum(each.cpus for each in of), sum(each.gpus for each in of))
 
     def named(self) -> dict[str, float]:
-        """As Ray names them."""
+        """Return the amounts by Ray's names."""
         return {"CPU": self.cpus, "GPU": self.gpus}
 
     def hold(self, other: Resources) -> bool:
         return other.cpus <= self.cpus and other.gpus <= self.gpus
 
+    @property
+    def device(self) -> Device:
+        return Device.CUDA if self.gpus else Device.CPU
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each process of a run goes, as far as that can be said before the cluster chooses
-    nodes.
-    """
+    """The resources of each process of a run, before the cluster chooses nodes."""
 
     engines: tuple[Resources, ...]
-    """Of each rollout actor; none where the ranks generate, or servers do."""
+    """One for each rollout actor; none where the ranks generate, or servers do."""
     ranks: tuple[Resources, ...]
-    """Of each learner rank; none where nothing learns."""
+    """One for each learner rank; none where nothing learns."""
     devices_per_engine: int
     """Tensor-parallel devices of each engine that the run starts."""
     engine_device: Device
@@ -57,243 +64,188 @@ class Placement:
 
     @property
     def bundles(self) -> list[Resources]:
-        """What has to be on one node together: the engines first, then the learner ranks."""
+        """The resources that have to be on one node each: the engines first, then the ranks."""
         return [*self.engines, *self.ranks]
 
     @property
     def key(self) -> str:
-        """The key that says how many processes there are."""
+        """The key that decides how many processes there are."""
         return f"{_ACTORS}.num_actors" if self.engines else "learner.world_size"
 
 
 def plan_placement(
     config: RunConfig, nodes: Sequence[Resources], *, learns: bool = True
 ) -> Placement:
-    """What the configuration asks for on a cluster of these nodes; without `learns`, for its actors
-    alone.
+    """Return what the configuration asks of a cluster of these nodes; without `learns`, for its
+    actors alone.
 
-    Raises ConfigError when there is too little, on all nodes or on the largest, or when a transport
-    cannot join the two sides.
+    Raises:
+        ConfigError: there is too little, on all nodes or on the largest, or no transport joins the
+            two sides.
     """
     has_gpus = any(node.gpus > 0 for node in nodes)
-    if not learns:
-        return _fitting(config, _with_actors(config, (), has_gpus), nodes)
-    ranks = (_rank(config, has_gpus),) * config.learner.world_size
-    match engines_in(config):
+    location = EngineLocation.ACTORS
+    ranks: tuple[Resources, ...] = ()
+    if learns:
+        location = engines_in(config)
+        section = config.learner
+        rank = Resources(
+            cpus=1.0 if section.cpus is None else section.cpus,
+            gpus=float(has_gpus) if section.gpus is None else section.gpus,
+        )
+        ranks = (rank,) * section.world_size
+    match location:
         case EngineLocation.RANKS:
             placement = _in_ranks(config, ranks, nodes)
         case EngineLocation.ACTORS:
             placement = _with_actors(config, ranks, has_gpus)
         case EngineLocation.SERVERS:
-            device = _device(ranks[0])
             # Servers live where the learner does: on GPUs or on CPUs.
-            placement = Placement(
-                (),
-                ranks,
-                1,
-                device,
-                device,
-                choose_transport(
-                    config.rollout_matching.vllm.sync.transport, device, device, Sharing.NOTHING
-                ),
-            )
-    return _fitting(config, placement, nodes)
+            device = ranks[0].device
+            transport = _transport(config, device, device, Sharing.NOTHING)
+            placement = Placement((), ranks, 1, device, device, transport)
+    # Each kind of problem only where the kind before it has none, which would be its reason.
+    everything = Resources.sum(nodes)
+    problems = (
+        [*_too_large(config, placement, nodes)]
+        or [*_too_many(placement, everything)]
+        or [*_no_room_for_environments(config, placement, everything)]
+    )
+    if problems:
+        raise ConfigError(problems)
+    return placement
 
 
-def _rank(config: RunConfig, has_gpus: bool) -> Resources:
-    gpus = config.learner.gpus if config.learner.gpus is not None else float(has_gpus)
-    return Resources(cpus=1.0 if config.learner.cpus is None else config.learner.cpus, gpus=gpus)
+def _transport(
+    config: RunConfig, learner: Device, engine: Device, sharing: Sharing
+) -> TransportKind:
+    return choose_transport(config.rollout_matching.vllm.sync.transport, learner, engine, sharing)
 
 
 def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool) -> Placement:
     actors = config.rollout_matching.vllm.actors
-    gpus = (
-        actors.gpus_per_actor
-        if actors.gpus_per_actor is not None
-        else float(actors.tensor_parallel_size if has_gpus else 0)
-    )
-    # On CPU a device of a tensor-parallel engine is a process.
-    cpus = (
-        actors.cpus_per_actor
-        if actors.cpus_per_actor is not None
-        else float(1 if gpus else actors.tensor_parallel_size)
-    )
+    devices = actors.tensor_parallel_size
+    gpus = actors.gpus_per_actor
+    if gpus is None:
+        gpus = float(devices if has_gpus else 0)
+    cpus = actors.cpus_per_actor
+    if cpus is None:
+        # On CPU a device of a tensor-parallel engine is a process.
+        cpus = float(1 if gpus else devices)
     engine = Resources(cpus, gpus)
-    engine_device = _device(engine)
-    learner_device = _device(ranks[0]) if ranks else engine_device
-    if learner_device is not engine_device:
+    learner_device = ranks[0].device if ranks else engine.device
+    if learner_device is not engine.device:
         raise ConfigError(
             f"learner.gpus: {ranks[0].gpus:g} GPUs for the learner and {gpus:g} for each actor"
             f" ({_ACTORS}.gpus_per_actor); weights travel between GPUs or between CPUs, give both"
             " sides GPUs or neither"
         )
-    transport = choose_transport(
-        config.rollout_matching.vllm.sync.transport, learner_device, engine_device, Sharing.NOTHING
-    )
-    return Placement(
-        (engine,) * actors.num_actors,
-        ranks,
-        actors.tensor_parallel_size,
-        engine_device,
-        learner_device,
-        transport,
-    )
+    transport = _transport(config, learner_device, engine.device, Sharing.NOTHING)
+    engines = (engine,) * actors.num_actors
+    return Placement(engines, ranks, devices, engine.device, learner_device, transport)
 
 
 def _in_ranks(
     config: RunConfig, ranks: tuple[Resources, ...], nodes: Sequence[Resources]
 ) -> Placement:
-    device = _device(ranks[0])
+    device = ranks[0].device
     if config.rollout_matching.rollout_backend == "hf":
         return Placement((), ranks, 1, device, device, TransportKind.INPROC)
-    visible = _gpus_per_rank(nodes, len(ranks)) if device is Device.CUDA else 1
-    devices = colocate_tensor_parallel(config.rollout_matching.vllm.tensor_parallel_size, visible)
+    wanted = config.rollout_matching.vllm.tensor_parallel_size
     if device is Device.CUDA:
+        devices = colocate_tensor_parallel(wanted, _gpus_per_rank(nodes, len(ranks)))
         ranks = tuple(replace(rank, gpus=max(rank.gpus, float(devices))) for rank in ranks)
-    sharing = Sharing.DEVICE if device is Device.CUDA else Sharing.PROCESS
-    return Placement(
-        (),
-        ranks,
-        devices,
-        device,
-        device,
-        choose_transport(config.rollout_matching.vllm.sync.transport, device, device, sharing),
-    )
+        sharing = Sharing.DEVICE
+    else:
+        devices = colocate_tensor_parallel(wanted, 1)
+        sharing = Sharing.PROCESS
+    transport = _transport(config, device, device, sharing)
+    return Placement((), ranks, devices, device, device, transport)
 
 
 def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:
-    """The most GPUs of one node that each rank can have, all ranks alike; 1 where there are not
-    even enough for that.
+    """Return the most GPUs of one node that each rank can have, all ranks alike; 1 where there are
+    not even enough for that.
     """
-    most = int(max(node.gpus for node in nodes))
-    return next(
-        (
-            size
-            for size in range(most, 1, -1)
-            if sum(int(node.gpus) // size for node in nodes) >= num_ranks
-        ),
-        1,
-    )
-
-
-def _device(resources: Resources) -> Device:
-    return Device.CUDA if resources.gpus else Device.CPU
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """One kind of resource, in words."""
-
-    noun: str
-    of: Callable[[Resources], float]
-    actor_key: str
-    learner_key: str
-    hint: str
-
-
-_KINDS = (
-    _Kind(
-        "GPU",
-        lambda resources: resources.gpus,
-        f"{_ACTORS}.gpus_per_actor",
-        "learner.gpus",
-        "0 on both sides runs on CPU",
-    ),
-    _Kind(
-        "CPU",
-        lambda resources: resources.cpus,
-        f"{_ACTORS}.cpus_per_actor",
-        "learner.cpus",
-        "fractions are allowed",
-    ),
-)
-
-
-def _fitting(config: RunConfig, placement: Placement, nodes: Sequence[Resources]) -> Placement:
-    """The placement, if every process has room on some node and all of them have on all nodes.
-    Whether they have at the same time is for the cluster to say.
-    """
-    there = Resources.sum(nodes)
-    if (
-        problems := [*_too_large(config, placement, nodes)]
-        or [*_too_many(placement, there)]
-        or [*_environments(config, placement, there)]
-    ):
-        raise ConfigError(problems)
-    return placement
-
-
-def _environments(config: RunConfig, placement: Placement, there: Resources) -> Iterator[str]:
-    """They are placed beside the rest."""
-    section, rest = config.environment, Resources.sum(placement.bundles).cpus
-    if section is not None and section.num_actors * section.cpus_per_actor > there.cpus - rest:
-        yield (
-            f"environment.cpus_per_actor: {section.num_actors} environment actors of"
-            f" {section.cpus_per_actor:g} CPU have no room beside the rest of the run, which takes"
-            f" {rest:g} of the cluster's {there.cpus:g}; lower it, 0 reserves nothing, or join a"
-            " larger cluster with cluster.address"
-        )
+    for size in range(int(max(node.gpus for node in nodes)), 1, -1):
+        if sum(int(node.gpus) // size for node in nodes) >= num_ranks:
+            return size
+    return 1
 
 
 def _too_large(
     config: RunConfig, placement: Placement, nodes: Sequence[Resources]
 ) -> Iterator[str]:
-    """A process that is larger than any node."""
+    """Yield the problems of a process that is larger than any node."""
     for who, bundles in (("an actor", placement.engines), ("a learner rank", placement.ranks)):
         if not bundles or any(node.hold(bundles[0]) for node in nodes):
             continue
-        over = [kind for kind in _KINDS if kind.of(bundles[0]) > max(map(kind.of, nodes))]
-        for kind in over or _KINDS[:1]:  # none alone is too much: no node has enough of both
-            key = _size_key(config, kind) if bundles is placement.engines else kind.learner_key
-            asked = (
-                f"{bundles[0].gpus:g} GPU and {bundles[0].cpus:g} CPU"
-                if not over
-                else f"{kind.of(bundles[0]):g} {kind.noun}"
-            )
-            there = (
-                "no node of the cluster has both"
-                if not over
-                else f"the largest node of the cluster has {max(map(kind.of, nodes)):g}"
-            )
+        size = bundles[0].named()
+        largest = {kind: max(node.named()[kind] for node in nodes) for kind in _HINTS}
+        over = [kind for kind in _HINTS if size[kind] > largest[kind]]
+        # None alone may be too much, where no node has enough of both.
+        for kind in over or ["GPU"]:
+            if over:
+                asked = f"{size[kind]:g} {kind}"
+                available = f"the largest node of the cluster has {largest[kind]:g}"
+            else:
+                asked = f"{size['GPU']:g} GPU and {size['CPU']:g} CPU"
+                available = "no node of the cluster has both"
+            key = f"learner.{kind.lower()}s"
+            if bundles is placement.engines:
+                key = _actor_size_key(config, kind)
             yield (
-                f"{key}: {who} of {asked} has to fit one node, and {there}; lower it, or join a"
+                f"{key}: {who} of {asked} has to fit one node, and {available}; lower it, or join a"
                 " cluster of larger nodes with cluster.address"
             )
 
 
-def _size_key(config: RunConfig, kind: _Kind) -> str:
-    """What makes an actor as large as it is: the resources as given, else its engine's devices."""
+def _actor_size_key(config: RunConfig, kind: str) -> str:
+    """Return the key that makes an actor as large as it is: its resources where they are given,
+    else its engine's devices.
+    """
     actors = config.rollout_matching.vllm.actors
-    given = actors.gpus_per_actor if kind.noun == "GPU" else actors.cpus_per_actor
-    return (
-        kind.actor_key
-        if given is not None or actors.tensor_parallel_size == 1
-        else f"{_ACTORS}.tensor_parallel_size"
-    )
+    resources = actors.gpus_per_actor if kind == "GPU" else actors.cpus_per_actor
+    if resources is not None or actors.tensor_parallel_size == 1:
+        return f"{_ACTORS}.{kind.lower()}s_per_actor"
+    return f"{_ACTORS}.tensor_parallel_size"
 
 
-def _too_many(placement: Placement, there: Resources) -> Iterator[str]:
-    """All processes together, against all nodes."""
-    asked = Resources.sum(placement.bundles)
-    for kind in _KINDS:
-        if kind.of(asked) <= kind.of(there):
+def _too_many(placement: Placement, available: Resources) -> Iterator[str]:
+    """Yield the problems of all processes together, against all nodes."""
+    needed = Resources.sum(placement.bundles).named()
+    for kind, hint in _HINTS.items():
+        if needed[kind] <= available.named()[kind]:
             continue
-        parts, keys = [], []
+        parts = []
+        keys = []
         if placement.engines:
-            parts.append(
-                f"{len(placement.engines)} actors of {kind.of(placement.engines[0]):g} {kind.noun}"
-            )
-            keys.append(kind.actor_key)
+            size = placement.engines[0].named()[kind]
+            parts.append(f"{len(placement.engines)} actors of {size:g} {kind}")
+            keys.append(f"{_ACTORS}.{kind.lower()}s_per_actor")
         if placement.ranks:
-            size = f"{kind.of(placement.ranks[0]):g}"
+            size = placement.ranks[0].named()[kind]
+            num = len(placement.ranks)
             parts.append(
-                f"a learner of {size}"
-                if len(placement.ranks) == 1
-                else f"{len(placement.ranks)} learner ranks of {size}"
+                f"a learner of {size:g}" if num == 1 else f"{num} learner ranks of {size:g}"
             )
-            keys.append(kind.learner_key)
+            keys.append(f"learner.{kind.lower()}s")
         yield (
-            f"{placement.key}: {' and '.join(parts)} ask for {kind.of(asked):g} {kind.noun}, the"
-            f" cluster has {kind.of(there):g}; lower {placement.key.rpartition('.')[2]}, or"
-            f" {' and '.join(keys)} ({kind.hint}), or join a larger cluster with cluster.address"
+            f"{placement.key}: {' and '.join(parts)} ask for {needed[kind]:g} {kind}, the cluster"
+            f" has {available.named()[kind]:g}; lower {placement.key.rpartition('.')[2]}, or"
+            f" {' and '.join(keys)} ({hint}), or join a larger cluster with cluster.address"
+        )
+
+
+def _no_room_for_environments(
+    config: RunConfig, placement: Placement, available: Resources
+) -> Iterator[str]:
+    section = config.environment
+    rest = Resources.sum(placement.bundles).cpus
+    if section is not None and section.num_actors * section.cpus_per_actor > available.cpus - rest:
+        yield (
+            f"environment.cpus_per_actor: {section.num_actors} environment actors of"
+            f" {section.cpus_per_actor:g} CPU have no room beside the rest of the run, which takes"
+            f" {rest:g} of the cluster's {available.cpus:g}; lower it, 0 reserves nothing, or join"
+            " a larger cluster with cluster.address"
         )

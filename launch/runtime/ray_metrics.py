@@ -22,24 +22,21 @@ PHASES = {
 
 
 class RayMetrics:
-    """To be made after `ray.init`. Every figure is of the last finished step."""
+    """The figures of the last finished step. Needs a running Ray."""
 
     def __init__(self, run: str) -> None:
         tags = {"run": run}
-        self._step = _gauge("rollmatch_step", "Finished updates.", tags)
-        self._loss = _gauge("rollmatch_loss", "Loss of the step.", tags)
-        self._version = _gauge(
-            "rollmatch_weight_version", "Version of the weights that the engines serve.", tags
-        )
-        self._speed = _gauge(
-            "rollmatch_tokens_per_s", "Response tokens per second of generation.", tags
-        )
-        self._phase = _gauge(
-            "rollmatch_phase_seconds",
-            f"Seconds of the step by phase: {', '.join(PHASES)}.",
-            tags,
-            "phase",
-        )
+
+        def gauge(name: str, description: str, *further: str) -> Gauge:
+            result = Gauge(f"rollmatch_{name}", description, tag_keys=("run", *further))
+            return result.set_default_tags(tags)
+
+        self._step = gauge("step", "Finished updates.")
+        self._loss = gauge("loss", "Loss of the step.")
+        self._version = gauge("weight_version", "Version of the weights that the engines serve.")
+        self._speed = gauge("tokens_per_s", "Response tokens per second of generation.")
+        phases = f"Seconds of the step by phase: {', '.join(PHASES)}."
+        self._phase = gauge("phase_seconds", phases, "phase")
         self._tokens = Counter(
             "rollmatch_response_tokens", "Response tokens generated so far.", tag_keys=("run",)
         ).set_default_tags(tags)
@@ -47,7 +44,7 @@ class RayMetrics:
     def step_done(
         self, num_steps: int, weight_version: int, metrics: Mapping[str, float | str]
     ) -> None:
-        """`metrics` as they go into metrics.jsonl."""
+        """Set every figure; `metrics` as they go into metrics.jsonl."""
         self._step.set(num_steps)
         self._version.set(weight_version)
         for phase, name in PHASES.items():
@@ -59,7 +56,3 @@ class RayMetrics:
         if tokens:
             self._tokens.inc(tokens)
             self._speed.set(tokens / float(metrics["time/generate_s"]))
-
-
-def _gauge(name: str, description: str, tags: dict[str, str], *further: str) -> Gauge:
-    return Gauge(name, description, tag_keys=(*tags, *further)).set_default_tags(tags)

@@ -14,31 +14,20 @@ _FROM_A_COPY = "restore it from another copy of the run's folder"
 
 
 def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """The configuration in the run's folder, with the values at dotted keys set to `changes`.
+    """Load the configuration in the run's folder, with the values at dotted keys set to `changes`.
 
-    Raises ConfigError: there is no run, its configuration is damaged or of another version, and
-    every problem of the changes.
+    Raises:
+        ConfigError: there is no run, its configuration is damaged or of another version, and every
+            problem of the changes.
     """
     file = run / "config.json"
-    saved = _read(run, file)
-    try:
-        config = load_config(saved)
-    except ConfigError as error:
-        raise ConfigError(
-            (f"run: {file} was written by another version; check that version out", *error.problems)
-        ) from error
-    return load_config(_changed(saved, changes)) if changes else config
-
-
-def _read(run: Path, file: Path) -> dict[str, Any]:
     try:
         saved = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
-        example = (
-            "give the folder that a run printed as its run folder, such as"
-            " outputs/2026-11-21/10-30-00"
-        )
-        raise ConfigError(f"run: {run} holds no run (no config.json); {example}") from error
+        raise ConfigError(
+            f"run: {run} holds no run (no config.json); give the folder that a run printed as its"
+            " run folder, such as outputs/2026-11-21/10-30-00"
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"run: {file} cannot be read ({error.strerror}); permit reading it, or {_FROM_A_COPY}"
@@ -47,12 +36,18 @@ def _read(run: Path, file: Path) -> dict[str, Any]:
         raise ConfigError(f"run: {file} is damaged ({error}); {_FROM_A_COPY}") from error
     if not isinstance(saved, dict):
         raise ConfigError(f"run: {file} holds no configuration; {_FROM_A_COPY}")
-    return saved
+    try:
+        # Unchanged at first: problems of another version are not those of the changes.
+        config = load_config(saved)
+    except ConfigError as error:
+        version = f"run: {file} was written by another version; check that version out"
+        raise ConfigError((version, *error.problems)) from error
+    return load_config(_changed(saved, changes)) if changes else config
 
 
 def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested mappings with the values at dotted keys set. What is no mapping on the way
-    to one is replaced: the schema judges the result.
+    """Return a copy of nested mappings with the values at dotted keys set. A value on the way that
+    is no mapping is replaced: the schema judges the result.
     """
     changed = dict(saved)
     for dotted, value in changes.items():

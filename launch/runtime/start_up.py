@@ -13,16 +13,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class StartUp:
-    """Begins when it is made."""
+    """The start of a command, which begins with this object."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._began_s = console, time.monotonic()
+        self._console = console
+        self._began_s = time.monotonic()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show the body as a stage of the start: by a line when it is done, unless it fails, and
-        while it lasts by a bar, or in a log by one more line.
-        """
+        """Show the body as a stage of the start, by a line when it is done, unless it fails."""
         began_s = time.monotonic()
         columns = (
             TextColumn("start     {task.description}", markup=False),
