@@ -24,7 +24,7 @@ from launch.checks.servers import instead_of_servers
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.learner_client import RayLearner
 from launch.runtime.placement import Placement, Resources, plan_placement
-from launch.runtime.ray_connection import connect, nodes_there
+from launch.runtime.ray_connection import connect, connected_nodes
 from launch.runtime.rollout_client import RankRolloutClient, RolloutClient, RolloutTimeouts
 from launch.runtime.start_up import StartUp
 from learner.actor import STOPPING, LearnerActor
@@ -111,7 +111,7 @@ class Cluster:
             ConfigError: too few resources, or what the learner finds wrong with model and data.
             RolloutError, LearnerError: a process that did not come up.
         """
-        placement = plan_placement(self._config, nodes_there())
+        placement = plan_placement(self._config, connected_nodes())
         require_vllm(self._config, placement.transport)
         group = self._reserve(placement)
         learner = self._place_learner(placement, group)
@@ -176,7 +176,7 @@ class Cluster:
         """Place and start the rollout actors alone: they serve `model.path` as it is. Raises
         ConfigError and RolloutError as `start` does.
         """
-        placement = plan_placement(self._config, nodes_there(), learns=False)
+        placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config, placement.transport)
         pool = self._place_actors(placement, self._reserve(placement))
         self._start(pool)

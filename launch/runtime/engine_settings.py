@@ -1,4 +1,4 @@
-"""What the engines of a run are started with, and the processes beside them."""
+"""The settings of a run's engines, and the environment of the processes beside them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from shared.weight_sync.transports import Device
 
 
 def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds) -> EngineSettings:
-    """The same for every engine, or what every server is expected to be started with. ConfigError
-    where the model's files have to be read and cannot be.
+    """Return the settings of every engine, or those that every server is expected to have.
+
+    Raises:
+        ConfigError: the model's files have to be read and cannot be.
     """
-    vllm, devices = config.rollout_matching.vllm, placement.devices_per_engine
+    vllm = config.rollout_matching.vllm
+    devices = placement.devices_per_engine
     cache = vllm.kv_cache_memory_bytes
     if cache is None and placement.engine_device is Device.CPU:
         cache = batch_cache_bytes(config, ModelShape.read(Path(config.model.path)), devices)
@@ -48,13 +51,10 @@ def neighbour_env(
     config: RunConfig, placement: Placement, images: ImageNeeds, **variables: str
 ) -> dict[str, Any]:
     """Return the Ray `runtime_env` of a learner rank or of an actor for environments, with these
-    variables.
-
-    On CPU it is forked like the engines. Where this run has no actors with engines, a server that
-    does nothing but this would cost more than it brings: then it is only forked where one is there
-    already.
+    variables. On CPU it is forked like the engines.
     """
     variables |= {"HF_HUB_OFFLINE": "1"}
+    # A warm server for this process alone would cost more than it saves.
     has_server = engines_in(config) is EngineLocation.ACTORS or warm_python.FOLDER in os.environ
     if placement.learner_device is Device.CPU and has_server:
         return neighbour_runtime_env(settings_of_run(config, placement, images), **variables)

@@ -1,6 +1,4 @@
-"""Ray's cluster at the configured address: the connection, and what it has, asked without starting
-anything on it.
-"""
+"""Ray's cluster at the configured address: the connection to it, and the resources of its nodes."""
 
 from __future__ import annotations
 
@@ -16,12 +14,9 @@ from shared.config import RunConfig
 from shared.errors import ConfigError
 
 LISTEN_S = 5.0
-"""Limit of a connection to the address: a machine that is up answers at once, one way or the other.
-"""
+"""Limit of a connection to the address: a machine that is up answers at once, in either way."""
 ANSWER_S = 60.0
-"""Limit of the cluster's answer, counted from when Ray is imported, which may take long on a busy
-machine (timeouts.start_s).
-"""
+"""Limit of the cluster's answer, once Ray is imported, which has its own (timeouts.start_s)."""
 _CHECK_CLUSTER = (
     "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token,"
     " RAY_AUTH_MODE=token, or use local"
@@ -39,27 +34,26 @@ except Exception as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
 print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
 """
-"""Prints the resources of each node of the cluster that its first argument names, or ends with
-`_GAVE_UP` after the seconds of the second.
+"""A program that prints the resources of each node of the cluster that its first argument names, or
+ends with `_GAVE_UP` after the seconds of the second.
 """
 
 
 def cluster_nodes(config: RunConfig) -> list[Resources]:
-    """CPUs and GPUs of each node that Ray has, or would find. ConfigError where no cluster at the
-    address says so in time.
+    """Return CPUs and GPUs of each node that Ray has, or would find, and start nothing.
 
     A cluster is asked from a process of its own: `ray.init` waits for many minutes at an address
     where nothing answers, takes no limit, and cannot be interrupted.
+
+    Raises:
+        ConfigError: no cluster at the address answers in time.
     """
     address = config.cluster.address
     if address == "local":
         import torch
 
-        return [
-            Resources(
-                cpus=float(len(os.sched_getaffinity(0))), gpus=float(torch.cuda.device_count())
-            )
-        ]
+        cpus = float(len(os.sched_getaffinity(0)))
+        return [Resources(cpus=cpus, gpus=float(torch.cuda.device_count()))]
     _require_listener(address)
     command = [sys.executable, "-c", _ASK, address, str(ANSWER_S)]
     start_s = config.timeouts.start_s
@@ -68,16 +62,14 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
             command, capture_output=True, text=True, timeout=start_s + ANSWER_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        problem = (
-            f"Ray was not imported within timeouts.start_s = {start_s:g} s; end what keeps this"
-            " machine busy (`uptime`)"
-        )
-        raise ConfigError(f"cluster.address: {problem}, or raise the key") from error
-    if done.returncode == _GAVE_UP:
-        problem = f"did not answer as a Ray cluster within {ANSWER_S:g} s"
         raise ConfigError(
-            f"cluster.address: {address} {problem}; give the port of `ray start --head` (6379),"
-            f" {_CHECK_CLUSTER}"
+            f"cluster.address: Ray was not imported within timeouts.start_s = {start_s:g} s; end"
+            " what keeps this machine busy (`uptime`), or raise the key"
+        ) from error
+    if done.returncode == _GAVE_UP:
+        raise ConfigError(
+            f"cluster.address: {address} did not answer as a Ray cluster within {ANSWER_S:g} s;"
+            f" give the port of `ray start --head` (6379), {_CHECK_CLUSTER}"
         )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -85,9 +77,12 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
     return [Resources.of(node) for node in json.loads(done.stdout.splitlines()[-1])]
 
 
-def connect(config: RunConfig, **of_an_own_cluster: Any) -> None:
-    """`ray.init` at the configured address. ConfigError where that gives no cluster; whether one
-    answers there at all, `cluster_nodes` finds out in time.
+def connect(config: RunConfig, **options: Any) -> None:
+    """Call `ray.init` at the configured address; `options` are those of a cluster of this run's.
+
+    Raises:
+        ConfigError: that gives no cluster. Whether one answers at all, `cluster_nodes` finds out in
+            time.
     """
     address = config.cluster.address
     if address != "local":
@@ -96,29 +91,24 @@ def connect(config: RunConfig, **of_an_own_cluster: Any) -> None:
     from ray.exceptions import AuthenticationError, RayError
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error", **of_an_own_cluster)
+        ray.init(address=address, log_to_driver=False, logging_level="error", **options)
     except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
-        raise _no_cluster(
-            address,
-            (
-                f"{type(error).__name__}: {error}"
-                if isinstance(error, AuthenticationError)
-                else str(error)
-            ),
-        ) from error
+        # Only the name of that class says that it is about a token.
+        kind = f"{type(error).__name__}: " if isinstance(error, AuthenticationError) else ""
+        raise _no_cluster(address, f"{kind}{error}") from error
     except Exception as error:
         # Of no class of its own, and its 30 s cannot be changed.
         if "timed out during startup" not in str(error):
             raise
-        told = "Ray's own processes were not up within the 30 s that Ray gives them"
         raise ConfigError(
-            f"cluster.address: {told}; end what keeps this machine busy (`uptime`, `ps aux"
-            " --sort=-%cpu`), and start the run again"
+            "cluster.address: Ray's own processes were not up within the 30 s that Ray gives them;"
+            " end what keeps this machine busy (`uptime`, `ps aux --sort=-%cpu`), and start the run"
+            " again"
         ) from error
 
 
-def nodes_there() -> list[Resources]:
-    """Of the cluster that this process is connected to."""
+def connected_nodes() -> list[Resources]:
+    """Return the nodes of the cluster that this process is connected to."""
     import ray
 
     return [Resources.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]
@@ -133,19 +123,17 @@ def _require_listener(address: str) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_S).close()
+    except TimeoutError as error:
+        raise _no_cluster(address, f"no connection within {LISTEN_S:g} s") from error
     except (OSError, OverflowError) as error:
-        reason = (
-            f"no connection within {LISTEN_S:g} s"
-            if isinstance(error, TimeoutError)
-            else str(error)
-        )
-        raise _no_cluster(address, reason) from error
+        raise _no_cluster(address, str(error)) from error
 
 
 def _no_cluster(address: str, reason: str) -> ConfigError:
-    remedy = (
-        "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"
-        if "authenticat" in reason.lower()
-        else _CHECK_CLUSTER
-    )
+    remedy = _CHECK_CLUSTER
+    if "authenticat" in reason.lower():
+        remedy = (
+            "set RAY_AUTH_MODE=token here and give this machine the cluster's token"
+            " (~/.ray/auth_token)"
+        )
     return ConfigError(f"cluster.address: {address} gives no Ray cluster ({reason}); {remedy}")
