@@ -102,9 +102,10 @@ class BatchAlgebra:
             lines = [all_b, *self._describe_rounds(groups)]
         else:
             samples = _counted(self.effective_batch_size, "sample")
-            steps = f"{self.a_steps} channel A ({self.warmup_steps} of them warm-up)"
+            a_steps = f"{self.a_steps} channel A ({self.warmup_steps} of them warm-up)"
+            steps = f"{a_steps} + {self.b_steps} channel B"
             lines = [
-                f"updates         {self.updates} = {steps} + {self.b_steps} channel B, one per step",
+                f"updates         {self.updates} = {steps}, one per step",
                 f"channel-A step  {samples} = {micro_steps}",
             ]
             if self.raw_rollouts_per_step:
