@@ -24,7 +24,8 @@ from transformers.utils import logging
 
 from launch.cli import explained, read_arguments
 from launch.demo.once import make_once
-from learner.model.loading import checkpoint_problems, model_type_problem
+from learner.model.checkpoint_folder import checkpoint_problems
+from learner.model.loading import model_type_problem
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, StorageError
 from shared.tokens.fresh import FreshTokens

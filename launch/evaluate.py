@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import ray
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,10 +33,8 @@ from launch.runtime.saved_run import load_run
 from launch.runtime.start_up import StartUp
 from launch.sample_pages.html import printable
 from launch.serve import device_here
-from learner.held_out import HeldOut
-from learner.model.loading import checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems
 from rollout_actors.backends.rollmatch_server import serve_command
-from rollout_actors.engine.ray_calls import RayCall, wait_for_all
 from rollout_actors.engine.settings import EngineSettings
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -51,6 +48,7 @@ from shared.weight_sync.transports import Sharing, choose_transport
 
 if TYPE_CHECKING:
     from launch.reports.detection import Table
+    from learner.held_out import HeldOut
 
 
 _DECIDED = {
@@ -344,6 +342,10 @@ class LocalHeldOut:
     """
 
     def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
+        import ray
+
+        from rollout_actors.engine.ray_calls import RayCall
+
         self._held_out = held_out
         check = (
             "that every actor's process is alive (their logs), the network between the machines,"
@@ -358,6 +360,8 @@ class LocalHeldOut:
 
     def score(self, done: PerRank) -> list[Scene]:
         """Fetch and score the rollouts. Raises RolloutError where they do not arrive."""
+        from rollout_actors.engine.ray_calls import wait_for_all
+
         (rollouts,) = done
         shares = wait_for_all(self._call, [(ENGINES, share) for share in rollouts])
         return self._held_out.score(list(itertools.chain(*shares)))

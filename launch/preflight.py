@@ -39,7 +39,8 @@ from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
-from learner.model.loading import checkpoint_problems, load_tokens
+from learner.model.checkpoint_folder import checkpoint_problems
+from learner.model.loading import load_tokens
 from learner.model.parts import ModelPart, model_part
 from shared.config import RunConfig, load_config
 from shared.config.derive import (

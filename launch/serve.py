@@ -24,7 +24,7 @@ from pydantic import Field, PositiveInt, ValidationError
 from rich.console import Console
 
 from launch.cli import explained, read_arguments
-from learner.model.loading import checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems
 from rollout_actors.engine.settings import (
     EngineSettings,
     engine_environment,

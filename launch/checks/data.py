@@ -88,7 +88,7 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
         ConfigError: no such environment, wrong arguments, no data, no reader of its tool calls
             (that vLLM has the named one, the actors find out), or whatever it raises itself.
     """
-    from learner.model.loading import MODEL_TYPES, TEXT_MODEL_TYPES
+    from learner.model.checkpoint_folder import MODEL_TYPES, TEXT_MODEL_TYPES
 
     _require_checkpoint(config)
     asks_for_images = section.max_images_per_prompt > 0
@@ -128,7 +128,7 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
 
 
 def _require_checkpoint(config: RunConfig) -> None:
-    from learner.model.loading import checkpoint_problems
+    from learner.model.checkpoint_folder import checkpoint_problems
 
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)

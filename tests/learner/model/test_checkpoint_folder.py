@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.model.loading import checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems
 
 
 @pytest.mark.parametrize("given", ["relative", "absolute"])

@@ -13,7 +13,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from learner.model.loading import MODEL_TYPES
+from learner.model.checkpoint_folder import MODEL_TYPES
 from learner.model.parts import ModelPart, freeze_parts, model_part, trained_parameters
 from shared.config.training import PartsSection
 
