@@ -1,9 +1,13 @@
 """Turns a stock Qwen2.5-VL or Qwen3-VL checkpoint into one with the 1,000 coord tokens.
 
-`python -m launch.add_coord_tokens model=/models/Qwen3-VL-4B-Instruct
-out=/models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576` writes an ordinary checkpoint: weights,
-configuration, tokenizer and processor, which transformers, vLLM and this project load. The same
-arguments give the same bytes.
+    python -m launch.add_coord_tokens model=models/Qwen3-VL-4B-Instruct \
+        out=models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576
+
+It writes an ordinary checkpoint: weights, configuration, tokenizer and processor, which
+transformers, vLLM and this project load. The same arguments give the same bytes.
+
+Tensor names end in their shape: C the 1,000 bins, D hidden size, F frequencies, V rows of an
+embedding, W waves.
 """
 
 from __future__ import annotations
@@ -33,7 +37,12 @@ from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
 from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS
 
 ROW_MULTIPLE = 128
-"""Where rows have to be added, so many in all that tensor-parallel engines split them evenly."""
+"""Rows of an embedding that had to grow are a multiple of this: tensor-parallel engines split them.
+"""
+NUM_FREQUENCIES = 32
+NUM_WAVES = 2 * NUM_FREQUENCIES
+
+CoordInit = Literal["spread", "mean"]
 
 
 class AddOptions(Section):
@@ -49,7 +58,7 @@ class AddOptions(Section):
     """
 
     seed: NonNegativeInt = 17
-    """Of init=spread."""
+    """Seed of init=spread."""
 
     min_pixels: PositiveInt | None = None
     """Smaller images are enlarged to it; null: as the checkpoint has it. Written into the
@@ -64,30 +73,58 @@ class AddOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class _Stock:
-    """A checkpoint as it came, without its weights."""
+    """A checkpoint without its weights."""
 
     config: Any
     processor: Any
 
-    @property
-    def tokenizer(self) -> Any:
-        return self.processor.tokenizer
+
+def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
+    """Mix cosines and sines over the axis of bins, low frequencies strongest: [C, D].
+
+    Near bins get near rows. With 1,000 independent rows a model first has to learn that 499 lies
+    beside 500, bin by bin.
+    """
+    position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
+    frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
+    angle_FC = torch.pi * frequency_F[:, None] * position_C
+    waves_WC = torch.cat([torch.cos(angle_FC), torch.sin(angle_FC)])
+    waves_WC = waves_WC / frequency_F.sqrt().repeat(2)[:, None]
+    return (mixture_DW @ waves_WC).T
+
+
+def coord_rows(
+    rows_VD: torch.Tensor, digit_ids: list[int], init: CoordInit, generator: torch.Generator
+) -> torch.Tensor:
+    """Make the first rows of the coord tokens, float32 [C, D], of an embedding or a head.
+
+    spread: the digits' mean plus waves, as far from it as the digits are: a coord token is at first
+    a number like any other, beside its neighbours. mean: the mean of all tokens, for every bin.
+
+    Args:
+        rows_VD: the rows of real tokens.
+    """
+    if init == "mean":
+        return rows_VD.float().mean(dim=0).expand(NUM_BINS, -1)
+    digits = rows_VD[digit_ids].float()
+    centre_D = digits.mean(dim=0)
+    waves_CD = mixed_waves(torch.randn(rows_VD.shape[1], NUM_WAVES, generator=generator))
+    scale = ((digits - centre_D).square().mean() / waves_CD.square().mean()).sqrt()
+    return centre_D + waves_CD * scale
 
 
 def make_coord_model(options: AddOptions) -> list[str]:
-    """Write the checkpoint and say what was done. ConfigError with every problem that shows before
-    the weights are read; StorageError for a full disk.
+    """Write the checkpoint and return lines about it.
+
+    Raises:
+        ConfigError: every problem that shows before the weights are read.
+        StorageError: a full disk.
     """
     stock = _read_stock(options)
     lines: list[str] = []
-
-    def make(folder: Path) -> None:
-        lines.extend(_make(stock, options, folder))
-
+    settings = options.model_dump(mode="json", exclude={"out"}, exclude_none=True)
     try:
-        make_once(
-            options.out, options.model_dump(mode="json", exclude={"out"}, exclude_none=True), make
-        )
+        make_once(options.out, settings, lambda folder: lines.extend(_make(stock, options, folder)))
     except (OSError, SafetensorError) as error:
         remedy = "free space or permit writing there, or choose another folder with out=FOLDER"
         raise StorageError(str(options.out), str(error), remedy=remedy) from error
@@ -95,47 +132,49 @@ def make_coord_model(options: AddOptions) -> list[str]:
 
 
 def _read_stock(options: AddOptions) -> _Stock:
-    problems = list(
-        checkpoint_problems(
-            options.model,
-            key="model",
-            remedy="give the folder of a downloaded Qwen2.5-VL or Qwen3-VL checkpoint",
-        )
-    )
-    stock = None if problems else _load_stock(options.model, problems)
+    remedy = "give the folder of a downloaded Qwen2.5-VL or Qwen3-VL checkpoint"
+    problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
+    stock = None
+    if not problems:
+        try:
+            config = AutoConfig.from_pretrained(options.model)
+            if problem := model_type_problem(options.model, config, key="model"):
+                problems.append(problem)
+            else:
+                stock = _Stock(config, AutoProcessor.from_pretrained(options.model))
+        except (ValueError, OSError) as error:
+            problems.append(
+                f"model: {options.model} cannot be loaded ({error}); give the folder of a complete"
+                " checkpoint"
+            )
     if options.out.exists():
         problems.append(f"out: {options.out} exists; remove it, or choose another folder")
     if stock is not None:
-        problems += _token_problems(stock.tokenizer, options.model)
-        problems += _pixel_problems(stock.processor.image_processor, options)
+        problems += _token_problems(stock.processor.tokenizer, options.model)
+        low, high = _pixel_limits(stock.processor.image_processor, options)
+        one_token = _pixels_per_token(stock.processor.image_processor)
+        if high < one_token:
+            problems.append(
+                f"max_pixels: {high} is less than one image token ({one_token} pixels); raise it"
+            )
+        if low > high:
+            problems.append(
+                f"min_pixels: {low} is more than max_pixels, {high}; lower it, or raise max_pixels"
+            )
     if problems:
         raise ConfigError(problems)
     assert stock is not None
     return stock
 
 
-def _load_stock(folder: Path, problems: list[str]) -> _Stock | None:
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        if problem := model_type_problem(folder, config, key="model"):
-            problems.append(problem)
-            return None
-        return _Stock(config, AutoProcessor.from_pretrained(folder))
-    except (ValueError, OSError) as error:
-        problems.append(
-            f"model: {folder} cannot be loaded ({error}); give the folder of a complete checkpoint"
-        )
-        return None
-
-
 def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
     vocabulary = tokenizer.get_vocab()
-    num_there = sum(token in vocabulary for token in COORD_TOKENS)
-    if num_there == NUM_BINS:
+    num_present = sum(token in vocabulary for token in COORD_TOKENS)
+    if num_present == NUM_BINS:
         yield f"model: {folder} has the coord tokens already; use it as model.path"
-    elif num_there:
+    elif num_present:
         yield (
-            f"model: {folder} has {num_there} of the {NUM_BINS} coord tokens; give the stock"
+            f"model: {folder} has {num_present} of the {NUM_BINS} coord tokens; give the stock"
             " checkpoint"
         )
     if END_OF_TURN not in vocabulary:
@@ -145,19 +184,14 @@ def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
         )
 
 
-def _pixel_problems(image_processor: Any, options: AddOptions) -> Iterator[str]:
-    low, high = _limits(image_processor, options)
-    one_token = (image_processor.patch_size * image_processor.merge_size) ** 2
-    if high < one_token:
-        yield f"max_pixels: {high} is less than one image token ({one_token} pixels); raise it"
-    if low > high:
-        yield f"min_pixels: {low} is more than max_pixels, {high}; lower it, or raise max_pixels"
-
-
-def _limits(image_processor: Any, options: AddOptions) -> tuple[int, int]:
-    """Fewest and most pixels of an image."""
+def _pixel_limits(image_processor: Any, options: AddOptions) -> tuple[int, int]:
+    """Return the fewest and the most pixels of an image."""
     size = image_processor.size
     return options.min_pixels or size.shortest_edge, options.max_pixels or size.longest_edge
+
+
+def _pixels_per_token(image_processor: Any) -> int:
+    return int(image_processor.patch_size * image_processor.merge_size) ** 2
 
 
 def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
@@ -169,11 +203,13 @@ def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
             " complete checkpoint"
         ) from error
     numbers = sum(parameter.numel() for parameter in model.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
     yield (
-        f"model     {stock.config.model_type}, {numbers:,} parameters in"
-        f" {str(model.dtype).removeprefix('torch.')}, from {options.model}"
+        f"model     {stock.config.model_type}, {numbers:,} parameters in {dtype}, from"
+        f" {options.model}"
     )
-    tokenizer, num_stock_tokens = stock.tokenizer, len(stock.tokenizer)
+    tokenizer = stock.processor.tokenizer
+    num_stock_tokens = len(tokenizer)
     digit_ids = sorted(set(tokenizer.encode("0123456789", add_special_tokens=False)))
     add_coord_tokens(tokenizer)
     coord_ids = _checked_ids(tokenizer)
@@ -183,24 +219,22 @@ def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
     )
     yield _make_room(model, num_stock_tokens, len(tokenizer))
     yield _initialise(model, num_stock_tokens, coord_ids, digit_ids, options)
-    low, high = _limits(stock.processor.image_processor, options)
-    stock.processor.image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
-    tokens = (
-        high
-        // (stock.processor.image_processor.patch_size * stock.processor.image_processor.merge_size)
-        ** 2
-    )
+    image_processor = stock.processor.image_processor
+    low, high = _pixel_limits(image_processor, options)
+    image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
+    tokens = high // _pixels_per_token(image_processor)
     yield f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
     model.save_pretrained(folder)
     stock.processor.save_pretrained(folder)
     FreshTokens(coord_ids[0], NUM_BINS).save(folder)
-    # What was written, and not what was meant to be.
+    # Check what was written, not what was meant to be.
     assert _checked_ids(AutoProcessor.from_pretrained(folder).tokenizer) == coord_ids
 
 
 def _checked_ids(tokenizer: Any) -> list[int]:
-    """The ids of the coord tokens in the order of their bins. ConfigError where they are not as the
-    rest of the project needs them.
+    """Return the coord tokens' ids in the order of their bins.
+
+    Raises ConfigError where they are not consecutive, or not tokens of their own in JSON.
     """
     codec = HFTokenCodec(tokenizer)
     ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
@@ -219,17 +253,17 @@ def _checked_ids(tokenizer: Any) -> list[int]:
 
 
 def _make_room(model: Any, num_stock_tokens: int, num_tokens: int) -> str:
-    """As many rows as tokens. Qwen's embeddings have more rows than its tokenizer has tokens: they
-    are taken first.
-    """
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    num_rows, tied = embeddings.weight.shape[0], head.weight is embeddings.weight
+    """Give the model as many rows as there are tokens."""
+    # Qwen's embeddings have more rows than its tokenizer has tokens: they are taken first.
+    embeddings = model.get_input_embeddings()
+    num_rows = embeddings.weight.shape[0]
+    is_tied = model.get_output_embeddings().weight is embeddings.weight
     free = f"{num_rows - num_stock_tokens} of {num_rows} embedding rows had no token"
     if num_tokens <= num_rows:
         return f"rows      {free}: enough, none were added"
     wanted = -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
     model.resize_token_embeddings(wanted, mean_resizing=False)
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    assert (len(_embeddings(model)) == 1) == is_tied
     assert model.config.get_text_config().vocab_size == wanted
     with torch.no_grad():
         for weight in _embeddings(model):
@@ -252,11 +286,9 @@ def _initialise(
         for weight in weights:
             rows = coord_rows(weight[:num_stock_tokens], digit_ids, options.init, generator)
             weight[coord_ids[0] : coord_ids[-1] + 1] = rows.to(weight.dtype)
-    how = (
-        f"the digits' mean and waves around it, seed {options.seed}"
-        if options.init == "spread"
-        else "the mean of all tokens"
-    )
+    how = "the mean of all tokens"
+    if options.init == "spread":
+        how = f"the digits' mean and waves around it, seed {options.seed}"
     head = "the head tied to it"
     if len(weights) > 1:
         head = "of the head, which has weights of its own"
@@ -264,8 +296,9 @@ def _initialise(
 
 
 def _embeddings(model: Any) -> list[torch.Tensor]:
-    """The input embedding and, where it is not the same tensor, the head."""
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    """Return the input embedding and, where it is not the same tensor, the head."""
+    embeddings = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
     return [embeddings] if head is embeddings else [embeddings, head]
 
 
@@ -278,48 +311,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-# First embeddings of the coord tokens: near bins get near rows.
-#
-# With 1,000 independent rows a model first has to learn that 499 lies beside 500, bin by bin. Here,
-# with the commands that make checkpoints: no run needs it, so it is no part of a learner. Shape
-# legend: C the 1,000 bins, D hidden size, W waves, V rows of an embedding.
-
-
-NUM_FREQUENCIES = 32
-NUM_WAVES = 2 * NUM_FREQUENCIES
-
-CoordInit = Literal["spread", "mean"]
-
-
-def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
-    """[C, D]: mixtures of cosines and sines over the axis, low frequencies strongest."""
-    position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
-    frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
-    angle_FC = torch.pi * frequency_F[:, None] * position_C
-    waves_WC = (
-        torch.cat([torch.cos(angle_FC), torch.sin(angle_FC)])
-        / frequency_F.sqrt().repeat(2)[:, None]
-    )
-    return (mixture_DW @ waves_WC).T
-
-
-def coord_rows(
-    rows_VD: torch.Tensor, digit_ids: list[int], init: CoordInit, generator: torch.Generator
-) -> torch.Tensor:
-    """float32 [C, D], for an embedding or a head whose rows of real tokens are `rows_VD`.
-
-    spread: the digits' mean plus waves, as far from it as the digits are: a coord token is at first
-    a number like any other, beside its neighbours. mean: the mean of all tokens, the same for every
-    bin.
-    """
-    if init == "mean":
-        return rows_VD.float().mean(dim=0).expand(NUM_BINS, -1)
-    digits = rows_VD[digit_ids].float()
-    centre_D = digits.mean(dim=0)
-    waves_CD = mixed_waves(torch.randn(rows_VD.shape[1], NUM_WAVES, generator=generator))
-    return (
-        centre_D
-        + waves_CD * ((digits - centre_D).square().mean() / waves_CD.square().mean()).sqrt()
-    )

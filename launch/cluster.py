@@ -1,6 +1,4 @@
-"""Where a run lives: Ray, the placement of engines and learner ranks, and the end of all its
-processes.
-"""
+"""Starts a run's processes on Ray where the placement puts them, and ends them all."""
 
 from __future__ import annotations
 
@@ -54,8 +52,14 @@ from shared.trajectory import ExampleCounts
 
 
 class Cluster:
-    """One run's processes. On exit, good or bad, all of them end; a cluster that was running before
-    the run is left running.
+    """One run's processes. On exit, good or bad, all of them end; a cluster that ran before stays.
+
+    Example, 3 rollout actors and 1 learner rank: one placement group of 4 bundles; bundles 0 to 2
+    hold the actors, bundle 3 the rank.
+
+    Args:
+        start_up: prints a line for every stage.
+        examples: those of the run's environment, where it has one.
     """
 
     def __init__(
@@ -65,31 +69,26 @@ class Cluster:
         start_up: StartUp,
         examples: ExampleCounts | None = None,
     ) -> None:
-        """`start_up` hears of every stage; `examples` are those of the run's environment, where it
-        has one.
-        """
         self._config = config
+        self._images = images
         self._start_up = start_up
-        self._images, self._examples = images, examples
+        self._examples = examples
+        # A stack, so that an end that fails does not keep the others from theirs.
         self._ends = ExitStack()
 
     def __enter__(self) -> Cluster:
-        """Raises ConfigError when there is no such cluster, or none can be started."""
+        """Connect to Ray. Raises ConfigError where there is no such cluster, or none starts."""
         cluster = self._config.cluster
-        own = (
-            {}
-            if cluster.address != "local"
-            else {
-                "include_dashboard": cluster.dashboard,
-                "_temp_dir": cluster.temp_dir and str(cluster.temp_dir),
-            }
-        )
-        # Pool and learner report every failed call themselves.
+        options: dict[str, Any] = {}
+        if cluster.address == "local":
+            options["include_dashboard"] = cluster.dashboard
+            options["_temp_dir"] = cluster.temp_dir and str(cluster.temp_dir)
+        # The clients of engines and learner report every failed call themselves.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self._ends.callback(ray.shutdown)
         try:
             with self._start_up.stage("Ray"):
-                connect(self._config, **own)
+                connect(self._config, **options)
         except ConfigError:
             self._ends.close()
             raise
@@ -101,7 +100,6 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A stack, so that an end that fails does not keep the others from theirs.
         self._ends.close()
 
     def start(self) -> tuple[RayLearner, RolloutClient]:
@@ -111,197 +109,129 @@ class Cluster:
             ConfigError: too few resources, or what the learner finds wrong with model and data.
             RolloutError, LearnerError: a process that did not come up.
         """
-        placement = plan_placement(self._config, connected_nodes())
-        require_vllm(self._config, placement.transport)
+        config = self._config
+        placement = plan_placement(config, connected_nodes())
+        require_vllm(config, placement.transport)
         group = self._reserve(placement)
         learner = self._place_learner(placement, group)
-        match engines_in(self._config):
+        names = ", ".join(_rank_names(placement))
+        match engines_in(config):
             case EngineLocation.RANKS:
-                return learner, self._start_in_ranks(placement, learner)
+                # One wait for both: a rank loads its engine when it has loaded its model, whose
+                # device the two share.
+                backend = _make_backend(config, placement, self._images)
+                with self._start_up.stage(f"{names} with an engine"):
+                    learner.start(config, _topologies(placement), backend)
+                return learner, RankRolloutClient(
+                    learner,
+                    config.timeouts,
+                    num_ranks=config.learner.world_size,
+                    devices_per_rank=placement.devices_per_engine,
+                    decode_batch_size=config.rollout_matching.decode_batch_size,
+                )
             case EngineLocation.ACTORS:
-                return learner, self._start_with_actors(placement, group, learner)
+                # The learner knows most about bad input and needs seconds, so it is waited for
+                # first; the engines, created before that, start meanwhile.
+                engines = self._place_actors(placement, group)
+                workers = len(placement.engines) * placement.devices_per_engine
+                topologies = _topologies(placement, ReceiverGroup(workers))
+                with self._start_up.stage(names):
+                    learner.start(config, topologies, examples=self._examples)
+                self._start(engines)
             case EngineLocation.SERVERS:
-                return learner, self._start_with_servers(placement, learner)
-
-    def _start_in_ranks(self, placement: Placement, learner: RayLearner) -> RolloutClient:
-        """One wait for both: a rank loads its engine when it has loaded its model, whose device the
-        two share.
-        """
-        config = self._config
-        with self._start_up.stage(f"{_who(placement)} with an engine"):
-            learner.start(
-                config, _places(placement, ()), _make_backend(config, placement, self._images)
-            )
-        size, devices = config.rollout_matching.decode_batch_size, placement.devices_per_engine
-        return RankRolloutClient(
-            learner,
-            config.timeouts,
-            num_ranks=config.learner.world_size,
-            devices_per_rank=devices,
-            decode_batch_size=size,
-        )
-
-    def _start_with_actors(
-        self, placement: Placement, group: PlacementGroup, learner: RayLearner
-    ) -> RolloutClient:
-        """The learner knows most about bad input and needs seconds, so it is waited for first; the
-        engines, created before that, start meanwhile.
-        """
-        pool = self._place_actors(placement, group)
-        workers = len(placement.engines) * placement.devices_per_engine
-        with self._start_up.stage(_who(placement)):
-            learner.start(
-                self._config, _places(placement, (ReceiverGroup(workers),)), examples=self._examples
-            )
-        self._start(pool)
-        return self._with_environments(pool, placement)
-
-    def _start_with_servers(self, placement: Placement, learner: RayLearner) -> RolloutClient:
-        """The servers are waited for first: only they know how many devices are going to receive
-        what the learner sends.
-        """
-        section = rollout_servers(self._config)
-        assert section is not None
-        pool = self._reach_servers(placement, section)
-        self._start(pool)
-        receivers = tuple(
-            ReceiverGroup(devices, server.group_port)
-            for devices, server in zip(pool.devices, section.servers, strict=True)
-        )
-        with self._start_up.stage(_who(placement)):
-            learner.start(self._config, _places(placement, receivers), examples=self._examples)
-        return self._with_environments(pool, placement)
+                # The servers are waited for first: only they know how many devices are going to
+                # receive what the learner sends.
+                section = rollout_servers(config)
+                assert section is not None
+                engines = self._reach_servers(placement, section)
+                self._start(engines)
+                receivers = [
+                    ReceiverGroup(devices, server.group_port)
+                    for devices, server in zip(engines.devices, section.servers, strict=True)
+                ]
+                topologies = _topologies(placement, *receivers)
+                with self._start_up.stage(names):
+                    learner.start(config, topologies, examples=self._examples)
+        if config.environment is not None:
+            self._start_environments(config.environment, engines, placement)
+        return learner, engines
 
     def start_actors(self) -> RolloutClient:
-        """Place and start the rollout actors alone: they serve `model.path` as it is. Raises
-        ConfigError and RolloutError as `start` does.
+        """Place and start the rollout actors alone: they serve `model.path` as it is.
+
+        Raises ConfigError and RolloutError as `start` does.
         """
         placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config, placement.transport)
-        pool = self._place_actors(placement, self._reserve(placement))
-        self._start(pool)
-        return pool
+        engines = self._place_actors(placement, self._reserve(placement))
+        self._start(engines)
+        return engines
+
+    def _reserve(self, placement: Placement) -> PlacementGroup:
+        group = placement_group([bundle.named() for bundle in placement.bundles], strategy="PACK")
+        self._ends.callback(remove_placement_group, group)
+        start_s = self._config.timeouts.start_s
+        with self._start_up.stage("room in the cluster"):
+            has_room = group.wait(start_s)
+        if not has_room:
+            bundles = ", ".join(
+                f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles
+            )
+            raise ConfigError(
+                f"{placement.key}: the cluster has the resources, but in {start_s:g} s"
+                f" (timeouts.start_s) no nodes had room for {bundles}, each on one node; check"
+                " `ray status` for what other jobs hold, or lower what is asked for"
+            )
+        return group
 
     def _place_learner(self, placement: Placement, group: PlacementGroup) -> RayLearner:
-        actors = [
-            self._create(
-                ray.remote(concurrency_groups={STOPPING: 1})(LearnerActor),
-                (),
-                name=rank_name(rank, len(placement.ranks)),
-                resources=resources,
-                # Engines come first in the group.
-                where=_bundle(group, len(placement.engines) + rank),
-                # Beside engines on the same cores, threads that spin while they wait for each other
-                # make a step tens of times slower.
-                runtime_env=neighbour_env(
-                    self._config, placement, self._images, OMP_WAIT_POLICY="PASSIVE"
-                ),
-            )
-            for rank, resources in enumerate(placement.ranks)
-        ]
+        # Beside engines on the same cores, threads that spin while they wait for each other make a
+        # step tens of times slower.
+        runtime_env = neighbour_env(
+            self._config, placement, self._images, OMP_WAIT_POLICY="PASSIVE"
+        )
+        shell = ray.remote(concurrency_groups={STOPPING: 1})(LearnerActor)
+        actors = []
+        for rank, name in enumerate(_rank_names(placement)):
+            where = _bundle(group, len(placement.engines) + rank)  # engines come first
+            resources = placement.ranks[rank]
+            actors.append(self._create(shell, name, resources, where, runtime_env))
         learner = RayLearner(actors, self._config.timeouts)
         self._ends.callback(learner.close)
         return learner
 
     def _place_actors(self, placement: Placement, group: PlacementGroup) -> RolloutClient:
-        config = self._config
-        settings = settings_of_run(config, placement, self._images)
+        settings = settings_of_run(self._config, placement, self._images)
+        runtime_env = engine_runtime_env(settings)
         names = [actor_name(index) for index in range(len(placement.engines))]
-        actors = [
-            self._create(
-                ray.remote(EngineActor),
-                (VllmEngineSpec(name, settings, index),),
-                name=name,
-                resources=resources,
-                where=_bundle(group, index),
-                runtime_env=engine_runtime_env(settings),
-            )
-            for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True))
-        ]
-        return self._pool(
-            actors, names, RolloutTimeouts.for_actors(config.timeouts), asks_next_on_failure=False
-        )
-
-    def _with_environments(self, engines: RolloutClient, placement: Placement) -> RolloutClient:
-        """The engines themselves where rollouts are of samples; else behind actors that
-        environments run in.
-        """
-        config, section = self._config, self._config.environment
-        if section is None:
-            return engines
-        assert self._examples is not None, "they are counted before the start"
-        names = [environment_name(index) for index in range(section.num_actors)]
-        if section.cpus_per_actor == 0:
-            where: Any = here()
-            runtime_env = neighbour_env(
-                config,
-                placement,
-                self._images,
-                OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
-            )
-        else:  # perhaps on nodes without engines, where there is no server to fork from
-            where, runtime_env = "SPREAD", {"env_vars": {"HF_HUB_OFFLINE": "1"}}
-        actors = [
-            self._create(
-                ray.remote(EnvironmentActor),
-                (
-                    name,
-                    runner_settings(config, section, engines.devices, self._examples, index),
-                    engines.actors,
-                    engines.names,
-                    engines.timeouts.generate,
-                ),
-                name=name,
-                resources=Resources(cpus=section.cpus_per_actor, gpus=0.0),
-                where=where,
-                runtime_env=runtime_env,
-            )
-            for index, name in enumerate(names)
-        ]
-        # What bounds a round is what the engines take.
-        environments = RolloutClient(
-            actors, names, RolloutTimeouts.for_environments(config.timeouts)
-        )
-        self._ends.callback(environments.close)
-        self._start(environments)
-        engines.generate_through(environments, group_size=section.rollouts_per_example)
-        return engines
+        actors = []
+        for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True)):
+            spec = VllmEngineSpec(name, settings, index)
+            where = _bundle(group, index)
+            shell = ray.remote(EngineActor)
+            actors.append(self._create(shell, name, resources, where, runtime_env, spec))
+        timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
+        return self._engines(actors, names, timeouts, asks_next_on_failure=False)
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
-        """An actor for each server that was launched elsewhere: it needs a process to wait in, and
-        no resources.
+        """Create an actor without resources for each server: it needs a process to wait in.
 
-        They stay on this node, from which preflight asks: a server's address may mean another
-        machine elsewhere, and 127.0.0.1 always does. Raises ConfigError where the token is not
-        there.
+        Raises ConfigError where the token is not set.
         """
-        names = [server_name(index) for index in range(len(section.servers))]
         settings = settings_of_run(self._config, placement, self._images)
         addresses = server_addresses(section, instead_of_servers(self._config))
-        specs = [
-            ServerEngineSpec(name, address, index, settings)
-            for index, (name, address) in enumerate(zip(names, addresses, strict=True))
-        ]
+        names = [server_name(index) for index in range(len(section.servers))]
         nothing = Resources(cpus=0.0, gpus=0.0)
-        actors = [
-            self._create(
-                ray.remote(EngineActor),
-                (spec,),
-                name=spec.name,
-                resources=nothing,
-                where=here(),
-                runtime_env={},
-            )
-            for spec in specs
-        ]
-        return self._pool(
-            actors,
-            names,
-            RolloutTimeouts.for_servers(section, self._config.timeouts),
-            asks_next_on_failure=True,
-        )
+        actors = []
+        for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            spec = ServerEngineSpec(name, address, index, settings)
+            # On this node, from which preflight asks: elsewhere a server's address may mean another
+            # machine, and 127.0.0.1 always does.
+            actors.append(self._create(ray.remote(EngineActor), name, nothing, here(), {}, spec))
+        timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts)
+        return self._engines(actors, names, timeouts, asks_next_on_failure=True)
 
-    def _pool(
+    def _engines(
         self,
         actors: list[Any],
         names: list[str],
@@ -309,37 +239,73 @@ class Cluster:
         *,
         asks_next_on_failure: bool,
     ) -> RolloutClient:
-        size, ranks = (
-            self._config.rollout_matching.decode_batch_size,
-            self._config.learner.world_size,
-        )
-        pool = RolloutClient(
+        engines = RolloutClient(
             actors,
             names,
             timeouts,
-            decode_batch_size=size,
-            learner_ranks=ranks,
+            decode_batch_size=self._config.rollout_matching.decode_batch_size,
+            learner_ranks=self._config.learner.world_size,
             asks_next_on_failure=asks_next_on_failure,
         )
-        self._ends.callback(pool.close)
-        return pool
+        self._ends.callback(engines.close)
+        return engines
 
-    def _start(self, pool: RolloutClient) -> None:
-        with self._start_up.stage(", ".join(pool.names)):
-            pool.start()
+    def _start_environments(
+        self, section: EnvironmentSection, engines: RolloutClient, placement: Placement
+    ) -> None:
+        """Start the actors that environments run in, and have the engines generate through them."""
+        config = self._config
+        assert self._examples is not None, "they are counted before the start"
+        names = [environment_name(index) for index in range(section.num_actors)]
+        where: Any
+        if section.cpus_per_actor == 0:
+            where = here()
+            threads = os.environ.get("OMP_NUM_THREADS", "1")
+            runtime_env = neighbour_env(config, placement, self._images, OMP_NUM_THREADS=threads)
+        else:  # perhaps on nodes without engines, where there is no server to fork from
+            where = "SPREAD"
+            runtime_env = {"env_vars": {"HF_HUB_OFFLINE": "1"}}
+        resources = Resources(cpus=section.cpus_per_actor, gpus=0.0)
+        actors = [
+            self._create(
+                ray.remote(EnvironmentActor),
+                name,
+                resources,
+                where,
+                runtime_env,
+                name,
+                runner_settings(config, section, engines.devices, self._examples, index),
+                engines.actors,
+                engines.names,
+                engines.timeouts.generate,
+            )
+            for index, name in enumerate(names)
+        ]
+        timeouts = RolloutTimeouts.for_environments(config.timeouts)
+        environments = RolloutClient(actors, names, timeouts)
+        self._ends.callback(environments.close)
+        self._start(environments)
+        engines.generate_through(environments, group_size=section.rollouts_per_example)
+
+    def _start(self, client: RolloutClient) -> None:
+        with self._start_up.stage(", ".join(client.names)):
+            client.start()
 
     def _create(
         self,
         shell: Any,
-        arguments: tuple[Any, ...],
-        *,
         name: str,
         resources: Resources,
         where: Any,
         runtime_env: dict[str, Any],
+        *arguments: Any,
     ) -> Any:
-        """`shell` is what `ray.remote` made of a class; `where` is the strategy by which Ray
-        chooses its node.
+        """Create a Ray actor.
+
+        Args:
+            shell: `ray.remote(...)` of its class.
+            where: the scheduling strategy by which Ray chooses its node.
+            arguments: of its class.
         """
         actor = shell.options(
             name=name,
@@ -351,23 +317,6 @@ class Cluster:
         self._ends.callback(ray.kill, actor)
         return actor
 
-    def _reserve(self, placement: Placement) -> PlacementGroup:
-        group = placement_group([bundle.named() for bundle in placement.bundles], strategy="PACK")
-        self._ends.callback(remove_placement_group, group)
-        with self._start_up.stage("room in the cluster"):
-            is_there = group.wait(self._config.timeouts.start_s)
-        if not is_there:
-            asked = ", ".join(
-                f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles
-            )
-            raise ConfigError(
-                f"{placement.key}: the cluster has the resources, but in"
-                f" {self._config.timeouts.start_s:g} s (timeouts.start_s) no nodes had room for"
-                f" {asked}, each on one node; check `ray status` for what other jobs hold, or lower"
-                " what is asked for"
-            )
-        return group
-
 
 def runner_settings(
     config: RunConfig,
@@ -376,9 +325,8 @@ def runner_settings(
     examples: ExampleCounts,
     index: int,
 ) -> RunnerSettings:
-    """Of the environment actor of this index, with engines of so many devices each. Together they
-    fill an engine, the first ones with a request more.
-    """
+    """Return the settings of one environment actor, beside engines of so many devices each."""
+    # Together the actors fill an engine, the first ones with a request more.
     room = config.rollout_matching.decode_batch_size * min(devices)
     return RunnerSettings(
         env_id=section.id,
@@ -400,22 +348,20 @@ def runner_settings(
 
 
 def here() -> NodeAffinitySchedulingStrategy:
-    """The driver's node and no other."""
+    """Return the strategy that keeps an actor on the driver's node."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def _who(placement: Placement) -> str:
-    """Return the names of the learner's ranks."""
-    return ", ".join(rank_name(rank, len(placement.ranks)) for rank in range(len(placement.ranks)))
+def _rank_names(placement: Placement) -> list[str]:
+    return [rank_name(rank, len(placement.ranks)) for rank in range(len(placement.ranks))]
 
 
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(
-        placement_group=group, placement_group_bundle_index=index
-    )
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 
-def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[RankTopology]:
+def _topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTopology]:
+    """Describe each rank's place; rank 0 alone sends to the receivers."""
     return [
         RankTopology(
             placement.transport,
@@ -429,16 +375,12 @@ def _places(placement: Placement, receivers: tuple[ReceiverGroup, ...]) -> list[
 
 
 def _make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeBackend:
-    """The backend that lives in every learner rank."""
-    if config.rollout_matching.rollout_backend == "hf":
+    """Return the backend that generates in every learner rank."""
+    section = config.rollout_matching
+    if section.rollout_backend == "hf":
         from rollout_actors.backends.hf import HFBackendSpec
 
-        return HFBackendSpec(
-            config.rollout_matching.decode_batch_size,
-            config.rollout_matching.repeat_terminate.settings(),
-        )
+        return HFBackendSpec(section.decode_batch_size, section.repeat_terminate.settings())
     from rollout_actors.backends.colocate import ColocatedSpec
 
-    return ColocatedSpec(
-        settings_of_run(config, placement, images), sleep=config.rollout_matching.vllm.sleep
-    )
+    return ColocatedSpec(settings_of_run(config, placement, images), sleep=section.vllm.sleep)

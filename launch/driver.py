@@ -1,4 +1,14 @@
-"""The page: how learner and rollout engines make one run (DESIGN 2)."""
+"""The run's loop: how learner and rollout engines make one run (DESIGN 2).
+
+One step of channel B with two rounds, pipelined; time runs to the right::
+
+    learner  | requests |         | learn 1 | learn 2 | update | send weights    |
+    engines             | round 1 | round 2 |                  | receive weights |
+
+The step asks the learner for its requests, splits them into rounds, hands every finished round back
+(`accumulate`), and ends with one update (`finish_step`) and one sync.
+A step of channel A has no rounds: the learner learns the ground truth in `finish_step`.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +49,23 @@ def train(
     telemetry: Telemetry,
     checkpoints: Checkpoints,
 ) -> None:
-    """Every step of the run. Engines take weights while nothing is generated: a round that
-    `max_staleness` lets run beside an update is waited for first.
+    """Run every step.
+
+    Engines take weights while nothing is generated: `sync_weights` first waits for a round that
+    `max_staleness` lets run beside an update.
     """
 
     def rounds_of(plan: StepPlan) -> list[PerRank]:
         return rollouts.split(learner.next_requests(plan))
 
     def report_held_out(step: int) -> None:
-        checkpoints.after_report(
-            step, telemetry.evaluation(evaluate(learner, rollouts, step, queue))
-        )
+        evaluation = evaluate(learner, rollouts, step, queue)
+        checkpoints.after_report(step, telemetry.evaluation(evaluation))
 
     telemetry.sync(sync_weights(learner, rollouts))
-    for stretch in schedule.windows():
-        rounds = RoundStream(queue, rollouts.generate, rounds_of, stretch)
-        for plan in stretch:
+    for window in schedule.windows():
+        rounds = RoundStream(queue, rollouts.generate, rounds_of, window)
+        for plan in window:
             if plan.evaluate_before:
                 report_held_out(plan.step)
             with telemetry.step(plan) as record:
@@ -65,7 +76,7 @@ def train(
                 if plan.sync_after:
                     record.sync = sync_weights(learner, rollouts)
             checkpoints.after_step(plan.number)
-    # Before the last report: what can go wrong there must not cost the run.
+    # Saved before the last report: what can go wrong there must not cost the run.
     checkpoints.at_end(schedule.max_steps)
     if schedule.evaluates_before(schedule.max_steps):
         report_held_out(schedule.max_steps)
@@ -74,7 +85,7 @@ def train(
 def evaluate(
     held_out: HeldOutClient, rollouts: RolloutClient, step: int, queue: Queue
 ) -> Evaluation[Any]:
-    """What becomes of the held-out samples with the weights that they serve now."""
+    """Generate and score the held-out samples with the weights that the engines have now."""
     outcomes: list[Any] = []
     started_s = time.monotonic()
     for done in queue(rollouts.generate, rollouts.split(held_out.held_out_requests(step))):

@@ -1,11 +1,12 @@
-"""`python -m launch.evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [section.key=value
-...]`: the held-out report of a run's final checkpoint.
+"""Makes the held-out report of a run's final checkpoint.
+
+    python -m launch.evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [a.b=VALUE ...]
 
 The run's own configuration holds, with the given keys changed: `data.val=...` evaluates on other
 data. Rollouts are generated as in training, by the actors of `rollout_matching.vllm.actors`, at
 most `decode_batch_size` at a time on each device. Report and predictions go to
-`run/evaluations/NAME`, which must not exist. Nothing heavy is imported before configuration and
-data are known to be sound.
+`run/evaluations/NAME`, which must not exist. Nothing heavy is imported before the configuration is
+known to be sound.
 """
 
 from __future__ import annotations
@@ -31,11 +32,9 @@ from rich.text import Text
 from launch.cli import end_on_signals, explained, read_arguments, with_absolute_paths
 from launch.runtime.saved_run import load_run
 from launch.runtime.start_up import StartUp
-from launch.sample_pages.html import printable
 from launch.serve import device_here
 from learner.model.checkpoint_folder import checkpoint_problems
 from rollout_actors.backends.rollmatch_server import serve_command
-from rollout_actors.engine.settings import EngineSettings
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section, refusal
@@ -47,17 +46,15 @@ from shared.sent_requests import PictureShelf
 from shared.weight_sync.transports import Sharing, choose_transport
 
 if TYPE_CHECKING:
-    from launch.reports.detection import Table
     from learner.held_out import HeldOut
 
-
-_DECIDED = {
+_SET_BY_THE_COMMAND = {
     "model.path": "the checkpoint decides it; use checkpoint=FOLDER",
     "telemetry.run_dir": (
         "the run decides it; use run=FOLDER, and name=NAME for the report's place in it"
     ),
 }
-"""Keys of the configuration that this command sets itself."""
+"""Keys of the configuration that this command sets itself, and what to use instead."""
 
 _BY_ACTORS_ALONE: Mapping[str, Any] = {
     # Whatever generated in the run: a checkpoint is evaluated by actors of this command's own,
@@ -79,17 +76,16 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
 }
 
 MAX_CHARACTERS = 200
-"""Of an answer's text on the console."""
+"""The most of an answer's text on the console."""
 
 _SERVED_AT = "http://127.0.0.1:8000"
-"""Where the server of a checkpoint is, in the commands for runs that this one does not evaluate."""
+"""The server's address in the commands for runs that this one does not evaluate."""
 
 
 def _folder_name(name: str) -> str:
     if name != Path(name).name or name in ("", "..") or name.endswith(".partial"):
-        raise refusal(
-            f"must be the name of one folder, got {name!r}", "write a name without slashes"
-        )
+        wrong = f"must be the name of one folder, got {name!r}"
+        raise refusal(wrong, "write a name without slashes")
     return name
 
 
@@ -107,18 +103,23 @@ class EvaluateOptions(Section):
 def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(soft_wrap=True)
     with explained(console):
-        given = list(sys.argv[1:] if arguments is None else arguments)
-        own = [argument for argument in given if not _is_config_key(argument)]
-        options = read_arguments(EvaluateOptions, own)
-        run(options, [argument for argument in given if _is_config_key(argument)], console)
+        options: list[str] = []
+        overrides: list[str] = []
+        for argument in sys.argv[1:] if arguments is None else arguments:
+            key, equals, _ = argument.partition("=")
+            # `checkpoint` is a section of the configuration too: whole, it is this command's.
+            is_option = key in EvaluateOptions.model_fields
+            is_key = equals and ("." in key or key in RunConfig.model_fields)
+            (overrides if is_key and not is_option else options).append(argument)
+        run(read_arguments(EvaluateOptions, options), overrides, console)
 
 
 def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) -> None:
-    """The whole command: check, generate, report; whatever happens, no process stays."""
+    """Check, generate and report; whatever happens, no process stays."""
     config = evaluation_config(options, overrides)
     assert config.data.val is not None
     folder = report_folder(config, options)
-    from launch.checks.data import load_checked
+    from launch.checks.data import ImageNeeds, load_checked
 
     start_up = StartUp(console)
     with start_up.stage("data"):
@@ -128,218 +129,50 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     # everyone down.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from launch.checks.data import ImageNeeds
     from launch.cluster import Cluster
     from launch.driver import evaluate
     from launch.pipeline import one_ahead
     from launch.reports.detection import answer_line, make_report, report_tables
     from launch.reports.page import write_report
     from launch.runtime.ray_connection import cluster_nodes
+    from launch.sample_pages.html import printable
     from learner.held_out import HeldOut
     from learner.model.loading import load_tokens
 
+    def show(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
     with start_up.stage("checks"):
-        # a cluster that does not answer is told in time, which `ray.init` would not do
+        # `ray.init` would wait for minutes for a cluster that does not answer.
         cluster_nodes(config)
         held_out = HeldOut.from_config(config, dataset, load_tokens(config))
-    if held_out.samples.num_skipped:
-        console.print(
-            f"data      skipped {held_out.samples.num_skipped} bad rows (data.on_bad_row: skip)",
-            highlight=False,
-        )
+    if skipped := held_out.samples.num_skipped:
+        show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")
     with Cluster(config, ImageNeeds.from_datasets(held_out.samples), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
-        console.print(
-            f"ready     {', '.join(rollouts.names)} with {config.model.path}", highlight=False
-        )
-        evaluation = evaluate(
-            LocalHeldOut(held_out, config.timeouts), rollouts, config.training.max_steps, one_ahead
-        )
+        show(f"ready     {', '.join(rollouts.names)} with {config.model.path}")
+        samples = LocalHeldOut(held_out, config.timeouts)
+        evaluation = evaluate(samples, rollouts, config.training.max_steps, one_ahead)
     if options.checkpoint is not None:
         evaluation = replace(evaluation, step=None)
-    report = make_report(
-        evaluation,
-        config,
-        subject=f"{config.telemetry.name}, {config.model.path} on {config.data.val}",
-    )
+    subject = f"{config.telemetry.name}, {config.model.path} on {config.data.val}"
+    report = make_report(evaluation, config, subject=subject)
     write_report(folder, report)
     for table in report_tables(report):
-        console.print(_console_table(table))
+        shown = RichTable(title=table.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for index, name in enumerate(table.head):
+            shown.add_column(name, justify="right" if index else "left")
+        for row in table.rows:
+            shown.add_row(*(Text(printable(cell)) for cell in row))
+        console.print(shown)
     for scene in report.incomplete:
-        console.print(
-            f"answer    {printable(answer_line(scene, MAX_CHARACTERS))}",
-            markup=False,
-            highlight=False,
-        )
-    console.print(f"report    {folder / 'report.html'}", highlight=False)
-
-
-def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
-    """The run's configuration over the checkpoint to evaluate, with the overrides and absolute
-    paths. `data.val` is not None.
-
-    Raises ConfigError: no such run, no checkpoint, nothing to evaluate on, and every problem of the
-    overrides.
-    """
-    checkpoint = options.checkpoint or options.run / "checkpoint"
-    changes = _changes(overrides)
-    if problems := [f"{key}: {why}" for key, why in _DECIDED.items() if _sets(changes, key)]:
-        raise ConfigError(problems)
-    config = load_run(options.run, changes)
-    remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
-    problems = [*checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy)]
-    if config.environment is not None:
-        told = "run: it is of an environment, which vf-eval evaluates"
-        try:
-            problems.append(
-                told if problems else f"{told}; {_instead(config, config.environment, checkpoint)}"
-            )
-        except ConfigError as error:  # it is of the run's own key
-            problems += [
-                told,
-                *(f"checkpoint: {problem.partition(': ')[2]}" for problem in error.problems),
-            ]
-    elif config.data.val is None:
-        problems.append(
-            "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl"
-        )
-    if problems:
-        raise ConfigError(problems)
-    decided = {"model.path": str(checkpoint), "telemetry.run_dir": str(options.run)}
-    return with_absolute_paths(load_run(options.run, {**changes, **_BY_ACTORS_ALONE, **decided}))
-
-
-def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
-    """The two commands that evaluate it. Raises ConfigError where the checkpoint's files have to be
-    read and cannot be.
-    """
-    serve = serve_command(
-        _engine_here(config, section, checkpoint),
-        _SERVED_AT,
-        tool_call_parser=section.tool_call_parser,
-    )
-    return (
-        f"serve its checkpoint with `{serve}`, and beside that run"
-        f" `{vf_eval_command(config, section)}`"
-    )
-
-
-def _engine_here(
-    config: RunConfig, section: EnvironmentSection, checkpoint: Path
-) -> EngineSettings:
-    """Of the checkpoint on this machine, as the run's engines were."""
-    from launch.checks.data import ImageNeeds
-    from launch.runtime.engine_settings import settings_of_run
-    from launch.runtime.placement import Placement
-
-    device, devices = device_here(), config.rollout_matching.vllm.actors.tensor_parallel_size
-    placement = Placement(
-        (), (), devices, device, device, choose_transport("auto", device, device, Sharing.NOTHING)
-    )
-    served = config.model_copy(
-        update={"model": config.model.model_copy(update={"path": str(checkpoint)})}
-    )
-    # It takes no weights: a checkpoint has its adapter merged.
-    return replace(
-        settings_of_run(served, placement, ImageNeeds(section.max_images_per_prompt)),
-        enable_lora=False,
-    )
-
-
-def vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
-    """What a held-out report of the run asks, of the server beside it."""
-    command = [
-        "python",
-        "-m",
-        "launch.vf_eval.__main__.__main__",
-        section.id,
-        "-b",
-        f"{_SERVED_AT}/v1",
-    ]
-    command += ["-a", json.dumps(section.args)] if section.args else []
-    command += [
-        "-T",
-        "0",
-        "-t",
-        str(config.rollout_matching.max_new_tokens),
-        "-n",
-        str(section.num_eval_examples or -1),
-        "-r",
-        "1",
-    ]
-    command += (
-        ["-S", json.dumps({"extra_body": {"chat_template_kwargs": section.chat_template_args}})]
-        if section.chat_template_args
-        else []
-    )
-    return shlex.join(command)
-
-
-def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
-    """Where the report goes. ConfigError when something is there."""
-    assert config.data.val is not None
-    name = options.name or f"{Path(config.model.path).name}_{config.data.val.stem}"
-    folder = config.telemetry.run_dir / "evaluations" / name
-    if folder.exists():
-        raise ConfigError(
-            f"name: {folder} holds a report already; choose another with name=NAME, or move that"
-            " one away"
-        )
-    return folder
-
-
-def _console_table(table: Table) -> RichTable:
-    shown = RichTable(title=table.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for index, name in enumerate(table.head):
-        shown.add_column(name, justify="right" if index else "left")
-    for row in table.rows:
-        shown.add_row(*(Text(printable(cell)) for cell in row))
-    return shown
-
-
-def _is_config_key(argument: str) -> bool:
-    key, equals, _ = argument.partition("=")
-    # `checkpoint` is a section of the configuration too: whole, it is meant for this command.
-    return (
-        bool(equals)
-        and ("." in key or key in RunConfig.model_fields)
-        and key not in EvaluateOptions.model_fields
-    )
-
-
-def _changes(overrides: Sequence[str]) -> dict[str, Any]:
-    """Dotted keys and what they are set to, as `launch.train` reads its command line. ConfigError
-    with every value that cannot be read.
-    """
-    changes, problems = {}, []
-    for override in overrides:
-        key, _, text = override.partition("=")
-        try:
-            changes[key] = OmegaConf.to_container(
-                OmegaConf.from_dotlist([f"value={text}"]), resolve=True
-            )["value"]  # type: ignore[index, call-overload]
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            problems.append(
-                f"{key}: cannot read {text!r} ({' '.join(str(error).split())}); quote it"
-            )
-    if problems:
-        raise ConfigError(problems)
-    return changes
-
-
-def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
-    """Whether the changes set this key, by itself or in a section given whole."""
-    section, _, key = dotted.partition(".")
-    return dotted in changes or (
-        section in changes and isinstance(changes[section], dict) and key in changes[section]
-    )
+        show(f"answer    {printable(answer_line(scene, MAX_CHARACTERS))}")
+    show(f"report    {folder / 'report.html'}")
 
 
 class LocalHeldOut:
-    """The held-out samples in this process, where nothing learns
-    (`launch.driver.HeldOutClient`).
-    """
+    """The held-out samples in this process, where nothing learns (`HeldOutClient`)."""
 
     def __init__(self, held_out: HeldOut, timeouts: TimeoutsSection) -> None:
         import ray
@@ -365,6 +198,124 @@ class LocalHeldOut:
         (rollouts,) = done
         shares = wait_for_all(self._call, [(ENGINES, share) for share in rollouts])
         return self._held_out.score(list(itertools.chain(*shares)))
+
+
+def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
+    """Return the run's configuration over the checkpoint, with the overrides and absolute paths.
+
+    `data.val` is not None.
+
+    Raises:
+        ConfigError: no such run, no checkpoint, nothing to evaluate on, and every problem of the
+            overrides.
+    """
+    changes = _read_overrides(overrides)
+    if problems := [
+        f"{key}: {remedy}" for key, remedy in _SET_BY_THE_COMMAND.items() if _sets(changes, key)
+    ]:
+        raise ConfigError(problems)
+    config = load_run(options.run, changes)
+    checkpoint = options.checkpoint or options.run / "checkpoint"
+    remedy = "let the run end with checkpoint.save_final: true, or name one with checkpoint=FOLDER"
+    problems = list(checkpoint_problems(checkpoint, key="checkpoint", remedy=remedy))
+    if config.environment is not None:
+        problem = "run: it is of an environment, which vf-eval evaluates"
+        if not problems:
+            try:
+                problem += f"; {_instead(config, config.environment, checkpoint)}"
+            except ConfigError as error:  # it names the run's own key
+                problems = [f"checkpoint: {one.partition(': ')[2]}" for one in error.problems]
+        problems.append(problem)
+    elif config.data.val is None:
+        problems.append(
+            "data.val: the run had no held-out samples; name some with data.val=FILE.jsonl"
+        )
+    if problems:
+        raise ConfigError(problems)
+    folders = {"model.path": str(checkpoint), "telemetry.run_dir": str(options.run)}
+    return with_absolute_paths(load_run(options.run, {**changes, **_BY_ACTORS_ALONE, **folders}))
+
+
+def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
+    """Write the two commands that evaluate a run of an environment.
+
+    Raises ConfigError where the checkpoint's files have to be read and cannot be.
+    """
+    from launch.checks.data import ImageNeeds
+    from launch.runtime.engine_settings import settings_of_run
+    from launch.runtime.placement import Placement
+
+    device = device_here()
+    devices = config.rollout_matching.vllm.actors.tensor_parallel_size
+    transport = choose_transport("auto", device, device, Sharing.NOTHING)
+    placement = Placement((), (), devices, device, device, transport)
+    model = config.model.model_copy(update={"path": str(checkpoint)})
+    settings = settings_of_run(
+        config.model_copy(update={"model": model}),
+        placement,
+        ImageNeeds(section.max_images_per_prompt),
+    )
+    # It takes no weights: a checkpoint has its adapter merged.
+    settings = replace(settings, enable_lora=False)
+    serve = serve_command(settings, _SERVED_AT, tool_call_parser=section.tool_call_parser)
+    return (
+        f"serve its checkpoint with `{serve}`, and beside that run"
+        f" `{vf_eval_command(config, section)}`"
+    )
+
+
+def vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
+    """Write the command that asks the server what a held-out report of the run asks."""
+    command = ["python", "-m", "launch.vf_eval", section.id, "-b", f"{_SERVED_AT}/v1"]
+    if section.args:
+        command += ["-a", json.dumps(section.args)]
+    command += ["-T", "0", "-t", str(config.rollout_matching.max_new_tokens)]
+    command += ["-n", str(section.num_eval_examples or -1), "-r", "1"]
+    if section.chat_template_args:
+        extra_body = {"chat_template_kwargs": section.chat_template_args}
+        command += ["-S", json.dumps({"extra_body": extra_body})]
+    return shlex.join(command)
+
+
+def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
+    """Return the folder of the report. Raises ConfigError when it exists."""
+    assert config.data.val is not None
+    name = options.name or f"{Path(config.model.path).name}_{config.data.val.stem}"
+    folder = config.telemetry.run_dir / "evaluations" / name
+    if folder.exists():
+        raise ConfigError(
+            f"name: {folder} holds a report already; choose another with name=NAME, or move that"
+            " one away"
+        )
+    return folder
+
+
+def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Read dotted keys and their values, as `launch.train` reads its command line.
+
+    Raises ConfigError with every value that cannot be read.
+    """
+    changes = {}
+    problems = []
+    for override in overrides:
+        key, _, text = override.partition("=")
+        try:
+            composed: Any = OmegaConf.from_dotlist([f"value={text}"])
+            changes[key] = OmegaConf.to_container(composed, resolve=True)["value"]  # type: ignore[index, call-overload]
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            reason = " ".join(str(error).split())
+            problems.append(f"{key}: cannot read {text!r} ({reason}); quote it")
+    if problems:
+        raise ConfigError(problems)
+    return changes
+
+
+def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
+    """Tell whether the changes set this key, by itself or in a section given whole."""
+    section, _, key = dotted.partition(".")
+    if dotted in changes:
+        return True
+    return section in changes and isinstance(changes[section], dict) and key in changes[section]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,10 @@
-"""`python -m launch.train +experiment=stage2_3v1`: the main job from one command.
+"""Trains: the main job from one command, `python -m launch.train +experiment=stage2_3v1`.
+
+::
+
+    compose (Hydra) -> load_config -> preflight -> Cluster.start -> driver.train -> reports
+                       all errors     all errors   Ray, engines,    every step
+                       of the keys    of the host  learner ranks
 
 Nothing heavy is imported before the configuration is known to be sound, and nothing is started or
 written before `launch.preflight` finds nothing wrong.
@@ -41,15 +47,13 @@ def main(composed: DictConfig) -> None:
 
 
 def run(config: RunConfig, console: Console) -> None:
-    """The whole job: place, train, report, save; whatever happens, no process stays."""
+    """Check, place, train, report and save; whatever happens, no process stays."""
     from launch.checks.host import require_vllm
     from launch.preflight import preflight
 
     started_s = time.monotonic()
     require_vllm(config)
-    # Where servers or the cluster have to be asked for their devices, it is printed when they have
-    # answered.
-    if engine_devices(config) is not None:
+    if engine_devices(config) is not None:  # else it is printed when servers or cluster have told
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))
     config = with_absolute_paths(config)
@@ -61,10 +65,9 @@ def run(config: RunConfig, console: Console) -> None:
     facts = findings.facts
     assert facts is not None, "data that are not sound are a problem"
     about_data = facts.describe()
-    warnings = [
-        line for line in findings.lines if line.startswith("warning") and line not in about_data
-    ]
-    _print(console, (*about_data, *warnings))
+    _print(console, about_data)
+    warnings = (line for line in findings.lines if line.startswith("warning"))
+    _print(console, (line for line in warnings if line not in about_data))
 
     from launch.cluster import Cluster
     from launch.driver import train
@@ -85,25 +88,20 @@ def run(config: RunConfig, console: Console) -> None:
         if engine_devices(config) is None:
             _print(console, algebra.describe())
         telemetry.placed(algebra, rollouts.names, learner_threads=learner.num_threads)
-        who = ", ".join(rollouts.names)
-        in_ranks = engines_in(config) is EngineLocation.RANKS
-        ready = (
-            f"{who}, which {'generates' if len(rollouts.names) == 1 else 'generate'} too,"
-            if in_ranks
-            else f"{who} and the learner"
-        )
-        console.print(
-            f"ready     {ready} after {time.monotonic() - started_s:.0f} s; run folder"
-            f" {config.telemetry.run_dir}",
-            highlight=False,
-        )
+        names = ", ".join(rollouts.names)
+        who = f"{names} and the learner"
+        if engines_in(config) is EngineLocation.RANKS:
+            verb = "generates" if len(rollouts.names) == 1 else "generate"
+            who = f"{names}, which {verb} too,"
+        wall_s = time.monotonic() - started_s
+        folder = config.telemetry.run_dir
+        _print(console, [f"ready     {who} after {wall_s:.0f} s; run folder {folder}"])
         checkpoints = Checkpoints(config, learner, telemetry)
         with checkpoints.saved_at_an_early_end():
             train(learner, rollouts, schedule, queue, telemetry, checkpoints)
-    improvement = telemetry.improvement()
-    if improvement is not None:
+    if (improvement := telemetry.improvement()) is not None:
         effort = f"B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s"
-        console.print(f"{config.telemetry.name}: {improvement} ({effort})", highlight=False)
+        _print(console, [f"{config.telemetry.name}: {improvement} ({effort})"])
 
 
 def _print(console: Console, lines: Iterable[str]) -> None:

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
+from learner.model.checkpoint_folder import (
+    MODEL_TYPES,
+    TEXT_MODEL_TYPES,
+    checkpoint_problems,
+)
 from learner.samples import load_samples
 from rollout_actors.engine.settings import model_type
 from rollout_actors.environments.chat.tool_calls import has_own_parser, shows_tools
@@ -88,8 +93,6 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
         ConfigError: no such environment, wrong arguments, no data, no reader of its tool calls
             (that vLLM has the named one, the actors find out), or whatever it raises itself.
     """
-    from learner.model.checkpoint_folder import MODEL_TYPES, TEXT_MODEL_TYPES
-
     _require_checkpoint(config)
     asks_for_images = section.max_images_per_prompt > 0
     if asks_for_images and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
@@ -128,8 +131,6 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
 
 
 def _require_checkpoint(config: RunConfig) -> None:
-    from learner.model.checkpoint_folder import checkpoint_problems
-
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
 

@@ -1,0 +1,184 @@
+"""The command line: how a command ends, its `key=value` options, and what Hydra may be given."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from omegaconf import OmegaConf
+from pydantic import Field
+from ray.exceptions import RayTaskError
+from rich.console import Console
+
+from launch.cli import as_mapping, as_schema_overrides, explained, read_arguments
+from shared.config.base import ConfigPath, Section
+from shared.errors import ConfigError, LearnerError, RecordError, RolloutError
+
+ROOT = Path(__file__).parents[2]
+
+
+def ending(action):
+    """Exit status and what was said."""
+    said = io.StringIO()
+    with pytest.raises(SystemExit) as caught, explained(Console(file=said, width=200)):
+        action()
+    return caught.value.code, said.getvalue()
+
+
+def raising(error):
+    def act():
+        raise error
+
+    return act
+
+
+def test_what_the_user_can_mend_ends_with_2_and_what_went_wrong_with_1():
+    assert ending(raising(ConfigError("a.b: is wrong; write c"))) == (
+        2,
+        "ConfigError\na.b: is wrong; write c\n",
+    )
+    assert ending(raising(RecordError("is wrong", field="x", remedy="mend it")))[0] == 2
+    assert ending(raising(LearnerError("ended", phase="start")))[0] == 1
+    assert ending(raising(PermissionError(13, "Permission denied", "/x"))) == (
+        1,
+        "PermissionError\n[Errno 13] Permission denied: '/x'\n",
+    )
+
+
+def test_what_ray_makes_of_an_actors_error_is_not_told_a_second_time_with_its_traceback():
+    own = RolloutError(
+        "the engine did not start: EngineCore: ValueError: no room",
+        actor="rollout-actor-0",
+        phase="start",
+    )
+    of_ray = RayTaskError(
+        "EngineActor.start", f"Traceback (most recent call last):\n{own}", own
+    ).as_instanceof_cause()
+    assert isinstance(of_ray, RolloutError)
+    own.__cause__ = of_ray
+    assert ending(raising(own)) == (1, f"RolloutError\n{own}\n")
+    own.__cause__ = other = LearnerError("ended", phase="send_weights")
+    assert ending(raising(own))[1] == f"RolloutError\n{own}\ncaused by LearnerError: {other}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_with_130_and_no_traceback(number):
+    assert ending(lambda: os.kill(os.getpid(), number)) == (
+        130,
+        "interrupted; every process that this command started was ended\n",
+    )
+
+
+class Options(Section):
+    name: Annotated[str, Field(min_length=1)] | None = None
+    title: str = "none"
+    folder: ConfigPath | None = None
+    count: int | None = 1
+    sure: bool = False
+
+
+@pytest.mark.parametrize("text", ["5", "true", "1e3", "[a", "a=b", " x ", "2026-11-21", "~"])
+def test_text_and_paths_are_taken_as_they_are_written(text):
+    options = read_arguments(Options, [f"name={text}", f"title={text}", f"folder={text}"])
+    assert (options.name, options.title, options.folder) == (text, text, Path(text))
+
+
+def test_null_is_nothing_where_nothing_is_allowed_and_a_word_elsewhere():
+    options = read_arguments(Options, ["name=null", "title=null", "folder=null", "count=null"])
+    assert (options.name, options.title, options.folder, options.count) == (
+        None,
+        "null",
+        None,
+        None,
+    )
+
+
+def test_other_values_are_yaml_scalars():
+    options = read_arguments(Options, ["count=5", "sure=true"])
+    assert (options.count, options.sure) == (5, True)
+    with pytest.raises(ConfigError, match="count: must be an integer, got the text 'many'"):
+        read_arguments(Options, ["count=many"])
+
+
+def test_no_text_is_no_null():
+    with pytest.raises(ConfigError, match="name: must not be empty"):
+        read_arguments(Options, ["name="])
+
+
+def test_an_interpolation_that_leads_nowhere_is_refused_with_its_path() -> None:
+    with pytest.raises(ConfigError) as caught:
+        as_mapping(OmegaConf.create({"training": {"max_steps": "${training.steps}", "seed": 17}}))
+    assert str(caught.value) == (
+        "training.max_steps: its interpolation cannot be resolved (Interpolation key"
+        " 'training.steps' not found); write the value itself, or ${...} with the whole path of an"
+        " existing key"
+    )
+
+
+def test_a_key_inside_a_list_is_refused_with_its_path() -> None:
+    """Hydra's own answer is about its lexer."""
+    with pytest.raises(ConfigError) as caught:
+        as_schema_overrides(
+            [
+                "training.seed=1",
+                "rollout_matching.pipeline.objective[0].weight=2",
+                "++a[1]=3",
+                "a.b=[1,2]",
+            ]
+        )
+    cannot = (
+        "a key inside a list cannot be set on the command line; give the whole list ('{}=[...]'),"
+        " or write it in a file of conf/experiment"
+    )
+    objective = "rollout_matching.pipeline.objective"
+    assert caught.value.problems == (
+        f"{objective}[0].weight: {cannot.format(objective)}",
+        f"a[1]: {cannot.format('a')}",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "preflight"])
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "rollout_matching.pipeline.objective[0].weight=2",
+            "rollout_matching.pipeline.objective[0].weight: a key inside a list",
+        ),
+        (
+            "training.max_steps=${training.steps}",
+            "training.max_steps: its interpolation cannot be resolved",
+        ),
+    ],
+)
+def test_the_commands_say_so_and_end(command: str, override: str, told: str) -> None:
+    words = [sys.executable, "-m", f"launch.{command}", "+experiment=stage2_3v1", override]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert told in done.stdout
+
+
+def test_a_command_outside_of_the_virtual_environment_says_so() -> None:
+    """`-S` leaves out the installed packages, as another Python does not have them."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "launch.train"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={},
+        timeout=60,
+        check=False,
+    )
+    told = (
+        f"does not have the project's packages; run `{ROOT}/.venv/bin/python -m launch.train ...`"
+        " (`make setup` makes it)\n"
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith(told) and "Traceback" not in done.stderr
