@@ -1,5 +1,6 @@
-"""`python -m launch.show_sample run=outputs/demo step=7 position=3 [out=page.html]`: one sample of
-a run as a page of HTML.
+"""Shows one sample of a run as a page of HTML.
+
+    python -m launch.show_sample run=outputs/demo step=7 position=3 [out=page.html]
 
 Prompt, images with ground truth and predictions, the rollout and what was kept of it, the appended
 text, and every token of the target coloured by what supervises it. Reads the run's `config.json`
@@ -15,7 +16,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -41,6 +41,8 @@ from shared.prompts import detection_messages
 from shared.records import ImageRef, Sample
 from shared.tokens.hf_codec import HFTokenCodec, token_pieces
 
+_RESTORE_MODEL = "restore the folder that the run began from"
+
 
 class ShowOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo"])]
@@ -50,7 +52,7 @@ class ShowOptions(Section):
     """Step, from 1, as the console and the name of its file in `rollouts` have it."""
 
     position: Annotated[NonNegativeInt, Field(examples=[3])]
-    """The sample's, or the rollout's, place in the step, from 0."""
+    """Position of the sample, or the rollout, in the step, from 0."""
 
     out: ConfigPath | None = None
     """HTML file to write; without it `samples/step_..._position_....html` in the run's folder."""
@@ -60,44 +62,47 @@ RecordT = TypeVar("RecordT", RolloutRecord, TrajectoryRecord)
 
 
 def show_sample(options: ShowOptions) -> Path:
-    """Writes the page and returns its path.
+    """Write the page and return its path.
 
     Raises:
-        ConfigError: there is no such run, step or position; the data or the model are no longer
-        those of the run; `out` cannot be written.
+        ConfigError: no such run, step or position; the data or the model are no longer those of the
+            run; `out` cannot be written.
         RecordError: a line of the log is damaged or of another version; the data file or an image
-        is gone, or has become unusable.
+            is gone, or has become unusable.
     """
     config = load_run(options.run)
-    html = (
-        _sample_page(options, config).html()
-        if config.environment is None
-        else _rollout_page(options, config).html()
-    )
-    out = (
-        options.out
-        or options.run / "samples" / f"step_{options.step:06d}_position_{options.position:03d}.html"
-    )
-    return _write(out, html)
+    if config.environment is None:
+        html = _sample_page(options, config).html()
+    else:
+        html = _rollout_page(options, config).html()
+    name = f"step_{options.step:06d}_position_{options.position:03d}.html"
+    path = options.out or options.run / "samples" / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(html.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"out: cannot write {path} ({error.strerror}); choose another file with out="
+        ) from error
+    return path
 
 
 def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
     line = _find_line(options, config, rollout_log.read_step)
     sample = _find_sample(config, line)
     tokenizer = _load_tokenizer(config)
-    codec = _codec(config, tokenizer, line)
+    codec = _require_same_tokens(config, tokenizer, line)
     messages = detection_messages(
         len(sample.images),
         system_prompt=config.data.system_prompt,
         user_prompt=config.data.user_prompt,
     )
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return SamplePage(
         run=f"{config.telemetry.name}, {options.run}",
         line=line,
         canvas=Canvas(tuple(map(_image_file, sample.images)), sample.width, sample.height),
-        prompt=str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ),
+        prompt=str(prompt),
         objective=_objective(config, Channel(line["channel"])),
         notes=_notes(config, sample, line),
         codec=codec,
@@ -123,74 +128,54 @@ def _find_line(
     try:
         lines = read_step(path)
     except FileNotFoundError as error:
-        steps = sorted(
-            int(match[1])
-            for file in folder.glob("step_*.jsonl")
-            if (match := re.fullmatch(r"step_(\d+)\.jsonl", file.name))
-        )
-        if not steps:
-            why = (
-                "train with telemetry.rollouts: true"
-                if not config.telemetry.rollouts
-                else "it ended before its first step, or an older version ran it"
-            )
-            raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
-        raise ConfigError(
-            f"step: {options.run} has no step {options.step}; it has {_ranges(steps)}"
-        ) from error
+        matches = [
+            re.fullmatch(r"step_(\d+)\.jsonl", file.name) for file in folder.glob("step_*.jsonl")
+        ]
+        if steps := sorted(int(match[1]) for match in matches if match):
+            problem = f"has no step {options.step}; it has {_ranges(steps)}"
+            raise ConfigError(f"step: {options.run} {problem}") from error
+        why = "it ended before its first step, or an older version ran it"
+        if not config.telemetry.rollouts:
+            why = "train with telemetry.rollouts: true"
+        raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
     except OSError as error:
         raise ConfigError(
             f"step: {path} cannot be read ({error.strerror}); permit reading it, or show another"
             " step"
         ) from error
-    found = next((line for line in lines if line["position"] == options.position), None)
-    if found is None:
-        positions = (
-            _ranges(sorted(line["position"] for line in lines))
-            or "none: the run ended in this step"
-        )
-        raise ConfigError(
-            f"position: step {options.step} of {options.run} has no position {options.position}; it"
-            f" has {positions}"
-        )
-    return found
+    for line in lines:
+        if line["position"] == options.position:
+            return line
+    positions = _ranges(sorted(line["position"] for line in lines))
+    raise ConfigError(
+        f"position: step {options.step} of {options.run} has no position {options.position}; it"
+        f" has {positions or 'none: the run ended in this step'}"
+    )
 
 
 def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
-    """With its images' bytes. Only they are read, whatever `data.check_images` says: one page needs
-    no check of the whole file.
-    """
+    """Return the line's sample with its images' bytes."""
     assert config.data.train is not None, "runs of environments have other pages"
-    unchecked = config.model_copy(
-        update={"data": config.data.model_copy(update={"check_images": False})}
+    # One page needs no check of all images of the file.
+    data = config.data.model_copy(update={"check_images": False})
+    samples = load_samples(config.model_copy(update={"data": data}), config.data.train)
+    for sample in samples:
+        if sample.sample_id == line["sample_id"]:
+            return sample.with_image_data()
+    raise ConfigError(
+        f"data.train: {config.data.train} has no sample {line['sample_id']!r} any more; restore the"
+        " file that the run learned from"
     )
-    found = next(
-        (
-            sample
-            for sample in load_samples(unchecked, config.data.train)
-            if sample.sample_id == line["sample_id"]
-        ),
-        None,
-    )
-    if found is None:
-        raise ConfigError(
-            f"data.train: {config.data.train} has no sample {line['sample_id']!r} any more; restore"
-            " the file that the run learned from"
-        )
-    return found.with_image_data()
 
 
 def _image_file(image: ImageRef) -> bytes:
-    """The encoded bytes of an image that can be decoded. RecordError."""
+    """Return the encoded bytes of an image. Raises RecordError where it cannot be decoded."""
     assert image.data is not None
     try:
         image_size(image.data)
     except ValueError as error:
-        raise RecordError(
-            f"{image.path} is not a readable image ({error})",
-            field="images",
-            remedy="restore the file",
-        ) from error
+        problem = f"{image.path} is not a readable image ({error})"
+        raise RecordError(problem, field="images", remedy="restore the file") from error
     return image.data
 
 
@@ -198,8 +183,7 @@ def _load_tokenizer(config: RunConfig) -> Any:
     path = Path(config.model.path)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(
-            f"model.path: {path} holds no tokenizer (no tokenizer.json); restore the folder that"
-            " the run began from"
+            f"model.path: {path} holds no tokenizer (no tokenizer.json); {_RESTORE_MODEL}"
         )
     from transformers import AutoTokenizer  # takes seconds
 
@@ -207,46 +191,52 @@ def _load_tokenizer(config: RunConfig) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"model.path: the tokenizer of {path} cannot be loaded ({error}); restore the folder"
-            " that the run began from"
+            f"model.path: the tokenizer of {path} cannot be loaded ({error}); {_RESTORE_MODEL}"
         ) from error
 
 
-def _codec(config: RunConfig, tokenizer: Any, line: RolloutRecord) -> HFTokenCodec:
-    """ConfigError where the tokens of the log are not this tokenizer's."""
+def _require_same_tokens(config: RunConfig, tokenizer: Any, line: RolloutRecord) -> HFTokenCodec:
+    """Return the tokenizer's codec. Raises ConfigError where the log's tokens are not its own."""
     problem = f"model.path: the tokenizer of {config.model.path} is not the one of the run"
-    remedy = "restore the folder that the run began from"
     try:
         codec = HFTokenCodec(tokenizer)
     except ValueError as error:
-        raise ConfigError(f"{problem} ({error}); {remedy}") from error
-    rollout = line["rollout"]
-    same_text = (
-        rollout is None
-        or b"".join(map(codec.piece_bytes, rollout["response_token_ids"])).decode(errors="replace")
-        == rollout["text"]
-    )
-    if line["target"]["token_ids"][-1] != codec.eos_token_id or not same_text:
-        raise ConfigError(f"{problem}: the log's tokens mean another text; {remedy}")
+        raise ConfigError(f"{problem} ({error}); {_RESTORE_MODEL}") from error
+    is_same = line["target"]["token_ids"][-1] == codec.eos_token_id
+    if (rollout := line["rollout"]) is not None:
+        pieces = b"".join(map(codec.piece_bytes, rollout["response_token_ids"]))
+        is_same = is_same and pieces.decode(errors="replace") == rollout["text"]
+    if not is_same:
+        raise ConfigError(f"{problem}: the log's tokens mean another text; {_RESTORE_MODEL}")
     return codec
 
 
 def _pieces(config: RunConfig, line: TrajectoryRecord) -> dict[int, bytes]:
-    """The text of every token of the line's examples. ConfigError where one is not of this
-    model."""
-    token_ids = sorted(
-        {token_id for example in line["examples"] for token_id in example["token_ids"]}
-    )
+    """Return the text of every token of the line's examples.
+
+    Raises ConfigError where one is not of this model.
+    """
+    examples = line["examples"]
+    token_ids = sorted({token_id for example in examples for token_id in example["token_ids"]})
     if not token_ids:
         return {}
     tokenizer = _load_tokenizer(config)
-    size = max(len(tokenizer), _embeddings(config))
+    from transformers import AutoConfig
+
+    path = config.model.path
+    try:
+        # Often more than the tokenizer has, and the engine may sample those without a text.
+        num_rows = int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"model.path: {path} cannot be read ({error}); {_RESTORE_MODEL}"
+        ) from error
+    size = max(len(tokenizer), num_rows)
     if token_ids[-1] >= size:
-        told = (
-            f"model.path: {config.model.path} has no token {token_ids[-1]}, which the log has, but"
-            f" {size} of them"
+        raise ConfigError(
+            f"model.path: {path} has no token {token_ids[-1]}, which the log has, but {size} of"
+            f" them; {_RESTORE_MODEL}"
         )
-        raise ConfigError(f"{told}; restore the folder that the run began from")
     try:
         table = token_pieces(tokenizer)
     except ValueError:
@@ -258,35 +248,17 @@ def _pieces(config: RunConfig, line: TrajectoryRecord) -> dict[int, bytes]:
     return {token_id: table[token_id] if token_id < len(table) else b"" for token_id in token_ids}
 
 
-def _embeddings(config: RunConfig) -> int:
-    """How many the model has: often more than its tokenizer has tokens, and the engine may sample
-    those without a text.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return int(AutoConfig.from_pretrained(config.model.path).get_text_config().vocab_size)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            f"model.path: {config.model.path} cannot be read ({error}); restore the folder that the"
-            " run began from"
-        ) from error
-
-
 def _objective(config: RunConfig, channel: Channel) -> tuple[str, ...]:
-    """The active modules, each with its weight and the settings that are not 0 or null."""
+    """Describe the active modules: the weight and the settings that are not 0 or null."""
     described = []
     for entry in config.rollout_matching.pipeline.active(channel):
-        settings = ", ".join(
+        settings = [
             f"{key} {value if isinstance(value, str) else f'{value:g}'}"
             for key, value in entry.config.model_dump().items()
             if value
-        )
-        described.append(
-            f"{entry.name} × {entry.weight:g} ({settings})"
-            if settings
-            else f"{entry.name} × {entry.weight:g}"
-        )
+        ]
+        text = f"{entry.name} × {entry.weight:g}"
+        described.append(f"{text} ({', '.join(settings)})" if settings else text)
     return tuple(described)
 
 
@@ -298,10 +270,8 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
             f"{config.data.train} has changed since the run: the ground truth here is the run's,"
             " the images are today's."
         )
-    if not any(
-        entry.name == "token_ce"
-        for entry in config.rollout_matching.pipeline.active(Channel(line["channel"]))
-    ):
+    active = config.rollout_matching.pipeline.active(Channel(line["channel"]))
+    if not any(entry.name == "token_ce" for entry in active):
         notes.append(
             "token_ce is not active in this channel: text weights only say where text_gate applies."
         )
@@ -319,8 +289,8 @@ def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]
             "Advantages are those of the log: advantage_std divides them by the standard deviation"
             " of their group's rewards before they are learned."
         )
-    given = [advantage for example in line["examples"] for advantage in advantages(example)]
-    if config.environment.drop_equal_groups and given and not any(given):
+    values = [value for example in line["examples"] for value in advantages(example)]
+    if config.environment.drop_equal_groups and values and not any(values):
         notes.append(
             "Its advantages are 0: where all rollouts of its row have the same reward,"
             " drop_equal_groups leaves them out of the step."
@@ -329,30 +299,20 @@ def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, neighbours joined: `0-17, 20`."""
-    breaks = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b > a + 1), len(numbers)]
-    runs = [numbers[start:stop] for start, stop in pairwise(breaks) if start < stop]
+    """Join neighbours of ascending numbers: `0-17, 20`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _write(path: Path, text: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"out: cannot write {path} ({error.strerror}); choose another file with out="
-        ) from error
-    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(Console(stderr=True, soft_wrap=True)):
-        print(
-            show_sample(
-                read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)
-            )
-        )
+        options = read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)
+        print(show_sample(options))
 
 
 if __name__ == "__main__":
