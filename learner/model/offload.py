@@ -23,7 +23,7 @@ SECTION = "rollout_matching.offload"
 
 
 class Movable(Protocol):
-    """An `Updater`, as far as the optimizer's state has to go somewhere."""
+    """An `Optimizer`, as far as the optimizer's state has to go somewhere."""
 
     def move_to(self, device: torch.device) -> None: ...
 

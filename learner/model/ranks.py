@@ -87,7 +87,7 @@ class LearnerDevice:
     def wait(self) -> None:
         """Return when all that the calling thread has queued on the device is done.
 
-        An optimizer update is only queued when `Updater.update` returns. Another stream or
+        An optimizer update is only queued when `Optimizer.update` returns. Another stream or
         another process that reads the weights then may find those of the step before.
         """
         if self.device.type == "cuda":
@@ -99,7 +99,7 @@ BUCKET_ELEMENTS = 2**24
 
 
 class Ranks(Protocol):
-    """Every method but `of_phase`, `take_times` and the properties is a collective: all ranks call
+    """Every method but `of_phase`, `pop_spans` and the properties is a collective: all ranks call
     it, in the same order.
     """
 

@@ -204,7 +204,7 @@ class ColocatedLLM:
         """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured
         and not active.
 
-        `sleep`: to be put to sleep between the calls, where the platform can. `require_going_on` is
+        `sleep`: to be put to sleep between the calls, where the platform can. `raise_if_stopping` is
         called before each step of a generation, and leaves it by raising.
         """
         self._name = name
@@ -212,7 +212,7 @@ class ColocatedLLM:
         self._rule = engine_rule(settings.repeat_guard, settings.model_path)
         self.sleeps = sleep and current_platform.is_sleep_mode_available()
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
-        self._require_going_on = self._llm.raise_if_stopping = raise_if_stopping
+        self._raise_if_stopping = self._llm.raise_if_stopping = raise_if_stopping
         require_guard(
             self.collective_rpc(*guard_call(settings.repeat_guard)), settings.repeat_guard, name
         )
@@ -342,7 +342,7 @@ class ColocatedLLM:
         """
         ended: list[tuple[RequestOutput, float]] = []
         while self._llm.llm_engine.has_unfinished_requests():
-            self._require_going_on()
+            self._raise_if_stopping()
             outputs, end = self._llm.llm_engine.step(), time.perf_counter()
             ended += [
                 (output, end)

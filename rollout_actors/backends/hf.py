@@ -46,11 +46,11 @@ class LeavesOff(LogitsProcessor):
     """Leaves `generate` before its next token where the run is being ended."""
 
     def __init__(self, raise_if_stopping: Callable[[], None]) -> None:
-        """`require_going_on` raises then."""
-        self._require_going_on = raise_if_stopping
+        """`raise_if_stopping` raises then."""
+        self._raise_if_stopping = raise_if_stopping
 
     def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._require_going_on()
+        self._raise_if_stopping()
         return scores
 
 

@@ -38,7 +38,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for transport, receiver in (
-        (TransportKind.GLOO, "GlooWeightReceiver"),
+        (TransportKind.GLOO, "GlooTransferEngine"),
         (TransportKind.INPROC, "InProcessWeightReceiver"),
     ):
         WeightTransferEngineFactory.register_engine(

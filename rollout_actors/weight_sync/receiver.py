@@ -374,7 +374,7 @@ class WeightReceiver:
         # The merged weights hold the adapter: served on top of them it would count twice.
         await self.adapter.drop()
         terms = FullOffer.of(offer)
-        await self._llm.collective_rpc("begin_receipt", args=(terms.bucket_bytes,))
+        await self._llm.collective_rpc("begin_verified_load", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
         tensors = terms.sent
         update = {

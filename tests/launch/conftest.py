@@ -24,6 +24,17 @@ def orphans_are_adopted() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """A running cluster, as an override, for runs that need none of their own."""
+    from ray.cluster_utils import Cluster
+
+    with adopted_orphans():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    yield f"cluster.address={cluster.address}"
+    cluster.shutdown()
+
+
 @pytest.fixture
 def start_command(orphans_are_adopted: None) -> Iterator[Callable[..., Command]]:
     with commands() as start:

@@ -113,7 +113,9 @@ def test_a_killed_environment_actor_ends_the_run_with_its_name_and_leaves_no_pro
     assert "checkpoint_interrupted_" in run.output, "the weights of the last update are saved"
 
 
-def test_rollouts_by_servers_are_those_by_actors(by_actors, command, checkpoint, tmp_path):
+def test_rollouts_by_servers_are_those_by_actors(
+    by_actors, command, cluster, checkpoint, tmp_path
+):
     """One environment actor here, two there."""
     dialogues, losses = (
         by_actors.lines("rollouts/step_000002.jsonl"),
@@ -138,7 +140,7 @@ def test_rollouts_by_servers_are_those_by_actors(by_actors, command, checkpoint,
             )
         listed = ",".join(f"{{base_url:'{url}',group_port:0}}" for url in urls)
         by_servers = command(
-            *SMALL, "backend=server", f"rollout_matching.vllm.server.servers=[{listed}]"
+            *SMALL, cluster, "backend=server", f"rollout_matching.vllm.server.servers=[{listed}]"
         )
         assert by_servers.process.wait(timeout=300) == 0, by_servers.output
     assert [line["loss/total"] for line in by_servers.lines("metrics.jsonl")] == losses

@@ -10,7 +10,6 @@ import subprocess
 
 import pytest
 from command_support import ROOT, commands
-from ray.cluster_utils import Cluster
 
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
@@ -29,14 +28,6 @@ STEPS = (
 # Two requests of a device at a time, and the next round while one is learned.
 QUEUED = ("rollout_matching.decode_batch_size=2", "stage2_ab.channel_b.enable_pipeline=true")
 READY = re.compile(r"http://127\.0\.0\.1:\d+")
-
-
-@pytest.fixture(scope="module")
-def cluster(orphans_are_adopted):
-    """A running cluster, so that ten runs do not start ten; in other files each run has its own."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
-    yield f"cluster.address={cluster.address}"
-    cluster.shutdown()
 
 
 @pytest.fixture(scope="module")

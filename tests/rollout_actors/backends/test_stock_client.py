@@ -462,7 +462,7 @@ class TestSync:
             "/collective_rpc guard_by",
             "/shutdown_weight_transfer_engine",
             "/init_weight_transfer_engine",
-            "/collective_rpc begin_receipt",
+            "/collective_rpc begin_verified_load",
             "/update_weight_version",
             "/start_weight_update",
             "/update_weights",

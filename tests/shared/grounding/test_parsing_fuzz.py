@@ -143,8 +143,8 @@ def test_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCo
 
 
 @pytest.mark.long
-def test_50_000_damaged_responses_can_always_be_appended_to(
+def test_20_000_damaged_responses_can_always_be_appended_to(
     codecs: dict[str, HFTokenCodec],
 ) -> None:
-    seen = sweep(codecs, 50_000, seed=21)
+    seen = sweep(codecs, 20_000, seed=21)
     assert all(seen[reason] > 20 for reason in DropReason), seen
