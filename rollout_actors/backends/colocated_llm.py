@@ -204,7 +204,8 @@ class ColocatedLLM:
         """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured
         and not active.
 
-        `sleep`: to be put to sleep between the calls, where the platform can. `raise_if_stopping` is
+        `sleep`: to be put to sleep between the calls, where the platform can. `raise_if_stopping`
+        is
         called before each step of a generation, and leaves it by raising.
         """
         self._name = name
