@@ -113,9 +113,7 @@ def test_a_killed_environment_actor_ends_the_run_with_its_name_and_leaves_no_pro
     assert "checkpoint_interrupted_" in run.output, "the weights of the last update are saved"
 
 
-def test_rollouts_by_servers_are_those_by_actors(
-    by_actors, command, cluster, checkpoint, tmp_path
-):
+def test_rollouts_by_servers_are_those_by_actors(by_actors, command, cluster, checkpoint, tmp_path):
     """One environment actor here, two there."""
     dialogues, losses = (
         by_actors.lines("rollouts/step_000002.jsonl"),
