@@ -65,7 +65,6 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
     "rollout_matching.vllm.tensor_parallel_size": None,
     "rollout_matching.vllm.enable_lora": False,
     "rollout_matching.vllm.sync.mode": "full",
-    "rollout_matching.vllm.sync.transport": "auto",
     "model.adapter": None,
     # Nobody learns: sizes that were right for the run's ranks must not contradict the only share of
     # requests there is.

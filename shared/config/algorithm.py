@@ -1,7 +1,8 @@
-"""`environment`: what `custom.trainer_variant: trajectory_pg` learns from."""
+"""`custom`, `stage2_ab` and `environment`: which algorithm a run trains with, and on what."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from math import floor
@@ -18,11 +19,12 @@ from pydantic import (
 
 from shared.config.base import Fraction01, Section, refusal
 from shared.config.pipeline import Channel
-
-# `custom`: which training loop runs.
+from shared.records import ALL_GEOMETRY, GeometryKind
 
 
 class TrainerVariant(StrEnum):
+    """The legal values of `custom.trainer_variant`."""
+
     STAGE1_SFT = "stage1_sft"
     """Teacher-forced on ground truth (channel A only)."""
     STAGE2_ROLLOUT_ALIGNED = "stage2_rollout_aligned"
@@ -32,11 +34,43 @@ class TrainerVariant(StrEnum):
     TRAJECTORY_PG = "trajectory_pg"
     """Policy gradient on environments."""
 
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSpec:
+    """The facts about one algorithm that the rest of the system asks for.
+
+    Example: `ALGORITHMS[TrainerVariant.STAGE1_SFT].channels == (Channel.A,)`, so a run of it has
+    no rollouts.
+    """
+
+    channels: tuple[Channel, ...]
+    """Channels that its steps may be of. With both, `stage2_ab.schedule` decides."""
+    uses_environment: bool = False
+    """It learns advantages from an environment, rather than ground truth from samples."""
+    carries_segments: bool = False
+    """One row per micro-step; leftover segments wait for later steps (DESIGN 5, decision 7)."""
+    geometry: frozenset[GeometryKind] = ALL_GEOMETRY
+    """Kinds of shapes that it can learn."""
+
     @property
     def uses_rollouts(self) -> bool:
-        """Whether training asks for rollouts."""
-        return self is not TrainerVariant.STAGE1_SFT
+        """Tell whether training asks for rollouts."""
+        return Channel.B in self.channels
 
+    @property
+    def is_scheduled(self) -> bool:
+        """Tell whether `stage2_ab.schedule` decides which channel a step is of."""
+        return len(self.channels) > 1
+
+
+ALGORITHMS: dict[TrainerVariant, AlgorithmSpec] = {
+    TrainerVariant.STAGE1_SFT: AlgorithmSpec((Channel.A,)),
+    TrainerVariant.STAGE2_ROLLOUT_ALIGNED: AlgorithmSpec((Channel.B,), carries_segments=True),
+    TrainerVariant.STAGE2_TWO_CHANNEL: AlgorithmSpec(
+        (Channel.A, Channel.B), geometry=frozenset({GeometryKind.BBOX})
+    ),
+    TrainerVariant.TRAJECTORY_PG: AlgorithmSpec((Channel.B,), uses_environment=True),
+}
 
 _FORMER_NAMES = {
     "stage_1": TrainerVariant.STAGE1_SFT,
@@ -47,7 +81,7 @@ _FORMER_NAMES = {
 }
 
 
-def _no_former_name(value: Any) -> Any:
+def _not_renamed(value: Any) -> Any:
     if isinstance(value, str) and value in _FORMER_NAMES:
         raise refusal(f"'{value}' was renamed", f"write {_FORMER_NAMES[value]}")
     return value
@@ -57,20 +91,12 @@ class CustomSection(Section):
     trainer_variant: Annotated[
         TrainerVariant,
         Field(strict=False, examples=["stage2_two_channel"]),
-        BeforeValidator(_no_former_name),
+        BeforeValidator(_not_renamed),
     ]
     """The training loop."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
     """Order of the fields of each serialised ground-truth object."""
-
-
-# `stage2_ab`: which channel a step of `stage2_two_channel` runs, and how a channel-B step is made
-# (spec/channel-b-pipeline-spec.md).
-#
-# Under `stage2_rollout_aligned` every step is channel B and takes the effective batch size: a
-# schedule has no effect there, and a budget of rollouts other than that size is refused
-# (`shared.config.checks.general.general.algorithm`).
 
 
 class ScheduleSection(Section):
@@ -81,20 +107,20 @@ class ScheduleSection(Section):
     """Channel-A steps before the ratio applies."""
 
     def channel(self, step: int) -> Channel:
-        """The channel of a step (from 0): B where `floor((s + 1) b) > floor(s b)`, `s` counting
-        steps after the warm-up.
+        """Return the channel of a step (from 0).
+
+        It is B where `floor((s + 1) b) > floor(s b)`, with `s` counting steps after the warm-up.
+
+        Example: `ScheduleSection(b_ratio=0.5, warmup_steps=2)` gives A A A B A B ...
         """
         since_warmup = step - self.warmup_steps
         if since_warmup < 0:
             return Channel.A
-        return (
-            Channel.B
-            if self._floor_b(since_warmup + 1) > self._floor_b(since_warmup)
-            else Channel.A
-        )
+        is_b = self._floor_b(since_warmup + 1) > self._floor_b(since_warmup)
+        return Channel.B if is_b else Channel.A
 
     def num_b_steps(self, num_steps: int) -> int:
-        """How many of the first `num_steps` steps are channel B."""
+        """Count the channel-B steps among the first `num_steps`."""
         return self._floor_b(max(0, num_steps - self.warmup_steps))
 
     def _floor_b(self, s: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
@@ -15,7 +15,7 @@ from shared.config.base import Problem, Section, dotted
 from shared.config.retired import moved_under
 
 MISSING = "is required, and missing"
-"""What is wrong with an absent key."""
+"""The problem with an absent key."""
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -39,151 +39,102 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class KeyPath:
-    """Where in the configuration an error lies."""
+    """The place in the configuration where an error lies.
 
-    keys: tuple[str | int, ...]
-    """Keys and list indices from the root."""
-    fields: tuple[FieldInfo | None, ...]
-    """The schema's field at each key; None at list indices and at unknown keys."""
+    Example: of `("training", "sed")` the path is `training.sed`, and the parent TrainingSection.
+    """
+
+    path: str
+    """Dotted, with list indices."""
+    above: str
+    """Dotted path of the section that holds the last key."""
+    key: str | int
+    """The last key, or list index."""
+    field: FieldInfo | None
+    """The schema's field of the last key that is one: for `channels[1]` that of `channels`."""
     parent: type[Section]
     """The section that holds the last key."""
     sections: tuple[type[Section], ...]
-    """What the place itself may be, where it is a section: more than one where it is an entry of
-    several kinds, and its kind is not known.
-    """
-
-    @property
-    def path(self) -> str:
-        return dotted(self.keys)
-
-    @property
-    def above(self) -> str:
-        """The path of the section that holds the last key."""
-        return dotted(self.keys[:-1])
-
-    @property
-    def meant(self) -> str | None:
-        """The path of the key that was probably meant, where the last one is unknown."""
-        return meant(self.above, str(self.keys[-1]), self.parent.model_fields)
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The names an entry may have here."""
-        return tuple(map(_tag, self.sections))
-
-    @property
-    def field(self) -> FieldInfo:
-        """The field of the last key that is one: for `channels[1]` that of `channels`."""
-        return next(field for field in reversed(self.fields) if field is not None)
+    """The kinds of section the value may be; several for an entry whose name is wrong."""
 
 
 def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
-    """The place of a pydantic error. Tags that discriminated unions put into `loc` are no keys, and
-    are left out.
+    """Find the place of a pydantic error.
+
+    pydantic puts the tag of a discriminated union into `loc`; it is no key, and is left out.
     """
     keys: list[str | int] = []
-    fields: list[FieldInfo | None] = []
+    field: FieldInfo | None = None
     parent, inside = root, sections_in(root)
     for part in loc:
         if isinstance(part, int):
             keys.append(part)
-            fields.append(None)
         elif len(inside) > 1:
             inside = tuple(section for section in inside if _tag(section) == part)
         else:
             parent = inside[0] if inside else parent
             field = parent.model_fields.get(part)
             keys.append(part)
-            fields.append(field)
             inside = () if field is None else sections_in(field.annotation)
-    return KeyPath(tuple(keys), tuple(fields), parent, inside)
+    return KeyPath(dotted(tuple(keys)), dotted(tuple(keys[:-1])), keys[-1], field, parent, inside)
 
 
 def explain(root: type[Section], error: ErrorDetails) -> Problem:
-    """One pydantic error as a problem: full path, what is wrong, what to do."""
+    """Turn one pydantic error into a problem: full path, what is wrong, what to do."""
     place, kind, value = locate(root, error["loc"]), error["type"], error["input"]
     context = error.get("ctx", {})
-    match kind:
-        case "missing":
-            return Problem(place.path, MISSING, _add(place))
-        case "extra_forbidden":
-            return Problem(place.path, "is not a known key", _another_key(place))
-        case "refused":
-            return Problem(_under(place, context["key"]), context["wrong"], context["remedy"])
-        case "literal_error" | "enum":
-            options = _options(place.field.annotation)
-            return Problem(
-                place.path,
-                f"must be {_one_of(options)}, got {shown(value)}",
-                _instead(str(value), options, "choose one of"),
-            )
-        case "union_tag_invalid":
-            return Problem(
-                _under(place, "name"),
-                f"{context['tag']!r} is not an objective module",
-                _instead(context["tag"], place.modules, "choose one of"),
-            )
-        case "union_tag_not_found":
-            return Problem(
-                _under(place, "name"), MISSING, f"choose one of {', '.join(place.modules)}"
-            )
-        case "finite_number":
-            return Problem(
-                place.path, f"must be a finite number, got {value}", "write an ordinary number"
-            )
-        case "string_too_short":
-            return Problem(place.path, "must not be empty", _fill(place))
-        case _ if kind in _BOUNDS:
-            words, key = _BOUNDS[kind]
-            bound = context[key]
-            return Problem(
-                place.path,
-                f"must be {words} {f'{bound:g}' if isinstance(bound, float) else bound}, got"
-                f" {shown(value)}",
-                _fill(place),
-            )
-        case _ if kind in _EXPECTED:
-            return Problem(
-                place.path,
-                f"must be {_EXPECTED[kind]}, got {shown(value)}",
-                _convert(place, kind, value),
-            )
-        case _:
-            return Problem(place.path, error["msg"][0].lower() + error["msg"][1:], _fill(place))
+    if kind == "extra_forbidden":
+        return Problem(place.path, "is not a known key", _another_key(place))
+    if kind == "refused":
+        key = context["key"]
+        path = place.path if key is None else f"{place.path}.{key}"
+        return Problem(path, context["wrong"], context["remedy"])
+    if kind.startswith("union_tag"):
+        modules = tuple(map(_tag, place.sections))
+        if kind == "union_tag_not_found":
+            return Problem(f"{place.path}.name", MISSING, f"choose one of {', '.join(modules)}")
+        tag = context["tag"]
+        remedy = _instead(tag, modules, "choose one of")
+        return Problem(f"{place.path}.name", f"{tag!r} is not an objective module", remedy)
+
+    field = place.field
+    assert field is not None, "the other errors lie at known keys"
+    if kind == "missing":
+        return Problem(place.path, MISSING, _add(str(place.key), field))
+    if kind in ("literal_error", "enum"):
+        options = _options(field.annotation)
+        wrong = f"must be {_one_of(options)}, got {shown(value)}"
+        return Problem(place.path, wrong, _instead(str(value), options, "choose one of"))
+    if kind == "finite_number":
+        wrong = f"must be a finite number, got {value}"
+        return Problem(place.path, wrong, "write an ordinary number")
+    if kind == "string_too_short":
+        return Problem(place.path, "must not be empty", _change(field))
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        bound = context[key]
+        text = f"{bound:g}" if isinstance(bound, float) else bound
+        return Problem(place.path, f"must be {words} {text}, got {shown(value)}", _change(field))
+    if kind in _EXPECTED:
+        wrong = f"must be {_EXPECTED[kind]}, got {shown(value)}"
+        return Problem(place.path, wrong, _convert(place, field, kind, value))
+    return Problem(place.path, error["msg"][0].lower() + error["msg"][1:], _change(field))
 
 
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
-    """Every section that a value of this annotation can be or hold."""
+    """List every section that a value of this annotation can be or hold."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     return tuple(section for part in get_args(annotation) for section in sections_in(part))
 
 
-def suggestion(word: str, known: Sequence[str]) -> str | None:
-    """The known word that `word` was probably meant to be."""
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
-
-
-def meant(above: str, word: str, known: Iterable[str]) -> str | None:
-    """The path of the key that an unknown one was probably meant to be: one of its section, or one
-    that was moved out of it.
-
-    `above` is the section's dotted path, `known` its keys.
-    """
-    paths = {name: f"{above}.{name}".removeprefix(".") for name in known} | moved_under(above)
-    close = suggestion(word, tuple(paths))
-    return None if close is None else paths[close]
-
-
-def remove_or_choose(known: Collection[str], introduction: str) -> str:
-    """The remedy where a word is none of the known ones, nor like one."""
-    if not known:
-        return "remove it, nothing is set here"
-    return f"{introduction} {', '.join(known)}" if len(known) > 1 else f"write {next(iter(known))}"
+def suggestion(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that `word` was probably meant to be."""
+    return next(iter(difflib.get_close_matches(word, tuple(known), n=1, cutoff=0.6)), None)
 
 
 def shown(value: object) -> str:
-    """A value as its author wrote it, on one line and not too long."""
+    """Write a value as its author wrote it, on one line of at most 80 characters."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, (list, tuple)):
@@ -193,7 +144,7 @@ def shown(value: object) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """A value in YAML's flow style."""
+    """Write a value in YAML's flow style."""
     match value:
         case None:
             return "null"
@@ -208,13 +159,13 @@ def as_yaml(value: object) -> str:
 
 
 def _tag(section: type[Section]) -> str:
-    """The one legal `name` of an entry."""
+    """Return the one legal `name` of an entry."""
     (tag,) = get_args(section.model_fields["name"].annotation)
     return str(tag)
 
 
 def _options(annotation: Any) -> tuple[str, ...]:
-    """The legal values of an annotation with finitely many of them."""
+    """List the legal values of an annotation with finitely many of them."""
     if get_origin(annotation) is Literal:
         return tuple(map(str, get_args(annotation)))
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
@@ -222,61 +173,57 @@ def _options(annotation: Any) -> tuple[str, ...]:
     return tuple(option for part in get_args(annotation) for option in _options(part))
 
 
-def _under(place: KeyPath, key: str | None) -> str:
-    return place.path if key is None else f"{place.path}.{key}"
-
-
 def _one_of(options: Sequence[str]) -> str:
     return options[0] if len(options) == 1 else f"one of {', '.join(options)}"
 
 
-def _instead(word: str, known: Sequence[str], otherwise: str) -> str:
+def _instead(word: str, known: Collection[str], introduction: str) -> str:
+    """Suggest the known word that is like this one, or name all of them."""
     close = suggestion(word, known)
-    return remove_or_choose(known, otherwise) if close is None else f"did you mean '{close}'?"
+    if close is not None:
+        return f"did you mean '{close}'?"
+    if not known:
+        return "remove it, nothing is set here"
+    return f"{introduction} {', '.join(known)}" if len(known) > 1 else f"write {next(iter(known))}"
 
 
 def _another_key(place: KeyPath) -> str:
-    """The remedy for an unknown key."""
-    path = place.meant
-    if path is None:
-        return remove_or_choose(place.parent.model_fields, "the keys here are")
-    above, _, key = path.rpartition(".")
-    return f"did you mean '{key if above == place.above else path}'?"
+    """Suggest a key of the section, or one that was moved out of it, for an unknown one."""
+    elsewhere = moved_under(place.above)
+    close = suggestion(str(place.key), [*place.parent.model_fields, *elsewhere])
+    if close in elsewhere:
+        section, _, key = elsewhere[close].rpartition(".")
+        return f"did you mean '{key if section == place.above else elsewhere[close]}'?"
+    return _instead(str(place.key), place.parent.model_fields, "the keys here are")
 
 
 def _doc(field: FieldInfo) -> str:
-    """The first sentence of a field's docstring, as the end of a sentence of ours."""
+    """Return the first sentence of a field's docstring, without its full stop."""
     text = " ".join((field.description or "").split())
     return text.split(". ")[0].rstrip(".")
 
 
-def _add(place: KeyPath) -> str:
-    options, field = _options(place.field.annotation), place.field
+def _add(key: str, field: FieldInfo) -> str:
+    options = _options(field.annotation)
     if options:
         return f"add it, {_one_of(options)} ({_doc(field)})"
-    example = (
-        f", for example `{place.keys[-1]}: {as_yaml(field.examples[0])}`" if field.examples else ""
-    )
+    example = f", for example `{key}: {as_yaml(field.examples[0])}`" if field.examples else ""
     return f"add it{example} ({_doc(field)})"
 
 
-def _fill(place: KeyPath) -> str:
-    default = (
-        ""
-        if place.field.is_required()
-        else f"; without the key it is {as_yaml(place.field.default)}"
-    )
-    return f"change it ({_doc(place.field)}{default})"
+def _change(field: FieldInfo) -> str:
+    default = "" if field.is_required() else f"; without the key it is {as_yaml(field.default)}"
+    return f"change it ({_doc(field)}{default})"
 
 
-def _convert(place: KeyPath, kind: str, value: object) -> str:
-    """The remedy for a value of the wrong type: how to write it where the meaning is plain."""
-    readers: dict[str, Callable[[str], object]] = {"int_type": int, "float_type": float}
-    if isinstance(value, str) and kind in readers:
+def _convert(place: KeyPath, field: FieldInfo, kind: str, value: object) -> str:
+    """Say how to write a value of the wrong type, where the meaning is plain."""
+    if isinstance(value, str) and kind in ("int_type", "float_type"):
         try:
-            return f"write {readers[kind](value)} without quotes"
+            number = int(value) if kind == "int_type" else float(value)
         except ValueError:
-            return _fill(place)
+            return _change(field)
+        return f"write {number} without quotes"
     if isinstance(value, str) and kind == "bool_type" and value.lower() in ("true", "false"):
         return f"write {value.lower()} without quotes"
     if isinstance(value, float) and kind in ("int_type", "int_from_float") and value.is_integer():
@@ -285,11 +232,10 @@ def _convert(place: KeyPath, kind: str, value: object) -> str:
         keys = ", ".join(place.sections[0].model_fields)
         if not keys:
             return "write {}, it has no keys"
-        if place.field.is_required():
+        if field.is_required():
             return f"write its keys ({keys})"
-        return f"write its keys ({keys}), or remove it" + (
-            "" if place.field.default is None else " for the defaults"
-        )
-    if value is None and not place.field.is_required():
-        return f"remove the key for the default, {as_yaml(place.field.default)}"
-    return _fill(place)
+        ending = "" if field.default is None else " for the defaults"
+        return f"write its keys ({keys}), or remove it{ending}"
+    if value is None and not field.is_required():
+        return f"remove the key for the default, {as_yaml(field.default)}"
+    return _change(field)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from enum import StrEnum
 from ipaddress import ip_address
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -23,8 +25,43 @@ from shared.records import GeometryKind
 from shared.rollouts import REPETITION_PENALTIES, DecodeMode, DecodeSettings
 from shared.tokens.repeat_guard import RepeatGuardSettings
 
-# `rollout_matching.repeat_terminate`: the one source of the repeat guard's settings, for
-# transformers and vLLM alike.
+
+class EngineLocation(StrEnum):
+    """The process that a run's rollouts are generated in."""
+
+    RANKS = "ranks"
+    """Each learner rank's own process, which generates what it learns: the two alternate."""
+    ACTORS = "actors"
+    """Ray actors of the run, on devices of their own."""
+    SERVERS = "servers"
+    """Servers that were launched elsewhere."""
+
+    @property
+    def engine_noun(self) -> str:
+        """The word for one engine in texts."""
+        return {"ranks": "engine", "actors": "actor", "servers": "server"}[self]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """The facts about one rollout backend that the rest of the system asks for."""
+
+    location: EngineLocation
+    title: str
+    """The keys that choose it, as messages name it."""
+    has_beams: bool
+    """It has beam search (DESIGN 5, decision 21)."""
+    takes_adapters: bool = True
+    """Its engines can be sent a LoRA adapter alone."""
+
+
+BACKENDS: dict[str, BackendSpec] = {
+    "hf": BackendSpec(EngineLocation.RANKS, "rollout_backend hf", True, takes_adapters=False),
+    "colocate": BackendSpec(EngineLocation.RANKS, "vllm.mode colocate", True),
+    "actors": BackendSpec(EngineLocation.ACTORS, "vllm.mode actors", False),
+    "server": BackendSpec(EngineLocation.SERVERS, "vllm.mode server", False),
+}
+"""By `rollout_backend` where that is hf, else by `vllm.mode`."""
 
 
 class RepeatTerminateSection(Section):
@@ -59,9 +96,6 @@ class RepeatTerminateSection(Section):
             self.ngram_repeats,
             self.max_object_keys,
         )
-
-
-# `rollout_matching.vllm.server`: rollout servers launched elsewhere (spec: server mode).
 
 
 _CHARACTERS = re.compile(r"[A-Za-z0-9._~:/!$&'()*+,;=%\[\]-]+")
@@ -262,14 +296,6 @@ class SyncSection(Section):
     fallback_to_full: bool = True
     """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
 
-    transport: Literal["auto", "nccl", "ipc", "rollmatch_gloo", "inproc"] = "auto"
-    """How weights travel: nccl between GPUs, ipc to an engine on the learner's own GPU,
-    rollmatch_gloo between processes on CPU, inproc within one process.
-
-    No placement has more than one that works, and auto takes it. Any other value chooses nothing:
-    it says which it has to be, and other runs are refused.
-    """
-
     bucket_bytes: Annotated[int, Field(ge=LEAST_BUCKET_BYTES)] | None = None
     """Bytes of one packed bucket, at least 64 KiB; null: 256 MiB between GPUs (nccl, ipc), where
     the engine's loader is called once for each, and 16 MiB on CPU, where larger ones are slower:
@@ -452,6 +478,15 @@ class RolloutMatchingSection(Section):
 
     vllm: VllmSection = VllmSection()
     """The engines."""
+
+    @property
+    def backend_name(self) -> str:
+        """The key of `BACKENDS` that the configuration chooses."""
+        return "hf" if self.rollout_backend == "hf" else self.vllm.mode
+
+    @property
+    def backend(self) -> BackendSpec:
+        return BACKENDS[self.backend_name]
 
     @property
     def resolved_decode_mode(self) -> DecodeMode:

@@ -1,4 +1,4 @@
-"""The whole configuration: one section per file of this package."""
+"""The whole configuration of a run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Annotated
 from pydantic import Field, PositiveInt
 
 from shared.config.algorithm import (
+    ALGORITHMS,
+    AlgorithmSpec,
     CustomSection,
     EnvironmentSection,
     Stage2ABSection,
-    TrainerVariant,
 )
 from shared.config.base import Section
 from shared.config.job import ClusterSection, EvaluationSection, TelemetrySection, TimeoutsSection
@@ -18,19 +19,21 @@ from shared.config.model import DataSection, ModelSection
 from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
-from shared.records import ALL_GEOMETRY, GeometryKind
+from shared.records import GeometryKind
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
-"""In nats. In bfloat16 both sides round every logit: between 16 and 32, where those of trained
-models lie, to an eighth. No largest difference is bounded there (`shared.weight_sync.canary`)."""
+"""In nats. bfloat16 rounds logits between 16 and 32, where those of trained models lie, to an
+eighth: no largest difference is bounded there (`shared.weight_sync.canary`)."""
 _LOGPROB_TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}
-"""In nats. The demo's trained model, in bfloat16 on CPU, differs by 0.004 on average and by 0.11 at
-most over 2,000 sampled tokens (1e-5 in float32); a run compares millions, of deeper models."""
+"""In nats. The demo's trained model in bfloat16 on CPU differs by 0.11 at most over 2,000 sampled
+tokens (1e-5 in float32); a run compares millions, of deeper models."""
 
 
 class RunConfig(Section):
-    """One run, validated. Made by `shared.config.load_config`, never by hand: cross-section checks
-    are done there.
+    """One run, validated. Only `shared.config.load_config` makes one: it compares sections too.
+
+    Example: with `learner.world_size: 2`, `per_device_train_batch_size: 4` and
+    `effective_batch_size: 32` a step has 4 accumulation steps of 8 samples.
     """
 
     model: ModelSection
@@ -80,36 +83,32 @@ class RunConfig(Section):
     """What is kept of the weights."""
 
     @property
+    def algorithm(self) -> AlgorithmSpec:
+        """The facts about the run's `custom.trainer_variant`."""
+        return ALGORITHMS[self.custom.trainer_variant]
+
+    @property
     def geometry(self) -> frozenset[GeometryKind]:
         """Kinds of shapes that are taught and read (DESIGN 5, decision 8)."""
-        if self.rollout_matching.geometry is not None:
-            return frozenset(self.rollout_matching.geometry)
-        return (
-            frozenset({GeometryKind.BBOX})
-            if self.custom.trainer_variant is TrainerVariant.STAGE2_TWO_CHANNEL
-            else ALL_GEOMETRY
-        )
+        kinds = self.rollout_matching.geometry
+        return self.algorithm.geometry if kinds is None else frozenset(kinds)
 
     @property
     def canary_tolerance(self) -> float | None:
-        """Return `rollout_matching.vllm.sync.canary_tolerance` or, where it is null, what two
-        correct implementations differ by at most in float32; None in bfloat16, where the noise is
-        measured."""
-        return (
-            self.rollout_matching.vllm.sync.canary_tolerance or _CANARY_TOLERANCE[self.model.dtype]
-        )
+        """Largest canary difference in nats, as written or by the number type.
+
+        None in bfloat16, where the noise is measured instead.
+        """
+        written = self.rollout_matching.vllm.sync.canary_tolerance
+        return written or _CANARY_TOLERANCE[self.model.dtype]
 
     @property
     def logprob_tolerance(self) -> float:
-        """`rollout_matching.logprob_tolerance`, likewise."""
+        """`rollout_matching.logprob_tolerance` as written, or by the number type."""
         return self.rollout_matching.logprob_tolerance or _LOGPROB_TOLERANCE[self.model.dtype]
 
     def channel(self, step: int) -> Channel:
-        """The channel of a step (from 0) under the run's variant."""
-        match self.custom.trainer_variant:
-            case TrainerVariant.STAGE1_SFT:
-                return Channel.A
-            case TrainerVariant.STAGE2_TWO_CHANNEL:
-                return self.stage2_ab.schedule.channel(step)
-            case TrainerVariant.STAGE2_ROLLOUT_ALIGNED | TrainerVariant.TRAJECTORY_PG:
-                return Channel.B
+        """Return the channel of a step (from 0)."""
+        if self.algorithm.is_scheduled:
+            return self.stage2_ab.schedule.channel(step)
+        return self.algorithm.channels[0]

@@ -156,7 +156,6 @@ def test_an_empty_mapping_names_every_missing_key():
         "training.learning_rate",
         "custom.trainer_variant",
         "rollout_matching.pipeline",
-        "data.train",
     ]
 
 

@@ -135,8 +135,13 @@ def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indice
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_alias_is_refused_in_the_config_of_every_module(problems, name, alias):
-    (line,) = problems(lists_with(name, entry(name) | {"config": CONFIGS[name] | {alias: 1.0}}))
+    """In a module without the successor that is unknown too."""
+    line, *others = problems(
+        lists_with(name, entry(name) | {"config": CONFIGS[name] | {alias: 1.0}})
+    )
     assert line.startswith(f"{place(name)}.config.{alias}: ")
+    successor = line.rpartition("; use ")[2]
+    assert [other for other in others if not other.startswith(f"{successor}: is not a known")] == []
 
 
 @pytest.mark.parametrize(

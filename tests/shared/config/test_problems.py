@@ -9,7 +9,6 @@ import random
 import pytest
 
 from shared.config import load_config
-from shared.config.checks.general import overlaps
 from shared.errors import ConfigError
 
 OBJECTIVE = "rollout_matching.pipeline.objective"
@@ -294,9 +293,7 @@ def test_all_problems_are_reported_at_once_whatever_their_kind(problems):
             f"{OBJECTIVE}[1].weight": "1",
             f"{OBJECTIVE}[2]": {"name": "coord_diag"},
             "rollout_matching.rollout_buffer": {"enabled": True},
-            "rollout_matching.decode_mode": "sample",
             "global_max_length": 100,
-            "rollout_matching.vllm.enable_lora": True,
         }
     )
     assert [line.split(": ")[0] for line in lines] == [
@@ -307,6 +304,18 @@ def test_all_problems_are_reported_at_once_whatever_their_kind(problems):
         f"{OBJECTIVE}[0].config.desc_ce_weight",
         f"{OBJECTIVE}[1].weight",
         f"{OBJECTIVE}[2].name",
+    ]
+
+
+def test_contradictions_are_all_reported_at_once_where_every_value_is_legal(problems):
+    lines = problems(
+        {
+            "rollout_matching.decode_mode": "sample",
+            "global_max_length": 100,
+            "rollout_matching.vllm.enable_lora": True,
+        }
+    )
+    assert [line.split(": ")[0] for line in lines] == [
         "rollout_matching.vllm.enable_lora",
         "rollout_matching.decode_mode",
         "global_max_length",
@@ -320,13 +329,17 @@ def test_all_problems_are_reported_at_once_whatever_their_kind(problems):
         {"rollout_matching.decoding.temprature": 1.0, "rollout_matching.decode_mode": "sample"},
         {"rollout_matching.temperature": 1.0, "rollout_matching.decode_mode": "sample"},
         {"rollout_matching.temprature": 1.0, "rollout_matching.decode_mode": "sample"},
-        {"custom.extra.rollout_matching.temprature": 1.0, "rollout_matching.decode_mode": "sample"},
         {"rollout_matching.vllm.mod": "actors", "rollout_matching.vllm.mode": ...},
         {f"{OBJECTIVE}[0].weight": "1", f"{OBJECTIVE}[1].enabled": False},
     ],
 )
 def test_a_value_that_is_already_reported_causes_no_second_report(problems, changes):
     assert len(problems(changes)) == 1
+
+
+def overlaps(a: str, b: str) -> bool:
+    """Tell whether one dotted path lies in the other."""
+    return a == b or a.startswith((f"{b}.", f"{b}[")) or b.startswith((f"{a}.", f"{a}["))
 
 
 def paths(node, above=""):

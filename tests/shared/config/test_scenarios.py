@@ -18,8 +18,8 @@ from launch.checks.data import check_data
 from launch.runtime.batch_algebra import batch_algebra
 from learner.targets import target_settings
 from shared.config.derive import remarks, resolved_sync_mode
-from shared.config.load import take_retired
 from shared.config.pipeline import Channel
+from shared.config.retired import take_retired
 from shared.errors import RecordError
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
@@ -220,7 +220,7 @@ def test_preflight_runtime_consume_a_shared_validated_rollout_contract(
 def test_runtime_rollout_injection_path_stays_stable(load, problems):
     resolved = load({}).model_dump(mode="json")
     assert resolved[MATCHING]["decode_batch_size"] == 6
-    assert take_retired(resolved) == ([], set())
+    assert take_retired(resolved) == []
     assert len(problems({f"{OLD}.decode_batch_size": 6, f"{MATCHING}.decode_batch_size": 6})) == 1
 
 

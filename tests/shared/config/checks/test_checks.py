@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config.checks.general import CHECKS
-from shared.config.explain import sections_in
 from shared.config.pipeline import EXAMPLE_PIPELINE, EXAMPLE_POLICY_GRADIENT
-from shared.config.run import RunConfig
 
 MATCHING = "rollout_matching"
 VLLM = f"{MATCHING}.vllm"
@@ -72,23 +69,6 @@ REFUSED = [
         (
             f"{VLLM}.sync.mode: 'adapter', and rollout_backend hf has no engine that takes"
             " adapters; remove the key, or set rollout_backend: vllm"
-        ),
-    ),
-    *(
-        (
-            {f"{VLLM}.sync.transport": transport},
-            (
-                f"{VLLM}.sync.transport: '{transport}' does not lead to engines of vllm.mode"
-                " actors; set auto, or nccl or rollmatch_gloo"
-            ),
-        )
-        for transport in ("inproc", "ipc")
-    ),
-    (
-        {**NO_QUEUE, f"{VLLM}.mode": "colocate", f"{VLLM}.sync.transport": "nccl"},
-        (
-            f"{VLLM}.sync.transport: 'nccl' does not lead to engines of vllm.mode colocate; set"
-            " auto, or ipc or inproc"
         ),
     ),
     (
@@ -418,13 +398,6 @@ ACCEPTED = [
     },
     {f"{VLLM}.sync.mode": "auto"},
     {"checkpoint.keep_best": 2},
-    {f"{VLLM}.sync.transport": "nccl"},
-    {
-        **NO_QUEUE,
-        f"{VLLM}.mode": "colocate",
-        f"{VLLM}.sync.transport": "inproc",
-        f"{VLLM}.actors.num_actors": 2,
-    },
     {**NO_QUEUE, f"{MATCHING}.rollout_backend": "hf", f"{VLLM}.sync.mode": "auto", **LORA},
     {**LORA, "learner.world_size": 2},
     {**LORA, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "adapter"},
@@ -650,11 +623,3 @@ def test_a_decode_batch_that_leaves_a_learner_rank_without_rollouts_is_refused(p
     assert line.endswith(
         "raise decode_batch_size to at least 2, add rollout devices, or use fewer learner ranks"
     )
-
-
-def test_every_check_reads_keys_that_exist():
-    for path in {path for check in CHECKS for path in check.reads}:
-        section = RunConfig
-        for key in path.split("."):
-            assert key in section.model_fields, path
-            section, *_ = (*sections_in(section.model_fields[key].annotation), None)

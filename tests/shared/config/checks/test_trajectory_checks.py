@@ -484,8 +484,8 @@ def test_where_the_variant_itself_is_wrong_nothing_is_said_that_depends_on_it(
     for variant in ({"custom.trainer_variant": ...}, {"custom.trainer_variant": "trajectories"}):
         (line,) = trajectory_problems(variant)
         assert line.startswith("custom.trainer_variant: ")
-    lines = problems({"custom.trainer_variant": ..., "data": ...})
-    assert [line.split(": ")[0] for line in lines] == ["custom.trainer_variant", "data.train"]
+    (line,) = problems({"custom.trainer_variant": ..., "data": ...})
+    assert line.startswith("custom.trainer_variant: ")
 
 
 def test_a_value_of_the_section_that_is_wrong_itself_causes_no_second_report(trajectory_problems):
