@@ -292,7 +292,7 @@ MUTANTS = (
     Mutant("rows-of-a-group-keep-ids-that-collide", "rollout_actors/environments/group.py",
         '{**row, "example_id": index}', "{**row}",
         ("tests/rollout_actors/environments/test_group.py",)),
-    Mutant("engine-may-answer-another-prompt", "rollout_actors/environments/clients/conversation.py",
+    Mutant("engine-may-answer-another-prompt", "rollout_actors/environments/clients/engine.py",
         "if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:",
         "if False:",
         ("tests/rollout_actors/environments/clients/test_engine_client.py",)),

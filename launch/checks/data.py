@@ -16,7 +16,7 @@ from learner.model.checkpoint_folder import (
 )
 from learner.samples import load_samples
 from rollout_actors.engine.settings import model_type
-from rollout_actors.environments.chat.tool_calls import has_own_parser, shows_tools
+from rollout_actors.environments.chat.tools import has_own_parser, shows_tools
 from rollout_actors.environments.training.runner import count_examples, has_tools, require_no_tools
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection

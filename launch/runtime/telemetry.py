@@ -21,7 +21,7 @@ from launch.reports.page import write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
-from rollout_actors.environments.chat.tool_calls import UncalledTools
+from rollout_actors.environments.chat.tools import UncalledTools
 from shared.chunking import round_parts
 from shared.config import RunConfig
 from shared.config.derive import resolved_sync_mode, rollout_servers, warmup_steps

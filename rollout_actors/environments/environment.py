@@ -22,7 +22,7 @@ from rollout_actors.environments.chat.messages import (
     deeply_copied,
     require_roles,
 )
-from rollout_actors.environments.chat.tool_calls import UncalledTools
+from rollout_actors.environments.chat.tools import UncalledTools
 from rollout_actors.environments.clients.openai import (
     ask,
     knows_rollouts,

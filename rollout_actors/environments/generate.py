@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rollout_actors.environments.chat.tool_calls import num_tool_calls
+from rollout_actors.environments.chat.tools import num_tool_calls
 from rollout_actors.environments.clients.openai import knows_rollouts
 from rollout_actors.environments.concurrency import GIVEN_UP, WAITED, ScoringSlot, Stopwatch, within
 from rollout_actors.environments.datasets import (

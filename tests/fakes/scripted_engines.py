@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_actors.environments.chat.template import ChatTemplate
+from rollout_actors.environments.clients.conversation import ConversationSettings
 from rollout_actors.environments.clients.engine import EngineClient
 from rollout_actors.environments.types import State
 from shared.prompts import DEFAULT_USER_PROMPT
@@ -152,12 +153,20 @@ def state_at(position: int | None = 0, **fields: Any) -> State:
     return State(input={"prompt": [], "example_id": 40, "task": "default", **place}, **fields)
 
 
-def client_over(engines: Any, tokenizer: Any, **changes: Any) -> EngineClient:
+def client_over(
+    engines: Any,
+    tokenizer: Any,
+    *,
+    decode: DecodeSettings | None = None,
+    max_model_len: int = 4096,
+    tool_calls: Any = None,
+    **changes: Any,
+) -> EngineClient:
     """Of run seed 7 and step 3."""
-    decode = changes.pop("decode", None) or decode_settings(tokenizer)
-    return EngineClient(
-        engines, ChatTemplate(tokenizer), decode, 7, 3, **{"max_model_len": 4096, **changes}
+    settings = ConversationSettings(
+        ChatTemplate(tokenizer), decode or decode_settings(tokenizer), max_model_len, tool_calls
     )
+    return EngineClient(engines, settings, 7, 3, **changes)
 
 
 def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:

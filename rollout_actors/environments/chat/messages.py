@@ -1,6 +1,4 @@
-"""Conversations as the OpenAI API has them: put together, and made ready to be sent or to be
-stored.
-"""
+"""Conversations of the OpenAI API: put together, sent, and stored in tables."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 
 from rollout_actors.environments.types import Message, Messages
 
-_OF_NAMES = frozenset(
+_FIELDS_BY_NAME = frozenset(
     {
         "properties",
         "patternProperties",
@@ -22,59 +20,56 @@ _OF_NAMES = frozenset(
     }
 )
 """Fields of a JSON schema that are mappings from names, which may be those of its fields too."""
-_OF_VALUES = frozenset({"default", "const", "enum", "examples"})
+_FIELDS_OF_VALUES = frozenset({"default", "const", "enum", "examples"})
 """Fields of a JSON schema in which a null is a value."""
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
-    """One conversation, or one text, of several in a row. Nothing is copied but the outermost
-    list."""
+    """Join conversations, or texts, in order. Nothing is copied but the outermost list."""
     joined: list[Message] = []
     for part in parts:
-        if type(part) is list:
+        if not isinstance(part, str):
             joined += part
             continue
-        if isinstance(part, str):
-            if all(isinstance(one, str) for one in parts):
-                return "".join(map(str, parts))
-            raise TypeError(
-                f"text cannot be joined with messages: {part[:60]!r}; an environment has one"
-                " message_type"
-            )
-        joined.extend(part)
+        if all(isinstance(one, str) for one in parts):
+            return "".join(map(str, parts))
+        raise TypeError(
+            f"text cannot be joined with messages: {part[:60]!r}; an environment has one"
+            " message_type"
+        )
     return joined if parts else ""
 
 
-def said(given: Any, method: str, environment: Any) -> Messages:
-    """What an environment's method returned, with the OpenAI library's messages as mappings.
-    TypeError where it is no conversation and no text.
+def said(value: Any, method: str, environment: Any) -> Messages:
+    """Return what an environment's method returned, with every message as a dict.
+
+    Raises:
+        TypeError: it is neither a conversation nor a text.
+        ValueError: a message has no role.
     """
-    if isinstance(given, str):
-        return given
-    if type(given) is list and all(
-        type(one) is dict and one.get("role") is not None for one in given
+    if isinstance(value, str):
+        return value
+    if type(value) is list and all(
+        type(message) is dict and message.get("role") is not None for message in value
     ):
-        return list(given)  # as nearly always
+        return list(value)  # as nearly always
     by = f"{method} of {environment.name}"
-    if not isinstance(given, list) and (
-        isinstance(given, Mapping) or not isinstance(given, Sequence)
-    ):
-        what = "nothing" if given is None else type(given).__name__
+    if isinstance(value, Mapping) or not isinstance(value, Sequence):
+        kind = "nothing" if value is None else type(value).__name__
         raise TypeError(
-            f"{by} returned {what}; return a list of messages, and [] where there is nothing to say"
+            f"{by} returned {kind}; return a list of messages, and [] where there is nothing to say"
         )
-    if wrong := [
-        one
-        for one in given
-        if not isinstance(one, dict | Mapping) and not hasattr(one, "model_dump")
-    ]:
-        raise TypeError(
-            f"{by} returned a list with {type(wrong[0]).__name__} in it; return a list of messages,"
-            " each with a role and a content"
-        )
-    require_roles(given, f"what {by} returned")
-    return [one if isinstance(one, dict) else dict(as_mapping(one)) for one in given]
+    for message in value:
+        if not isinstance(message, Mapping) and not hasattr(message, "model_dump"):
+            raise TypeError(
+                f"{by} returned a list with {type(message).__name__} in it; return a list of"
+                " messages, each with a role and a content"
+            )
+    require_roles(value, f"what {by} returned")
+    return [
+        message if isinstance(message, dict) else dict(as_mapping(message)) for message in value
+    ]
 
 
 def require_roles(messages: Any, where: str) -> None:
@@ -84,52 +79,40 @@ def require_roles(messages: Any, where: str) -> None:
         ValueError: it begins with `where`.
     """
     form = 'write it like {"role": "user", "content": "..."}'
-    if type(messages) is not list and (
-        isinstance(messages, Mapping) or not isinstance(messages, Iterable)
-    ):
+    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
         raise ValueError(
             f"{where} is {type(messages).__name__}, not a list of messages; {form}, in a list"
         )
     for number, message in enumerate(messages):
-        if type(message) is dict or isinstance(message, Mapping):
-            one = message
-        elif hasattr(message, "model_dump"):
-            one = as_mapping(message)
-        else:
+        if not isinstance(message, dict | Mapping) and not hasattr(message, "model_dump"):
             raise ValueError(f"{where}: message {number} is {type(message).__name__}; {form}")
-        if one.get("role") is None:
+        fields = message if isinstance(message, dict | Mapping) else as_mapping(message)
+        if fields.get("role") is None:
             raise ValueError(
-                f"{where}: message {number} has no role, only {', '.join(one) or 'nothing'}; {form}"
+                f"{where}: message {number} has no role, only {', '.join(fields) or 'nothing'};"
+                f" {form}"
             )
 
 
 def copied(messages: Messages) -> Messages:
-    """The same conversation in lists and mappings of its own."""
-    if isinstance(messages, str):
-        return messages
-    made = []
-    for message in messages:
-        if type(message) is not dict:
-            made.append(_copied(message))
-            continue
-        one = message.copy()
-        for key, item in one.items():
-            if type(item) is not str:  # nearly all there is in a message is text
-                one[key] = _copied(item)
-        made.append(one)
-    return made
+    """Return the same conversation in lists and mappings of its own."""
+    return messages if isinstance(messages, str) else [_copied(message) for message in messages]
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        result = value.copy()
+        for key, item in result.items():
+            if type(item) is not str:  # nearly all there is in a message is text
+                result[key] = _copied(item)
+        return result
     if isinstance(value, list | tuple):
         return [_copied(item) for item in value]
     return value
 
 
 def deeply_copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """The same as `copy.deepcopy`, several times as fast for what JSON has."""
+    """Do what `copy.deepcopy` does, several times as fast for what JSON has."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -143,50 +126,62 @@ def deeply_copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
         memo[id(value)] = items
         items.extend([one if type(one) in _ATOMS else deeply_copied(one, memo) for one in value])
         return items
-    made: dict[Any, Any] = {}
-    memo[id(value)] = made
+    fields: dict[Any, Any] = {}
+    memo[id(value)] = fields
     for key, item in value.items():
-        made[key if type(key) is str else deeply_copied(key, memo)] = (
-            item if type(item) in _ATOMS else deeply_copied(item, memo)
-        )
-    return made
+        own_key = key if type(key) is str else deeply_copied(key, memo)
+        fields[own_key] = item if type(item) in _ATOMS else deeply_copied(item, memo)
+    return fields
 
 
 def cleanup_messages(messages: Messages) -> Messages:
-    """As an endpoint takes them, from however a dataset stores them: without the fields that are
-    None, of messages, of tool calls and, at any depth, of the parts of a content (a table has every
-    column in every row), and with tool calls that are mappings, where they were stored as JSON."""
+    """Return messages as an endpoint takes them, from however a dataset stores them.
+
+    A table has every column in every row: fields that are None go, of messages, of tool calls and,
+    at any depth, of the parts of a content. Tool calls that were stored as JSON become mappings.
+    """
     if isinstance(messages, str):
         return messages
     cleaned = []
-    for given in messages:
-        message = {"content": None, **as_mapping(given)}
-        one = {
-            key: value for key, value in message.items() if value is not None or key == "content"
+    for message in messages:
+        fields = {"content": None, **as_mapping(message)}
+        fields = {
+            key: value for key, value in fields.items() if value is not None or key == "content"
         }
-        if "tool_calls" in one:
-            one["tool_calls"] = [
-                json.loads(call) if isinstance(call, str) else _without_none(call)
-                for call in one["tool_calls"]
-            ]
-            if not one["tool_calls"]:
-                del one["tool_calls"]
-        if isinstance(one["content"], list):
-            one["content"] = [_filled(part) for part in one["content"]]
-        # A call for tools alone has no content; of any other message it is the user's mistake that
-        # the endpoint will name.
-        if one["content"] is None and "tool_calls" not in one:
-            one["content"] = ""
-        cleaned.append(one)
+        if "tool_calls" in fields:
+            fields["tool_calls"] = [_read_call(call) for call in fields["tool_calls"]]
+            if not fields["tool_calls"]:
+                del fields["tool_calls"]
+        if isinstance(fields["content"], list):
+            fields["content"] = _without_none(fields["content"])
+        # A call for tools alone has no content. In any other message that is the user's mistake,
+        # which the endpoint will name.
+        if fields["content"] is None and "tool_calls" not in fields:
+            fields["content"] = ""
+        cleaned.append(fields)
     return cleaned
 
 
-def cleanup_tools(tools: Sequence[Any]) -> list[Any]:
-    """What a model is told of tools, without what a table filled in: there each has the fields and
-    the parameters of all, and None for what is not its own.
+def _read_call(call: Any) -> Any:
+    if isinstance(call, str):
+        return json.loads(call)
+    return {key: value for key, value in as_mapping(call).items() if value is not None}
 
-    What is None goes: a field of a tool or of a JSON schema, and a name in `properties`, `$defs`
-    and the like. It stays where JSON schema has a null:
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_none(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def cleanup_tools(tools: Sequence[Any]) -> list[Any]:
+    """Return tools without what a table filled in: there each has the fields and the parameters of
+    all, and None for what is not its own.
+
+    A field of a tool or of a JSON schema that is None goes, and a name in `properties`, `$defs` and
+    the like. Null stays where JSON schema means it:
 
     - inside `enum`, `examples`, and a `default` or `const` that is a list or a mapping;
     - as the `default` of what may be left out. A parameter that is `required` has none;
@@ -195,42 +190,38 @@ def cleanup_tools(tools: Sequence[Any]) -> list[Any]:
     No rule tells the null defaults of a table from those that were put into it: info that must come
     back to the letter is stored as JSON.
     """
-    return [_told(tool) for tool in tools]
+    return [_without_filled(tool) for tool in tools]
 
 
-def _told(schema: Any, *, is_required: bool = False) -> Any:
+def _without_filled(schema: Any, *, is_required: bool = False) -> Any:
     if isinstance(schema, list | tuple):
-        return [_told(one) for one in schema]
+        return [_without_filled(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     required = schema.get("required")
     names = required if isinstance(required, list | tuple) else ()
-    made: dict[str, Any] = {}
-    for key, value in schema.items():
-        if value is None and not (
-            _is_constant_null(schema) if key == "const" else key == "default" and not is_required
-        ):
-            continue
-        if key in _OF_VALUES:
-            made[key] = value
-        elif key in _OF_NAMES and isinstance(value, Mapping):
-            made[key] = {
-                name: _told(one, is_required=name in names)
-                for name, one in value.items()
-                if one is not None
-            }
-        else:
-            made[key] = _told(value)
-    return made
-
-
-def _is_constant_null(schema: Mapping[str, Any]) -> bool:
-    said = {
+    other_fields = {
         key: value
         for key, value in schema.items()
         if value is not None and key not in ("title", "description")
     }
-    return said in ({}, {"type": "null"})
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if value is None:
+            is_null_constant = key == "const" and other_fields in ({}, {"type": "null"})
+            if is_null_constant or (key == "default" and not is_required):
+                result[key] = None
+        elif key in _FIELDS_OF_VALUES:
+            result[key] = value
+        elif key in _FIELDS_BY_NAME and isinstance(value, Mapping):
+            result[key] = {
+                name: _without_filled(one, is_required=name in names)
+                for name, one in value.items()
+                if one is not None
+            }
+        else:
+            result[key] = _without_filled(value)
+    return result
 
 
 def sanitize_messages(messages: Messages) -> Messages:
@@ -252,24 +243,24 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
     """
     if isinstance(messages, str):
         return messages
-    return [_with_calls_as_text(as_mapping(message)) for message in messages]
-
-
-def _with_calls_as_text(message: Mapping[str, Any]) -> Message:
-    one = {key: value for key, value in message.items() if key != "tool_calls"}
-    if calls := message.get("tool_calls"):
-        one["tool_calls"] = [
-            call if isinstance(call, str) else json.dumps(as_mapping(call), ensure_ascii=False)
-            for call in calls
-        ]
-    return one
+    result = []
+    for message in messages:
+        fields = dict(as_mapping(message))
+        calls = fields.pop("tool_calls", None)
+        if calls:
+            fields["tool_calls"] = [
+                call if isinstance(call, str) else json.dumps(as_mapping(call), ensure_ascii=False)
+                for call in calls
+            ]
+        result.append(fields)
+    return result
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """A message or a tool call of the OpenAI library as a mapping, and so what there is of it
-    inside one that is a mapping already.
+    """Return a message or a tool call as a mapping, with the OpenAI library's objects, itself or
+    inside it, as mappings too.
     """
-    if type(value) is dict or isinstance(value, Mapping):  # the first is found at once
+    if isinstance(value, dict | Mapping):  # a dict is found at once
         return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
     dumped: Mapping[str, Any] = value.model_dump(exclude_none=True)
     return dumped
@@ -278,21 +269,6 @@ def as_mapping(value: Any) -> Mapping[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return (
-        as_mapping(value) if isinstance(value, Mapping) or hasattr(value, "model_dump") else value
-    )
-
-
-def _without_none(call: Any) -> Mapping[str, Any]:
-    return {key: value for key, value in as_mapping(call).items() if value is not None}
-
-
-def _filled(part: Any) -> Any:
-    """What of it is not None, at any depth."""
-    if isinstance(part, list):
-        return [_filled(one) for one in part]
-    return (
-        {key: _filled(value) for key, value in part.items() if value is not None}
-        if isinstance(part, Mapping)
-        else part
-    )
+    if isinstance(value, Mapping) or hasattr(value, "model_dump"):
+        return as_mapping(value)
+    return value

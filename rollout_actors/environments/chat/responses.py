@@ -1,10 +1,10 @@
-"""From an answer of the OpenAI API to messages and tokens (spec: trajectories, token extraction).
+"""Messages and tokens of an OpenAI API answer (spec: trajectories, token extraction).
+
 Nothing is tokenised here, or ever again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from openai.types import Completion
@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion
 from rollout_actors.environments.types import Messages, TrajectoryStepTokens
 
 TOKEN_ID = "token_id:"
-"""How vLLM writes a token in place of its text, when asked for `return_tokens_as_token_ids`."""
+"""Prefix of a token that vLLM writes as its id, when asked for `return_tokens_as_token_ids`."""
 
 RETURNS_TOKENS: dict[str, Any] = {
     "logprobs": True,
@@ -23,15 +23,16 @@ RETURNS_TOKENS: dict[str, Any] = {
 
 
 async def parse_response_messages(response: Any, message_type: str) -> Messages:
-    """What the model said: one assistant message, or the text of a completion.
+    """Return the model's message: one assistant message, or the text of a completion.
 
-    Raises ValueError where the endpoint answered without either, as gateways do when what is behind
-    them fails.
+    Raises:
+        ValueError: the endpoint answered with neither, as gateways do when what is behind them
+            fails.
     """
     if not response.choices:
-        said = _extra(response, "error") or "nothing else"
+        reason = _extra(response, "error") or "nothing else"
         raise ValueError(
-            f"the endpoint's answer has no choices, and says {said}; look whether the model is"
+            f"the endpoint's answer has no choices, and says {reason}; look whether the model is"
             " served, and into the endpoint's log"
         )
     choice = response.choices[0]
@@ -50,39 +51,33 @@ async def parse_response_messages(response: Any, message_type: str) -> Messages:
 
 
 async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryStepTokens | None:
-    """What the engine read and sampled; None where it does not say all of it.
+    """Return the tokens that the engine read and sampled; None where the answer lacks any of them.
 
-    Raises ValueError where it contradicts itself: as many log-probabilities as sampled tokens, or
-    nothing can be learned from any of them.
+    Raises:
+        ValueError: the numbers of sampled tokens and log-probabilities differ, so that nothing can
+            be learned from any of them.
     """
     if not response.choices:
         return None
     choice = response.choices[0]
     completion_ids = _extra(choice, "token_ids")
+    names: list[str] | None = None
     if message_type == "completion":
         assert isinstance(response, Completion), type(response)
         prompt_ids = _extra(choice, "prompt_token_ids")
-        named, logprobs = (
-            (None, None)
-            if choice.logprobs is None
-            else (choice.logprobs.tokens, choice.logprobs.token_logprobs)
-        )
+        logprobs = choice.logprobs and choice.logprobs.token_logprobs
+        names = choice.logprobs and choice.logprobs.tokens
     else:
         assert isinstance(response, ChatCompletion), type(response)
         prompt_ids = _extra(response, "prompt_token_ids")
-        named, logprobs = None, _extra(choice.logprobs, "token_logprobs")
-        # Our own engines' answers have them as a list; an object for each token is what others
-        # send.
-        if (
-            logprobs is None
-            and choice.logprobs is not None
-            and (content := choice.logprobs.content) is not None
-        ):
+        # Our own engines answer with a list; other endpoints with an object for each token.
+        logprobs = _extra(choice, "token_logprobs")
+        content = choice.logprobs and choice.logprobs.content
+        if logprobs is None and content is not None:
             logprobs = [one.logprob for one in content]
-            if completion_ids is None:
-                named = [one.token for one in content]
-    if completion_ids is None and named is not None:
-        completion_ids = _named_ids(named)
+            names = None if completion_ids is not None else [one.token for one in content]
+    if completion_ids is None and names and all(name.startswith(TOKEN_ID) for name in names):
+        completion_ids = [int(name.removeprefix(TOKEN_ID)) for name in names]
     if prompt_ids is None or completion_ids is None or logprobs is None or None in logprobs:
         return None
     if len(completion_ids) != len(logprobs):
@@ -100,13 +95,7 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
 
 
 def _extra(model: Any, name: str) -> Any:
-    """A field that vLLM, or another endpoint, adds to OpenAI's; None: this one does not."""
+    """Return a field that vLLM or another endpoint adds to OpenAI's; None where it is absent."""
     extra = getattr(model, "__pydantic_extra__", None)
-    # As pydantic's `__getattr__` finds it, which takes long to say that there is none.
+    # pydantic's `__getattr__` finds the same, and takes long to say that there is none.
     return getattr(model, name, None) if extra is None else vars(model).get(name, extra.get(name))
-
-
-def _named_ids(named: Sequence[str]) -> list[int] | None:
-    if not all(token.startswith(TOKEN_ID) for token in named):
-        return None
-    return [int(token.removeprefix(TOKEN_ID)) for token in named]

@@ -1,22 +1,27 @@
-"""A Python function as a tool of the OpenAI API: what the model is told of it, and how what the
-model writes becomes a call.
-"""
+"""Tools of the OpenAI API: the schemas of Python functions, and calls read from a model's text."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
+import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 
 from rollout_actors.environments.concurrency import bare, in_thread, name_of
+
+_LOGGER = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 """What the OpenAI API takes for the name of a function."""
@@ -26,28 +31,37 @@ _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function that a model may call."""
+    """One function that a model may call.
+
+    Example:
+        `def add(a: int): "Add one."` has the schema `{"type": "function", "function": {"name":
+        "add", "description": "Add one.", "parameters": {"type": "object", "properties": {"a":
+        {"type": "integer"}}, "required": ["a"], "additionalProperties": False}}}`;
+        `read('{"a": 2}')` is `{"a": 2}`.
+    """
 
     name: str
     function: Callable[..., Any]
     """Plain, or asynchronous."""
     schema: dict[str, Any]
-    """As it stands among the `tools` of a call: `{"type": "function", "function": {"name",
-    "description", "parameters"}}`.
-    """
+    """The tool among the `tools` of a call of the API."""
     arguments: type[BaseModel]
-    """What the model may give, each field by its alias."""
-    given: type[BaseModel]
-    """The same, and none of them has to be there."""
+    """Model of the arguments; each field goes by its alias."""
+    partial_arguments: type[BaseModel]
+    """The same, where none of them has to be present."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], args_to_skip: Collection[str] = ()) -> Tool:
-        """From its signature, its type hints and its docstring (the text, and an `Args:` section
-        with a line for each). Of a partial, they are those of what it wraps, but for a `__name__`
-        and a `__doc__` that it was given itself; what it binds is skipped.
+        """Make a tool from a function's signature, type hints and docstring.
 
-        `args_to_skip` are the parameters that the model neither sees nor sets. ValueError names the
-        function and what cannot be told to a model.
+        Each line of the docstring's `Args:` section describes a parameter. A partial has those of
+        what it wraps, except a `__name__` and a `__doc__` of its own; what it binds is skipped.
+
+        Args:
+            args_to_skip: parameters that the model neither sees nor sets.
+
+        Raises:
+            ValueError: names the function and what cannot be told to a model.
         """
         name = name_of(function)
         if not _NAME.fullmatch(name):
@@ -61,112 +75,118 @@ class Tool:
                 f"tool {name}: args_to_skip has {', '.join(absent)}, which is no parameter; they"
                 f" are {', '.join(parameters) or 'none'}"
             )
-        description, told = read_docstring(_docstring(function))
-        called = bare(function)
-        skipped = {*args_to_skip, *(called.keywords if isinstance(called, partial) else ())}
-        seen = [one for one in parameters.values() if one.name not in skipped]
-        # By alias, since a model's field may not be called `_x`, and should not be called `copy`.
-        fields: dict[str, Any] = {
-            f"argument_{place}": (_hint(one), _field(one, told)) for place, one in enumerate(seen)
-        }
+        # A partial that was given no docstring has that of its class.
+        documented = function
+        while isinstance(documented, partial) and "__doc__" not in vars(documented):
+            documented = documented.func
+        description, descriptions = read_docstring(inspect.getdoc(documented) or "")
+        wrapped = bare(function)
+        skipped = {*args_to_skip, *(wrapped.keywords if isinstance(wrapped, partial) else ())}
+        fields: dict[str, Any] = {}
+        optional: dict[str, Any] = {}
+        for parameter in parameters.values():
+            if parameter.name in skipped:
+                continue
+            hint = Any if parameter.annotation is parameter.empty else parameter.annotation
+            default = ... if parameter.default is parameter.empty else parameter.default
+            # By alias, since a model's field may not be called `_x`, and should not be `copy`.
+            options: dict[str, Any] = {"alias": parameter.name}
+            # Without a description the one of an `Annotated` hint stays.
+            if parameter.name in descriptions:
+                options["description"] = descriptions[parameter.name]
+            field_name = f"argument_{len(fields)}"
+            fields[field_name] = (hint, Field(default, **options))
+            optional[field_name] = (hint, Field(None, alias=parameter.name))
+        closed = ConfigDict(extra="forbid")
         try:
-            arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-            optional: dict[str, Any] = {
-                field: (hint, Field(None, alias=info.alias))
-                for field, (hint, info) in fields.items()
-            }
-            given = create_model(name, __config__=ConfigDict(extra="forbid"), **optional)
-            form = arguments.model_json_schema(schema_generator=_Untitled)
+            arguments = create_model(name, __config__=closed, **fields)
+            partial_arguments = create_model(name, __config__=closed, **optional)
+            shown = arguments.model_json_schema(schema_generator=_Untitled)
         except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema) as error:
             reason = error.message.partition(".")[0]
             raise ValueError(
                 f"tool {name}: {reason}; give its parameters types that JSON has, or hide them with"
                 " args_to_skip"
             ) from error
-        shown = {key: value for key, value in form.items() if key != "title"}
-        return cls(
-            name,
-            function,
-            {
-                "type": "function",
-                "function": {"name": name, "description": description, "parameters": shown},
-            },
-            arguments,
-            given,
-        )
+        shown.pop("title", None)
+        described = {"name": name, "description": description, "parameters": shown}
+        schema = {"type": "function", "function": described}
+        return cls(name, function, schema, arguments, partial_arguments)
 
     def read(self, text: str, *, is_whole: bool = True) -> dict[str, Any]:
-        """The arguments that a model wrote as JSON, as the function takes them. ValueError says
-        what is wrong with them, for the model to read.
+        """Read the arguments that a model wrote as JSON, as the function takes them.
 
-        `is_whole`: False: some may be missing, which somebody else fills in (`require_whole`).
+        Args:
+            is_whole: False: some may be missing, which somebody else fills in (`require_whole`).
+
+        Raises:
+            ValueError: says what is wrong with them, for the model to read.
         """
         try:
-            given = json.loads(text) if text.strip() else {}
+            written = json.loads(text) if text.strip() else {}
         except json.JSONDecodeError as error:
             raise ValueError(f"the arguments of {self.name} are not JSON: {error}") from error
-        if not isinstance(given, Mapping):
+        if not isinstance(written, Mapping):
             raise ValueError(f"the arguments of {self.name} are no JSON object, but {text[:60]}")
+        kind = self.arguments if is_whole else self.partial_arguments
         try:
-            checked = (self.arguments if is_whole else self.given).model_validate(given)
+            checked = kind.model_validate(written)
         except ValidationError as error:
-            faults = "; ".join(
+            problems = "; ".join(
                 f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
                 for one in error.errors(include_url=False)
             )
-            raise ValueError(f"the arguments of {self.name} are wrong: {faults}") from error
-        fields = type(checked).model_fields
+            raise ValueError(f"the arguments of {self.name} are wrong: {problems}") from error
         return {
-            str(fields[field].alias): getattr(checked, field)
-            for field in fields
+            str(info.alias): getattr(checked, field)
+            for field, info in kind.model_fields.items()
             if field in checked.model_fields_set
         }
 
     def require_whole(self, arguments: Mapping[str, Any]) -> None:
-        """ValueError, for the model to read, where one that it may give is missing."""
+        """Raise ValueError, for the model to read, where a required argument is missing."""
         required = [
-            field.alias for field in self.arguments.model_fields.values() if field.is_required()
+            info.alias for info in self.arguments.model_fields.values() if info.is_required()
         ]
-        if missing := [name for name in required if name not in arguments]:
-            raise ValueError(
-                f"the arguments of {self.name} are wrong:"
-                f" {'; '.join(f'{name}: Field required' for name in missing)}"
-            )
+        if missing := [f"{name}: Field required" for name in required if name not in arguments]:
+            raise ValueError(f"the arguments of {self.name} are wrong: {'; '.join(missing)}")
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the function returns, as text: text as it is, anything else as JSON. A plain
-        function runs in a thread. Raises what it raises.
+        """Call the function, a plain one in a thread. Raises what it raises.
+
+        Returns:
+            Its value: text as it is, anything else as JSON.
         """
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**arguments)
         else:
-            # whose parameters may have the names of those of `in_thread`
+            # A partial, since a parameter may have the name of one of `in_thread`.
             value = await in_thread(partial(self.function, **arguments))
             value = await value if inspect.isawaitable(value) else value
-        return (
-            value
-            if isinstance(value, str)
-            else json.dumps(value, ensure_ascii=False, default=_plain)
-        )
+        if isinstance(value, str):
+            return value
+        return json.dumps(value, ensure_ascii=False, default=_as_json)
 
 
 def convert_tool_to_oai_format(
     tool: Callable[..., Any], args_to_skip: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What a model is told of a function. See `Tool.of`."""
+    """Return the OpenAI schema of a function; see `Tool.of`."""
     return Tool.of(tool, args_to_skip).schema
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, up to its first section, and of each argument, in the
-    section `Args:`.
-    """
+    """Return a docstring's description, up to the first section, and that of each argument."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
-    section, indent, last = "", 0, ""
+    section = ""
+    indent = 0
+    name = ""
     for line in text.splitlines():
         if found := _SECTION.fullmatch(line.strip()):
-            section, indent, last = found[1], 0, ""
+            section = found[1]
+            indent = 0
+            name = ""
         elif not section:
             description.append(line)
         elif section in ("Args", "Arguments", "Parameters") and line.strip():
@@ -174,30 +194,22 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
             indent = indent or depth
             argument = _ARGUMENT.fullmatch(line.strip()) if depth <= indent else None
             if argument is not None:
-                last = argument[1]
-                arguments[last] = [argument[2]]
-            elif last:
-                arguments[last].append(line.strip())
-    return "\n".join(description).strip(), {
-        name: " ".join(filter(None, lines)) for name, lines in arguments.items()
-    }
+                name = argument[1]
+                arguments[name] = [argument[2]]
+            elif name:
+                arguments[name].append(line.strip())
+    joined = {name: " ".join(filter(None, lines)) for name, lines in arguments.items()}
+    return "\n".join(description).strip(), joined
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without a `title` for each field, which only says its name again."""
+    """A JSON schema without the `title` of each field, which only repeats its name."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         return False
 
 
-def _docstring(function: Callable[..., Any]) -> str:
-    # Where it was given none, a partial has that of its class.
-    if isinstance(function, partial) and "__doc__" not in vars(function):
-        return _docstring(function.func)
-    return inspect.getdoc(function) or ""
-
-
-def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         signature = inspect.signature(bare(function), eval_str=True)
     except NameError as error:
@@ -210,22 +222,170 @@ def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Pa
                 f"tool {name}: parameter {one} cannot be given by name; a tool has named parameters"
                 " alone"
             )
-    return dict(signature.parameters)
+    return signature.parameters
 
 
-def _hint(parameter: inspect.Parameter) -> Any:
-    return Any if parameter.annotation is parameter.empty else parameter.annotation
-
-
-def _field(parameter: inspect.Parameter, told: Mapping[str, str]) -> Any:
-    default = ... if parameter.default is parameter.empty else parameter.default
-    options: dict[str, Any] = {"alias": parameter.name}
-    # Without one of the docstring, that of an `Annotated` hint stays.
-    if parameter.name in told:
-        options["description"] = told[parameter.name]
-    return Field(default, **options)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has no form of: a model by its fields, anything else by its text."""
+def _as_json(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
+
+
+# Tool calls in what a model wrote, read by vLLM's own parsers: the same that its server has.
+
+CHECKPOINTS_OWN = "hf"
+"""vLLM's parser by the `response_template` that a checkpoint's tokenizer may carry."""
+_RANDOM_ID = re.compile(r"chatcmpl-tool-\w+|[0-9A-Za-z]{9}")
+"""Ids that vLLM draws. Others say what was called, and templates read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantMessage:
+    """A model's message."""
+
+    content: str | None
+    tool_calls: tuple[ChatCompletionMessageFunctionToolCall, ...] = ()
+
+
+class ToolCallReader:
+    """One of vLLM's tool parsers, for one tokenizer."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        """Import vllm, which takes some seconds.
+
+        Raises:
+            ValueError: vLLM has no parser of this name; it names the key of a run that has one.
+        """
+        # Here and not above: most runs have no tools.
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager as Parsers
+
+        try:
+            self._parser: Callable[..., Any] = Parsers.get_tool_parser(name)
+        except KeyError as error:
+            known = ", ".join(sorted({*Parsers.tool_parsers, *Parsers.lazy_parsers}))
+            raise ValueError(
+                f"environment.tool_call_parser: vLLM has none of the name {name!r}; set it to one"
+                f" of {known}"
+            ) from error
+        self._name = name
+        self._tokenizer = tokenizer
+        self._request = ChatCompletionRequest
+
+    def read(
+        self, token_ids: Sequence[int], text: str, tools: Sequence[Mapping[str, Any]], *, seed: int
+    ) -> AssistantMessage:
+        """Read the message of these tokens. What the parser cannot read is content, as it stands.
+
+        Args:
+            text: the tokens as text, without special ones.
+            seed: the request's; ids that vLLM would draw at random follow from it, since an id may
+                be in the next prompt.
+        """
+        request = self._request(
+            messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto"
+        )
+        try:
+            parser = self._parser(self._tokenizer, request.tools)
+            request = parser.adjust_request(request)
+            written = self._tokenizer.decode(
+                list(token_ids),
+                skip_special_tokens=request.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+            found = parser.extract_tool_calls(written, request)
+        except Exception as error:  # of any of many parsers, on any text that a model may write
+            _LOGGER.warning(
+                "vLLM's tool parser %s failed on %r, which stays text (%s: %s)",
+                self._name,
+                text[:200],
+                type(error).__name__,
+                error,
+            )
+            return AssistantMessage(text)
+        if not found.tools_called:
+            return AssistantMessage(text)
+        calls = []
+        for index, call in enumerate(found.tool_calls):
+            call_id = call.id
+            if _RANDOM_ID.fullmatch(call_id):
+                # Nine characters, because some templates take no others.
+                call_id = hashlib.sha256(f"{seed}/{index}".encode()).hexdigest()[:9]
+            function = Function(name=call.function.name, arguments=call.function.arguments)
+            calls.append(
+                ChatCompletionMessageFunctionToolCall(
+                    id=call_id, type="function", function=function
+                )
+            )
+        content = found.content if (found.content or "").strip() else None
+        return AssistantMessage(content, tuple(calls))
+
+
+def reader_of(name: str | None, tokenizer: Any) -> ToolCallReader | None:
+    """Return the reader of this name, else the checkpoint's own; None: it has none."""
+    if name is None and isinstance(getattr(tokenizer, "response_template", None), Mapping):
+        name = CHECKPOINTS_OWN
+    return None if name is None else ToolCallReader(name, tokenizer)
+
+
+def has_own_parser(checkpoint: Path) -> bool:
+    """Tell whether `reader_of` finds one in this folder's tokenizer, without loading it."""
+    path = checkpoint / "tokenizer_config.json"
+    return path.is_file() and isinstance(
+        json.loads(path.read_text(encoding="utf-8")).get("response_template"), Mapping
+    )
+
+
+def shows_tools(checkpoint: Path) -> bool:
+    """Tell whether a chat template in this folder mentions `tools`; True where there is none."""
+    paths = (
+        checkpoint / "chat_template.jinja",
+        *checkpoint.glob("additional_chat_templates/*.jinja"),
+    )
+    templates = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
+    config = checkpoint / "tokenizer_config.json"
+    if not templates and config.is_file():
+        # One text, or a list of them with names.
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+        templates = [json.dumps(template)] if template else []
+    return not templates or any("tools" in text for text in templates)
+
+
+def num_tool_calls(state: Mapping[str, Any]) -> int | None:
+    """Count the model's calls in a rollout; None where it is offered no tools."""
+    if not state.get("oai_tools"):
+        return None
+    return sum(
+        len(message.get("tool_calls") or ())
+        for step in state.get("trajectory") or ()
+        for message in step.get("completion") or ()
+        if isinstance(message, Mapping)
+    )
+
+
+class UncalledTools:
+    """A count of rollouts none of which called a tool, for a warning."""
+
+    FIRST_ROLLOUTS = 8
+    """Rollouts before the first warning: fewer may have had no need of a tool."""
+
+    def __init__(self) -> None:
+        self._num_rollouts = 0
+        self._next_warning = self.FIRST_ROLLOUTS
+        self._has_called = False
+
+    def problem(self, num_rollouts: int, num_calls: float) -> str | None:
+        """Count more rollouts that could call a tool, and their calls.
+
+        Returns:
+            A warning after `FIRST_ROLLOUTS` without a call, and whenever twice as many had none.
+        """
+        self._has_called = self._has_called or num_calls > 0
+        self._num_rollouts += num_rollouts
+        if self._has_called or not num_rollouts or self._num_rollouts < self._next_warning:
+            return None
+        self._next_warning = 2 * self._num_rollouts
+        return (
+            f"none of {self._num_rollouts} rollouts called a tool, though they were offered some;"
+            " read what the model answers: its chat template must show tools, and its calls must"
+            " be read (by environment.tool_call_parser in training, by the endpoint's own parser"
+            " with vf-eval)"
+        )

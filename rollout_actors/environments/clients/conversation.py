@@ -1,5 +1,8 @@
-"""The calls of one rollout: to one engine, token by token one sequence, under the surface of
-`openai.AsyncOpenAI`.
+"""One rollout's calls of an engine, as sequences of tokens that grow from call to call.
+
+Tokens that were sampled are never tokenised again: the next prompt begins with exactly the ids of
+the last call. `Conversation.chat` and `.completions` put the surface of `openai.AsyncOpenAI` over
+that, for environments that know nothing of tokens.
 """
 
 from __future__ import annotations
@@ -9,49 +12,130 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionTokenLogprob
+from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import ChoiceLogprobs
+from openai.types.completion_choice import Logprobs
 
 from rollout_actors.environments.chat.images import MessageImages
 from rollout_actors.environments.chat.messages import as_mapping
 from rollout_actors.environments.chat.responses import TOKEN_ID
 from rollout_actors.environments.chat.template import ChatTemplate, PreviousCall
-from rollout_actors.environments.chat.tool_calls import Said, ToolCallReader
-from rollout_actors.environments.clients.openai import overlong_answer, says_overlong
-from rollout_actors.environments.types import Message, State
-from shared.errors import RolloutError
+from rollout_actors.environments.chat.tools import AssistantMessage, ToolCallReader
+from rollout_actors.environments.clients.openai import LIMITS, overlong_answer
+from rollout_actors.environments.types import State
 from shared.records import ImageRef
-from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
+from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
 from shared.trajectory import ModelCall
 
-# What a call may ask of an engine whose decoding the run has fixed.
-
-
-READ_ANYWAY = frozenset(
+IMAGE = "<|image_pad|>"
+"""The placeholder of an image in the templates of Qwen's models: one token, in any text."""
+SENT_IMAGES = "image_sha256"
+"""Field of an answer with the hashes of its prompt's images, in order. The environment may change
+the prompt that a step shows later.
+"""
+_ALWAYS_ANSWERED = frozenset(
     {"logprobs", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"}
 )
-"""Ask for tokens and log-probabilities. Every answer has them but the prompt's, which nothing
-reads.
+"""Arguments that ask for tokens and log-probabilities, which every answer has. (Those of the prompt
+nobody reads.)
 """
-LIMITS = ("max_tokens", "max_completion_tokens")
+
+Generate = Callable[[RolloutRequest], Awaitable[Rollout | None]]
+"""Asks an engine; None: it found the prompt, with its images, too long."""
 
 
-class CallArguments:
-    """Checks the sampling arguments of calls against what the run has fixed."""
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The tokens that an engine sampled in one call.
 
-    def __init__(self, decode: DecodeSettings, template_args: Mapping[str, Any]) -> None:
-        self._decode = decode
-        self._fixed: dict[str, Any] = {
-            "temperature": decode.temperature,
-            "top_p": decode.top_p,
-            "top_k": decode.top_k,
-            "repetition_penalty": decode.repetition_penalty,
-            "stop_token_ids": sorted(decode.stop_token_ids),
-            "chat_template_kwargs": dict(template_args),
+    Example:
+        The response `(5, 6)` with the sampled stop token 2: `token_ids=(5, 6, 2)`, three
+        log-probabilities, `stop_token_id=2`. With a stop token that the repeat guard forced:
+        `token_ids=(5, 6)`, two log-probabilities, `stop_token_id=None`.
+    """
+
+    token_ids: tuple[int, ...]
+    """[T], with the stop token unless the repeat guard forced it: that one was not sampled."""
+    logprobs: tuple[float, ...] | None
+    """[T]; None where the run's decoding returns none."""
+    stop_token_id: int | None
+    """The last of `token_ids`, where it is a stop token."""
+
+    @classmethod
+    def from_rollout(cls, rollout: Rollout) -> Sampled:
+        stop = rollout.stop_token_id
+        if stop is None or len(rollout.response_token_ids) in rollout.forced_positions:
+            return cls(rollout.response_token_ids, rollout.logprobs, None)
+        logprobs = rollout.logprobs
+        if logprobs is not None:
+            assert rollout.stop_token_logprob is not None, "it was sampled like the others"
+            logprobs = (*logprobs, rollout.stop_token_logprob)
+        return cls((*rollout.response_token_ids, stop), logprobs, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutKey:
+    """A rollout's place in the run. The seeds of its calls follow from it and the turn."""
+
+    run_seed: int
+    step: int
+    position: int
+    """Position in the step, over all learner ranks."""
+    sample_id: str
+    path: str = ""
+    """Suffix of a rollout that an environment begins inside this position's; empty for its own."""
+
+    def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
+        seed = request_seed(self.run_seed, self.step, self.position, turn, self.path)
+        return RolloutRequest(
+            self.step, self.position, self.sample_id, prompt.token_ids, prompt.images, decode, seed
+        )
+
+
+@dataclass(frozen=True)
+class ConversationSettings:
+    """What all conversations of a run share.
+
+    Raises:
+        ValueError: decoding is beam search, whose answers were not sampled token by token.
+    """
+
+    template: ChatTemplate
+    """The checkpoint's tokenizer and chat template."""
+    decode: DecodeSettings
+    """Decoding of every call. Sampling arguments may ask for fewer tokens, and for nothing else."""
+    max_model_len: int
+    """Most tokens of a prompt and its answer together, as the engines have it."""
+    tool_calls: ToolCallReader | None = None
+    """Reads the model's tool calls; None: they stay text."""
+
+    def __post_init__(self) -> None:
+        if self.decode.mode is DecodeMode.BEAM:
+            raise ValueError(
+                "decode.mode: beam search samples no tokens; environments use greedy or sample"
+            )
+
+    @cached_property
+    def placeholder(self) -> int | None:
+        """Token id of an image; None: the tokenizer has none, and no text means one."""
+        encoded = self.template.encode(IMAGE)
+        return encoded[0] if len(encoded) == 1 else None
+
+    @cached_property
+    def _fixed(self) -> dict[str, Any]:
+        """Sampling arguments that the run has fixed. A call may repeat them, not change them."""
+        return {
+            "temperature": self.decode.temperature,
+            "top_p": self.decode.top_p,
+            "top_k": self.decode.top_k,
+            "repetition_penalty": self.decode.repetition_penalty,
+            "stop_token_ids": sorted(self.decode.stop_token_ids),
+            "chat_template_kwargs": self.template.template_args,
             "n": 1,
             "stream": False,
             "stop": [],
@@ -64,511 +148,301 @@ class CallArguments:
         }
 
     def max_tokens(self, arguments: Mapping[str, Any]) -> int:
-        """Most tokens that a call with these arguments may sample. What is None is not given.
+        """Return the most tokens that a call with these arguments may sample. None is not given.
 
-        Raises ValueError for what the run has fixed otherwise, and for what is unknown.
+        Raises:
+            ValueError: an argument is unknown, or the run has fixed it otherwise.
         """
-        body = arguments.get("extra_body") or {}
-        given = {
-            name: value
-            for name, value in {**arguments, **body}.items()
-            if value is not None and name != "extra_body"
-        }
-        limit = self._decode.max_new_tokens
-        for name, value in given.items():
+        most = self.decode.max_new_tokens
+        limit = most
+        asked = {**arguments, **(arguments.get("extra_body") or {})}
+        for name, value in asked.items():
+            if value is None or name in ("extra_body", *_ALWAYS_ANSWERED):
+                continue
             if name in LIMITS:
-                limit = self._limit(name, value, limit)
+                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                    raise ValueError(
+                        f"{name}: must be a whole number from 1 to the run's max_new_tokens ="
+                        f" {most}, got {value!r}"
+                    )
+                limit = min(limit, value)
+            elif name in self._fixed:
+                if (sorted(value) if name == "stop_token_ids" else value) != self._fixed[name]:
+                    raise ValueError(
+                        f"{name}: {value!r} was asked for, and this run has {self._fixed[name]!r};"
+                        " leave it out, or change what the run has"
+                    )
             elif name == "seed":
                 raise ValueError(
                     "seed: the engines' own follow from the run's seed, the step, the rollout's"
-                    " place in it and the turn; leave it out"
+                    " position in it and the turn; leave it out"
                 )
-            elif name in self._fixed:
-                self._agree(name, value)
-            elif name not in READ_ANYWAY:
-                known = ", ".join(sorted({*self._fixed, *LIMITS, *READ_ANYWAY}))
+            else:
+                known = ", ".join(sorted({*self._fixed, *LIMITS, *_ALWAYS_ANSWERED}))
                 raise ValueError(
                     f"{name}: the engines of a run take no such sampling argument; leave it out."
                     f" They know {known}"
                 )
-        if given.get("logprobs") and not self._decode.return_logprobs:
+        if asked.get("logprobs") and not self.decode.return_logprobs:
             raise ValueError(
-                "logprobs: were asked for, and this run's decoding returns none (return_logprobs);"
-                " leave them out, or switch them on"
+                "logprobs: this run's decoding returns none; leave it out, or switch on"
+                " return_logprobs"
             )
         return limit
-
-    def _limit(self, name: str, value: Any, limit: int) -> int:
-        most = self._decode.max_new_tokens
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(
-                f"{name}: must be a whole number from 1 to the run's max_new_tokens = {most}, got"
-                f" {value!r}"
-            )
-        return min(limit, value)
-
-    def _agree(self, name: str, value: Any) -> None:
-        fixed = self._fixed[name]
-        if name == "stop_token_ids":
-            value = sorted(value)
-        if value != fixed:
-            raise ValueError(
-                f"{name}: {value!r} was asked for, and this run has {fixed!r}; leave it out, or"
-                " change what the run has"
-            )
-
-
-# Rollouts of the engines as answers of the OpenAI API, with the fields that vLLM's server adds:
-# nobody needs to know where one comes from.
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What an engine has sampled in one call, token by token."""
-
-    token_ids: tuple[int, ...]
-    """With the stop token, unless the repeat guard has forced it: that one was not sampled."""
-    logprobs: tuple[float, ...] | None
-    """One each; None: the run's decoding returns none."""
-    stop_token_id: int | None
-    """The last one, where it is a stop token."""
-
-    @classmethod
-    def of(cls, rollout: Rollout) -> Sampled:
-        is_forced = len(rollout.response_token_ids) in rollout.forced_positions
-        stop = None if is_forced else rollout.stop_token_id
-        ending = () if stop is None else (stop,)
-        logprobs = rollout.logprobs
-        if logprobs is not None and stop is not None:
-            assert rollout.stop_token_logprob is not None, (
-                "it was sampled, and the others have theirs"
-            )
-            logprobs = (*logprobs, rollout.stop_token_logprob)
-        return cls((*rollout.response_token_ids, *ending), logprobs, stop)
-
-
-class EngineLogprobs(ChoiceLogprobs):
-    """Log-probabilities as plain lists, `token_ids` and `token_logprobs`, since an object for each
-    token takes longer than all else about an answer. `content` has those objects as soon as
-    somebody asks for it; until then nothing that writes the answer out has them."""
-
-    token_ids: tuple[int, ...]
-    token_logprobs: tuple[float, ...]
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name == "content" and value is None:
-            both = zip(self.token_ids, self.token_logprobs, strict=True)
-            value = [
-                ChatCompletionTokenLogprob(
-                    token=f"{TOKEN_ID}{token_id}", logprob=logprob, top_logprobs=[]
-                )
-                for token_id, logprob in both
-            ]
-            self.content = value
-        return value
-
-
-def chat_answer(
-    answer_id: str, model: str, rollout: Rollout, sampled: Sampled, said: Said
-) -> ChatCompletion:
-    """`weight_version` is the one of the weights that sampled it, `engine` the actor."""
-    logprobs = None
-    if sampled.logprobs is not None:
-        # What it is made of needs no check.
-        logprobs = EngineLogprobs.model_construct(
-            None, content=None, token_ids=sampled.token_ids, token_logprobs=sampled.logprobs
-        )
-    choice = {
-        "index": 0,
-        "finish_reason": "stop",
-        "message": {
-            "role": "assistant",
-            "content": said.content,
-            "tool_calls": list(said.tool_calls) or None,
-        },
-        "logprobs": logprobs,
-        "token_ids": list(sampled.token_ids),
-    }
-    answer = ChatCompletion.model_validate(
-        {
-            "id": answer_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [choice],
-            "usage": _usage(rollout, sampled),
-            "prompt_token_ids": list(rollout.prompt_token_ids),
-            "weight_version": rollout.weight_version,
-            "engine": rollout.actor,
-        }
-    )
-    reason: Any = "tool_calls" if said.tool_calls else rollout.finish_reason.value
-    # Afterwards: vLLM has more reasons than OpenAI's type.
-    answer.choices[0].finish_reason = reason
-    return answer
-
-
-def text_answer(
-    answer_id: str, model: str, rollout: Rollout, sampled: Sampled, text: str
-) -> Completion:
-    """The same of plain text."""
-    tokens = [f"{TOKEN_ID}{token_id}" for token_id in sampled.token_ids]
-    choice = {
-        "index": 0,
-        "finish_reason": "stop",
-        "text": text,
-        "logprobs": (
-            None
-            if sampled.logprobs is None
-            else {"tokens": tokens, "token_logprobs": sampled.logprobs}
-        ),
-        "token_ids": list(sampled.token_ids),
-        "prompt_token_ids": list(rollout.prompt_token_ids),
-    }
-    answer = Completion.model_validate(
-        {
-            "id": answer_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [choice],
-            "usage": _usage(rollout, sampled),
-            "weight_version": rollout.weight_version,
-            "engine": rollout.actor,
-        }
-    )
-    reason: Any = rollout.finish_reason.value
-    answer.choices[0].finish_reason = reason
-    return answer
-
-
-def _usage(rollout: Rollout, sampled: Sampled) -> dict[str, int]:
-    prompt, completion = len(rollout.prompt_token_ids), len(sampled.token_ids)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-IMAGE = "<|image_pad|>"
-"""The placeholder of an image, as the templates of Qwen's models write it. In a text it is the same
-token.
-"""
-SENT_IMAGES = "image_sha256"
-"""The field of an answer that has the hashes of its prompt's images, in order: what a step's prompt
-shows may be changed by the environment later.
-"""
-
-Generate = Callable[[RolloutRequest], Awaitable[Rollout]]
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutKey:
-    """Where a rollout stands in the run: with the turn, what the seeds of its calls follow from."""
-
-    run_seed: int
-    step: int
-    position: int
-    """In the step, over all learner ranks."""
-    sample_id: str
-    path: str = ""
-    """In the rollout of this position: empty, or of one that an environment begins inside of it."""
-
-    def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
-        seed = request_seed(self.run_seed, self.step, self.position, turn, self.path)
-        return RolloutRequest(
-            self.step, self.position, self.sample_id, prompt.token_ids, prompt.images, decode, seed
-        )
-
-
-@dataclass(frozen=True)
-class ConversationSettings:
-    """What all conversations of a client have in common: how tokens become messages, and messages
-    tokens.
-    """
-
-    tokens: ChatTemplate
-    arguments: CallArguments
-    tool_calls: ToolCallReader | None
-    decode: DecodeSettings
-    max_model_len: int
-    """Most tokens of a prompt and its answer together."""
-
-    @cached_property
-    def placeholder(self) -> int | None:
-        """Of an image; None: the tokenizer does not know it, and no text has one."""
-        encoded = self.tokens.encode(IMAGE)
-        return encoded[0] if len(encoded) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
+    text: str
     token_ids: tuple[int, ...]
     """As the engine gets them: one placeholder for each image."""
     images: tuple[ImageRef, ...]
     is_split: bool
-    """It does not go on from the last call, though there was one."""
+    """There was a call before, and the prompt does not go on from it."""
 
 
 class Conversation:
-    """Of one rollout. Its calls are answered one after the other, and each prompt begins with
-    exactly the tokens of the call before it where it can.
+    """The calls of one rollout, answered one after the other.
 
-    Where it cannot, because the messages do not go on from that call or the template writes them
-    otherwise now, the prompt is tokenised anew, which `state["num_splits"]` counts: its tokens are
-    read by the model and never learned.
+    Each prompt begins with exactly the tokens of the call before it where it can. Where the
+    messages do not go on from that call, or the template now writes them otherwise, the prompt is
+    tokenised anew, its tokens are read and never learned, and `state["num_splits"]` counts it.
+
+    Calls take the arguments of `AsyncOpenAI`; `model` chooses nothing, since the engines of a run
+    have one. An answer has vLLM's `token_ids` and `prompt_token_ids`, and beside them
+    `token_logprobs`, `weight_version`, `engine` and `image_sha256`; its id is `overlong-prompt`
+    where the prompt leaves no room for a token. A call raises ValueError for arguments that
+    contradict the run, and RolloutError where the engine fails.
     """
 
     def __init__(
         self,
-        place: RolloutKey,
-        reading: ConversationSettings,
+        key: RolloutKey,
+        settings: ConversationSettings,
         generate: Generate,
         state: State,
         calls: dict[tuple[str, int], ModelCall],
     ) -> None:
         """Begin without a call. `calls` is where each is noted, by its path and turn."""
-        self._place, self._reading, self._generate, self._state = place, reading, generate, state
+        self._key = key
+        self._settings = settings
+        self._template = settings.template
+        self._generate = generate
+        self._state = state
         self._calls = calls
-        # Another client may count its own there.
-        self._state.setdefault("num_splits", 0)
+        # Another client of the same rollout may have counted there already.
+        state.setdefault("num_splits", 0)
         self.num_splits = 0
         """Calls whose prompt did not begin with the tokens of the one before."""
         self._images = MessageImages()
         self._turn = 0
         self._last: PreviousCall | None = None
-        self._shown: tuple[ImageRef, ...] = ()
-        """In the last call."""
+        self._last_images: tuple[ImageRef, ...] = ()
         self._expansion = 0
-        """By how many tokens the last call's prompt was longer in the engine."""
-        # By whom it is waited for: other calls of this rollout. Unblocked by this call's end, for
-        # which the engine has a limit.
+        """Tokens by which the last prompt was longer in the engine, which expands images."""
+        # Other calls of this rollout wait for it, until a call ends: the engine has a time limit.
         self._one_at_a_time = asyncio.Lock()
-        self.chat = _Chat(_ChatCompletions(self))
-        self.completions = _TextCompletions(self)
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create_chat))
+        self.completions = SimpleNamespace(create=self._create_completion)
 
-    async def answer_chat(
-        self,
-        model: str,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None,
-        arguments: Mapping[str, Any],
-    ) -> Any:
-        """See `AsyncOpenAI.chat.completions.create`. The id is `overlong-prompt` where the prompt
-        leaves no room for a token.
-
-        `model` is what the answer says that it is of, and chooses nothing: the engines of a run
-        have one model.
-
-        Raises ValueError for arguments that contradict the run, RolloutError where the engine
-        fails.
-        """
-        most, tokens = self._reading.arguments.max_tokens(arguments), self._reading.tokens
-        async with self._one_at_a_time:
-            rendered = tokens.render(messages, tools)
-            continued = (
-                None
-                if self._last is None
-                else tokens.continued(self._last, rendered, messages, tools)
-            )
-            prompt = self._prompt(continued, rendered, self._images.of(messages))
-            rollout = await self._ask(prompt, most)
-            if rollout is None:
-                return overlong_answer(model)
-            sampled, said = Sampled.of(rollout), self._said(rollout, tools)
-            self._note(prompt, rendered, len(messages), rollout, sampled, _message(said))
-            return _with_images(
-                chat_answer(self._answer_id(), model, rollout, sampled, said), prompt
-            )
-
-    async def answer_text(self, model: str, text: str, arguments: Mapping[str, Any]) -> Any:
-        """See `AsyncOpenAI.completions.create`; otherwise as `answer_chat`."""
-        if not isinstance(text, str):
-            raise ValueError(f"prompt: must be one text, got {type(text).__name__}")
-        most, tokens = self._reading.arguments.max_tokens(arguments), self._reading.tokens
-        async with self._one_at_a_time:
-            continued = None if self._last is None else tokens.continued_text(self._last, text)
-            prompt = self._prompt(continued, text, (), is_plain=True)
-            rollout = await self._ask(prompt, most)
-            if rollout is None:
-                return overlong_answer(model)
-            sampled = Sampled.of(rollout)
-            self._note(prompt, text, 0, rollout, sampled, {})
-            text = tokens.decode(rollout.response_token_ids, with_special=False)
-            return _with_images(
-                text_answer(self._answer_id(), model, rollout, sampled, text), prompt
-            )
-
-    def _prompt(
-        self,
-        continued: tuple[int, ...] | None,
-        text: str,
-        images: tuple[ImageRef, ...],
-        *,
-        is_plain: bool = False,
-    ) -> _Prompt:
-        # The same tokens may stand for another image now.
-        if (
-            self._last is not None
-            and continued is not None
-            and images[: len(self._shown)] == self._shown
-        ):
-            # Only what is new is looked at: a model of text may have sampled a placeholder, which
-            # stands for nothing.
-            self._require_places(
-                continued[len(self._last.token_ids) :], images, num_before=len(self._shown)
-            )
-            return _Prompt(continued, images, is_split=False)
-        token_ids = self._reading.tokens.encode(text, is_plain=is_plain)
-        self._require_places(token_ids, images)
-        return _Prompt(token_ids, images, is_split=self._last is not None)
-
-    def _require_places(
-        self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0
-    ) -> None:
-        """ValueError where there are more or fewer placeholders than images: one of them would
-        stand for another image, or for none.
-        """
-        number = num_before + token_ids.count(self._reading.placeholder)
-        if number != len(images):
-            remedy = (
-                "leave that out of the text of messages"
-                if number > len(images)
-                else "the chat template writes none for some; show images where it does"
-            )
-            if not number:
-                remedy = (
-                    "this model's chat template shows none there; take a model with a vision tower,"
-                    " or show images where the template does"
-                )
-            raise ValueError(
-                f"prompt: has {number} x {IMAGE} and {len(images)} x an image; {remedy}"
-            )
-
-    async def _ask(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
-        """None: there is no room for an answer."""
-        # The images that are not of the call that this one goes on from are counted with one token
-        # each: the engine may refuse what seems to have room.
-        room = (
-            self._reading.max_model_len
-            - len(prompt.token_ids)
-            - (0 if prompt.is_split else self._expansion)
-        )
-        if room < 1:
-            return None
-        decode = replace(self._reading.decode, max_new_tokens=min(max_tokens, room))
-        request = self._place.request(self._turn, prompt, decode)
-        call = ModelCall(self._place.path, self._turn, request.seed)
-        self._calls[call.path, call.turn] = call
-        try:
-            rollout = await self._generate(request)
-        except RolloutError as error:
-            if prompt.images and says_overlong(error.message):
-                return None
-            raise
-        self._calls[call.path, call.turn] = replace(call, engine=rollout.actor)
-        require_own_prompt(rollout, request)
-        if (
-            len(rollout.prompt_token_ids) + len(Sampled.of(rollout).token_ids)
-            > self._reading.max_model_len
-        ):
-            # The engine takes longer ones than this client may, and only now it is known that it
-            # did.
-            return None
-        return rollout
-
-    def _said(self, rollout: Rollout, tools: Sequence[Mapping[str, Any]] | None) -> Said:
-        text = self._reading.tokens.decode(rollout.response_token_ids, with_special=False)
-        if not tools or self._reading.tool_calls is None:
-            return Said(text)
-        return self._reading.tool_calls.read(
-            rollout.response_token_ids, text, tools, seed=rollout.seed
-        )
-
-    def _note(
-        self,
-        prompt: _Prompt,
-        rendered: str,
-        num_messages: int,
-        rollout: Rollout,
-        sampled: Sampled,
-        answer: Message,
-    ) -> None:
-        tokens = self._reading.tokens
-        self._last = PreviousCall(
-            rendered,
-            num_messages,
-            prompt.token_ids + sampled.token_ids,
-            tokens.decode(rollout.response_token_ids, with_special=True),
-            sampled.stop_token_id,
-            (
-                ""
-                if sampled.stop_token_id is None
-                else tokens.decode((sampled.stop_token_id,), with_special=True)
-            ),
-            answer,
-        )
-        self._shown = prompt.images
-        self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
-        self._turn += 1
-        self.num_splits += prompt.is_split
-        self._state["num_splits"] += prompt.is_split
-
-    def _answer_id(self) -> str:
-        return (
-            f"rollout-{self._place.step}-{self._place.position}{self._place.path}-{self._turn - 1}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _ChatCompletions:
-    conversation: Conversation
-
-    async def create(
+    async def _create_chat(
         self,
         *,
         model: str,
         messages: Sequence[Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
         **arguments: Any,
-    ) -> Any:
-        return await self.conversation.answer_chat(model, messages, tools, arguments)
+    ) -> ChatCompletion:
+        max_tokens = self._settings.max_tokens(arguments)
+        async with self._one_at_a_time:
+            text = self._template.render(messages, tools)
+            continued = None
+            if self._last is not None:
+                continued = self._template.continued(self._last, text, messages, tools)
+            prompt = self._prompt(text, continued, self._images.of(messages))
+            rollout = await self._sample(prompt, max_tokens)
+            if rollout is None:
+                return overlong_answer(model)
+            message = self._read(rollout, tools)
+            sampled = self._remember(prompt, len(messages), rollout, message)
+            answer = self._answer(model, prompt, rollout, sampled)
+            reason = "tool_calls" if message.tool_calls else rollout.finish_reason.value
+            choice = {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": message.content,
+                    "tool_calls": list(message.tool_calls) or None,
+                },
+                "finish_reason": reason,
+                "logprobs": _openai_logprobs(sampled) if arguments.get("logprobs") else None,
+                "token_ids": list(sampled.token_ids),
+                "token_logprobs": sampled.logprobs and list(sampled.logprobs),
+            }
+            # Not validated: vLLM has more finish reasons than OpenAI's type.
+            return ChatCompletion.construct(
+                object="chat.completion",
+                choices=[choice],
+                prompt_token_ids=list(rollout.prompt_token_ids),
+                **answer,
+            )
 
+    async def _create_completion(
+        self, *, model: str, prompt: str, **arguments: Any
+    ) -> ChatCompletion | Completion:
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt: must be one text, got {type(prompt).__name__}")
+        max_tokens = self._settings.max_tokens(arguments)
+        async with self._one_at_a_time:
+            continued = None
+            if self._last is not None:
+                continued = self._template.continued_text(self._last, prompt)
+            asked = self._prompt(prompt, continued, (), is_plain=True)
+            rollout = await self._sample(asked, max_tokens)
+            if rollout is None:
+                return overlong_answer(model)
+            message = self._read(rollout, None)
+            sampled = self._remember(asked, 0, rollout, message)
+            logprobs = None
+            if sampled.logprobs is not None:
+                names = [f"{TOKEN_ID}{token_id}" for token_id in sampled.token_ids]
+                logprobs = Logprobs(tokens=names, token_logprobs=list(sampled.logprobs))
+            choice = {
+                "index": 0,
+                "text": message.content,
+                "finish_reason": rollout.finish_reason.value,
+                "logprobs": logprobs,
+                "token_ids": list(sampled.token_ids),
+                "prompt_token_ids": list(rollout.prompt_token_ids),
+            }
+            answer = self._answer(model, asked, rollout, sampled)
+            return Completion.construct(object="text_completion", choices=[choice], **answer)
 
-@dataclass(frozen=True, slots=True)
-class _Chat:
-    completions: _ChatCompletions
+    def _prompt(
+        self,
+        text: str,
+        continued: tuple[int, ...] | None,
+        images: tuple[ImageRef, ...],
+        *,
+        is_plain: bool = False,
+    ) -> _Prompt:
+        num_before = len(self._last_images)
+        # The same tokens may stand for other images now: then it is a split too.
+        if self._last and continued is not None and images[:num_before] == self._last_images:
+            # Only the new tokens are looked at: a model of text may have sampled a placeholder,
+            # which stands for nothing.
+            added = continued[len(self._last.token_ids) :]
+            self._check_placeholders(added, images, num_before=num_before)
+            return _Prompt(text, continued, images, is_split=False)
+        token_ids = self._template.encode(text, is_plain=is_plain)
+        self._check_placeholders(token_ids, images)
+        return _Prompt(text, token_ids, images, is_split=self._last is not None)
 
+    def _check_placeholders(
+        self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0
+    ) -> None:
+        """Raise ValueError unless there is one placeholder per image: a wrong one would stand for
+        another image, or for none.
+        """
+        number = num_before + token_ids.count(self._settings.placeholder)
+        if number == len(images):
+            return
+        remedy = "leave that out of the text of messages"
+        if number < len(images):
+            remedy = (
+                "the chat template writes none for some; show images where it does, or take a model"
+                " with a vision tower"
+            )
+        raise ValueError(f"prompt: has {number} x {IMAGE} and {len(images)} x an image; {remedy}")
 
-@dataclass(frozen=True, slots=True)
-class _TextCompletions:
-    conversation: Conversation
+    async def _sample(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
+        """Ask the engine; None: there is no room for an answer."""
+        max_model_len = self._settings.max_model_len
+        # Images that the last call did not show count as one token each: the engine may refuse
+        # what seems to have room.
+        expansion = 0 if prompt.is_split else self._expansion
+        room = max_model_len - len(prompt.token_ids) - expansion
+        if room < 1:
+            return None
+        decode = replace(self._settings.decode, max_new_tokens=min(max_tokens, room))
+        request = self._key.request(self._turn, prompt, decode)
+        call = ModelCall(self._key.path, self._turn, request.seed)
+        self._calls[call.path, call.turn] = call
+        rollout = await self._generate(request)
+        if rollout is None:
+            return None
+        self._calls[call.path, call.turn] = replace(call, engine=rollout.actor)
+        # The engine takes longer ones than this client may, and only now it is known that it did.
+        length = len(rollout.prompt_token_ids) + len(Sampled.from_rollout(rollout).token_ids)
+        return None if length > max_model_len else rollout
 
-    async def create(self, *, model: str, prompt: str, **arguments: Any) -> Any:
-        return await self.conversation.answer_text(model, prompt, arguments)
+    def _read(
+        self, rollout: Rollout, tools: Sequence[Mapping[str, Any]] | None
+    ) -> AssistantMessage:
+        """Read the model's message, with its tool calls where it was offered tools."""
+        text = self._template.decode(rollout.response_token_ids, with_special=False)
+        reader = self._settings.tool_calls
+        if not tools or reader is None:
+            return AssistantMessage(text)
+        return reader.read(rollout.response_token_ids, text, tools, seed=rollout.seed)
 
-
-def require_own_prompt(rollout: Rollout, request: RolloutRequest) -> None:
-    """RolloutError where the engine answered another one. Of a prompt with images, placeholder for
-    placeholder, the learner says so (`learner.segments`)."""
-    if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
-        told = (
-            f"answered another prompt than the one of example {request.sample_id}; engines must"
-            " have the tokenizer of model.path"
+    def _remember(
+        self, prompt: _Prompt, num_messages: int, rollout: Rollout, message: AssistantMessage
+    ) -> Sampled:
+        """Note the call, from which the next one may go on."""
+        sampled = Sampled.from_rollout(rollout)
+        decode = self._template.decode
+        stop = () if sampled.stop_token_id is None else (sampled.stop_token_id,)
+        self._last = PreviousCall(
+            rendered=prompt.text,
+            num_messages=num_messages,
+            token_ids=prompt.token_ids + sampled.token_ids,
+            text=decode(rollout.response_token_ids, with_special=True),
+            stop_token_id=sampled.stop_token_id,
+            stop_text=decode(stop, with_special=True) if stop else "",
+            answer={
+                "role": "assistant",
+                "content": message.content,
+                "tool_calls": [dict(as_mapping(call)) for call in message.tool_calls],
+            },
         )
-        raise RolloutError(told, actor=rollout.actor, phase="check")
+        self._last_images = prompt.images
+        self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
+        self._turn += 1
+        self.num_splits += prompt.is_split
+        self._state["num_splits"] += prompt.is_split
+        return sampled
+
+    def _answer(
+        self, model: str, prompt: _Prompt, rollout: Rollout, sampled: Sampled
+    ) -> dict[str, Any]:
+        """Make the fields that the answers to chats and to plain prompts have in common."""
+        key = self._key
+        num_prompt = len(rollout.prompt_token_ids)
+        num_sampled = len(sampled.token_ids)
+        return {
+            "id": f"rollout-{key.step}-{key.position}{key.path}-{self._turn - 1}",
+            "created": int(time.time()),
+            "model": model,
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_sampled,
+                "total_tokens": num_prompt + num_sampled,
+            },
+            "weight_version": rollout.weight_version,
+            "engine": rollout.actor,
+            SENT_IMAGES: [image.sha256 for image in prompt.images],
+        }
 
 
-def _with_images(answer: Any, prompt: _Prompt) -> Any:
-    setattr(answer, SENT_IMAGES, [image.sha256 for image in prompt.images])
-    return answer
-
-
-def _message(said: Said) -> Message:
-    return {
-        "role": "assistant",
-        "content": said.content,
-        "tool_calls": [dict(as_mapping(call)) for call in said.tool_calls],
-    }
+def _openai_logprobs(sampled: Sampled) -> ChoiceLogprobs | None:
+    """Make OpenAI's object for each token, which costs more than all else about an answer: only
+    for whoever asks for it.
+    """
+    if sampled.logprobs is None:
+        return None
+    content = [
+        {"token": f"{TOKEN_ID}{token_id}", "logprob": logprob, "top_logprobs": []}
+        for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True)
+    ]
+    return ChoiceLogprobs.model_validate({"content": content})

@@ -1,131 +1,127 @@
-"""The client that asks a run's own engines, tokens in and tokens out: `Environment.generate(...,
-client=EngineClient(...))`.
+"""The client that asks a run's own engines, tokens in and tokens out:
+`Environment.generate(..., client=EngineClient(...))`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from itertools import count
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from rollout_actors.environments.chat.template import ChatTemplate
-from rollout_actors.environments.chat.tool_calls import ToolCallReader
 from rollout_actors.environments.clients.conversation import (
-    CallArguments,
     Conversation,
     ConversationSettings,
     RolloutKey,
 )
+from rollout_actors.environments.clients.openai import says_overlong
 from rollout_actors.environments.concurrency import waiting
 from rollout_actors.environments.types import State
-from shared.errors import UnreachableError
-from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
+from shared.errors import RolloutError, UnreachableError
+from shared.records import ImageRef
+from shared.rollouts import Rollout, RolloutRequest
 from shared.trajectory import ModelCall
 
 _LOGGER = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Engines(Protocol):
-    """The run's engines, in order. `rollout_actors.environments.training.actor` has those that are
-    Ray actors.
-    """
+    """The run's engines, in order; `training.actor.RayEngines` are Ray actors."""
 
     def __len__(self) -> int: ...
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        """By the engine of this number; where it is cancelled, the engine stops with the request.
-        Ends within a time limit of its own.
+        """Ask one engine, within a time limit of its own. Cancelling this aborts the request.
 
-        Raises RolloutError, and UnreachableError where the request may be asked of another engine.
+        Raises:
+            UnreachableError: another engine may be asked the same.
+            RolloutError: the engine failed.
         """
         ...
 
 
 class EngineClient:
-    """Knows the rollouts of one step: all calls of one go to the same engine, where its earlier
-    turns are still in the prefix cache.
+    """Routes the calls of one step's rollouts to the engines.
+
+    All calls of a rollout go to the engine `position % len(engines)`, which still has its earlier
+    turns in the prefix cache. While an engine cannot be reached the next one is asked, with the
+    same seed. Anything else that an engine fails with is asked of nobody again.
 
     A step is one call of `generate`: another call with the same client samples with the same seeds.
-    It belongs to no event loop, and may be used on several.
+    The client belongs to no event loop, and may be used on several.
     """
 
     def __init__(
         self,
         engines: Engines,
-        tokens: ChatTemplate,
-        decode: DecodeSettings,
+        settings: ConversationSettings,
         run_seed: int,
         step: int,
         *,
-        max_model_len: int,
         max_under_way: int = 64,
-        tool_calls: ToolCallReader | None = None,
+        max_images: int | None = None,
+        name: str = "",
     ) -> None:
         """
         Args:
-            tokens: the checkpoint's tokenizer and chat template.
-            decode: of every call. Sampling arguments of environments and callers may ask for fewer
-            tokens, and for nothing else.
-            max_model_len: most tokens of a prompt and its answer together, as the engines have it.
-            max_under_way: most requests that one engine has at a time, of one event loop. The
-            others wait here, each until one of those has ended, which the
-                engines' time limit sees to.
-            tool_calls: reads the model's tool calls (`tool_calls.reader_of` makes one); None: they
-            stay text.
+            max_under_way: most requests that one engine has at a time, from one event loop. The
+                others wait here until one of those has ended, which the engines' time limit sees
+                to.
+            max_images: most images of one prompt; None: any number.
+            name: whose error too many images are (the environment actor's).
         """
-        if decode.mode is DecodeMode.BEAM:
-            raise ValueError(
-                "decode.mode: beam search answers with no tokens that were sampled; rollouts of"
-                " environments use greedy or sample"
-            )
         if max_under_way < 1 or not len(engines):
             raise ValueError(
                 f"max_under_way, engines: at least one of each, got {max_under_way} and"
                 f" {len(engines)}"
             )
-        arguments = CallArguments(decode, tokens.template_args)
-        self._reading = ConversationSettings(tokens, arguments, tool_calls, decode, max_model_len)
-        self._engines, self._run_seed, self._step, self._max_under_way = (
-            engines,
-            run_seed,
-            step,
-            max_under_way,
-        )
-        self._begun = count()
+        self._engines = engines
+        self._settings = settings
+        self._run_seed = run_seed
+        self._step = step
+        self._max_under_way = max_under_way
+        self._max_images = max_images
+        self._name = name
+        self.sent_images: dict[str, ImageRef] = {}
+        """All images that were in a prompt, by their hashes (`sha256`)."""
+        self._num_begun = count()
         self._calls: dict[int, dict[tuple[str, int], ModelCall]] = {}
         # A semaphore belongs to the event loop that first waits for it, and callers may run one
         # after another.
-        self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, list[asyncio.Semaphore]] = (
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, list[asyncio.Semaphore]] = (
             WeakKeyDictionary()
         )
+        self._failure: asyncio.Future[None] | None = None
 
     def conversation(
         self, state: State, *, of: Mapping[str, Any] | None = None, path: str = ""
     ) -> Conversation:
-        """A client for the calls of this rollout, which notes `num_splits` in its state.
+        """Return a client for the calls of this rollout; it counts `num_splits` in its state.
 
-        Its place in the step is `state["input"]["position"]`, which `generate` gives to every
-        rollout. Rollouts that are begun without it (`rollout`, of a row that has none) are numbered
-        as they begin, and only then do their seeds depend on the order in which they do. One that
-        is begun inside another has the place of that one, whose input is `of`, and seeds of its own
-        by its `path` there.
+        The position in the step is `state["input"]["position"]`, which `generate` gives to every
+        rollout. Rollouts without one are numbered as they begin, and only then do their seeds
+        depend on that order.
+
+        Args:
+            of: the input of the outermost rollout in which this one is begun; None: its own.
+            path: its path there, so that it has seeds of its own.
         """
-        numbered = next(self._begun)
-        given = (state.get("input", {}) if of is None else of).get("position")
-        position = numbered if given is None else int(given)
-        place = RolloutKey(
-            self._run_seed, self._step, position, str(state.get("example_id", position)), path
-        )
-        noted = self._calls.setdefault(position, {})
-        return Conversation(place, self._reading, self._generate, state, noted)
+        numbered = next(self._num_begun)
+        position = (state.get("input", {}) if of is None else of).get("position")
+        position = numbered if position is None else int(position)
+        sample_id = str(state.get("example_id", position))
+        key = RolloutKey(self._run_seed, self._step, position, sample_id, path)
+        calls = self._calls.setdefault(position, {})
+        return Conversation(key, self._settings, self.generate, state, calls)
 
     def calls(self, position: int) -> tuple[ModelCall, ...]:
-        """Return what was asked so far in the rollout of this position, by path and turn."""
-        noted = self._calls.get(position, {})
-        return tuple(noted[key] for key in sorted(noted))
+        """Return the calls of the rollout of this position, by path and turn."""
+        calls = self._calls.get(position, {})
+        return tuple(calls[key] for key in sorted(calls))
 
     @property
     def chat(self) -> NoReturn:
@@ -136,34 +132,102 @@ class EngineClient:
 
     completions = chat
 
-    async def _generate(self, request: RolloutRequest) -> Rollout:
-        """By the rollout's own engine, and where that cannot be reached, by the next ones, with the
-        same seed. Raises the last one's UnreachableError.
+    async def generate(self, request: RolloutRequest) -> Rollout | None:
+        """Ask the rollout's own engine, and where that cannot be reached, the next ones.
+
+        Returns:
+            The rollout; None where its images make the prompt too long for the engine.
+
+        Raises:
+            RolloutError: an engine failed, or a prompt shows more images than it may.
         """
-        number = len(self._engines)
-        *first, last = [(request.position + tried) % number for tried in range(number)]
-        for engine in first:
+        number = len(request.images)
+        if self._max_images is not None and number > self._max_images:
+            raise self._failed(
+                RolloutError(
+                    f"example {request.sample_id} shows {number} image{'s' * (number > 1)} in a"
+                    f" prompt, and environment.max_images_per_prompt is {self._max_images}; set it"
+                    f" to {number} or more",
+                    actor=self._name,
+                    phase="environment",
+                )
+            )
+        self.sent_images.update((image.sha256, image) for image in request.images)
+        for num_unreached in range(len(self._engines)):
+            engine = (request.position + num_unreached) % len(self._engines)
             try:
-                return await self._by(engine, request)
+                rollout = await self._ask(engine, request)
+                require_same_prompt(rollout, request)
+                return rollout
             except UnreachableError as error:
+                if num_unreached + 1 == len(self._engines):
+                    self._failed(error)
+                    raise
                 _LOGGER.warning(
                     "%s; the next engine is asked for sample %s", error, request.sample_id
                 )
-        return await self._by(last, request)
+            except Exception as error:  # an engine that fails unforeseen has failed too
+                is_refusal = isinstance(error, RolloutError) and says_overlong(error.message)
+                if request.images and is_refusal:
+                    return None
+                self._failed(error)
+                raise
+        raise AssertionError("there is an engine")
 
-    async def _by(self, engine: int, request: RolloutRequest) -> Rollout:
-        place = self._semaphores()[engine]
+    async def _ask(self, engine: int, request: RolloutRequest) -> Rollout:
+        loop = asyncio.get_running_loop()
+        if loop not in self._slots:
+            self._slots[loop] = [
+                asyncio.Semaphore(self._max_under_way) for _ in range(len(self._engines))
+            ]
+        slot = self._slots[loop][engine]
         with waiting():
-            await place.acquire()
+            await slot.acquire()
         try:
             return await self._engines.generate(engine, request)
         finally:
-            place.release()
+            slot.release()
 
-    def _semaphores(self) -> list[asyncio.Semaphore]:
-        loop = asyncio.get_running_loop()
-        if loop not in self._free:
-            self._free[loop] = [
-                asyncio.Semaphore(self._max_under_way) for _ in range(len(self._engines))
-            ]
-        return self._free[loop]
+    def _failed(self, error: Exception) -> Exception:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+        return error
+
+    async def unless_an_engine_fails(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, which makes rollouts, but end it when an engine fails.
+
+        As a rollout's own error the failure would be data, and a dead engine would teach.
+
+        Raises:
+            Exception: what an engine failed with, mostly a RolloutError, once all rollouts have
+                cleaned up.
+        """
+        failure = asyncio.get_running_loop().create_future()
+        self._failure = failure
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, failure), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                # For as long as they clean up; the driver's limit of the round bounds it.
+                await asyncio.wait((task,))
+        if failure.done():
+            if not task.cancelled():
+                task.exception()  # looked at, so that asyncio does not complain
+            failure.result()
+        return task.result()
+
+
+def require_same_prompt(rollout: Rollout, request: RolloutRequest) -> None:
+    """Raise RolloutError where the engine answered another prompt.
+
+    Prompts with images, which the engine expands, the learner compares (`learner.segments`).
+    """
+    if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
+        raise RolloutError(
+            f"answered another prompt than the one of example {request.sample_id}; engines must"
+            " have the tokenizer of model.path",
+            actor=rollout.actor,
+            phase="check",
+        )

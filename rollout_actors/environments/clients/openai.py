@@ -1,4 +1,4 @@
-"""Who answers an environment's calls: anything with the surface of `openai.AsyncOpenAI`."""
+"""Calls of an endpoint through a client with the surface of `openai.AsyncOpenAI`."""
 
 from __future__ import annotations
 
@@ -7,89 +7,67 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import openai
 from openai.types.chat import ChatCompletion
 
-from rollout_actors.environments.types import Message, Messages, SamplingArgs, State
+from rollout_actors.environments.types import Message, Messages, SamplingArgs
 
 _LOGGER = logging.getLogger(__name__)
 
 OVERLONG = "overlong-prompt"
-"""The id of what stands for an answer to a prompt that has no room in the model's context."""
+"""The id of what stands for an answer to a prompt that leaves no room in the model's context."""
 TRIES = 3
-"""Of one call, where nothing but the way to the endpoint, or its load, is at fault. An
+"""Times that a call is made, while only the way to the endpoint, or its load, is at fault. An
 `AsyncOpenAI` that tries again itself (`max_retries`) is asked once.
 """
 PAUSE_S = 0.5
-"""Before the second try; doubled before each further one."""
+"""Pause before the second try; doubled before each further one."""
+LIMITS = ("max_tokens", "max_completion_tokens")
+"""The two names that endpoints know for the limit of new tokens."""
 
-_LIMITS = ("max_tokens", "max_completion_tokens")
 _INSTEAD = re.compile(
     r"use ['\"`]?(max_tokens|max_completion_tokens)['\"`]? instead", re.IGNORECASE
 )
-_LIMIT_OF: WeakKeyDictionary[openai.AsyncOpenAI, dict[str, str]] = WeakKeyDictionary()
-"""By client and model, the only name under which its endpoint takes the limit of new tokens: it has
-refused the other.
-"""
-
 _CONTEXT = re.compile(r"maximum context length is (\d+)", re.IGNORECASE)
+_LIMIT_NAMES: WeakKeyDictionary[openai.AsyncOpenAI, dict[str, str]] = WeakKeyDictionary()
+"""The one name of the limit that an endpoint takes, by client and model, once it refused the other.
+"""
 
 INFRASTRUCTURE = (
     openai.APIConnectionError,
     openai.RateLimitError,
-    openai.ConflictError,  # of `launch.serve` while it takes new weights
+    openai.ConflictError,  # from `launch.serve` while it takes new weights
     openai.InternalServerError,
     ConnectionError,
     TimeoutError,
 )
-"""Errors that the same call may not meet again: connections, timeouts, rate limits, failures of a
-server.
+"""Errors that the same call may not meet again: connections, timeouts, rate limits, a server's
+failures.
 
-A RolloutError is none of them: an engine of the run's own that has ended, that a failed sync has
-shut, or that answers another prompt does so again, and its limit of time is long. A server that was
-launched elsewhere has been tried again by then (`shared.rollouts.TRIES`); `EngineClient` asks the
-next one.
+A RolloutError of the run's own engines is not among them: they were tried again by then
+(`shared.rollouts.TRIES`), and `EngineClient` asks the next engine.
 """
 
 
-class KnowsRollouts(Protocol):
-    """A client that wants to know which calls are of one rollout, so that they go to one engine and
-    extend one sequence of tokens.
+def knows_rollouts(client: Any) -> bool:
+    """Tell whether a client wants to know which calls belong to one rollout (`EngineClient`).
+
+    The class counts: a mock, which has any attribute that it is asked for, is no such client.
     """
-
-    def conversation(
-        self, state: State, *, of: Mapping[str, Any] | None = None, path: str = ""
-    ) -> Any:
-        """A client for the calls of this rollout. Its `num_splits`, where it has one, are calls
-        whose prompt did not go on from the tokens of the one before.
-
-        Args:
-            of: the input of the outermost rollout in which it is begun; None: it is that itself.
-            path: its own place in the outermost one.
-        """
-        ...
-
-
-def knows_rollouts(client: Any) -> TypeGuard[KnowsRollouts]:
-    """By what it has, and not by what it answers to: a stand-in that makes whatever attribute it is
-    asked for is no such client.
-    """
-    # asked at every call, so not `inspect.getattr_static`
+    # Asked at every call, so not the slower `inspect.getattr_static`.
     return getattr(type(client), "conversation", None) is not None
 
 
-def client_of(client: Any, state: State, *, of: Mapping[str, Any], path: str) -> Any:
-    """The one that the calls of this rollout go to; the arguments are those of
-    `KnowsRollouts.conversation`.
-    """
+def client_of(client: Any, state: Any, *, of: Mapping[str, Any], path: str) -> Any:
+    """Return the client for the calls of this rollout; see `EngineClient.conversation`."""
     return client.conversation(state, of=of, path=path) if knows_rollouts(client) else client
 
 
 def overlong_answer(model: str) -> ChatCompletion:
-    """In place of an answer to a prompt that leaves no room for one token behind it."""
+    """Make what stands for an answer where the prompt leaves no room for one token."""
     return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
 
 
@@ -102,29 +80,35 @@ async def ask(
     tools: list[Message] | None,
     sampling_args: SamplingArgs,
 ) -> Any:
-    """One call, repeated where the way to the endpoint failed. An answer with the id `OVERLONG`
-    where the prompt is too long.
+    """Call the model once; again where the way to the endpoint failed.
 
-    Of `max_tokens` and `max_completion_tokens` an endpoint may take one alone: where it says so, it
-    is asked with that one, from then on.
+    An endpoint that takes the limit of new tokens under one of its two names alone gets that name
+    from its first refusal on.
 
-    Raises what the endpoint says is wrong with the call, and after `TRIES` what was wrong with the
-    way to it; TypeError for a client that is not asynchronous.
+    Returns:
+        The endpoint's answer, with the id `OVERLONG` where the prompt is too long.
+
+    Raises:
+        TypeError: the client is not asynchronous.
+        Exception: what the endpoint has against the call, or after `TRIES`, what was wrong with
+            the way to it.
     """
-    arguments = {key: value for key, value in sampling_args.items() if value is not None}
-    tries = 1 if isinstance(client, openai.AsyncOpenAI) and client.max_retries else TRIES
-    limit_of = _LIMIT_OF.setdefault(client, {}) if isinstance(client, openai.AsyncOpenAI) else {}
-    if model in limit_of:
-        arguments = _limited_by(limit_of[model], arguments)
-    number, has_changed = 1, False
+    arguments = {name: value for name, value in sampling_args.items() if value is not None}
+    is_openai = isinstance(client, openai.AsyncOpenAI)
+    tries = 1 if is_openai and client.max_retries else TRIES
+    limit_names = _LIMIT_NAMES.setdefault(client, {}) if is_openai else {}
+    if model in limit_names:
+        arguments = _with_limit_as(limit_names[model], arguments)
+    attempt = 1
+    has_renamed = False
     while True:
         try:
             if message_type == "completion":
                 answer = client.completions.create(model=model, prompt=prompt, **arguments)
             else:
-                with_tools = {"tools": tools} if tools else {}
+                offered = {"tools": tools} if tools else {}
                 answer = client.chat.completions.create(
-                    model=model, messages=prompt, **with_tools, **arguments
+                    model=model, messages=prompt, **offered, **arguments
                 )
             if not inspect.isawaitable(answer):
                 raise TypeError(
@@ -133,35 +117,34 @@ async def ask(
                 )
             return await answer
         except openai.BadRequestError as error:
-            wanted = None if has_changed else _wanted_limit(error, arguments)
-            if wanted is not None:
-                if model not in limit_of:
-                    _LOGGER.info("%s takes the limit of new tokens as %s alone", model, wanted)
-                limit_of[model], has_changed = wanted, True
-                arguments = _limited_by(wanted, arguments)
-                continue
-            if not is_overlong(error, arguments):
+            wanted = None if has_renamed else _wanted_limit(error, arguments)
+            if wanted is None:
+                if is_overlong(error, arguments):
+                    return overlong_answer(model)
                 raise
-            return overlong_answer(model)
+            if model not in limit_names:
+                _LOGGER.info("%s takes the limit of new tokens as %s alone", model, wanted)
+            limit_names[model] = wanted
+            arguments = _with_limit_as(wanted, arguments)
+            has_renamed = True
         except INFRASTRUCTURE as error:
-            if number == tries:
+            if attempt == tries:
                 raise
+            pause_s = PAUSE_S * 2 ** (attempt - 1)
             _LOGGER.warning(
                 "call %d of %d failed (%s: %s); again in %.1f s",
-                number,
+                attempt,
                 tries,
                 type(error).__name__,
                 error,
-                PAUSE_S * 2 ** (number - 1),
+                pause_s,
             )
-            await asyncio.sleep(PAUSE_S * 2 ** (number - 1))
-            number += 1
+            await asyncio.sleep(pause_s)
+            attempt += 1
 
 
 def require_asynchronous(client: Any) -> None:
-    """TypeError for OpenAI's synchronous client: every rollout would fail at its first call, and
-    hold up all others until then.
-    """
+    """Raise TypeError for OpenAI's synchronous client, with which every rollout would fail."""
     if isinstance(client, openai.OpenAI):
         raise TypeError(
             "client: is a synchronous openai.OpenAI; give an openai.AsyncOpenAI with the same"
@@ -170,47 +153,40 @@ def require_asynchronous(client: Any) -> None:
 
 
 def _wanted_limit(error: openai.BadRequestError, arguments: Mapping[str, Any]) -> str | None:
-    """The limit's name that the endpoint asks for; None: it was sent that one, or none, or has
-    something else against the call.
-    """
+    """Return the limit's name that the endpoint asks for; None where another name is no remedy."""
     found = _INSTEAD.search(str(error))
-    if (
-        found is None
-        or found[1].lower() in arguments
-        or not any(name in arguments for name in _LIMITS)
-    ):
+    if found is None or not any(name in arguments for name in LIMITS):
         return None
-    return found[1].lower()
+    wanted = found[1].lower()
+    return None if wanted in arguments else wanted
 
 
-def _limited_by(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name if key in _LIMITS else key: value for key, value in arguments.items()}
+def _with_limit_as(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name if key in LIMITS else key: value for key, value in arguments.items()}
 
 
 def is_overlong(error: openai.BadRequestError, sampling_args: SamplingArgs) -> bool:
-    """Whether an endpoint refused a prompt for its length. OpenAI has a code for it; vLLM and
-    others only say so.
+    """Tell whether an endpoint refused a prompt for its length.
 
-    A call that asks for more new tokens than the context has is another matter: it is wrong for
-    every prompt.
+    OpenAI has a code for it; vLLM and others only say so. A call that asks for more new tokens
+    than the context has is another matter: it is wrong for every prompt.
     """
-    asked = max(
-        (number for name in _LIMITS if isinstance(number := sampling_args.get(name), int)),
-        default=0,
-    )
-    if (context := _CONTEXT.search(str(error))) is not None and asked >= int(context[1]):
+    limits = [sampling_args[name] for name in LIMITS if name in sampling_args]
+    context = _CONTEXT.search(str(error))
+    if context is not None and any(
+        isinstance(limit, int) and limit >= int(context[1]) for limit in limits
+    ):
         return False
     if error.code == "context_length_exceeded" or says_overlong(str(error)):
         return True
-    # Of a prompt that leaves no room for a single token vLLM says no more than this; so it does of
-    # a call that asks for none.
-    asks_for_none = any(sampling_args.get(name) == 0 for name in _LIMITS)
-    return "max_tokens must be at least 1, got 0" in str(error).lower() and not asks_for_none
+    # vLLM says no more than this of a prompt that leaves no room for a single token, and says the
+    # same to a call that asks for none.
+    return "max_tokens must be at least 1, got 0" in str(error).lower() and 0 not in limits
 
 
 def says_overlong(refusal: str) -> bool:
-    """Whether it is of a prompt's length, in the words of vLLM or of others."""
-    told = (
+    """Tell whether a refusal is for a prompt's length, in the words of vLLM or of others."""
+    phrases = (
         "context length",
         "context_length",
         "maximum model length",
@@ -218,19 +194,22 @@ def says_overlong(refusal: str) -> bool:
         "longer than the maximum",
         "too many tokens",
     )
-    return any(words in refusal.lower() for words in told)
+    return any(phrase in refusal.lower() for phrase in phrases)
 
 
-def merged(*given: SamplingArgs | None) -> dict[str, Any]:
-    """Later ones win; `extra_body` is merged key by key. What is None at the end is not sent: so a
-    caller takes back what an environment asks for.
+def merged(*levels: SamplingArgs | None) -> dict[str, Any]:
+    """Merge sampling arguments: later levels win, `extra_body` is merged key by key.
+
+    A None stays and is not sent at the end: so a caller takes back what an environment asks for.
+
+    Example:
+        `merged({"n": 1, "extra_body": {"a": 1}}, {"n": None, "extra_body": {"b": 2}})` is
+        `{"n": None, "extra_body": {"a": 1, "b": 2}}`.
     """
-    made: dict[str, Any] = {}
-    for one in given:
-        for key, value in (one or {}).items():
-            made[key] = (
-                {**(made.get(key) or {}), **value}
-                if isinstance(value, Mapping) and key == "extra_body"
-                else value
-            )
-    return made
+    result: dict[str, Any] = {}
+    for level in levels:
+        for key, value in (level or {}).items():
+            if key == "extra_body" and isinstance(value, Mapping):
+                value = {**(result.get(key) or {}), **value}
+            result[key] = value
+    return result

@@ -21,7 +21,7 @@ from scripted_engines import (
 
 from launch.demo.language_model import TOOL_CALL, make_tokenizer
 from rollout_actors.environments.chat.responses import parse_response_messages
-from rollout_actors.environments.chat.tool_calls import (
+from rollout_actors.environments.chat.tools import (
     ToolCallReader,
     UncalledTools,
     has_own_parser,
