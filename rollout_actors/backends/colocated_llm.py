@@ -1,5 +1,4 @@
-"""vLLM's synchronous `LLM` as the learner's process uses it: requests in, rollouts out, weights
-from the same process.
+"""vLLM's synchronous `LLM` in the learner's process: requests in, rollouts out, weights in memory.
 
 On CPU the engine runs in the calling thread. On a GPU vLLM gives it a process of its own on the
 same device, because CUDA's shared memory cannot be opened by the process that owns it; `LLM` is the
@@ -57,18 +56,17 @@ from shared.weight_sync.transports import TransportKind
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-
-# The engine beside the learner, vLLM's `LLM`, as what `rollout_actors.weight_sync.receiver` asks of
-# an engine (DESIGN 9).
-#
-# The weights pass from hand to hand, so that there is no wire and no rendezvous; names, checksums,
-# caches and canary are checked as in any other sync. On CPU the hand is a reference; on a GPU,
-# where the engine has a process of its own, a handle of CUDA's.
+WEIGHTS = "weights"
+CACHE = "kv_cache"
+"""vLLM's tags of memory that a sleeping engine has given back."""
 
 
 class UpdatedLLM:
-    """An `UpdatedEngine`. Every method is done when it returns: the work is in the calling thread,
-    nobody else is waited for, and no limit can end it.
+    """`LLM` as the `UpdatedEngine` of a sync whose weights need no wire and no rendezvous.
+
+    They are a reference on CPU, and a handle of CUDA's on a GPU, where the engine has a process of
+    its own. Every method is done when it returns: the work is in the calling thread, nobody else is
+    waited for, and no limit can end it.
     """
 
     def __init__(
@@ -79,11 +77,11 @@ class UpdatedLLM:
         devices: Sequence[SharingDevice],
         wake: Callable[[], None],
     ) -> None:
-        """`transport` is `inproc` or `ipc`.
-
+        """
         Args:
+            transport: `inproc` or `ipc`.
             devices: the engine's, where the transport is `ipc`.
-            wake: takes back what of the engine's memory an update does not need.
+            wake: takes back the memory that an update does not need, and the canary does.
         """
         self._llm = llm
         self._transport = transport
@@ -93,7 +91,7 @@ class UpdatedLLM:
 
     @contextmanager
     def handing_over(self, weights: ChecksummedWeights) -> Iterator[None]:
-        """Those of the next update. However it ends, nothing of them is kept afterwards."""
+        """Offer these weights to the next update, and keep nothing of them afterwards."""
         self._weights = weights
         try:
             yield
@@ -101,10 +99,9 @@ class UpdatedLLM:
             self._weights = None
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None:
-        """Nothing is running: who would have asked for it is in this call."""
+        """Do nothing: the engine is synchronous, and this call holds its only thread."""
 
     async def resume_generation(self) -> None:
-        """The weights are loaded: now there is room for the cache, which the canary needs."""
         self._wake()
 
     async def start_weight_update(self) -> None:
@@ -112,9 +109,8 @@ class UpdatedLLM:
 
     async def update_weights(self, request: UpdateRequest) -> None:
         assert self._weights is not None, "an update is made while they are handed over"
-        assert request.update_info["names"] == [spec.name for spec in self._weights.terms.sent], (
-            "the update is of these"
-        )
+        names = [spec.name for spec in self._weights.terms.sent]
+        assert request.update_info["names"] == names, "the update is of these"
         if self._transport is TransportKind.INPROC:
             self._llm.update_weights({"update_info": {"weights": self._weights}})
             return
@@ -122,8 +118,8 @@ class UpdatedLLM:
         # Closed, so that a failure, whose traceback refers to it, does not keep the buffers.
         with closing(packed_buckets(self._weights, self._devices)) as packed:
             for bucket in packed:
-                # When it returns, every worker has copied what it needs: the next bucket takes the
-                # place of this one.
+                # Every worker has copied its part when this returns: the next bucket takes the same
+                # memory.
                 self._llm.update_weights({"update_info": bucket})
 
     async def finish_weight_update(self) -> None:
@@ -156,17 +152,13 @@ class UpdatedLLM:
         return self._llm.llm_engine.remove_lora(adapter_id)
 
 
-WEIGHTS, CACHE = "weights", "kv_cache"
-"""vLLM's tags of what an engine that sleeps has given back."""
-
-
 class BeamLLM(LLM):
     """`LLM` whose beam search obeys what `BeamSearchParams` has no fields for."""
 
     beam_decode: DecodeSettings | None = None
-    """Of the search under way."""
+    """Settings of the search under way."""
     raise_if_stopping: Callable[[], None]
-    """Called before each of its steps: raises where the search is to be left."""
+    """Called before each of its steps; raises to leave the search."""
 
     def _beam_search_step(
         self, *, base_sampling_params: Any, eos_token_id: int | None, ignore_eos: bool, **rest: Any
@@ -176,22 +168,19 @@ class BeamLLM(LLM):
         assert decode is not None, "set it before beam_search"
         base_sampling_params.logit_bias = dict.fromkeys(decode.banned_token_ids, BAN) or None
         base_sampling_params.repetition_penalty = decode.repetition_penalty
-        # The request names its stop token; the tokenizer's does not add to it. One is all that
-        # vLLM's search knows.
+        # The request's stop token takes the place of the tokenizer's. vLLM's search knows one.
         stop = decode.stop_token_ids[0] if decode.stop_token_ids else None
-        going_on: bool = super()._beam_search_step(
+        continues: bool = super()._beam_search_step(
             base_sampling_params=base_sampling_params,
             eos_token_id=stop,
             ignore_eos=stop is None,
             **rest,
         )
-        return going_on
+        return continues
 
 
 class ColocatedLLM:
-    """One engine. Everything here is to be called inside its `EngineContext`, by one thread at a
-    time.
-    """
+    """One engine, to be called inside its `EngineContext`, by one thread at a time."""
 
     def __init__(
         self,
@@ -201,38 +190,37 @@ class ColocatedLLM:
         sleep: bool,
         raise_if_stopping: Callable[[], None],
     ) -> None:
-        """Loads the checkpoint; 5 to 20 s. Raises RolloutError where the repeat guard is configured
-        and not active.
+        """Load the checkpoint, for 5 to 20 s.
 
-        `sleep`: to be put to sleep between the calls, where the platform can. `raise_if_stopping`
-        is
-        called before each step of a generation, and leaves it by raising.
+        Args:
+            sleep: whether it sleeps between the calls, where the platform can.
+            raise_if_stopping: called before each step of a generation, which it leaves by raising.
+
+        Raises:
+            RolloutError: the repeat guard is configured and not active.
         """
         self._name = name
-        self._settings = settings
         self._rule = engine_rule(settings.repeat_guard, settings.model_path)
         self.sleeps = sleep and current_platform.is_sleep_mode_available()
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
-        self._raise_if_stopping = self._llm.raise_if_stopping = raise_if_stopping
-        require_guard(
-            self.collective_rpc(*guard_call(settings.repeat_guard)), settings.repeat_guard, name
-        )
+        self._raise_if_stopping = raise_if_stopping
+        self._llm.raise_if_stopping = raise_if_stopping
+        answers = self.collective_rpc(*guard_call(settings.repeat_guard))
+        require_guard(answers, settings.repeat_guard, name)
         self._llm.update_weight_version("0")
-        devices = (
-            cuda_devices(settings.tensor_parallel_size)
-            if settings.transport == TransportKind.IPC
-            else ()
-        )
+        devices: Sequence[SharingDevice] = ()
+        if settings.transport == TransportKind.IPC:
+            devices = cuda_devices(settings.tensor_parallel_size)
         self._updated = UpdatedLLM(
             self._llm, transport=settings.transport, devices=devices, wake=self.wake
         )
         adapter = AdapterLoader(self._updated, enabled=settings.enable_lora)
         self.intake = WeightReceiver(name, self._updated, None, score=self._score, adapter=adapter)
         self._sleeping: tuple[str, ...] = ()
-        """vLLM's tags of the memory that is not there."""
+        """vLLM's tags of the memory that is given back."""
 
     def generate(self, requests: Sequence[RolloutRequest], started: StartTime) -> list[Rollout]:
-        """One rollout per request, in order, at most `max_num_seqs` sequences at a time."""
+        """Generate one rollout per request, in order, at most `max_num_seqs` at a time."""
         origin = EngineInfo(self._name, self.intake.version, self._rule, started)
         rollouts: list[Rollout] = []
         for beam_decode, group in groupby(
@@ -240,39 +228,36 @@ class ColocatedLLM:
             key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None,
         ):
             alike = list(group)
-            answers = (
-                self._complete(alike, origin.version)
-                if beam_decode is None
-                else self._beams(alike, beam_decode)
-            )
-            rollouts += [
-                answer.rollout(request, origin, end)
-                for request, (answer, end) in zip(alike, answers, strict=True)
-            ]
+            if beam_decode is None:
+                answers = self._complete(alike, origin.version)
+            else:
+                answers = self._search_beams(alike, beam_decode)
+            for request, (answer, end) in zip(alike, answers, strict=True):
+                rollouts.append(answer.rollout(request, origin, end))
         return rollouts
 
     def take_weights(
         self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> SyncReport:
-        """Load the weights, which are those of the offer's terms in their order, or the adapter
-        that it brings, and prove it.
+        """Load and verify the weights of the offer's terms, in their order, or its adapter.
 
         Nothing may be generated meanwhile. Raises WeightSyncError naming the phase.
         """
         if offer.sends_adapter:
             return asyncio.run(self.intake.take(offer))
-        handed = ChecksummedWeights(weights, FullOffer.of(offer), torch)
-        with self._updated.handing_over(handed):
-            return asyncio.run(self.intake.take(offer, handed))
+        checksummed = ChecksummedWeights(weights, FullOffer.of(offer), torch)
+        with self._updated.handing_over(checksummed):
+            return asyncio.run(self.intake.take(offer, checksummed))
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """What this method of its workers returns, one for each device."""
+        """Call a method of its workers; returns one answer for each device."""
         answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
         return answers
 
     def fall_asleep(self) -> None:
-        """Give the device's memory back: the weights move to host memory, the key-value cache is
-        dropped. Nothing where the engine does not sleep.
+        """Give the device's memory back: weights move to host memory, the cache is dropped.
+
+        Does nothing where the engine does not sleep.
         """
         if self.sleeps and not self._sleeping:
             self._llm.sleep(level=1)
@@ -285,11 +270,11 @@ class ColocatedLLM:
             self._sleeping = ()
 
     def wake_for(self, offer: WeightOffer) -> None:
-        """Take back what memory a sync of the offer begins with.
+        """Take back the memory that a sync of the offer begins with: that of the weights alone.
 
-        That is the weights' alone: while they arrive there is a copy of a part of them, and no use
-        for the cache. Only where the sync begins with scoring them, which is once in a run, it is
-        all memory: vLLM schedules nothing before, and `LLM.generate` would never return.
+        While they arrive there is a copy of a part of them, and no use for the cache. A sync that
+        begins with scoring them, once in a run, needs all memory: before that vLLM schedules
+        nothing, and `LLM.generate` would never return.
         """
         if self.intake.measures_noise(offer):
             self.wake()
@@ -306,57 +291,48 @@ class ColocatedLLM:
     def _complete(
         self, requests: Sequence[RolloutRequest], version: int
     ) -> list[tuple[Completion, float]]:
-        """Each answer with the time of its end, by `time.perf_counter`."""
+        """Return each answer with the time of its end, by `time.perf_counter`."""
+        engine = self._llm.llm_engine
         queued: list[str] = []
-        for request in requests:
-            try:
-                prompt, params = (
-                    request_prompt(request, self._name),
-                    sampling_params(request.decode, request.seed),
-                )
-                queued += self._llm.enqueue(
-                    [prompt], params, lora_request=self.intake.adapter.request, use_tqdm=False
-                )
-            except (VLLMClientError, RolloutError) as error:
-                self._llm.llm_engine.abort_request(queued, internal=True)
-                if isinstance(error, RolloutError):
-                    raise
-                raise RolloutError(
-                    f"sample {request.sample_id} was refused: {error}",
-                    actor=self._name,
-                    phase="generate",
-                ) from error
+        ended: list[tuple[RequestOutput, float]] = []
         try:
-            done = self._run_queued()
+            for request in requests:
+                try:
+                    queued += self._llm.enqueue(
+                        [request_prompt(request, self._name)],
+                        sampling_params(request.decode, request.seed),
+                        lora_request=self.intake.adapter.request,
+                        use_tqdm=False,
+                    )
+                except VLLMClientError as error:
+                    raise RolloutError(
+                        f"sample {request.sample_id} was refused: {error}",
+                        actor=self._name,
+                        phase="generate",
+                    ) from error
+            # As `LLM.wait_for_completion`, which does not tell when each of them was finished.
+            while engine.has_unfinished_requests():
+                self._raise_if_stopping()
+                outputs = engine.step()
+                end = time.perf_counter()
+                for output in outputs:
+                    if isinstance(output, RequestOutput) and output.finished:
+                        ended.append((output, end))
         except RolloutError:
-            self._llm.llm_engine.abort_request(queued, internal=True)
+            engine.abort_request(queued, internal=True)
             raise
-        ended = zip(requests, done, strict=True)
+        ended.sort(key=lambda pair: int(pair[0].request_id))  # in order of arrival
         return [
             (to_completion(output, request, actor=self._name, version=version), end)
-            for request, (output, end) in ended
+            for request, (output, end) in zip(requests, ended, strict=True)
         ]
 
-    def _run_queued(self) -> list[tuple[RequestOutput, float]]:
-        """In order of arrival. What `LLM.wait_for_completion` does, which does not say when each of
-        them was finished.
-        """
-        ended: list[tuple[RequestOutput, float]] = []
-        while self._llm.llm_engine.has_unfinished_requests():
-            self._raise_if_stopping()
-            outputs, end = self._llm.llm_engine.step(), time.perf_counter()
-            ended += [
-                (output, end)
-                for output in outputs
-                if isinstance(output, RequestOutput) and output.finished
-            ]
-        return sorted(ended, key=lambda one: int(one[0].request_id))
-
-    def _beams(
+    def _search_beams(
         self, requests: list[RolloutRequest], decode: DecodeSettings
     ) -> list[tuple[Completion, float]]:
-        """The best beam of each request, by vLLM's score: the mean log-probability, over the
-        prompt's tokens too. All end when the last one does.
+        """Return the best beam of each request, all with the same time of the end.
+
+        vLLM's score is the mean log-probability, over the prompt's tokens too.
         """
         if len(decode.stop_token_ids) > 1:
             raise RolloutError(
@@ -386,7 +362,7 @@ class ColocatedLLM:
 
     def _best(self, output: BeamSearchOutput, request: RolloutRequest) -> Completion:
         best = output.sequences[0]
-        # a beam says how it ended only where that was neither its stop token nor its limit
+        # A beam tells how it ended only where that was neither its stop token nor its limit.
         if best.finish_reason is not None:
             finish_reason(best.finish_reason, request, self._name)
         prompt = tuple(best.orig_prompt["prompt_token_ids"])
@@ -397,11 +373,10 @@ class ColocatedLLM:
         return Completion.up_to_stop(prompt, response, logprobs, request.decode)
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
-        lora_request = self.intake.adapter.request if adapted else None
         (output,) = self._llm.generate(
             [probe_prompt(probe, self._name)],
             probe_params(),
             use_tqdm=False,
-            lora_request=lora_request,
+            lora_request=self.intake.adapter.request if adapted else None,
         )
         return probe_scores(output)

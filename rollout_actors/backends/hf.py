@@ -1,8 +1,8 @@
-"""transformers' `generate` on the learner's own model: no engine, no weights to send, and the
-slowest backend.
+"""transformers' `generate` on the learner's own model: no engine, no weights to send, but slow.
 
-Shape legend: B sequences of one call, P prompt tokens (image placeholders expanded, padded on the
-left), R image patches, D patch values, I images.
+Shape legend: B sequences (or beams) of one call, P prompt tokens (image placeholders expanded,
+padded on the left), L tokens so far, T response tokens, V vocabulary, K candidates, R image
+patches, D patch values, I images.
 """
 
 from __future__ import annotations
@@ -35,18 +35,14 @@ from shared.rollouts import (
 )
 from shared.tokens.repeat_guard import RepeatGuardSettings
 
-# How a token is chosen inside transformers' `generate`: the rules of `DecodeSettings`, as vLLM
-# applies them.
-#
-# Shape legend: B rows (sequences, or beams), L tokens so far, V vocabulary, T response tokens, K
-# candidates.
+NO_STOP_TOKEN = -1
+"""Stop token of a request that has none: transformers would take the checkpoint's."""
 
 
-class LeavesOff(LogitsProcessor):
+class StopCheck(LogitsProcessor):
     """Leaves `generate` before its next token where the run is being ended."""
 
     def __init__(self, raise_if_stopping: Callable[[], None]) -> None:
-        """`raise_if_stopping` raises then."""
         self._raise_if_stopping = raise_if_stopping
 
     def __call__(self, _input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -55,15 +51,15 @@ class LeavesOff(LogitsProcessor):
 
 
 class SeenTokens:
-    """Which ids occur in each row, its prompt included: what the repetition penalty is for."""
+    """The ids that occur in each row, prompt included, for the repetition penalty."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Prompts without their padding."""
+        """Take the prompts without their padding."""
         self._prompts = prompts
         self._prompt_length = max(len(prompt) for prompt in prompts)
 
     def mask(self, ids_BL: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """bool [B, V]. B is a multiple of the number of prompts where each has several beams."""
+        """Return bool [B, V]. B is a multiple of the prompts' number where each has beams."""
         mask_BV = torch.zeros(len(ids_BL), vocabulary, dtype=torch.bool, device=ids_BL.device)
         rows_per_prompt = len(ids_BL) // len(self._prompts)
         for row in range(len(ids_BL)):
@@ -74,20 +70,17 @@ class SeenTokens:
 def processed_logits(
     logits_BV: torch.Tensor, decode: DecodeSettings, seen_BV: torch.Tensor | None
 ) -> torch.Tensor:
-    """The logits a token is drawn from, in fp32: bans, repetition penalty, temperature, top-k,
-    top-p, in vLLM's order.
+    """Return the logits that a token is drawn from, in fp32; not in place.
 
-    `seen_BV` is None where there is no repetition penalty. Not in place.
+    Bans, repetition penalty, temperature, top-k and top-p are applied in vLLM's order. `seen_BV` is
+    None where there is no repetition penalty.
     """
     logits_BV = logits_BV.float().clone()
     if decode.banned_token_ids:
         logits_BV[:, list(decode.banned_token_ids)] += BAN
     if seen_BV is not None:
-        penalised_BV = torch.where(
-            logits_BV > 0,
-            logits_BV / decode.repetition_penalty,
-            logits_BV * decode.repetition_penalty,
-        )
+        penalty = decode.repetition_penalty
+        penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
         logits_BV = torch.where(seen_BV, penalised_BV, logits_BV)
     if decode.mode is not DecodeMode.SAMPLE:
         return logits_BV
@@ -96,26 +89,24 @@ def processed_logits(
         smallest_B1 = logits_BV.topk(decode.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
     if decode.top_p < 1.0:
-        logits_BV = _most_probable(logits_BV, decode.top_p)
+        # Only the smallest set with at least probability `top_p` stays; the most probable token
+        # always does.
+        ascending_BV, order_BV = logits_BV.sort(dim=-1)
+        removed_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - decode.top_p
+        removed_BV[:, -1] = False
+        removed_BV = removed_BV.scatter(1, order_BV, removed_BV)
+        logits_BV = logits_BV.masked_fill(removed_BV, -torch.inf)
     return logits_BV
 
 
-def _most_probable(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """All but the smallest set with at least probability `top_p` is removed; the most probable
-    token never is.
-    """
-    ascending_BV, order_BV = logits_BV.sort(dim=-1)
-    removed_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - top_p
-    removed_BV[:, -1] = False
-    return logits_BV.masked_fill(removed_BV.scatter(1, order_BV, removed_BV), -torch.inf)
-
-
 def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """int64 [B]: per row the first token at which the cumulated probability exceeds the row's
-    number in [0, 1).
+    """Return int64 [B]: the first token whose cumulated probability exceeds the row's number.
 
-    A row's token is a function of its log-probabilities and its number alone; in fp64, so that the
-    sum over a large vocabulary is exact enough.
+    The numbers are in [0, 1). A row's token depends on its log-probabilities and its number alone;
+    in fp64, so that the sum over a large vocabulary is exact enough.
+
+    Example:
+        probabilities 0.2, 0.5, 0.3 and the number 0.6 -> token 1
     """
     cumulated_BV = logprobs_BV.double().exp().cumsum(-1)
     total_B1 = cumulated_BV[:, -1:].contiguous()
@@ -126,77 +117,79 @@ def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
     return torch.minimum(drawn_B1, last_B1)[:, 0]
 
 
-class Chooser(LogitsProcessor):
-    """Chooses every row's next token, greedily or by the row's own seed, and notes its
-    log-probability.
+class _LogprobProcessor(LogitsProcessor):
+    """Log-probabilities by the request's settings, for the two processors that choose by them."""
 
-    To be the last processor of a greedy `generate`, to which it leaves one token per row: its
+    def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
+        self._decode = decode
+        self._seen = None if decode.repetition_penalty == 1.0 else SeenTokens(prompts)
+
+    def _logprobs(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen_BV = None if self._seen is None else self._seen.mask(input_ids, scores.shape[1])
+        return processed_logits(scores, self._decode, seen_BV).log_softmax(-1)
+
+
+class Chooser(_LogprobProcessor):
+    """Chooses every row's next token, greedily or by the row's own seed, and keeps its logprob.
+
+    It must be the last processor of a greedy `generate`, to which it leaves one token per row: so
     results depend neither on the neighbours of a row nor on any global random state.
     """
 
     def __init__(
         self, decode: DecodeSettings, seeds: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> None:
-        self._decode = decode
+        super().__init__(decode, prompts)
         self._generators = [random.Random(seed) for seed in seeds]
-        self._seen = None if decode.repetition_penalty == 1.0 else SeenTokens(prompts)
-        self._logprobs: list[torch.Tensor] = []
+        self._chosen: list[torch.Tensor] = []
         self.times: list[float] = []
-        """`time.perf_counter` when each step's tokens were chosen; on a GPU, which runs behind the
+        """`time.perf_counter` when each step's tokens were chosen. On a GPU, which runs behind the
         host, up to a step before.
         """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seen_BV = None if self._seen is None else self._seen.mask(input_ids, scores.shape[1])
-        logprobs_BV = processed_logits(scores, self._decode, seen_BV).log_softmax(-1)
+        logprobs_BV = self._logprobs(input_ids, scores)
         if self._decode.mode is DecodeMode.SAMPLE:
             chosen_B = draw(logprobs_BV, [generator.random() for generator in self._generators])
         else:
             chosen_B = logprobs_BV.argmax(-1)
-        self._logprobs.append(logprobs_BV.gather(1, chosen_B[:, None])[:, 0])
+        self._chosen.append(logprobs_BV.gather(1, chosen_B[:, None])[:, 0])
         self.times.append(time.perf_counter())
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
 
     def logprobs(self) -> list[list[float]]:
-        """[B][T]: of what was chosen, also behind a row's end."""
-        rows: list[list[float]] = torch.stack(self._logprobs, dim=1).tolist()
+        """Return [B][T]: of what was chosen, also behind a row's end."""
+        rows: list[list[float]] = torch.stack(self._chosen, dim=1).tolist()
         return rows
 
 
-class BeamScores(LogitsProcessor):
-    """Applies the same rules to the scores of a beam search, and remembers those of its candidates,
-    which are all that a beam can go on with.
+class BeamScores(_LogprobProcessor):
+    """Scores a beam search by the same rules, and keeps the candidates that a beam can go on with.
 
     transformers hands over log-probabilities, so a repetition penalty multiplies every seen token's
     (vLLM's divides a positive logit instead).
     """
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
-        self._decode = decode
-        self._seen = None if decode.repetition_penalty == 1.0 else SeenTokens(prompts)
+        super().__init__(decode, prompts)
         self._num_candidates = max(2, 1 + len(decode.stop_token_ids)) * decode.num_beams
         self._candidates: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seen_BV = None if self._seen is None else self._seen.mask(input_ids, scores.shape[1])
-        logprobs_BV = processed_logits(scores, self._decode, seen_BV).log_softmax(-1)
+        logprobs_BV = self._logprobs(input_ids, scores)
         logprobs_BK, ids_BK = logprobs_BV.topk(min(self._num_candidates, scores.shape[1]))
         self._candidates.append((ids_BK, logprobs_BK))
         return logprobs_BV
 
     def logprobs(self, beams: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """One per token, given the row (`beam_indices`) that each was added to."""
+        """Return one per token; `beams` are the rows (`beam_indices`) that each was added to."""
         values = []
         for (ids_BK, logprobs_BK), beam, token_id in zip(
             self._candidates, beams, token_ids, strict=False
         ):
-            (place,) = (ids_BK[beam] == token_id).nonzero()[0].tolist()
-            values.append(float(logprobs_BK[beam, place]))
+            (candidate,) = (ids_BK[beam] == token_id).nonzero()[0].tolist()
+            values.append(float(logprobs_BK[beam, candidate]))
         return values
-
-
-NO_STOP_TOKEN = -1
-"""Where a request has none: transformers would take the checkpoint's for want of any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +219,7 @@ class _Encoded:
 
 
 class HFBackend:
-    """A `RolloutBackend` over the model of its host, which may carry an adapter, be in training
-    mode and recompute its activations.
+    """A `RolloutBackend` over its host's model, which may be in training mode or carry an adapter.
 
     A response depends on its request alone: on its seed, not on its neighbours or on any global
     random state. In fp32 the log-probabilities of a padded batch differ from those of a prompt
@@ -242,8 +234,9 @@ class HFBackend:
         decode_batch_size: int,
         repeat_guard: RepeatGuardSettings | None = None,
     ) -> None:
-        """At most `decode_batch_size` sequences are decoded at a time, each beam being one; the
-        beams of one prompt are never separated.
+        """Decode at most `decode_batch_size` sequences at a time, each beam being one.
+
+        The beams of a prompt are never separated.
         """
         self._host = host
         self._name = name
@@ -253,7 +246,7 @@ class HFBackend:
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Leaves off between two tokens where the host raises."""
+        """Generate rollouts in order, until the host raises between two tokens."""
         if self._closed and requests:
             raise RolloutError("the backend was closed", actor=self._name, phase="generate")
         origin = EngineInfo(self._name, self._version, self._rule, StartTime.now())
@@ -261,15 +254,12 @@ class HFBackend:
         with random_state_kept(), evaluating(self._host.model), torch.no_grad():
             for batch in self._batches(requests):
                 encoded = [self._encode(request) for request in batch]
-                answers = self._decode(batch, encoded)
-                rollouts += [
-                    answer.rollout(request, origin, end)
-                    for request, (answer, end) in zip(batch, answers, strict=True)
-                ]
+                for request, (answer, end) in zip(batch, self._decode(batch, encoded), strict=True):
+                    rollouts.append(answer.rollout(request, origin, end))
         return rollouts
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Nothing travels and nothing can differ: the weights are the learner's own."""
+        """Take the version alone: the weights are the learner's own."""
         self._version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
 
@@ -281,125 +271,106 @@ class HFBackend:
         self._closed = True
 
     def _batches(self, requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
+        """Yield requests that are decoded together, which have the same settings."""
         for decode, group in groupby(requests, key=lambda request: request.decode):
             alike = list(group)
             width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1
             size = self._decode_batch_size // width
             if not size:
-                over = (
+                raise RolloutError(
                     f"{width} beams do not fit into a batch of {self._decode_batch_size} sequences;"
-                    " lower num_beams, or raise decode_batch_size"
+                    " lower num_beams, or raise decode_batch_size",
+                    actor=self._name,
+                    phase="generate",
                 )
-                raise RolloutError(over, actor=self._name, phase="generate")
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
     def _encode(self, request: RolloutRequest) -> _Encoded:
-        """Placeholders expanded as the processor does: to as many as the image has merged
-        patches."""
+        """Expand placeholders as the processor does: to as many as the image has merged patches."""
         processor = self._host.processor
+        image_token_id = processor.image_token_id
         images = decode_images(request.images, request.sample_id, actor=self._name)
-        num_pads = request.prompt_token_ids.count(processor.image_token_id)
+        num_pads = request.prompt_token_ids.count(image_token_id)
         if num_pads != len(images):
             raise RolloutError(
-                f"sample {request.sample_id} has {len(images)} images and {num_pads} places"
-                " for one",
+                f"sample {request.sample_id} has {len(images)} images and {num_pads} placeholders",
                 actor=self._name,
                 phase="generate",
             )
         if not images:
             return _Encoded(request.prompt_token_ids, {})
         features = processor.image_processor(images=images, return_tensors="pt")
-        lengths = iter(
-            (
-                features["image_grid_thw"].prod(dim=-1) // processor.image_processor.merge_size**2
-            ).tolist()
-        )
+        patches_I = features["image_grid_thw"].prod(dim=-1)
+        lengths = iter((patches_I // processor.image_processor.merge_size**2).tolist())
         token_ids: list[int] = []
         for token_id in request.prompt_token_ids:
-            token_ids += [token_id] * (next(lengths) if token_id == processor.image_token_id else 1)
-        return _Encoded(
-            tuple(token_ids), {name: features[name] for name in ("pixel_values", "image_grid_thw")}
-        )
+            token_ids += [token_id] * (next(lengths) if token_id == image_token_id else 1)
+        names = ("pixel_values", "image_grid_thw")
+        return _Encoded(tuple(token_ids), {name: features[name] for name in names})
 
     def _decode(
         self, batch: list[RolloutRequest], encoded: list[_Encoded]
     ) -> list[tuple[Completion, float]]:
-        """Each answer with the time of its end, by `time.perf_counter`."""
+        """Return each answer with the time of its end, by `time.perf_counter`."""
         decode = batch[0].decode
         prompts = [prompt.token_ids for prompt in encoded]
         inputs = self._inputs(encoded)
-        num_prompt_tokens = inputs["input_ids"].shape[1]
+        prompt_length = inputs["input_ids"].shape[1]
+        processors: list[LogitsProcessor] = [StopCheck(self._host.raise_if_stopping)]
+        # Without a stop token the guard has nothing to force.
+        if self._rule is not None and decode.stop_token_ids:
+            stop = decode.stop_token_ids[0]
+            processors.append(
+                HFRepeatGuard(self._rule, prompt_length=prompt_length, stop_token_id=stop)
+            )
         if decode.mode is DecodeMode.BEAM:
             beams = BeamScores(decode, prompts)
-            output = self._generate(
-                inputs, decode, [*self._watching(decode, num_prompt_tokens), beams]
-            )
+            output = self._generate(inputs, decode, [*processors, beams])
             end = time.perf_counter()
-            # Behind a response there is padding, which no beam has chosen.
-            rows = [
-                cut_behind_stop(row, decode)
-                for row in output.sequences[:, num_prompt_tokens:].tolist()
-            ]
-            logprobs = [
-                beams.logprobs(beam, row)
-                for beam, row in zip(output.beam_indices.tolist(), rows, strict=True)
-            ]
-            return [
-                (Completion.up_to_stop(*of_row, decode), end)
-                for of_row in zip(prompts, rows, logprobs, strict=True)
-            ]
+            answers = []
+            for prompt, tokens, rows in zip(
+                prompts,
+                output.sequences[:, prompt_length:].tolist(),
+                output.beam_indices.tolist(),
+                strict=True,
+            ):
+                # Behind a response there is padding, which no beam has chosen.
+                response = cut_behind_stop(tokens, decode)
+                logprobs = beams.logprobs(rows, response)
+                answers.append(Completion.up_to_stop(prompt, response, logprobs, decode))
+            return [(answer, end) for answer in answers]
         chooser = Chooser(decode, [request.seed for request in batch], prompts)
-        output = self._generate(
-            inputs, decode, [*self._watching(decode, num_prompt_tokens), chooser]
-        )
-        rows = output.sequences[:, num_prompt_tokens:].tolist()
+        output = self._generate(inputs, decode, [*processors, chooser])
+        responses = output.sequences[:, prompt_length:].tolist()
         answers = [
-            Completion.up_to_stop(*of_row, decode)
-            for of_row in zip(prompts, rows, chooser.logprobs(), strict=True)
+            Completion.up_to_stop(prompt, response, logprobs, decode)
+            for prompt, response, logprobs in zip(
+                prompts, responses, chooser.logprobs(), strict=True
+            )
         ]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
-    def _watching(self, decode: DecodeSettings, num_prompt_tokens: int) -> list[LogitsProcessor]:
-        """What may end a generation, or a response, before its time."""
-        leaves_off = LeavesOff(self._host.raise_if_stopping)
-        if self._rule is None or not decode.stop_token_ids:
-            return [leaves_off]  # without a stop token there is nothing to force
-        return [
-            leaves_off,
-            HFRepeatGuard(
-                self._rule, prompt_length=num_prompt_tokens, stop_token_id=decode.stop_token_ids[0]
-            ),
-        ]
-
     def _inputs(self, encoded: list[_Encoded]) -> dict[str, torch.Tensor]:
-        model, processor = self._host.model, self._host.processor
+        model = self._host.model
+        processor = self._host.processor
         length = max(len(prompt.token_ids) for prompt in encoded)
-        ids_BP = torch.tensor(
-            [
-                [processor.tokenizer.pad_token_id] * (length - len(prompt.token_ids))
-                + list(prompt.token_ids)
-                for prompt in encoded
-            ]
-        )
-        mask_BP = torch.tensor(
-            [
-                [0] * (length - len(prompt.token_ids)) + [1] * len(prompt.token_ids)
-                for prompt in encoded
-            ]
-        )
+        shape = (len(encoded), length)
+        ids_BP = torch.full(shape, processor.tokenizer.pad_token_id, dtype=torch.int64)
+        mask_BP = torch.zeros(shape, dtype=torch.int64)
+        for row, prompt in enumerate(encoded):
+            begin = length - len(prompt.token_ids)
+            ids_BP[row, begin:] = torch.tensor(prompt.token_ids)
+            mask_BP[row, begin:] = 1
         inputs = {
             "input_ids": ids_BP,
             "attention_mask": mask_BP,
             "mm_token_type_ids": (ids_BP == processor.image_token_id).int(),
         }
-        with_images = [prompt.features for prompt in encoded if prompt.features]
-        if with_images:
-            inputs["pixel_values"] = torch.cat(
-                [features["pixel_values"] for features in with_images]
-            ).to(model.dtype)
-            inputs["image_grid_thw"] = torch.cat(
-                [features["image_grid_thw"] for features in with_images]
-            )
+        features = [prompt.features for prompt in encoded if prompt.features]
+        if features:
+            pixels_RD = torch.cat([one["pixel_values"] for one in features])
+            inputs["pixel_values"] = pixels_RD.to(model.dtype)
+            inputs["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in features])
         return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
     def _generate(
@@ -430,16 +401,17 @@ class HFBackend:
                 **inputs, generation_config=config, logits_processor=LogitsProcessorList(processors)
             )
         except torch.OutOfMemoryError as error:
-            room = (
+            raise RolloutError(
                 f"{len(inputs['input_ids'])} sequences do not fit beside the learner's training"
-                f" state ({error}); lower rollout_matching.decode_batch_size"
-            )
-            raise RolloutError(room, actor=self._name, phase="generate") from error
+                f" state ({error}); lower rollout_matching.decode_batch_size",
+                actor=self._name,
+                phase="generate",
+            ) from error
 
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards every module is in its own mode again."""
+    """Put the model in evaluation mode; afterwards every module is in its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

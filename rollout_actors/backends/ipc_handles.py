@@ -1,9 +1,8 @@
-"""How the learner's weights come to the processes of an engine beside it, each on its own GPU
-(CUDA's shared memory is of one GPU).
+"""Weights for the engine beside the learner on GPUs, by vLLM's packed IPC.
 
-By vLLM's packed IPC: one buffer on each GPU, which is shared once in a sync, and into which one
-bucket after the other is copied. A handle for each parameter would cost a counter of CUDA's for
-each of them in every sync, which torch gives back late or never.
+Each GPU has one buffer, shared once in a sync (CUDA's shared memory is of one GPU), into which one
+bucket after the other is copied. A handle for each parameter would cost one of CUDA's counters in
+every sync, which torch gives back late or never.
 """
 
 from __future__ import annotations
@@ -18,29 +17,26 @@ from shared.weight_sync.offer import buckets
 
 
 class SharingDevice(Protocol):
-    """A GPU of the engine. All of them belong to the learner rank, whose own is among them."""
+    """A GPU of the engine, which belongs to the learner rank."""
 
     uuid: str
-    """By which a worker of vLLM knows the handles that are for it."""
+    """Name by which a worker of vLLM finds the handles that are for it."""
 
     def share(self, num_bytes: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """A new buffer of so many bytes on this device, uint8, and what a process on this device
-        rebuilds it from."""
+        """Return a new buffer, uint8, and what a process on this device rebuilds it from."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything that was copied to this device is there: whoever reads it does so
-        on a stream of its own."""
+        """Wait until all copies to this device are done: readers use streams of their own."""
         ...
 
     def collect(self) -> None:
-        """Give back the memory of shared buffers that nobody refers to any more, here or in the
-        engine."""
+        """Free shared buffers that nobody refers to any more, here or in the engine."""
         ...
 
 
 class CudaDevice:
-    """Not run on a GPU."""
+    """A CUDA device. Not run on a GPU."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
@@ -61,35 +57,35 @@ class CudaDevice:
 
 
 def cuda_devices(tensor_parallel_size: int) -> tuple[SharingDevice, ...]:
-    """The GPUs of an engine beside the learner: the first of those that this process sees, as vLLM
-    gives them to its workers.
-    """
+    """Return the first GPUs that this process sees, as vLLM gives them to its workers."""
     return tuple(CudaDevice(index) for index in range(tensor_parallel_size))
 
 
 def packed_buckets(
     weights: ChecksummedWeights, devices: Sequence[SharingDevice]
 ) -> Generator[dict[str, Any]]:
-    """Yield the update info of vLLM's packed `ipc` engine for each bucket of the weights, and of
-    what comes behind them.
+    """Yield the update info of vLLM's packed `ipc` engine for each bucket, the checksums' included.
 
     Each is valid until the next one is asked for; the buffers are kept until the iterator ends or
     is closed. The handles are by the devices' UUIDs, as every worker looks for its own.
     """
     cut = list(buckets(weights.terms.sent, weights.terms.bucket_bytes))
     largest = max(sum(spec.num_bytes for spec in bucket) for bucket in cut)
-    shared = [(device, *device.share(largest)) for device in devices]
-    handles = {device.uuid: arguments for device, _, arguments in shared}
+    buffers = []
+    handles = {}
+    for device in devices:
+        buffer, handles[device.uuid] = device.share(largest)
+        buffers.append(buffer)
     stream = iter(weights)
     for bucket in cut:
         begin = 0
         for spec in bucket:
             _, tensor = next(stream)
             bytes_N = tensor.detach().reshape(-1).view(torch.uint8)
-            for _, buffer, _ in shared:
+            for buffer in buffers:
                 buffer[begin : begin + spec.num_bytes].copy_(bytes_N, non_blocking=True)
             begin += spec.num_bytes
-        for device, _, _ in shared:
+        for device in devices:
             device.synchronize()
         yield {
             "names": [spec.name for spec in bucket],

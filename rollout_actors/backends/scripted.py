@@ -1,6 +1,4 @@
-"""A backend that answers from a script after a fixed time: for whatever is about the order and
-timing of a run, not about a model.
-"""
+"""A backend that answers from a script after a fixed time, for order and timing of a run."""
 
 from __future__ import annotations
 
@@ -12,16 +10,14 @@ from shared.errors import RolloutError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 
 Script = Callable[[RolloutRequest], Sequence[int]]
-"""The token ids a request is answered with, its stop token included where it has one."""
+"""Gives the token ids of an answer, its stop token included where it has one."""
 
 
 class ScriptedBackend:
-    """A `RolloutBackend` without an engine. The same request gets the same answer, whoever gives it
-    and in whatever company.
-    """
+    """A `RolloutBackend` without an engine: the same request always gets the same answer."""
 
     def __init__(self, name: str, script: Script, *, latency_s: float = 0.0) -> None:
-        """`latency_s` is the time of one `generate` call, however many requests it has."""
+        """Answer by `script`; `latency_s` is the time of one `generate`, whatever its size."""
         self._name = name
         self._script = script
         self._latency_s = latency_s
@@ -36,10 +32,18 @@ class ScriptedBackend:
         origin = EngineInfo(self._name, self._version, None, StartTime.now())
         time.sleep(self._latency_s)
         end = time.perf_counter()
-        return [self._answer(request).rollout(request, origin, end) for request in requests]
+        rollouts = []
+        for request in requests:
+            token_ids = list(self._script(request))[: request.decode.max_new_tokens]
+            logprobs = [0.0] * len(token_ids)  # a script is certain of its tokens
+            answer = Completion.up_to_stop(
+                request.prompt_token_ids, token_ids, logprobs, request.decode
+            )
+            rollouts.append(answer.rollout(request, origin, end))
+        return rollouts
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """There are no weights to take: only the version is."""
+        """Take the version alone: there are no weights."""
         self._version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
 
@@ -49,10 +53,3 @@ class ScriptedBackend:
 
     def close(self) -> None:
         self._closed = True
-
-    def _answer(self, request: RolloutRequest) -> Completion:
-        token_ids = list(self._script(request))[: request.decode.max_new_tokens]
-        # A script is certain of what it says.
-        return Completion.up_to_stop(
-            request.prompt_token_ids, token_ids, [0.0] * len(token_ids), request.decode
-        )

@@ -216,7 +216,7 @@ def test_an_image_without_a_place_is_refused_by_sample(
 ) -> None:
     request = learner.request(0)
     with pytest.raises(
-        RolloutError, match="generate on hf: sample sample-0 has 2 images and 1 places"
+        RolloutError, match="generate on hf: sample sample-0 has 2 images and 1 placeholders"
     ):
         backend.generate([replace(request, images=request.images * 2)])
 
