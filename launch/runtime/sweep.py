@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,29 +31,27 @@ from shared.errors import ConfigError
 
 TRIALS = "trials.jsonl"
 MARGIN_S = 60.0
-"""Given to an interrupted trial beyond its `timeouts.interrupt_s`, in which it saves its weights:
-its processes end, one after the other.
+"""Seconds for an interrupted trial beyond its `timeouts.interrupt_s`, in which it saves its
+weights: its processes end one after the other.
 """
 
 
 def is_sweep() -> bool:
-    """Whether Hydra runs this process's command once for each of several configurations
-    (`--multirun`).
-    """
+    """Return whether this command is to run several configurations (`--multirun`)."""
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def run_trial(composed: DictConfig, console: Console) -> None:
-    """The trial that Hydra is at, as a process; `composed` is its configuration. Its failure is
-    written down, and that is all it does to the sweep.
+    """Run the trial that Hydra is at as a process; `composed` is its configuration. Its failure is
+    recorded, and does nothing else to the sweep.
 
-    KeyboardInterrupt ends the trial and, when that is written down too, the sweep.
+    Raises:
+        KeyboardInterrupt: the trial has been ended and recorded; it ends the sweep too.
     """
     trial = HydraConfig.get()
-    overrides, folder = list(trial.overrides.task), Path(trial.runtime.output_dir)
-    console.print(
-        f"trial     {trial.job.num}: {' '.join(overrides)}", markup=False, highlight=False
-    )
+    overrides = list(trial.overrides.task)
+    folder = Path(trial.runtime.output_dir)
+    _print(console, f"trial     {trial.job.num}: {' '.join(overrides)}")
     started_s = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "launch.train", *overrides, f"++telemetry.run_dir={folder}"]
@@ -62,7 +61,12 @@ def run_trial(composed: DictConfig, console: Console) -> None:
         process.wait()
     except KeyboardInterrupt:
         interrupted = True
-        _end(process, end_s(composed))
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=end_s(composed))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     line = {
         "trial": trial.job.num,
         "overrides": overrides,
@@ -70,8 +74,11 @@ def run_trial(composed: DictConfig, console: Console) -> None:
         "exit_code": process.returncode,
         "interrupted": interrupted,
         "wall_s": time.monotonic() - started_s,
-        **_last_report(folder),
     }
+    with suppress(FileNotFoundError):
+        reports = (folder / "evaluations.jsonl").read_text().splitlines()
+        if reports:
+            line |= json.loads(reports[-1])
     with (folder.parent / TRIALS).open("a") as file:
         file.write(json.dumps(line) + "\n")
     if interrupted:
@@ -81,75 +88,45 @@ def run_trial(composed: DictConfig, console: Console) -> None:
 
 
 def end_s(composed: DictConfig) -> float:
-    """Longest time in seconds that the trial has to end after the sweep was interrupted."""
+    """Return the seconds that the trial has to end after the sweep was interrupted."""
     try:
         config = load_config(as_mapping(composed))
     except ConfigError:
-        return MARGIN_S  # the trial says so itself, and has nothing to save
+        return MARGIN_S  # the trial reports it, and has nothing to save
     return config.timeouts.interrupt_s + MARGIN_S
 
 
-def _end(process: subprocess.Popen[bytes], end_s: float) -> None:
-    """Tell it to, and kill it where it has not after `end_s` seconds."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(timeout=end_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _last_report(folder: Path) -> dict[str, Any]:
-    """The figures of the trial's last held-out report; nothing where there is none."""
-    try:
-        lines = (folder / "evaluations.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return {}
-    return json.loads(lines[-1]) if lines else {}
-
-
 def print_summary(folder: Path) -> int:
-    """A line for every trial that has begun, with the headline of its last held-out report or how
-    it failed, and a table of what was tried and what came of it; the number of those that failed.
+    """Print a line for every trial that has begun, and a table of settings and results.
+
+    Returns the number of trials that failed.
     """
     trials = [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
     console = Console(soft_wrap=True)
     for trial in trials:
-        headline = (
-            f"{trial['headline']} {trial['score']:.3f}"
-            if "headline" in trial
-            else "no held-out report"
-        )
-        end = (
-            "interrupted"
-            if trial["interrupted"]
-            else (
-                headline
-                if trial["exit_code"] == 0
-                else f"failed with exit status {trial['exit_code']}"
-            )
-        )
-        console.print(
-            f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}",
-            markup=False,
-            highlight=False,
-        )
+        if trial["interrupted"]:
+            end = "interrupted"
+        elif trial["exit_code"]:
+            end = f"failed with exit status {trial['exit_code']}"
+        elif "headline" in trial:
+            end = f"{trial['headline']} {trial['score']:.3f}"
+        else:
+            end = "no held-out report"
+        line = f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}"
+        _print(console, line)
     for row in trial_table(trials):
-        console.print(row, markup=False, highlight=False)
+        _print(console, row)
     failed = sum(trial["exit_code"] != 0 for trial in trials)
-    console.print(
-        f"sweep     {len(trials) - failed} of {len(trials)} trials finished; {folder / TRIALS}",
-        highlight=False,
-    )
+    finished = f"{len(trials) - failed} of {len(trials)} trials finished"
+    _print(console, f"sweep     {finished}; {folder / TRIALS}")
     return failed
 
 
 def trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table over trials: the keys in which they differ, the updates before the last
-    report, and its headline.
+    """Return the lines of a table over trials: the keys in which they differ, the updates before
+    the last report, and its headline. No lines where no trial has a report.
 
-    The best figure of each headline is marked; a trial of another kind has its own. There is no
-    table where no trial has a report.
+    The best figure of each headline is marked; a trial of another kind has its own.
     """
     names = list(dict.fromkeys(trial["headline"] for trial in trials if "headline" in trial))
     if not names:
@@ -161,27 +138,23 @@ def trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = [
         key
         for key in dict.fromkeys(chain(*settings))
-        if len({one.get(key) for one in settings}) > 1
+        if len({setting.get(key) for setting in settings}) > 1
     ]
     best = {
         name: max(trial["score"] for trial in trials if trial.get("headline") == name)
         for name in names
     }
-    rows = [("trial", *keys, "steps", *names)]
-    for trial, own in zip(trials, settings, strict=True):
-        figures = []
+    rows = [["trial", *keys, "steps", *names]]
+    for trial, setting in zip(trials, settings, strict=True):
+        row = [str(trial["trial"]), *(setting.get(key, "-") for key in keys)]
+        row.append(str(trial.get("step", "-")))
         for name in names:
-            has_it = trial.get("headline") == name
-            mark = " (best)" if has_it and len(trials) > 1 and trial["score"] == best[name] else ""
-            figures.append(f"{trial['score']:.3f}{mark}" if has_it else "-")
-        rows.append(
-            (
-                str(trial["trial"]),
-                *(own.get(key, "-") for key in keys),
-                str(trial.get("step", "-")),
-                *figures,
-            )
-        )
+            if trial.get("headline") != name:
+                row.append("-")
+                continue
+            is_best = len(trials) > 1 and trial["score"] == best[name]
+            row.append(f"{trial['score']:.3f}" + (" (best)" if is_best else ""))
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -189,9 +162,13 @@ def trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def _print(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False)
+
+
 class SweepSummary(Callback):
-    """Before a sweep its folder is looked at, and what came of it is printed after it. Exit status
-    1 where a trial failed.
+    """Refuses a folder that holds a sweep, and prints the results of this one. Exit status 1 where
+    a trial failed.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
