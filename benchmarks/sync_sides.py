@@ -19,8 +19,9 @@ from launch.demo.model import make_config, make_processor, make_tokenizer
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import ReceiverGroup
 from learner.weight_sync.sender import WeightSender
-from rollout_actors.engine.actor import EngineActor, PooledEngine, VllmEngineSpec
+from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from shared.prompts import DEFAULT_USER_PROMPT
+from shared.protocols import RolloutEngine
 from shared.rollouts import WeightOffer
 from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.checksum import ChecksummedWeights
@@ -63,7 +64,7 @@ def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
 
 
 class EngineSpec(VllmEngineSpec):
-    def __call__(self) -> PooledEngine:
+    def __call__(self) -> RolloutEngine:
         from benchmarks.unverified_engine import UnverifiedEngine
 
         return UnverifiedEngine(self.name, self.settings, index=self.index)

@@ -76,6 +76,11 @@ class RolloutEngine(Protocol):
     def version(self) -> int: ...
 
     @property
+    def process(self) -> str:
+        """Id of the server behind the engine, by any address of it; empty where it has none."""
+        ...
+
+    @property
     def is_dead(self) -> bool:
         """Whether the engine's process has ended, so that nothing can come of it any more."""
         ...

@@ -206,7 +206,7 @@ class ServerFacts:
     version: int
     """Weight version; 0: the checkpoint's, or not reported."""
     process: str
-    """As `PooledEngine.process`."""
+    """As `RolloutEngine.process`."""
     problems: tuple[str, ...]
     """Settings that the run cannot use, each with the remedy."""
 

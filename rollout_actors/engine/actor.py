@@ -2,8 +2,8 @@
 `ray.remote(EngineActor).options(...).remote(VllmEngineSpec(name, settings, index))`.
 
 Where the engine is one of this machine's, the actor's `runtime_env` must be
-`engine_runtime_env(settings)`: its variables have to be there before vllm is imported, and reach
-its children.
+`engine_runtime_env(settings)`: its variables have to be set before vllm is imported, and reach its
+children.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import ray
 
@@ -27,23 +27,11 @@ from shared.weight_sync.phases import SyncPhase
 T = TypeVar("T")
 
 LAST_WORDS_S = 5.0
-"""From the first call that learns that the engine has died to the end of the actor: for this call's
-answer, and those of the calls beside it, to arrive.
+"""Seconds from the first call that learns that the engine has died to the end of the actor, in
+which the answers of this call and of those beside it arrive.
 """
 
-
-class PooledEngine(RolloutEngine, Protocol):
-    """One of a pool's."""
-
-    @property
-    def process(self) -> str:
-        """From its start on: the same for every address of one server and for no other; empty where
-        it does not say, and where nobody else can ask it.
-        """
-        ...
-
-
-MakeEngine = Callable[[], PooledEngine]
+MakeEngine = Callable[[], RolloutEngine]
 """Called in the actor's process; travels there, so it is picklable."""
 
 
@@ -54,11 +42,10 @@ class VllmEngineSpec:
     name: str
     settings: EngineSettings
     index: int
-    """The engine's place among the engines of the run."""
+    """The engine's number among the engines of the run."""
 
-    def __call__(self) -> PooledEngine:
-        # Here and not above: whoever places the actors imports this module, and need not pay for
-        # vllm.
+    def __call__(self) -> RolloutEngine:
+        # Imported here: the driver imports this module, and need not pay for vllm.
         with explained_import(self.name):
             from rollout_actors.engine.vllm_engine import VllmEngine
 
@@ -71,9 +58,8 @@ class EngineActor:
     """
 
     def __init__(self, make_engine: MakeEngine) -> None:
-        # Made here, because vLLM is then imported while the learner loads. What goes wrong is
-        # raised by `start`: of an error in a constructor Ray tells the driver a traceback, and no
-        # type.
+        # Made here, because vLLM is then imported while the learner loads. Its error is raised by
+        # `start`: of one in a constructor Ray tells the driver a traceback, and no type.
         self._failure: RolloutError | None = None
         try:
             self._engine = make_engine()
@@ -89,21 +75,20 @@ class EngineActor:
     async def generate(
         self, *objects: SentRequests, places: range | None = None, attempt: int = 0
     ) -> tuple[list[Rollout], int]:
-        """Called with references, which Ray resolves here. The rollouts are one object, which the
-        driver passes on unread, their number another.
+        """Generate one rollout per request. The rollouts are one object, which the driver passes on
+        unread, their number another.
 
         Args:
-            places: of the requests that are meant, among those of all objects; None: all.
-            attempt: how often other engines have failed to answer these requests.
+            objects: sent as references, which Ray resolves here.
+            places: indices of the requests that are meant, among those of all objects; None: all.
+            attempt: tries of other engines that failed to answer these requests.
         """
         # In a thread: the pictures may have to come from another node.
         requests = await asyncio.to_thread(SentRequests.chosen(objects, places).with_data, ray.get)
         rollouts = await self._or_exit(self._engine.generate(requests))
-        return (
-            [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts]
-            if attempt
-            else rollouts
-        ), len(rollouts)
+        if attempt:
+            rollouts = [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts]
+        return rollouts, len(rollouts)
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))

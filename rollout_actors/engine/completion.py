@@ -1,6 +1,4 @@
-"""What a backend has generated for one request, and how it becomes a rollout: the same for every
-backend.
-"""
+"""A backend's answer to one request, and how it becomes a rollout: the same for every backend."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from shared.tokens.repeat_guard import RepeatRule, mark_forced
 
 @dataclass(frozen=True, slots=True)
 class StartTime:
-    """When a share arrived at its engine, by both clocks."""
+    """The time at which a share arrived at its engine, by both clocks."""
 
     unix_s: float
     counter_s: float
-    """By `time.perf_counter`."""
+    """Seconds of `time.perf_counter`."""
 
     @classmethod
     def now(cls) -> StartTime:
@@ -27,30 +25,32 @@ class StartTime:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the rollouts of one share have in common."""
+    """The facts that the rollouts of one share have in common."""
 
     actor: str
     version: int
-    """Of the weights."""
+    """Weight version."""
     rule: RepeatRule | None
-    """The repeat guard's; None: the engine has none."""
+    """The repeat guard's rule; None: the engine has none."""
     started: StartTime
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine said to one request."""
+    """An engine's answer to one request.
+
+    Example: `Completion((1, 2, 2), (5, 6, 9), (-0.1, -0.2, -0.3), FinishReason.STOP)` has the
+    response 5, 6 and the stop token 9.
+    """
 
     prompt_token_ids: tuple[int, ...]
-    """As the engine used them: image placeholders expanded."""
+    """Prompt as the engine used it: image placeholders expanded."""
     token_ids: Sequence[int]
-    """As generated."""
+    """Generated tokens, a stop token included."""
     logprobs: Sequence[float] | None
     """One per token of `token_ids`; None: not asked for."""
     finish_reason: FinishReason
-    """STOP: the last token is the stop token. A stop token that the repeat guard has forced is told
-    apart later.
-    """
+    """STOP: the last token is the stop token, sampled or forced by the repeat guard."""
 
     @classmethod
     def up_to_stop(
@@ -60,22 +60,23 @@ class Completion:
         logprobs: Sequence[float],
         decode: DecodeSettings,
     ) -> Completion:
-        """From an engine that does not say why a response ended: at its first stop token, else at
-        its limit. What follows that token is dropped.
+        """Build the answer of an engine that reports no finish reason: it ends behind its first
+        stop token, else at its limit.
         """
         kept = cut_behind_stop(token_ids, decode)
         stopped = bool(kept) and kept[-1] in decode.stop_token_ids
-        logprobs_asked_for = logprobs[: len(kept)] if decode.return_logprobs else None
         return cls(
             prompt_token_ids,
             kept,
-            logprobs_asked_for,
+            logprobs[: len(kept)] if decode.return_logprobs else None,
             FinishReason.STOP if stopped else FinishReason.LENGTH,
         )
 
     def rollout(self, request: RolloutRequest, origin: EngineInfo, end_s: float) -> Rollout:
-        """`end_s` is the response's own end, by `time.perf_counter`. Raises RolloutError where the
-        guard should have ended the response and did not.
+        """Build the request's rollout. `end_s` is the response's own end, by `time.perf_counter`.
+
+        Raises:
+            RolloutError: the guard should have ended the response and did not.
         """
         stopped = self.finish_reason is FinishReason.STOP
         end = len(self.token_ids) - stopped
@@ -98,21 +99,14 @@ class Completion:
             started_s=origin.started.unix_s,
         )
         # Without a stop token there was nothing to force.
-        return (
-            mark_forced(rollout, origin.rule)
-            if origin.rule is not None and request.decode.stop_token_ids
-            else rollout
-        )
+        if origin.rule is None or not request.decode.stop_token_ids:
+            return rollout
+        return mark_forced(rollout, origin.rule)
 
 
 def cut_behind_stop(token_ids: Sequence[int], decode: DecodeSettings) -> list[int]:
-    """The tokens up to the first stop token, which is kept; all of them where there is none."""
-    end = next(
-        (
-            number
-            for number, token_id in enumerate(token_ids, 1)
-            if token_id in decode.stop_token_ids
-        ),
-        len(token_ids),
-    )
-    return list(token_ids[:end])
+    """Return the tokens up to the first stop token, which is kept."""
+    for index, token_id in enumerate(token_ids):
+        if token_id in decode.stop_token_ids:
+            return list(token_ids[: index + 1])
+    return list(token_ids)

@@ -1,5 +1,4 @@
-"""What every vLLM engine is asked and answers, in a process of its own or in the learner's:
-prompts, sampling parameters, answers.
+"""vLLM's prompts, sampling parameters and answers, from and to our types.
 
 No engine here, so that `AsyncLLM` (actors, servers) and `LLM` (colocate) give the same rollouts for
 the same requests.
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm import SamplingParams, TokensPrompt
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_actors.engine.completion import Completion
@@ -27,9 +26,7 @@ from shared.weight_sync.canary import CanaryProbe
 
 
 def request_prompt(request: RolloutRequest, actor: str) -> TokensPrompt:
-    """The prompt as vLLM takes it. Raises RolloutError naming the sample whose image cannot be
-    decoded.
-    """
+    """Build vLLM's prompt. Raises RolloutError naming the sample whose image cannot be decoded."""
     return _prompt(request.prompt_token_ids, request.images, request.sample_id, actor)
 
 
@@ -56,50 +53,41 @@ def probe_params() -> SamplingParams:
 
 
 def probe_scores(output: RequestOutput) -> tuple[list[int], list[float]]:
-    """The canary's expanded tokens, and the log-probability of each but the first."""
+    """Return the canary's expanded tokens, and the log-probability of each but the first."""
     assert output.prompt_token_ids is not None
     assert output.prompt_logprobs is not None
     token_ids = list(output.prompt_token_ids)
-    scores = [
-        (entry, token_id)
-        for entry, token_id in zip(output.prompt_logprobs, token_ids, strict=True)
-        if entry is not None
-    ]
-    return token_ids, [entry[token_id].logprob for entry, token_id in scores]
+    scores = []
+    for entry, token_id in zip(output.prompt_logprobs, token_ids, strict=True):
+        if entry is not None:
+            scores.append(entry[token_id].logprob)
+    return token_ids, scores
 
 
 def to_completion(
     output: RequestOutput, request: RolloutRequest, *, actor: str, version: int
 ) -> Completion:
-    """A finished request. Raises RolloutError where vLLM did not finish it, or sampled any token of
-    it by other weights than `version`.
+    """Read a finished request.
+
+    Raises:
+        RolloutError: vLLM did not finish it, or, by its own account, sampled a token of it by other
+            weights than `version`.
     """
     (completion,) = output.outputs
     reason = finish_reason(completion.finish_reason, request, actor)
-    _check_version(completion, request, actor, version)
-    assert output.prompt_token_ids is not None
-    return Completion(
-        tuple(output.prompt_token_ids), completion.token_ids, _sampled_logprobs(completion), reason
-    )
-
-
-def _check_version(
-    completion: CompletionOutput, request: RolloutRequest, actor: str, version: int
-) -> None:
-    """Every token must come from the version that is about to be recorded, by vLLM's own
-    account."""
-    seen = {span.version for span in completion.weight_versions or ()}
-    if seen - {str(version)}:
-        sampled = (
-            f"sample {request.sample_id} was sampled by weights {sorted(seen)}, not {version} alone"
+    versions = {span.version for span in completion.weight_versions or ()}
+    if versions - {str(version)}:
+        raise RolloutError(
+            f"sample {request.sample_id} was sampled by weights {sorted(versions)}, not"
+            f" {version} alone",
+            actor=actor,
+            phase="generate",
         )
-        raise RolloutError(sampled, actor=actor, phase="generate")
-
-
-def _sampled_logprobs(completion: CompletionOutput) -> list[float] | None:
-    if completion.logprobs is None:
-        return None
-    return [
-        entry[token_id].logprob
-        for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)
-    ]
+    logprobs = None
+    if completion.logprobs is not None:
+        logprobs = [
+            entry[token_id].logprob
+            for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+    assert output.prompt_token_ids is not None
+    return Completion(tuple(output.prompt_token_ids), completion.token_ids, logprobs, reason)

@@ -26,6 +26,8 @@ class EngineThread:
     Its methods belong to the loop that calls them; cancelling one cancels the work.
     """
 
+    process = ""
+
     def __init__(
         self,
         make_engine: Callable[[], ServedEngine],
