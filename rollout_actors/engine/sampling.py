@@ -1,4 +1,6 @@
-"""The images of a request, as pixels."""
+"""Sampling fields, finish reasons and images in vLLM's terms, without importing vllm: the same for
+its engines and for a stock server's JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,13 @@ from shared.prompts import on_white
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, RolloutRequest
 
-# How `DecodeSettings` are said to vLLM, and how vLLM says that a response has ended: the same for
-# its engines and for a stock server's JSON, without vllm.
-
-
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
     "repetition": FinishReason.REPETITION,
 }
 BAN = -100.0
-"""Added to the logit of a banned id: the lowest bias that vLLM accepts; `exp(-100)` is nothing in
-fp32.
-"""
+"""Bias on the logit of a banned id: the lowest that vLLM accepts; `exp(-100)` vanishes in fp32."""
 PROBE_FIELDS = {
     "temperature": 0.0,
     "max_tokens": 1,
@@ -33,13 +29,11 @@ PROBE_FIELDS = {
     "ignore_eos": True,
     "detokenize": False,
 }
-"""Of the `SamplingParams` that score a prompt; what is sampled after it is of no interest."""
+"""`SamplingParams` that score a prompt; the one token sampled after it is ignored."""
 
 
 def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
-    """Of the `SamplingParams` of a request; every field is there that a server's defaults could
-    fill.
-    """
+    """Return the `SamplingParams` of a request: every field that a server's defaults could fill."""
     assert decode.mode is not DecodeMode.BEAM, (
         "beams are another call of vLLM, and the configuration refuses them where there is none"
     )
@@ -58,19 +52,19 @@ def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
     }
 
 
-def finish_reason(said: str | None, request: RolloutRequest, actor: str) -> FinishReason:
-    """Raises RolloutError where vLLM gave the request up (`abort`, `error`)."""
-    if said not in FINISH_REASONS:
+def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> FinishReason:
+    """Translate vLLM's reason. Raises RolloutError where it gave up (`abort`, `error`)."""
+    if reason not in FINISH_REASONS:
         message = (
-            f"sample {request.sample_id} was ended with {said!r}, and half an answer is none; see"
+            f"sample {request.sample_id} was ended with {reason!r}, and half an answer is none; see"
             " the engine's log"
         )
         raise RolloutError(message, actor=actor, phase="generate")
-    return FINISH_REASONS[said]
+    return FINISH_REASONS[reason]
 
 
 def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
-    """As `decode_image`, of every image. Raises RolloutError naming the sample and the image that
+    """Decode every image of a sample. Raises RolloutError naming the sample and the image that
     cannot be decoded.
     """
     images = []
@@ -80,11 +74,8 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
             images.append(decode_image(ref.data))
         except ValueError as error:
             file = "" if ref.path is None else f" ({ref.path})"
-            raise RolloutError(
-                f"image {i} of sample {sample_id}{file} cannot be decoded: {error}",
-                actor=actor,
-                phase="generate",
-            ) from error
+            message = f"image {i} of sample {sample_id}{file} cannot be decoded: {error}"
+            raise RolloutError(message, actor=actor, phase="generate") from error
     return images
 
 
@@ -96,8 +87,8 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """RGB pixels as the file has them, on white where they are transparent, and nothing besides.
-    Raises ValueError with the reason.
+    """Decode an image to RGB pixels, on white where they are transparent. Raises ValueError with
+    the reason.
     """
     image = _read(lambda: on_white(Image.open(io.BytesIO(data))))
     # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the
@@ -110,11 +101,11 @@ def _read(read: Callable[[], Image.Image]) -> Image.Image:
     try:
         return read()
     except UnidentifiedImageError as error:
-        # Pillow's own words are of the object that it read from.
+        # Pillow's own message names the object that it read from.
         raise ValueError("it is of no format that is known") from error
     except MemoryError:
         raise
     except Exception as error:
-        # All of them: on damaged files Pillow's decoders raise whatever their parsing runs into
+        # Every kind: on damaged files Pillow's decoders raise whatever their parsing runs into
         # (OSError, SyntaxError, struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error

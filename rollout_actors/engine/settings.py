@@ -1,6 +1,4 @@
-"""What one vLLM engine is started with. Imports no vllm, so that whoever places the engines need
-not either.
-"""
+"""The settings of one vLLM engine. Imports no vllm: the driver, which makes them, need not."""
 
 from __future__ import annotations
 
@@ -19,26 +17,27 @@ GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:VllmRepeatGuard"
 """The logits processor that is the repeat guard, as vLLM loads it."""
 
 LEAST_UTILIZATION = 0.01
-"""What vLLM is told where the bytes of the cache are given: then the fraction decides nothing but
-how much has to be free at the start."""
+"""vLLM's fraction of memory where the cache has a size in bytes: it then decides only how much has
+to be free at the start.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The same for every engine of a run."""
+    """The settings of every engine of a run."""
 
     model_path: str
     """A checkpoint directory of transformers, with tokenizer and processor files."""
     dtype: str
-    """As in `torch.<dtype>`; the learner's weights are converted to it on arrival."""
+    """Name in `torch`; the learner's weights are converted to it on arrival."""
     max_model_len: int
     """Expanded prompt and response together, in tokens."""
     max_num_seqs: int
-    """Decoded at a time: the configuration's decode_batch_size for each of the engine's devices."""
+    """Most sequences decoded at a time: decode_batch_size for each of the engine's devices."""
     seed: int
-    """Of the engine; every request brings its own."""
+    """The engine's seed; every request brings its own."""
     transport: TransportKind
-    """Of the weight sync: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on
+    """Way of the weights: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on
     a GPU, inproc on CPU.
     """
     device: Device
@@ -49,7 +48,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     max_images_per_prompt: int = 1
     max_image_pixels: int = 0
-    """Of the largest image that will come; 0: not known. Servers alone have a limit."""
+    """Size of the largest image that will come; 0: not known. Servers alone have a limit."""
     kv_cache_memory_bytes: int | None = None
     """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine refuses to start
     beside other processes.
@@ -60,7 +59,7 @@ class EngineSettings:
     what a sync loads.
     """
     repeat_guard: RepeatGuardSettings | None = None
-    """Which sequences are ended for repeating themselves, from the start on; None: none is."""
+    """Rule by which sequences are ended for repeating themselves; None: none is."""
     enable_lora: bool = False
     """Whether a sync may bring an adapter alone."""
     max_lora_rank: int = 16
@@ -68,29 +67,34 @@ class EngineSettings:
 
     @property
     def sequences_per_device(self) -> int:
-        """Decoded at a time by each device: the configuration's decode_batch_size."""
+        """Most sequences decoded at a time by each device: decode_batch_size."""
         return self.max_num_seqs // self.tensor_parallel_size
 
 
 def model_type(model_path: str) -> str:
-    """The family of a checkpoint that is there, as transformers names it."""
-    return str(
-        json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))["model_type"]
-    )
+    """Return the family of a checkpoint, as transformers names it."""
+    return str(_model_config(model_path)["model_type"])
 
 
 def image_token_id(model_path: str) -> int | None:
-    """The token that stands for an image in the prompts of a checkpoint that is there; None where
-    it sees none.
-    """
-    token_id = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get(
-        "image_token_id"
-    )
+    """Return the token that stands for an image in a checkpoint's prompts; None: it sees none."""
+    token_id = _model_config(model_path).get("image_token_id")
     return None if token_id is None else int(token_id)
 
 
+def _model_config(model_path: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(
+        (Path(model_path) / "config.json").read_text(encoding="utf-8")
+    )
+    return config
+
+
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`, and so of `LLM` and of `AsyncEngineArgs`."""
+    """Return the arguments of vLLM's `EngineArgs`, and so of `LLM` and `AsyncEngineArgs`."""
+    utilization = settings.gpu_memory_utilization
+    if settings.kv_cache_memory_bytes is not None:
+        # vLLM would still refuse a GPU on which less than this fraction is free.
+        utilization = LEAST_UTILIZATION
     return {
         "model": settings.model_path,
         "dtype": settings.dtype,
@@ -104,13 +108,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # Stated, because inside a Ray placement group vLLM would choose "ray".
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
-        # Also where the bytes are given: vLLM would still refuse a GPU on which less than this
-        # fraction is free.
-        "gpu_memory_utilization": (
-            settings.gpu_memory_utilization
-            if settings.kv_cache_memory_bytes is None
-            else LEAST_UTILIZATION
-        ),
+        "gpu_memory_utilization": utilization,
         **({"enforce_eager": True} if settings.enforce_eager else {}),
         "limit_mm_per_prompt": {"image": settings.max_images_per_prompt, "video": 0},
         # a checkpoint's sampling defaults do not leak into the requests
@@ -127,12 +125,10 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """The engine arguments for one adapter; nothing where there is none."""
+    """Return the engine arguments for one adapter; nothing where there is none."""
     if not settings.enable_lora:
         return {}
-    assert settings.max_lora_rank <= LORA_RANKS[-1], (
-        "whoever reads the rank from a user refuses larger ones"
-    )
+    # The configuration refuses ranks above the largest.
     return {
         "enable_lora": True,
         "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank),
@@ -141,9 +137,7 @@ def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
-    """Return the Ray `runtime_env` of an engine's actor, with these environment variables besides
-    its own.
-    """
+    """Return the Ray `runtime_env` of an engine's actor, with further environment variables."""
     return neighbour_runtime_env(settings, **engine_environment(settings), **variables)
 
 
@@ -152,9 +146,8 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
     engines with these settings would be.
 
     Args:
-        variables: its environment variables. Ray sets `OMP_NUM_THREADS` when a fork has torch
-        already, which is too late: where it is not among them,
-            torch has a thread for every core.
+        variables: environment variables. Without `OMP_NUM_THREADS` torch has a thread for every
+            core: Ray sets it when a fork has torch already, which is too late.
     """
     # With several devices the end of a fork would leave named memory behind: it does not take its
     # modules apart.
@@ -168,8 +161,8 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Environment variables that must be set before the engine's process imports torch or vllm, and
-    that its children inherit.
+    """Return the environment variables that must be set before the engine's process imports torch
+    or vllm, and that its children inherit.
     """
     common = {
         "VLLM_PLUGINS": "rollmatch",  # ours, and nobody else's

@@ -1,4 +1,4 @@
-"""The errors for a missing or broken vLLM, the same in every place that needs it."""
+"""Errors for a missing or broken vLLM, the same in every place that needs it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ REMEDY = (
 
 
 def require_installed(user: str) -> None:
-    """Raise ConfigError where this environment has no vLLM, which `user` needs. Imports nothing.
-
-    An installed one can still fail when it is imported; `explained_import` tells that where it
-    happens.
-    """
+    """Raise ConfigError where this environment has no vLLM, which `user` needs. Imports nothing."""
     if find_spec("vllm") is None:
         raise ConfigError(
             f"installation: vLLM is not installed here, and {user} cannot go without it; {REMEDY}"
@@ -28,8 +24,7 @@ def require_installed(user: str) -> None:
 
 @contextmanager
 def explained_import(actor: str) -> Iterator[None]:
-    """Turn whatever an import of vLLM in the body ends with into a RolloutError of `actor`, phase
-    "start"."""
+    """Turn an error of importing vLLM in the body into a RolloutError of `actor`, phase "start"."""
     try:
         yield
     except Exception as error:  # compiled parts fail with more than ImportError
