@@ -1,8 +1,7 @@
-"""The image files that a data file names: each is read and decoded once, and what was found is kept
-for the next start.
+"""The image files that a data file names: each is decoded once, and its facts kept for later runs.
 
-An image is known again by its path, size and times of change. Only sound images are kept: what is
-wrong with one is found, and told, by whoever loads its row.
+An image is known again by its path, size and times of change. Only sound images are kept: a
+broken one is found and reported by whoever loads its row.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shared.records import ImageFacts, image_facts
 _LOGGER = logging.getLogger(__name__)
 
 QUICK_S = 1.0
-"""A check that takes less is not told of and not kept: a file would cost as much."""
+"""A check that takes less is not reported and not kept: a file would cost as much."""
 _FORMAT = ["2", PIL.__version__]
 """Version of the kept facts. Change it together with what `image_size` refuses, which Pillow has a
 part in.
@@ -41,8 +40,9 @@ can set the first time, and not the second.
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels of an encoded image, decoded to its end: a header tells nothing
-    about a truncated file. ValueError with the reason.
+    """Return (width, height) in pixels of an encoded image. ValueError with the reason.
+
+    It is decoded to its end: a header tells nothing about a truncated file.
     """
     try:
         with Image.open(io.BytesIO(data)) as image:
@@ -56,16 +56,16 @@ def image_size(data: bytes) -> tuple[int, int]:
 def known_images(
     data_file: Path, names: set[str], report: ReportProgress | None = None
 ) -> dict[str, ImageFacts]:
-    """Facts of the sound images among `names`, which are paths relative to `data_file` as its rows
-    write them.
+    """Return the facts of the sound images among `names`: paths as the rows of `data_file` have.
 
-    Decoded are those that are new or have changed since they were last decoded. `report` is called
-    for every image after `QUICK_S`.
+    Only images that are new or have changed are decoded. `report` is called for every image after
+    `QUICK_S`.
     """
-    root, kept_in = data_file.parent, _kept_in(data_file)
+    root = data_file.parent
     prints = {
         name: found for name in sorted(names) if (found := _fingerprint(root / name)) is not None
     }
+    kept_in = _kept_in(data_file)
     kept = _read(kept_in)
     known = {
         name: kept[name][1]
@@ -85,7 +85,7 @@ def known_images(
 
 
 def _fingerprint(path: Path) -> Fingerprint | None:
-    """None where there is no such file."""
+    """Read size and times of a file; None where there is none."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a path with a null character
@@ -94,16 +94,11 @@ def _fingerprint(path: Path) -> Fingerprint | None:
 
 
 def _kept_in(data_file: Path) -> Path:
-    """Return the file that keeps the facts of a data file's images: one for each, so that none
-    grows beyond its data.
-    """
+    """Return the file that keeps the facts: one per data file, so that none outgrows its data."""
     home = Path("~").expanduser() if "HOME" in os.environ else Path(tempfile.gettempdir())
     folder = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return (
-        Path(folder)
-        / "rollmatch/images"
-        / f"{hashlib.sha256(str(data_file.absolute()).encode()).hexdigest()[:16]}.json"
-    )
+    digest = hashlib.sha256(str(data_file.absolute()).encode()).hexdigest()
+    return Path(folder) / "rollmatch/images" / f"{digest[:16]}.json"
 
 
 def _read(path: Path) -> dict[str, tuple[Fingerprint, ImageFacts]]:

@@ -1,7 +1,7 @@
-"""The run's data files as samples: one way to load them, so that the check before the start and the
-learner keep and skip the same rows.
+"""The run's data files as samples.
 
-Imports no torch: the check runs before anything heavy is loaded.
+One way to load them, so that the check before the start and the learner keep and skip the same
+rows. Imports no torch: the check runs before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from shared.dataset import Dataset, image_names, load_dataset
 
 
 def load_samples(config: RunConfig, path: Path, report: ReportProgress | None = None) -> Dataset:
-    """The rows of `data.train` or `data.val` as the configuration wants them. Raises RecordError as
-    `load_dataset` does. `report` hears of the images that are being checked, where that takes its
-    time."""
+    """Load the rows of `data.train` or `data.val`. Raises RecordError as `load_dataset` does.
+
+    `report` is called with the images that are being checked, where that takes long.
+    """
     data = config.data
     return load_dataset(
         path,

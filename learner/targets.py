@@ -1,5 +1,6 @@
-"""What a sample trains on: `Y_train` and, token by token, what supervises it. Decided here, once;
-objectives only consume it.
+"""Targets: the tokens `Y_train` that a sample trains on, and the supervision of each token.
+
+Decided here, once; objectives only consume it.
 
 Channel A: the ground truth serialised, closed, EOS. Channel B: the kept prefix of the model's own
 rollout, the unmatched ground truth appended, closed, EOS (spec rollout-matching-sft: one canonical
@@ -35,12 +36,90 @@ from shared.rollouts import Rollout
 from shared.tokens.pieces import piece_spans
 from shared.tokens.vocabulary import TokenCodec
 
-# What the configuration says about targets and about one channel, as the values the learner
-# computes with.
+
+class TokenRole(IntEnum):
+    """The kind of a target token. Role and channel decide its weight in `token_ce`."""
+
+    NEUTRAL = 0
+    """Prefix text that is not of matched objects alone: false positives, dropped objects, keys and
+    separators. Never supervised."""
+    STRUCTURE = 1
+    """Text of serialised ground truth, with keys and separators; the opening brace where it is
+    ours."""
+    DESC = 2
+    """Overlaps the value of a serialised `desc`."""
+    MATCHED_STRUCTURE = 3
+    """A matched object's value `{...}` in the prefix, without its desc and coord tokens.
+
+    A token that reaches past the value is not: it goes on to something, which within the prefix is
+    never supervised.
+    """
+    COORD = 4
+    """A coord slot: `coord_reg`'s, whatever the role weights are."""
+    CLOSING = 5
+    """The closing top-level brace, or EOS."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextWeights:
+    """The token weights of one channel, from `token_ce`'s configuration. Other roles weigh 0.
+
+    Example: `TextWeights(desc=0.5, matched_structure=0)` weighs an appended entry's structure 1,
+    its description 0.5, and the model's own text 0.
+    """
+
+    desc: float
+    matched_structure: float
+    structure: float = 1.0
+    """Weight of serialised ground truth, closing brace and EOS; 0 where no text is supervised."""
+
+    def of(self, roles_L: np.ndarray) -> np.ndarray:
+        """Look up the weights of these roles: float32 [L], at least 0."""
+        table = np.zeros(len(TokenRole), dtype=np.float32)
+        table[TokenRole.STRUCTURE] = table[TokenRole.CLOSING] = self.structure
+        table[TokenRole.DESC] = self.desc
+        table[TokenRole.MATCHED_STRUCTURE] = self.matched_structure
+        return table[roles_L]
+
+
+def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
+    """Return the weights of `token_ce`'s active entry; all 0 without one."""
+    for entry in pipeline.active(channel):
+        if isinstance(entry, TokenCEEntry):
+            config = entry.config
+            if channel is Channel.A:
+                return TextWeights(desc=config.desc_ce_weight, matched_structure=0.0)
+            return TextWeights(
+                desc=config.rollout_fn_desc_weight,
+                matched_structure=config.rollout_matched_prefix_struct_weight,
+            )
+    return TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class MatchSettings:
+    """Arguments of `match_objects`, as `rollout_matching` configures them."""
+
+    candidate_top_k: int
+    maskiou_gate: float
+    maskiou_resolution: int
+    fp_cost: float
+    fn_cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """The configuration of targets, whatever the channel."""
+
+    geometry: frozenset[GeometryKind]
+    field_order: str
+    matching: MatchSettings
+    transport: OTSettings
+    """Between a polygon and its match."""
 
 
 def target_settings(config: RunConfig) -> TargetSettings:
-    """How targets are made, whatever the channel."""
+    """Read how targets are made from the configuration."""
     matching = config.rollout_matching
     return TargetSettings(
         geometry=config.geometry,
@@ -58,90 +137,12 @@ def target_settings(config: RunConfig) -> TargetSettings:
     )
 
 
-def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
-    """Of `token_ce`'s active entry; without one no text token is supervised."""
-    entry = next(
-        (entry for entry in pipeline.active(channel) if isinstance(entry, TokenCEEntry)), None
-    )
-    if entry is None:
-        return TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
-    if channel is Channel.A:
-        return TextWeights(desc=entry.config.desc_ce_weight, matched_structure=0.0)
-    return TextWeights(
-        desc=entry.config.rollout_fn_desc_weight,
-        matched_structure=entry.config.rollout_matched_prefix_struct_weight,
-    )
-
-
-class TokenRole(IntEnum):
-    """What a target token is; its weight in `token_ce` follows from the role and the channel."""
-
-    NEUTRAL = 0
-    """Prefix text that is not of matched objects alone: false positives, dropped objects, keys and
-    separators. Never supervised.
-    """
-    STRUCTURE = 1
-    """Text of serialised ground truth, keys and separators included; the opening brace too, where
-    it is ours.
-    """
-    DESC = 2
-    """Overlaps the value of a serialised `desc`."""
-    MATCHED_STRUCTURE = 3
-    """A matched object's value `{...}` in the prefix, without its desc and coord tokens.
-
-    A token that reaches past the value is not: it goes on to something, which within the prefix is
-    never supervised.
-    """
-    COORD = 4
-    """A coord slot: `coord_reg`'s, whatever the role weights are."""
-    CLOSING = 5
-    """The closing top-level brace, or EOS."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextWeights:
-    """The token weights of one channel, from `token_ce`'s configuration. Roles not named here weigh
-    0.
-    """
-
-    desc: float
-    matched_structure: float
-    structure: float = 1.0
-    """Of serialised ground truth, closing brace and EOS; 0 where no text is supervised at all."""
-
-    def of(self, roles_L: np.ndarray) -> np.ndarray:
-        """float32 [L], at least 0."""
-        table = np.zeros(len(TokenRole), dtype=np.float32)
-        table[TokenRole.STRUCTURE] = table[TokenRole.CLOSING] = self.structure
-        table[TokenRole.DESC] = self.desc
-        table[TokenRole.MATCHED_STRUCTURE] = self.matched_structure
-        return table[roles_L]
-
-
-@dataclass(frozen=True, slots=True)
-class MatchSettings:
-    """Arguments of `match_objects`, as `rollout_matching` configures them."""
-
-    candidate_top_k: int
-    maskiou_gate: float
-    maskiou_resolution: int
-    fp_cost: float
-    fn_cost: float
-
-
-@dataclass(frozen=True, slots=True)
-class TargetSettings:
-    geometry: frozenset[GeometryKind]
-    field_order: str
-    matching: MatchSettings
-    transport: OTSettings
-    """Between a polygon and its match."""
-
-
 @dataclass(frozen=True, slots=True)
 class ParsedAndMatched:
-    """What was made of one rollout on the way to its target. Predictions are indices into
-    `parsed.objects`.
+    """One rollout on its way to a target. Predictions are indices into `parsed.objects`.
+
+    Example: predictions 0 and 1, ground truths 0 and 1, where prediction 0 matches ground truth 0
+    and nothing else: `supervised` [(0, 0, 0.8)], `excluded` (), `appended` (1,).
     """
 
     parsed: ParsedRollout
@@ -156,13 +157,16 @@ class ParsedAndMatched:
     num_kept: int = 0
     """Leading target tokens that are the rollout's own."""
     num_prefix: int = 0
-    """Leading target tokens that hold no appended text. Those from `num_kept` on were encoded anew.
-    """
+    """Leading target tokens without appended text. Those from `num_kept` on were encoded anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`Y_train` of one sample. Positions are relative to its first token."""
+    """`Y_train` of one sample. Positions are relative to its first token.
+
+    Example (an empty ground truth on channel A): token_ids of `{`, `}` and EOS, roles [STRUCTURE,
+    CLOSING, CLOSING], no coord positions, no boxes.
+    """
 
     sample_id: str
     token_ids: tuple[int, ...]
@@ -174,29 +178,27 @@ class Target:
     coord_targets: tuple[float, ...]
     """[S], 0..999: where each slot should point; a fraction where optimal transport says so."""
     box_slots: tuple[int, ...]
-    """The first of the four slots of each supervised box whose ground truth is a box, into [S],
-    ascending.
-    """
+    """Indices into [S], ascending: the first of the four slots of each supervised box whose ground
+    truth is a box."""
     sampled_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `sampled_positions`; empty in channel A."""
     reading: ParsedAndMatched | None = None
-    """How the rollout was read; None in channel A."""
+    """The parsed and matched rollout; None in channel A."""
     credit: TokenAdvantages = NO_CREDIT
     """Sampled tokens that are learned by their advantage: of trajectories alone."""
 
     @property
     def sampled_positions(self) -> tuple[int, ...]:
-        """Of tokens that are the rollout's own, none of them forced: the leading ones, or in
-        trajectories, those of every turn.
+        """Positions of tokens that the engine sampled: the leading ones, or those of every turn.
+
+        No forced token is among them.
         """
-        return (
-            self.credit.positions[: len(self.sampled_logprobs)]
-            if self.credit.positions
-            else tuple(range(len(self.sampled_logprobs)))
-        )
+        number = len(self.sampled_logprobs)
+        return self.credit.positions[:number] if self.credit.positions else tuple(range(number))
 
     def __post_init__(self) -> None:
-        length, positions = len(self.token_ids), self.coord_positions
+        length = len(self.token_ids)
+        positions = self.coord_positions
         assert self.roles.shape == (length,)
         assert len(self.coord_targets) == len(positions)
         assert all(0 <= position < length for position in positions), (
@@ -211,9 +213,9 @@ class Target:
         )
 
 
-def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetSettings) -> Target:
-    """Makes the target of channel A: the sample's objects in record order."""
-    text = layout_objects(sample.objects, field_order=rules.field_order)
+def ground_truth_target(sample: Sample, codec: TokenCodec, settings: TargetSettings) -> Target:
+    """Make the target of channel A: the sample's objects in record order."""
+    text = layout_objects(sample.objects, field_order=settings.field_order)
     draft = _Draft(codec.encode(text.text), codec)
     draft.add_ours(0)
     draft.add_serialized(text, sample.objects, offset=0)
@@ -221,13 +223,14 @@ def ground_truth_target(sample: Sample, codec: TokenCodec, rules: TargetSettings
 
 
 def rollout_target(
-    rollout: Rollout, sample: Sample, codec: TokenCodec, rules: TargetSettings
+    rollout: Rollout, sample: Sample, codec: TokenCodec, settings: TargetSettings
 ) -> Target:
-    """Makes the target of channel B: matched slots are moved to the ground truth, what was missed
-    is appended.
+    """Make the target of channel B.
+
+    Matched slots are aimed at the ground truth; objects that were missed are appended.
     """
-    parsed = parse_rollout(rollout.response_token_ids, codec, geometry=rules.geometry)
-    target = parsed_target(parsed, sample, codec, rules)
+    parsed = parse_rollout(rollout.response_token_ids, codec, geometry=settings.geometry)
+    target = parsed_target(parsed, sample, codec, settings)
     if rollout.logprobs is None:
         return target
     assert target.reading is not None
@@ -238,9 +241,9 @@ def rollout_target(
 
 
 def parsed_target(
-    parsed: ParsedRollout, sample: Sample, codec: TokenCodec, rules: TargetSettings
+    parsed: ParsedRollout, sample: Sample, codec: TokenCodec, settings: TargetSettings
 ) -> Target:
-    """Makes the target of a rollout that was parsed already.
+    """Make the target of a rollout that was parsed already.
 
     A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and
     its ground truth is appended.
@@ -248,32 +251,34 @@ def parsed_target(
     match = match_objects(
         parsed.objects,
         sample.objects,
-        candidate_top_k=rules.matching.candidate_top_k,
-        maskiou_gate=rules.matching.maskiou_gate,
-        maskiou_resolution=rules.matching.maskiou_resolution,
-        fp_cost=rules.matching.fp_cost,
-        fn_cost=rules.matching.fn_cost,
+        candidate_top_k=settings.matching.candidate_top_k,
+        maskiou_gate=settings.matching.maskiou_gate,
+        maskiou_resolution=settings.matching.maskiou_resolution,
+        fp_cost=settings.matching.fp_cost,
+        fn_cost=settings.matching.fn_cost,
     )
-    aims_by_pair = {
-        pair: _aims(
-            parsed.objects[pair.prediction], sample.objects[pair.ground_truth], parsed, codec, rules
-        )
-        for pair in match.pairs
-    }
-    supervised = {pair: aims for pair, aims in aims_by_pair.items() if aims is not None}
+    supervised: dict[MatchedPair, tuple[float, ...]] = {}
+    for pair in match.pairs:
+        prediction = parsed.objects[pair.prediction]
+        truth = sample.objects[pair.ground_truth]
+        if _has_certain_slots(prediction, parsed, codec):
+            aims = slot_targets(prediction, truth, settings.transport)
+            if aims is not None:
+                supervised[pair] = aims
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
     objects = tuple(sample.objects[index] for index in appended)
     start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
     text = layout_append(
-        parsed.prefix_text, objects, start_index=start_index, field_order=rules.field_order
+        parsed.prefix_text, objects, start_index=start_index, field_order=settings.field_order
     )
 
     token_ids, num_kept = _written(parsed, text.text, codec)
     draft = _Draft(token_ids, codec)
     draft.add_matched(parsed, {pair.prediction for pair in supervised})
     for pair, aims in supervised.items():
-        prediction, truth = parsed.objects[pair.prediction], sample.objects[pair.ground_truth]
+        prediction = parsed.objects[pair.prediction]
+        truth = sample.objects[pair.ground_truth]
         is_box = prediction.kind is truth.kind is GeometryKind.BBOX
         draft.add_slots(prediction.coord_positions, aims, is_box=is_box)
     num_prefix_bytes = sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
@@ -289,7 +294,7 @@ def parsed_target(
 
 
 def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[list[int], int]:
-    """Writes prefix and append as tokens, and says how many of those are the rollout's own.
+    """Write prefix and append as tokens; return them and how many are the rollout's own.
 
     All text behind the last coord token, which is a token under any circumstances, is encoded as
     one, as long as the rollout's tokens there are those of the tokenizer. Then they mostly stay;
@@ -298,22 +303,21 @@ def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[lis
     only the kept text of the cut token is encoded with the append. So is the last token of a prefix
     that ends with a whole one, where the tokenizer would join the two texts.
     """
-    prefix, num_kept = list(parsed.prefix_token_ids), parsed.num_unchanged
-    slots = (
-        place for place in range(num_kept, 0, -1) if codec.coord_bin(prefix[place - 1]) is not None
+    prefix = list(parsed.prefix_token_ids)
+    num_kept = parsed.num_unchanged
+    ends_of_slots = (
+        end for end in range(num_kept, 0, -1) if codec.coord_bin(prefix[end - 1]) is not None
     )
-    begin = next(slots, 0)
+    begin = next(ends_of_slots, 0)
     sampled = prefix[begin:num_kept]
     if codec.encode(_text_of(sampled, codec)) == sampled:
         joint = codec.encode(_text_of(prefix[begin:], codec) + append)
         pairs = zip(sampled, joint, strict=False)
-        num_same = next((n for n, (own, new) in enumerate(pairs) if own != new), len(sampled))
+        num_same = next((n for n, (old, new) in enumerate(pairs) if old != new), len(sampled))
         return [*prefix[:begin], *joint], begin + num_same
     if num_kept < len(prefix):
-        return [
-            *prefix[:num_kept],
-            *codec.encode(_text_of(prefix[num_kept:], codec) + append),
-        ], num_kept
+        cut_and_append = codec.encode(_text_of(prefix[num_kept:], codec) + append)
+        return [*prefix[:num_kept], *cut_and_append], num_kept
     last = _text_of(prefix[-1:], codec)
     joint = codec.encode(last + append)
     ends = [end for _, end in piece_spans(joint, codec)]
@@ -328,8 +332,9 @@ def _text_of(token_ids: Sequence[int], codec: TokenCodec) -> str:
 
 
 class _Draft:
-    """A target in the making: its tokens without EOS, and what supervises them. Spans count the
-    bytes of its text.
+    """A target in the making: its tokens without EOS, and their supervision.
+
+    Spans count the bytes of its text.
     """
 
     def __init__(self, token_ids: list[int], codec: TokenCodec) -> None:
@@ -342,7 +347,7 @@ class _Draft:
         self._box_slots: list[int] = []
 
     def add_matched(self, parsed: ParsedRollout, matched: Set[int]) -> None:
-        """Supervises the text of a prefix's matched objects, which are indices into its objects.
+        """Supervise the text of a prefix's matched objects, which are indices into its objects.
 
         A token that holds a description, or any of an object that is not matched, is neutral. So is
         one that reaches past a matched object, as `},` does: separators of the prefix are not
@@ -366,9 +371,7 @@ class _Draft:
     def add_slots(
         self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool
     ) -> None:
-        """Supervises coord slots. `is_box`: their targets are a box, and not the aims of optimal
-        transport.
-        """
+        """Supervise coord slots. `is_box`: the targets are a box's own, not optimal transport's."""
         if is_box:
             self._box_slots.append(len(self._coord_positions))
         self._roles[list(positions)] = TokenRole.COORD
@@ -376,8 +379,7 @@ class _Draft:
         self._coord_targets.extend(targets)
 
     def add_ours(self, start: int) -> int:
-        """Supervises each token with text from `start` on, and returns the position of the
-        first."""
+        """Supervise each token with text from `start` on; return the position of the first."""
         first = bisect_right(self._spans, start, key=lambda span: span[1])
         self._roles[first:] = TokenRole.STRUCTURE
         return first
@@ -385,7 +387,7 @@ class _Draft:
     def add_serialized(
         self, text: SerializedText, objects: Sequence[GroundTruthObject], *, offset: int
     ) -> None:
-        """Supervises the serialised `objects`, whose text begins at `offset`."""
+        """Supervise the serialised `objects`, whose text begins at `offset`."""
         assert self._spans[-1][1] == offset + len(text.text.encode()), (
             "encoding the target changed its text"
         )
@@ -401,7 +403,7 @@ class _Draft:
         self._roles[self._overlapping(text.closing, offset)] = TokenRole.CLOSING
 
     def target(self, sample_id: str) -> Target:
-        """Closes the target with EOS."""
+        """Close the target with EOS."""
         return Target(
             sample_id,
             (*self._token_ids, self._codec.eos_token_id),
@@ -412,34 +414,20 @@ class _Draft:
         )
 
     def _overlapping(self, span: tuple[int, int], offset: int = 0) -> slice:
-        """The tokens whose bytes overlap `span`, which is not empty and counted from `offset`."""
-        start, stop = offset + span[0], offset + span[1]
+        """Find the tokens whose bytes overlap `span`: not empty, counted from `offset`."""
+        start = offset + span[0]
+        stop = offset + span[1]
         first = bisect_right(self._spans, start, key=lambda token: token[1])
         return slice(first, bisect_left(self._spans, stop, lo=first, key=lambda token: token[0]))
 
 
-def _aims(
-    prediction: ParsedObject,
-    truth: GroundTruthObject,
-    parsed: ParsedRollout,
-    codec: TokenCodec,
-    rules: TargetSettings,
-) -> tuple[float, ...] | None:
-    """Where each slot of a matched prediction should point, 0..999; None where its slots are not
-    sure or no aim can be computed.
-    """
-    return (
-        slot_targets(prediction, truth, rules.transport)
-        if _are_slots(prediction, parsed, codec)
-        else None
-    )
+def _has_certain_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:
+    """Tell whether the positions are the object's coord tokens beyond doubt.
 
-
-def _are_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:
-    """Whether the positions are the object's coord tokens beyond doubt: one for each bin, in order,
-    inside the object, holding that bin.
+    One for each bin, in order, inside the object, holding that bin.
     """
-    positions, (start, stop) = prediction.coord_positions, prediction.span
+    positions = prediction.coord_positions
+    start, stop = prediction.span
     return (
         len(positions) == len(prediction.bins)
         and all(a < b for a, b in pairwise(positions))

@@ -424,12 +424,15 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def metric_of(name: str) -> Metric | None:
-    """What the table says of a metric; None where it has none of this name."""
-    return (
-        BY_NAME[f"{REWARD_FAMILY}<function>"]
-        if name.startswith(REWARD_FAMILY)
-        else BY_NAME.get(name)
-    )
+    """Look a metric up: in the table, or as one of a family, whose names others choose.
+
+    Reward functions are named by environments, and the terms of an objective by its `term_names`.
+    """
+    if name.startswith(REWARD_FAMILY):
+        return BY_NAME[f"{REWARD_FAMILY}<function>"]
+    if name not in BY_NAME and name.startswith("loss/"):
+        return Metric(name, Reduction.SUM, "A term of an objective.")
+    return BY_NAME.get(name)
 
 
 class MetricAccumulator:

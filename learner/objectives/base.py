@@ -1,4 +1,4 @@
-"""What an objective sees and what it answers.
+"""The interface of objectives: the supervision and values of a row, and the losses of them.
 
 Every term is a weighted sum over a row's positions. The weights already hold the means within a
 segment, so that the terms of rows add and packing cannot change a step's loss (DESIGN 5, decision
@@ -71,7 +71,11 @@ NOTHING_SAMPLED = SampledSupervision(
 
 
 class Supervision(NamedTuple):
-    """What a row's objectives are about."""
+    """Everything that supervises a row. Objectives consume it and never re-derive eligibility.
+
+    Example (one segment with 5 text tokens and one box): `text.weight` five times 1/5, `coord.at`
+    4 slots with `weight` 1/4, `boxes.slots` [[0, 1, 2, 3]] with `weight` [1.0].
+    """
 
     text: TextSupervision
     coord: CoordSupervision
@@ -81,8 +85,9 @@ class Supervision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogitNeeds:
-    """What is asked of the whole vocabulary beside the coord logits. What nobody asks for is not
-    computed.
+    """The values that a module needs besides the coord logits; others are not computed.
+
+    Example: `LogitNeeds(text_ce=True) | LogitNeeds(coord_gate=0.8)` asks for both.
     """
 
     text_ce: bool = False
@@ -96,21 +101,21 @@ class LogitNeeds:
     def __or__(self, other: LogitNeeds) -> LogitNeeds:
         return LogitNeeds(
             self.text_ce or other.text_ce,
-            _asked(self.text_gate, other.text_gate),
-            _asked(self.coord_gate, other.coord_gate),
+            _one_of(self.text_gate, other.text_gate),
+            _one_of(self.coord_gate, other.coord_gate),
             self.coord_mass or other.coord_mass,
             self.sampled or other.sampled,
         )
 
 
-def _asked(one: float | None, other: float | None) -> float | None:
-    assert one is None or other is None or one == other, "a module is active once per channel"
-    return other if one is None else one
+def _one_of(a: float | None, b: float | None) -> float | None:
+    assert a is None or b is None or a == b, "a module is active once per channel"
+    return b if a is None else a
 
 
 @dataclass(frozen=True, slots=True)
 class RowValues:
-    """What a row's logits are reduced to: float32, differentiable, finite; None where not asked."""
+    """The reduced logits of a row: float32, differentiable, finite; None where not needed."""
 
     text_ce_X: torch.Tensor | None
     """Cross-entropy over the whole vocabulary, in nats."""
@@ -122,24 +127,29 @@ class RowValues:
     coord_mass_S: torch.Tensor | None
     """`p_coord` at temperature 1."""
     sampled_logprobs_K: torch.Tensor
-    """Of the tokens an engine sampled, under the probabilities it sampled from."""
+    """Log-probabilities of the tokens to compare, under what the engine sampled from."""
     learned_logprobs_M: torch.Tensor | None = None
-    """Likewise, of those that are learned by their advantage."""
+    """Likewise, of the tokens that are learned by their advantage."""
 
 
 class ObjectiveLoss(NamedTuple):
+    """The loss of one objective over one row.
+
+    Example (weight 2, terms 0.5 and 0.25): `loss` 1.5, `terms` (0.5, 0.25).
+    """
+
     loss: torch.Tensor
     """Scalar, the module's own weight included."""
     terms: tuple[torch.Tensor, ...]
-    """What is logged: detached scalars without the module's weight, in the order of the objective's
-    `term_names`.
-    """
+    """Detached scalars for the log, without the module's weight, in the order of `term_names`."""
 
 
 class Objective(Protocol):
+    """A loss over a row's values and supervision. Made of its entry's `weight` and `config`."""
+
     @property
     def term_names(self) -> tuple[str, ...]:
-        """`module.term`, with the terms' names of DESIGN section 8."""
+        """Names of the terms, which are logged as `loss/<name>`."""
         ...
 
     @property
@@ -149,23 +159,25 @@ class Objective(Protocol):
 
 
 class Diagnostic(Protocol):
+    """Metrics of a row of which nothing is learned."""
+
     @property
-    def names(self) -> tuple[str, ...]:
-        """Metrics of the step."""
-        ...
+    def names(self) -> tuple[str, ...]: ...
 
     @property
     def needs(self) -> LogitNeeds: ...
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
-        """A value per slot (or per sampled token that is learned) for each name: the step's metric
-        is their mean over all of its rows. Called without gradient."""
+        """Return a column per name: a value per slot, or per sampled token that is learned.
+
+        The step's metric is their mean over all of its rows. Called without gradient.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelObjectives:
-    """What the rows of one channel are learned from and measured by."""
+    """The objectives and diagnostics of one channel's rows."""
 
     objectives: tuple[Objective, ...]
     diagnostics: tuple[Diagnostic, ...]

@@ -1,5 +1,6 @@
-"""`bbox_geo`: boxes decoded by expectation against their targets, both in [0, 1] (DESIGN 8). Only
-where the pipeline lists it.
+"""`bbox_geo`: boxes decoded by expectation against their targets, both in [0, 1] (DESIGN 8).
+
+Used only where the pipeline lists it.
 
 Shape legend: S coord slots, B boxes.
 """
@@ -15,7 +16,7 @@ from shared.tokens.vocabulary import NUM_BINS
 
 
 class BboxGeo:
-    """Its two terms are logged as one weighted loss: no training metric is an IoU of its own."""
+    """Smooth-L1 and CIoU, logged as one weighted loss: no training metric is an IoU of its own."""
 
     term_names = ("bbox_geo",)
     needs = LogitNeeds()

@@ -1,6 +1,4 @@
-"""`coord_diag`: how well the coord slots' distributions point, logged and not learned from (DESIGN
-8). The functions are those of training.
-"""
+"""`coord_diag`: how well the coord slots' distributions point; logged, not learned (DESIGN 8)."""
 
 from __future__ import annotations
 
@@ -15,6 +13,8 @@ from learner.objectives.base import LogitNeeds, RowValues, Supervision
 
 @dataclass(frozen=True, slots=True)
 class CoordDiag:
+    """Measures each coord slot with the functions of training."""
+
     names: ClassVar[tuple[str, ...]] = (
         "coord_diag/expected_bin_error",
         "coord_diag/top5_accuracy",
@@ -24,7 +24,8 @@ class CoordDiag:
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
         assert values.coord_mass_S is not None
-        logits_SC, targets_S = values.coord_logits_SC, supervision.coord.targets
+        logits_SC = values.coord_logits_SC
+        targets_S = supervision.coord.targets
         return (
             coord_math.expected_bin_error(logits_SC, targets_S),
             coord_math.top5_hits(logits_SC, targets_S).float(),

@@ -1,7 +1,7 @@
 """Losses over logits, and every numeric fence of the project (DESIGN 8).
 
 Training, diagnostics and evaluation call these functions, so that NaN, infinities, temperature and
-clamps mean the same everywhere.
+clamps mean the same everywhere. The parts: the whole vocabulary, the coord vocabulary, boxes.
 
 Shape legend: N positions, P positions whose coord logits are wanted, S coord slots, T text tokens,
 B boxes, C the 1,000 coord bins, V the vocabulary.
@@ -31,8 +31,9 @@ _TOP = 5
 
 
 def _fenced(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """A float32 copy of the logits over a floored temperature; NaN becomes 0, infinities and
-    outliers the limit, and these get no gradient.
+    """Copy the logits to float32, over a floored temperature.
+
+    NaN becomes 0, infinities and outliers the limit, and these get no gradient.
     """
     # In place on the copy: over a whole vocabulary every temporary is a large one.
     finite = (
@@ -43,12 +44,15 @@ def _fenced(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     return finite.div_(max(temperature, _TEMPERATURE_FLOOR))
 
 
-# Of the whole vocabulary
+# The whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Normalizer:
-    """Under what the probabilities of a position add to 1."""
+    """The rule by which the probabilities of a position add to 1.
+
+    Example: `Normalizer(0.9, (151655,))`: sampled at temperature 0.9 without image placeholders.
+    """
 
     temperature: float = 1.0
     excluded_ids: tuple[int, ...] = ()
@@ -56,7 +60,7 @@ class Normalizer:
 
 
 class LogitReading(NamedTuple):
-    """What is kept of full-vocabulary logits. Float32, finite."""
+    """The parts of full-vocabulary logits that are kept. Float32, finite."""
 
     token_logits_N: torch.Tensor
     """The logit of each position's token."""
@@ -72,8 +76,9 @@ def read_logits(
     coord_ids_C: torch.Tensor,
     normalizers: tuple[Normalizer, ...],
 ) -> LogitReading:
-    """Everything that any loss needs of full-vocabulary logits. Beside them the pass holds one
-    float32 copy, and its backward two bytes more per logit.
+    """Read everything that any loss needs of full-vocabulary logits.
+
+    Beside them the pass holds one float32 copy, and its backward two bytes more per logit.
 
     Args:
         logits_NV: any float type.
@@ -88,8 +93,10 @@ def read_logits(
 
 
 class _ReadLogits(torch.autograd.Function):
-    """By hand, because autograd would hold a copy per operation, and would add the parts of a
-    bfloat16 gradient in bfloat16.
+    """The gradient by hand.
+
+    Autograd would hold a copy per operation, and would add the parts of a bfloat16 gradient in
+    bfloat16.
     """
 
     @staticmethod
@@ -161,7 +168,7 @@ def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tens
 
 
 def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
-    """`torch.logsumexp` without its two temporaries."""
+    """Compute `torch.logsumexp` without its two temporaries."""
     scaled_NV = _logits_under(logits_NV, normalizer)
     largest_N = scaled_NV.amax(-1)
     return scaled_NV.sub_(largest_N[:, None]).exp_().sum(-1).log_().add_(largest_N)
@@ -170,8 +177,9 @@ def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Te
 def token_logprobs(
     token_logits_N: torch.Tensor, log_normalizer_N: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-probability of each position's token, from a `LogitReading`: [N]. Its negative is the
-    cross-entropy.
+    """Compute each position's log-probability of its token, from a `LogitReading`: [N].
+
+    Its negative is the cross-entropy.
     """
     return _fenced(token_logits_N, temperature) - log_normalizer_N
 
@@ -228,12 +236,13 @@ def text_gate(
     return gate_of_leak(gate_mass_leak(logits_TV, coord_ids_C, temperature=temperature))
 
 
-# Of the coord vocabulary
+# The coord vocabulary
 
 
 def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) -> torch.Tensor:
-    """Gaussian-like targets `q_k ~ exp(-((k - t) / sigma)^2 / 2)`, zero where `|k - t| > truncate`,
-    each row summing to 1.
+    """Make Gaussian-like targets, each row summing to 1.
+
+    `q_k ~ exp(-((k - t) / sigma)^2 / 2)`, zero where `|k - t| > truncate`.
 
     Args:
         bins_S: the bins aimed at; integers or, from optimal transport, fractions.
@@ -298,21 +307,24 @@ def expected_bin_error(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -
 
 
 def top5_hits(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
-    """Whether the target's nearest bin is among the 5 most probable: bool [S]. Of equal logits the
-    lower bin comes first.
+    """Tell whether the target's nearest bin is among the 5 most probable: bool [S].
+
+    Of equal logits the lower bin comes first.
     """
-    logits_SC, aim_S1 = _fenced(coord_logits_SC), nearest_bins(targets_S)[:, None]
+    logits_SC = _fenced(coord_logits_SC)
+    aim_S1 = nearest_bins(targets_S)[:, None]
     at_aim_S1 = logits_SC.gather(1, aim_S1)
     lower_SC = torch.arange(NUM_BINS, device=logits_SC.device)[None, :] < aim_S1
     return ((logits_SC > at_aim_S1) | ((logits_SC == at_aim_S1) & lower_SC)).sum(-1) < _TOP
 
 
-# Of boxes, x1 y1 x2 y2 in [0, 1]
+# Boxes, x1 y1 x2 y2 in [0, 1]
 
 
 def canonical_boxes(boxes_B4: torch.Tensor) -> torch.Tensor:
-    """The same boxes with x1 <= x2 and y1 <= y2."""
-    first_B2, second_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
+    """Swap corners so that x1 <= x2 and y1 <= y2."""
+    first_B2 = boxes_B4[:, :2]
+    second_B2 = boxes_B4[:, 2:]
     return torch.cat(
         [torch.minimum(first_B2, second_B2), torch.maximum(first_B2, second_B2)], dim=1
     )
@@ -334,7 +346,8 @@ def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
     """
     a_low_B2, a_high_B2 = _thickened(boxes_B4)
     b_low_B2, b_high_B2 = _thickened(targets_B4)
-    a_sides_B2, b_sides_B2 = a_high_B2 - a_low_B2, b_high_B2 - b_low_B2
+    a_sides_B2 = a_high_B2 - a_low_B2
+    b_sides_B2 = b_high_B2 - b_low_B2
     overlap_B2 = (
         torch.minimum(a_high_B2, b_high_B2) - torch.maximum(a_low_B2, b_low_B2)
     ).clamp_min(0.0)
@@ -360,9 +373,12 @@ def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
 
 
 def _thickened(boxes_B4: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Low and high corners, [B, 2] each, of boxes with sides of at least the floor."""
-    low_B2, high_B2 = boxes_B4[:, :2], boxes_B4[:, 2:]
-    thin_B2, centre_B2 = high_B2 - low_B2 < _SIDE_FLOOR, (low_B2 + high_B2) / 2
-    return torch.where(thin_B2, centre_B2 - _SIDE_FLOOR / 2, low_B2), torch.where(
-        thin_B2, centre_B2 + _SIDE_FLOOR / 2, high_B2
+    """Return low and high corners, [B, 2] each, of boxes with sides of at least the floor."""
+    low_B2 = boxes_B4[:, :2]
+    high_B2 = boxes_B4[:, 2:]
+    thin_B2 = high_B2 - low_B2 < _SIDE_FLOOR
+    centre_B2 = (low_B2 + high_B2) / 2
+    return (
+        torch.where(thin_B2, centre_B2 - _SIDE_FLOOR / 2, low_B2),
+        torch.where(thin_B2, centre_B2 + _SIDE_FLOOR / 2, high_B2),
     )

@@ -1,10 +1,6 @@
-"""`coord_reg`: the coord slots' distribution against a soft target, and the gates between coord and
-text vocabulary (DESIGN 8).
-"""
+"""`coord_reg`: coord slots against a soft target, and gates between coord and text (DESIGN 8)."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 
@@ -14,8 +10,10 @@ from shared.config.pipeline import CoordRegConfig
 
 
 class CoordReg:
-    """A term of weight 0 is not computed: it is no part of the objective, and a log line would
-    suggest that it is.
+    """The weighted sum of the coordinate terms.
+
+    A term of weight 0 is not computed: it is no part of the objective, and a log line would suggest
+    that it is.
     """
 
     def __init__(self, weight: float, config: CoordRegConfig) -> None:
@@ -28,73 +26,54 @@ class CoordReg:
             "coord_gate": config.coord_gate_weight,
             "text_gate": config.text_gate_weight,
         }
-        self._term_weights = {
-            term: term_weight for term, term_weight in weights.items() if term_weight
-        }
+        self._weights = {term: of_term for term, of_term in weights.items() if of_term}
 
     @property
     def term_names(self) -> tuple[str, ...]:
-        return tuple(f"coord_reg.{term}" for term in self._term_weights)
+        return tuple(f"coord_reg.{term}" for term in self._weights)
 
     @property
     def needs(self) -> LogitNeeds:
         temperature = self._config.temperature
         return LogitNeeds(
-            text_gate=temperature if "text_gate" in self._term_weights else None,
-            coord_gate=temperature if "coord_gate" in self._term_weights else None,
+            text_gate=temperature if "text_gate" in self._weights else None,
+            coord_gate=temperature if "coord_gate" in self._weights else None,
         )
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
-        text, coord, logits_SC, temperature = (
-            supervision.text,
-            supervision.coord,
-            values.coord_logits_SC,
-            self._config.temperature,
-        )
-        targets_SC = cache(
-            lambda: coord_math.soft_targets(
-                coord.targets,
+        targets_SC = None
+        if "soft_ce" in self._weights or "w1" in self._weights:
+            targets_SC = coord_math.soft_targets(
+                supervision.coord.targets,
                 sigma=self._config.target_sigma,
                 truncate=self._config.target_truncate,
             )
-        )
-        compute = {
-            "coord_ce": (
-                lambda: (
-                    coord.weight
-                    * coord_math.coord_cross_entropy(
-                        logits_SC, coord_math.nearest_bins(coord.targets)
-                    )
-                ).sum()
-            ),
-            "soft_ce": (
-                lambda: (
-                    coord.weight
-                    * coord_math.soft_cross_entropy(
-                        logits_SC, targets_SC(), temperature=temperature
-                    )
-                ).sum()
-            ),
-            "w1": (
-                lambda: (
-                    coord.weight
-                    * coord_math.wasserstein1(logits_SC, targets_SC(), temperature=temperature)
-                ).sum()
-            ),
-            "coord_gate": lambda: _weighted(coord.weight, values.coord_gate_S),
-            "text_gate": lambda: _weighted(text.gate_weight, values.text_gate_X),
-        }
-        terms = [compute[term]() for term in self._term_weights]
-        total = sum(
-            (
-                term_weight * term
-                for term_weight, term in zip(self._term_weights.values(), terms, strict=True)
-            ),
-            start=logits_SC.new_zeros(()),
-        )
-        return ObjectiveLoss(self._weight * total, tuple(term.detach() for term in terms))
+        terms = [self._term(term, values, supervision, targets_SC) for term in self._weights]
+        loss = values.coord_logits_SC.new_zeros(())
+        for weight, term in zip(self._weights.values(), terms, strict=True):
+            loss = loss + weight * term
+        return ObjectiveLoss(self._weight * loss, tuple(term.detach() for term in terms))
 
-
-def _weighted(weight: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    assert gate is not None, "the module asks for the gates it uses"
-    return (weight * gate).sum()
+    def _term(
+        self,
+        term: str,
+        values: RowValues,
+        supervision: Supervision,
+        targets_SC: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute one term: the weighted sum over its slots or text tokens, a scalar."""
+        coord = supervision.coord
+        logits_SC = values.coord_logits_SC
+        if term == "coord_ce":
+            nearest_S = coord_math.nearest_bins(coord.targets)
+            return (coord.weight * coord_math.coord_cross_entropy(logits_SC, nearest_S)).sum()
+        if term == "coord_gate":
+            assert values.coord_gate_S is not None, "asked for in `needs`"
+            return (coord.weight * values.coord_gate_S).sum()
+        if term == "text_gate":
+            assert values.text_gate_X is not None, "asked for in `needs`"
+            return (supervision.text.gate_weight * values.text_gate_X).sum()
+        assert targets_SC is not None
+        distance = {"soft_ce": coord_math.soft_cross_entropy, "w1": coord_math.wasserstein1}[term]
+        distances_S = distance(logits_SC, targets_SC, temperature=self._config.temperature)
+        return (coord.weight * distances_S).sum()

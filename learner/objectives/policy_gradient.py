@@ -51,10 +51,7 @@ def truncated_ratio(
 def is_clipped(
     learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
-    """Tell which tokens the clip keeps from being learned: bool [M].
-
-    A token without advantage is none of them: nothing is learned of it anyway.
-    """
+    """Tell which tokens the clip keeps from being learned: bool [M]. None without an advantage."""
     log_ratio_M = learner_logprobs_M.detach() - sampled.engine_logprobs
     too_high_M = (sampled.advantage > 0) & (log_ratio_M > math.log1p(config.clip_high))
     too_low_M = (sampled.advantage < 0) & (log_ratio_M.exp() < 1.0 - config.clip_low)
@@ -64,8 +61,13 @@ def is_clipped(
 def policy_gradient_loss(
     learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
-    """Sum the weighted losses of the tokens, as the module's first lines define them: a scalar."""
-    advantage_M, clipped_M = sampled.advantage, is_clipped(learner_logprobs_M, sampled, config)
+    """Sum the weighted losses of the tokens, as the module's first lines define them: a scalar.
+
+    Example: ratio 1.5, advantage 1, weight 1, clip_high 0.2: the token is clipped; the loss is -1.2
+    and has no gradient. With advantage -1 it is 1.5 and pulls the token back.
+    """
+    advantage_M = sampled.advantage
+    clipped_M = is_clipped(learner_logprobs_M, sampled, config)
     ratio_M = truncated_ratio(learner_logprobs_M, sampled.engine_logprobs, cap=config.ratio_cap)
     bound_M = torch.where(
         advantage_M > 0,
@@ -79,6 +81,8 @@ def policy_gradient_loss(
 
 
 class PolicyGradient:
+    """The objective of `policy_gradient_loss`."""
+
     term_names: ClassVar[tuple[str, ...]] = ("policy_gradient",)
     needs: ClassVar[LogitNeeds] = LogitNeeds(sampled=True)
 
@@ -94,9 +98,7 @@ class PolicyGradient:
 
 
 class PolicyDiag:
-    """How far the learner is from the engine that sampled, and how much it still tries: a value per
-    sampled token.
-    """
+    """Measures the learner's distance from the engine's policy, and its entropy, per token."""
 
     names: ClassVar[tuple[str, ...]] = (
         "policy/ratio",
@@ -110,12 +112,13 @@ class PolicyDiag:
         self._config = config
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
-        learner_M, sampled = values.learned_logprobs_M, supervision.sampled
+        learner_M = values.learned_logprobs_M
+        sampled = supervision.sampled
         assert learner_M is not None
         return (
             truncated_ratio(learner_M, sampled.engine_logprobs, cap=self._config.ratio_cap),
             is_clipped(learner_M, sampled, self._config).float(),
             (learner_M - sampled.engine_logprobs).abs(),
-            # Of what a distribution samples, the mean of this is its entropy.
+            # Its mean over what a distribution samples is the distribution's entropy.
             -learner_M,
         )

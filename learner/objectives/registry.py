@@ -1,10 +1,13 @@
-"""From the declared pipeline to objective functions. The declaration is complete, so nothing is
-added here.
+"""The table of objectives, and the step from a declared pipeline to objective functions.
+
+A further objective is a class with this interface (`learner.objectives.base.Objective`), a line in
+`OBJECTIVES` and its entry in shared/config/pipeline.py; its terms are logged by their own names.
 """
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,70 +17,44 @@ from learner.objectives.coord_diag import CoordDiag
 from learner.objectives.coord_reg import CoordReg
 from learner.objectives.policy_gradient import PolicyDiag, PolicyGradient
 from learner.objectives.token_ce import TokenCE
-from shared.config.pipeline import (
-    BboxGeoEntry,
-    Channel,
-    CoordRegEntry,
-    ObjectiveEntry,
-    PipelineSection,
-    PolicyGradientEntry,
-    TokenCEEntry,
-)
+from shared.config.pipeline import Channel, PipelineSection
 from shared.errors import ConfigError
 from shared.metrics import Reduction, metric_of
+
+OBJECTIVES: dict[str, Callable[[float, Any], Objective]] = {
+    "token_ce": TokenCE,
+    "coord_reg": CoordReg,
+    "bbox_geo": BboxGeo,
+    "policy_gradient": PolicyGradient,
+}
+"""The class of each module, made of its entry's `weight` and `config`."""
 
 
 def build_objectives(
     pipeline: PipelineSection, channel: Channel, coord_ids_C: torch.Tensor
 ) -> ChannelObjectives:
-    """The enabled modules of `channel`, in declared order. `coord_ids_C` is the token id of each
-    bin.
+    """Build the enabled modules of `channel`, in declared order.
 
-    A policy gradient is not to be judged without its distance from the engine's policy, so that it
-    is always measured. ConfigError for a module whose numbers are not in the table of metrics: its
-    first step could not be logged.
+    `coord_ids_C` is the token id of each bin. ConfigError for a diagnostic whose numbers are not in
+    the table of metrics: its first step could not be logged.
     """
     entries = pipeline.active(channel)
-    policies: list[Diagnostic] = [
-        PolicyDiag(entry.config) for entry in entries if isinstance(entry, PolicyGradientEntry)
+    objectives = tuple(OBJECTIVES[entry.name](entry.weight, entry.config) for entry in entries)
+    diagnostics: list[Diagnostic] = [CoordDiag() for _ in pipeline.active_diagnostics(channel)]
+    # A policy gradient is not to be judged without its distance from the engine's policy.
+    diagnostics += [
+        PolicyDiag(entry.config) for entry in entries if entry.name == "policy_gradient"
     ]
-    diagnostics: tuple[Diagnostic, ...] = (
-        *(CoordDiag() for _ in pipeline.active_diagnostics(channel)),
-        *policies,
-    )
-    objectives = tuple(_build(entry) for entry in entries)
-    logged: list[tuple[str, Reduction, Objective | Diagnostic]]
-    logged = [
-        (f"loss/{name}", Reduction.SUM, objective)
-        for objective in objectives
-        for name in objective.term_names
-    ]
-    logged += [
-        (name, Reduction.MEAN, diagnostic)
-        for diagnostic in diagnostics
-        for name in diagnostic.names
-    ]
-    problems = [
-        f"rollout_matching.pipeline: {type(module).__name__} gives {name}, which the table of"
-        f" shared/metrics.py does not have as a {reduction}; "
-        f'add Metric("{name}", Reduction.{reduction.name}, "...") to METRICS there'
-        for name, reduction, module in logged
-        if (metric := metric_of(name)) is None or metric.reduction is not reduction
-    ]
+    problems = []
+    for diagnostic in diagnostics:
+        for name in diagnostic.names:
+            metric = metric_of(name)
+            if metric is None or metric.reduction is not Reduction.MEAN:
+                problems.append(
+                    f"rollout_matching.pipeline: {type(diagnostic).__name__} gives {name}, which"
+                    " the table of shared/metrics.py does not have as a mean; "
+                    f'add Metric("{name}", Reduction.MEAN, "...") to METRICS there'
+                )
     if problems:
         raise ConfigError(problems)
-    return ChannelObjectives(objectives, diagnostics, coord_ids_C)
-
-
-def _build(entry: ObjectiveEntry) -> Objective:
-    match entry:
-        case TokenCEEntry():
-            return TokenCE(entry.weight)
-        case CoordRegEntry():
-            return CoordReg(entry.weight, entry.config)
-        case BboxGeoEntry():
-            return BboxGeo(entry.weight, entry.config)
-        case PolicyGradientEntry():
-            return PolicyGradient(entry.weight, entry.config)
-        case _:
-            assert_never(entry)
+    return ChannelObjectives(objectives, tuple(diagnostics), coord_ids_C)

@@ -1,23 +1,23 @@
-"""`token_ce`: cross-entropy over non-coord text tokens (DESIGN 8). The token weights are the
-target's (`learner/targets.py`).
-"""
+"""`token_ce`: cross-entropy over non-coord text tokens (DESIGN 8)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from learner.objectives.base import LogitNeeds, ObjectiveLoss, RowValues, Supervision
+from shared.config.pipeline import TokenCEConfig
 
 
-@dataclass(frozen=True, slots=True)
 class TokenCE:
+    """Cross-entropy by the token weights that the target holds (`learner.targets.TextWeights`)."""
+
     term_names: ClassVar[tuple[str, ...]] = ("token_ce",)
     needs: ClassVar[LogitNeeds] = LogitNeeds(text_ce=True)
 
-    weight: float
+    def __init__(self, weight: float, config: TokenCEConfig) -> None:  # noqa: ARG002 - see targets
+        self._weight = weight
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         assert values.text_ce_X is not None
         ce = (supervision.text.weight * values.text_ce_X).sum()
-        return ObjectiveLoss(self.weight * ce, (ce.detach(),))
+        return ObjectiveLoss(self._weight * ce, (ce.detach(),))

@@ -428,21 +428,26 @@ def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_a
 
 
 @pytest.mark.slow
-def test_an_objective_whose_term_is_not_in_the_table_of_metrics_is_refused_with_the_line_to_add(
+def test_a_diagnostic_that_is_not_in_the_table_of_metrics_is_refused_with_the_line_to_add(
     config, monkeypatch
 ):
-    """As one's own is, at first."""
+    """As one's own is, at first. The terms of an objective need no line: they are sums."""
     monkeypatch.setattr(
         "learner.objectives.token_ce.TokenCE.term_names", ("token_ce", "token_ce.focal")
     )
+    monkeypatch.setattr(
+        "learner.objectives.coord_diag.CoordDiag.names", ("coord_diag/coord_mass", "coord_diag/own")
+    )
+    entry = {"name": "coord_diag", "enabled": True, "weight": 0.0, "channels": ["B"], "config": {}}
     (problem,) = preflight(
-        config(), nodes_of=lambda _: [Resources(cpus=16, gpus=0)], memory_of=lambda _: None
+        config(rollout_matching__pipeline__diagnostics=[entry]),
+        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
+        memory_of=lambda _: None,
     ).problems
     assert (
-        problem
-        == "rollout_matching.pipeline: TokenCE gives loss/token_ce.focal, which the table of"
-        ' shared/metrics.py does not have as a sum; add Metric("loss/token_ce.focal",'
-        ' Reduction.SUM, "...") to METRICS there'
+        problem == "rollout_matching.pipeline: CoordDiag gives coord_diag/own, which the table of"
+        ' shared/metrics.py does not have as a mean; add Metric("coord_diag/own",'
+        ' Reduction.MEAN, "...") to METRICS there'
     )
 
 
