@@ -1,8 +1,8 @@
-"""`python -m launch.serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP, for
-`rollout_matching.vllm.mode: server` (spec: server mode), and for whoever speaks the OpenAI API.
+"""`python -m launch.serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP.
 
-Prints a line with its URL when rollouts can be asked for. Ctrl-C and SIGTERM end it within seconds,
-and the engine's processes with it; it ends by itself, with a message, when its engine has died.
+It serves `rollout_matching.vllm.mode: server` (spec: server mode), and any caller of the OpenAI
+API. It prints a line with its URL when rollouts can be asked for. Ctrl-C and SIGTERM end it within
+seconds, with the engine's processes; it ends by itself, with a message, when its engine has died.
 Several on one machine need a port each, and on CPU `kv_cache_memory_bytes`.
 """
 
@@ -13,10 +13,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import psutil
 import yaml
@@ -48,8 +48,12 @@ if TYPE_CHECKING:
     from rollout_actors.server.openai_routes import OpenAIServing
     from rollout_actors.server.service import RolloutService, ServedEngine
 
-
-# The command line of `launch.serve`, and the engine that it asks for.
+ALIVE_CHECK_S = 0.5
+"""How often the server looks whether its engine is alive."""
+SERVER_SHUTDOWN_S = 2
+"""Time for answers under way, and for an engine that is being made, when the server has to end."""
+FAMILY_SHUTDOWN_S = 3.0
+"""Time for an engine's processes to end when they are told to."""
 
 
 class ServeOptions(Section):
@@ -136,22 +140,13 @@ class ServeOptions(Section):
     """Of the engine; every request brings its own."""
 
 
-def model_names(options: ServeOptions) -> tuple[str, ...]:
-    """By which callers of the OpenAI API may ask for the model; answers say the first."""
-    names = (
-        ()
-        if options.served_model_name is None
-        else (name.strip() for name in options.served_model_name.split(","))
-    )
-    return tuple(filter(None, names)) or (str(options.model),)
-
-
 def settings_of(options: ServeOptions) -> EngineSettings:
-    """Raises ConfigError with every problem."""
+    """Return the settings of the engine. Raises ConfigError with every problem."""
     problems: list[str] = []
     guard = None
     try:
-        guard = _guard(options.repeat_terminate)
+        if options.repeat_terminate is not None:
+            guard = _repeat_guard(options.repeat_terminate)
     except ConfigError as error:
         problems += error.problems
     problems += checkpoint_problems(
@@ -206,14 +201,11 @@ def settings_of(options: ServeOptions) -> EngineSettings:
     )
 
 
-def _guard(text: str | None) -> RepeatGuardSettings | None:
-    """The whole subtree, under the schema of the run's own."""
-    if text is None:
-        return None
+def _repeat_guard(text: str) -> RepeatGuardSettings | None:
+    """Read the whole subtree, under the schema of the run's own."""
+    is_json = text.lstrip().startswith("{")
     try:
-        section = yaml.safe_load(
-            text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        )
+        section = yaml.safe_load(text if is_json else Path(text).read_text(encoding="utf-8"))
         if not isinstance(section, dict):
             raise ConfigError(
                 f"repeat_terminate: {text!r} holds no mapping; give the run's"
@@ -231,19 +223,12 @@ def _guard(text: str | None) -> RepeatGuardSettings | None:
 
 
 def device_here() -> Device:
-    """GPUs where there are some. Asks the driver's files and not torch, which has to be imported
-    under the engine's environment.
+    """Return CUDA where there is a visible GPU.
+
+    Asks the driver's files and not torch, which has to be imported under the engine's environment.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
     return Device.CUDA if visible and any(Path("/dev").glob("nvidia[0-9]*")) else Device.CPU
-
-
-ALIVE_CHECK_S = 0.5
-"""How often the server looks whether its engine is alive."""
-GRACE_S = 2
-"""For answers under way when the server is told to end, and for an engine that is being made."""
-END_S = 3.0
-"""For an engine's processes to end when they are told to."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -254,39 +239,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(options: ServeOptions, settings: EngineSettings) -> None:
-    """An engine with these settings behind HTTP until a signal, which is raised as
-    KeyboardInterrupt. Raises ConfigError, and RolloutError of the engine.
+    """Serve an engine with these settings until a signal, which is raised as KeyboardInterrupt.
+
+    Raises:
+        ConfigError: the port is taken, or the tool parser is not known.
+        RolloutError: the engine did not start, or has died.
     """
-    # Bound before the engine loads: a port that is taken is known at once. Taken out of the
-    # environment, which the engine's processes inherit.
-    listening, token = (
-        _listen(options),
-        (None if options.token_env is None else os.environ.pop(options.token_env)),
-    )
-    # Before anything imports torch or vllm. (The routes under /infer/ look at images before vLLM
-    # does, and those under /v1/ leave it to vLLM.)
-    os.environ.update(
-        engine_environment(settings) | {"VLLM_MAX_IMAGE_PIXELS": str(options.max_image_pixels)}
-    )
-    _serve(options, settings, token, listening)
-
-
-def _listen(options: ServeOptions) -> socket.socket:
-    try:
-        return socket.create_server(
-            (options.host, options.port),
-            family=socket.AF_INET6 if ":" in options.host else socket.AF_INET,
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"port: cannot listen on {options.host}:{options.port} ({error.strerror}); choose"
-            " another port, 0 for any free one"
-        ) from error
-
-
-def _serve(
-    options: ServeOptions, settings: EngineSettings, token: str | None, listening: socket.socket
-) -> None:
+    # Bound before the engine loads: a port that is taken is known at once.
+    listening = _listen(options)
+    # Taken out of the environment, which the engine's processes inherit.
+    token = None if options.token_env is None else os.environ.pop(options.token_env)
+    # Before anything imports torch or vllm. (/infer/ checks the size of images itself, /v1/ leaves
+    # it to vLLM.)
+    os.environ.update(engine_environment(settings))
+    os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(options.max_image_pixels)
     from rollout_actors.server.app import make_app
     from rollout_actors.server.engine_thread import EngineThread
     from rollout_actors.server.messages import CallLimits
@@ -308,20 +274,23 @@ def _serve(
         from rollout_actors.server.vllm_openai import VllmOpenAI
 
         assert isinstance(engine, VllmEngine)
+        names = [name.strip() for name in (options.served_model_name or "").split(",")]
         return VllmOpenAI.from_engine(
-            engine, model_names(options), tool_call_parser=options.tool_call_parser
+            engine,
+            [name for name in names if name] or [str(options.model)],
+            tool_call_parser=options.tool_call_parser,
         )
 
     engine = EngineThread(make_engine, make_openai)
-    limits = CallLimits(options.max_request_bytes, options.max_requests, options.max_image_pixels)
-    root = options.image_root and options.image_root.resolve()
     service = RolloutService(
         engine,
         name=url,
         model_type=model_type(settings.model_path),
         settings=settings,
-        limits=limits,
-        image_root=root,
+        limits=CallLimits(
+            options.max_request_bytes, options.max_requests, options.max_image_pixels
+        ),
+        image_root=options.image_root and options.image_root.resolve(),
         image_token_id=image_token_id(settings.model_path),
     )
     # By another name only a page in a browser of this machine would call it.
@@ -331,33 +300,42 @@ def _serve(
     )
     try:
         app = make_app(service, openai=engine, token=token, only_from=only_from)
-        interrupted = asyncio.run(_run(app, service, _start(service, url), listening, url))
+        interrupted = asyncio.run(_run(app, service, listening, url))
     finally:
         if not service.is_up:
             # Its thread waits for these.
             _end_family()
-        engine.close(CLOSED_S if service.is_up else GRACE_S)
+        engine.close(CLOSED_S if service.is_up else SERVER_SHUTDOWN_S)
         _end_family()
     if interrupted:
         raise KeyboardInterrupt
 
 
-async def _run(
-    app: FastAPI,
-    service: RolloutService,
-    start: Coroutine[Any, Any, None],
-    listening: socket.socket,
-    url: str,
-) -> bool:
-    """Serves until a signal: then True. Raises RolloutError when the engine does not start or has
-    died.
+def _listen(options: ServeOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"port: cannot listen on {options.host}:{options.port} ({error.strerror}); choose"
+            " another port, 0 for any free one"
+        ) from error
+
+
+async def _run(app: FastAPI, service: RolloutService, listening: socket.socket, url: str) -> bool:
+    """Serve until a signal, and then return True.
+
+    Raises:
+        RolloutError: the engine did not start, or has died.
     """
     import uvicorn
 
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
-            """uvicorn would raise them again when it has ended, in the midst of the ending of
+            """Leave signals alone.
+
+            uvicorn would raise them again when it has ended, in the midst of the ending of
             everything else.
             """
             yield
@@ -367,7 +345,7 @@ async def _run(
         log_level="error",
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=SERVER_SHUTDOWN_S,
         server_header=False,
     )
     server = Server(config)
@@ -375,7 +353,7 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    starting = asyncio.create_task(start)
+    starting = asyncio.create_task(_start(service, url))
     try:
         while not interrupted.is_set() and not serving.done():
             if starting.done():
@@ -398,48 +376,39 @@ async def _start(service: RolloutService, url: str) -> None:
         await service.start()
     except (RolloutError, ConfigError, OSError):
         raise
-    # vLLM reports whatever it does not like about a model or a machine as some exception or other
+    # vLLM reports anything that it does not like about a model or a machine as any exception.
     except Exception as error:
         raise RolloutError(
             f"the engine did not start: {type(error).__name__}: {error}", actor=url, phase="start"
         ) from error
-    print(
-        f"ready     {url}, {service.world_size} rollout device{'s' * (service.world_size > 1)}",
-        flush=True,
-    )
+    devices = f"{service.world_size} rollout device{'s' * (service.world_size > 1)}"
+    print(f"ready     {url}, {devices}", flush=True)
 
 
 def _end_family() -> None:
-    """What is left of the engine: it may have been told to end while it was starting, when vLLM has
-    other processes too.
+    """End the engine's processes that are left.
+
+    An engine that is told to end while it starts has other processes of vLLM's too.
     """
-    family = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if not _ends_by_itself(process)
-    ]
-    for process in family:
+    family = []
+    for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, alive = psutil.wait_procs(family, END_S)
+            # Python's own helper tidies up and ends by itself when all the others have ended.
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                process.terminate()
+                family.append(process)
+    _, alive = psutil.wait_procs(family, FAMILY_SHUTDOWN_S)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, END_S)
-
-
-def _ends_by_itself(process: psutil.Process) -> bool:
-    """Python's own helper, which tidies up when all the others have ended."""
-    with suppress(psutil.NoSuchProcess):
-        return "resource_tracker" in " ".join(process.cmdline())
-    return True
+    psutil.wait_procs(alive, FAMILY_SHUTDOWN_S)
 
 
 if __name__ == "__main__":
     try:
         main()
     except SystemExit as end:
-        # Python's own end would wait for threads that vLLM has started, some of which hear of
+        # Python's own end would wait for threads that vLLM has started, some of which notice
         # nothing for half a minute (while they import, or warm up what reads images), or crash in
         # them. What an engine's thread starts until then ends with this process
         # (`rollout_actors.engine.vllm_plugin`).
