@@ -203,15 +203,13 @@ class Cluster:
     def _place_actors(self, placement: Placement, group: PlacementGroup) -> RolloutClient:
         settings = settings_of_run(self._config, placement, self._images)
         runtime_env = engine_runtime_env(settings)
-        names = [actor_name(index) for index in range(len(placement.engines))]
-        actors = []
-        for index, (name, resources) in enumerate(zip(names, placement.engines, strict=True)):
-            spec = VllmEngineSpec(name, settings, index)
+        actors = {}
+        for index, resources in enumerate(placement.engines):
+            spec = VllmEngineSpec(actor_name(index), settings, index)
             where = _bundle(group, index)
             shell = ray.remote(EngineActor)
-            actors.append(self._create(shell, name, resources, where, runtime_env, spec))
-        timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
-        return self._engines(actors, names, timeouts, asks_next_on_failure=False)
+            actors[spec.name] = self._create(shell, spec.name, resources, where, runtime_env, spec)
+        return self._engines(actors, RolloutTimeouts.for_actors(self._config.timeouts))
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in.
@@ -220,28 +218,27 @@ class Cluster:
         """
         settings = settings_of_run(self._config, placement, self._images)
         addresses = server_addresses(section, instead_of_servers(self._config))
-        names = [server_name(index) for index in range(len(section.servers))]
         nothing = Resources(cpus=0.0, gpus=0.0)
-        actors = []
-        for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            spec = ServerEngineSpec(name, address, index, settings)
+        actors = {}
+        for index, address in enumerate(addresses):
+            spec = ServerEngineSpec(server_name(index), address, index, settings)
+            shell = ray.remote(EngineActor)
             # On this node, from which preflight asks: elsewhere a server's address may mean another
             # machine, and 127.0.0.1 always does.
-            actors.append(self._create(ray.remote(EngineActor), name, nothing, here(), {}, spec))
+            actors[spec.name] = self._create(shell, spec.name, nothing, here(), {}, spec)
         timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts)
-        return self._engines(actors, names, timeouts, asks_next_on_failure=True)
+        return self._engines(actors, timeouts, asks_next_on_failure=True)
 
     def _engines(
         self,
-        actors: list[Any],
-        names: list[str],
+        actors: dict[str, Any],
         timeouts: RolloutTimeouts,
         *,
-        asks_next_on_failure: bool,
+        asks_next_on_failure: bool = False,
     ) -> RolloutClient:
         engines = RolloutClient(
-            actors,
-            names,
+            list(actors.values()),
+            list(actors),
             timeouts,
             decode_batch_size=self._config.rollout_matching.decode_batch_size,
             learner_ranks=self._config.learner.world_size,

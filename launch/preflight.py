@@ -33,7 +33,7 @@ from launch.checks.memory import (
     shared_device_estimate,
     synced_bytes,
 )
-from launch.checks.servers import ask_servers, instead_of_servers, port_problems
+from launch.checks.servers import ask_servers, port_problems
 from launch.cli import CONF, as_mapping, as_schema_overrides, explained, with_absolute_paths
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
@@ -147,9 +147,8 @@ def preflight(
             images = ImageNeeds() if report.facts is None else report.facts.images
             expected = settings_of_run(config, placement, images)
 
-    if (section := rollout_servers(config)) is not None:
-        instead = instead_of_servers(config)
-        answers = report.attempt(lambda: ask_servers(section, expected, instead=instead))
+    if rollout_servers(config) is not None:
+        answers = report.attempt(lambda: ask_servers(config, expected))
         if answers is not None:
             report.lines += answers.lines
             ignored = answers.not_up if waits_for_servers else ()

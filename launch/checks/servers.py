@@ -20,7 +20,6 @@ from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
-from shared.config.rollout import ServerSection
 from shared.errors import RolloutError
 
 ANSWER_S = 5.0
@@ -65,24 +64,23 @@ class ServerAnswers:
 
 
 def ask_servers(
-    section: ServerSection,
-    settings: EngineSettings | None,
-    *,
-    instead: str = IN_THE_LEARNER,
-    inspect_s: float = INSPECT_S,
+    config: RunConfig, settings: EngineSettings | None, *, inspect_s: float = INSPECT_S
 ) -> ServerAnswers:
     """Ask each server what a run's client asks at its start, without waiting or changing anything.
 
     Args:
+        config: a run with servers.
         settings: the run's demands on them; None: not known, ask only whether they are up.
-        instead: settings without servers, as `instead_of_servers` names them.
         inspect_s: limit for everything that one server is asked.
 
     Raises:
         ConfigError: the token is not set.
     """
+    section = rollout_servers(config)
+    assert section is not None
     addresses = [
-        replace(address, timeout_s=ANSWER_S) for address in server_addresses(section, instead)
+        replace(address, timeout_s=ANSWER_S)
+        for address in server_addresses(section, instead_of_servers(config))
     ]
     answers = asyncio.run(_ask_all(addresses, settings, inspect_s))
     lines = []

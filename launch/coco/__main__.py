@@ -25,7 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 from rich.console import Console
 
 from launch.cli import explained, read_arguments
@@ -49,7 +49,6 @@ from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError
 from shared.grounding.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco
 from shared.records import GeometryKind, GroundTruthObject, read_image
-from shared.tokens.vocabulary import NUM_BINS
 
 
 class ImportOptions(Section):
@@ -287,30 +286,15 @@ def _record(image: CocoImage, path: Path, objects: list[GroundTruthObject]) -> d
     }
 
 
-class _PredictedObject(CocoEntry):
-    kind: GeometryKind
-    bins: list[Annotated[int, Field(ge=0, lt=NUM_BINS)]]
-    desc: str
-    score: float
-
-    @model_validator(mode="after")
-    def _arity(self) -> _PredictedObject:
-        num = len(self.bins)
-        fits = num == 4 if self.kind is GeometryKind.BBOX else num >= 6 and num % 2 == 0
-        if not fits:
-            raise ValueError(f"a {self.kind} cannot have {num} bins")
-        return self
-
-
 class _Metadata(CocoEntry):
     image_id: int
 
 
 class _PredictionRow(CocoEntry):
-    width: Annotated[int, Field(ge=2)]
-    height: Annotated[int, Field(ge=2)]
+    width: int
+    height: int
     metadata: _Metadata
-    objects: list[_PredictedObject]
+    objects: tuple[ScoredObject, ...]
 
 
 def read_predictions(path: Path) -> list[ImagePredictions]:
@@ -337,10 +321,7 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
                 file=str(path),
                 line=number,
             )
-        objects = (
-            ScoredObject(one.kind, tuple(one.bins), one.desc, one.score) for one in row.objects
-        )
-        found[image_id] = ImagePredictions(image_id, row.width, row.height, tuple(objects))
+        found[image_id] = ImagePredictions(image_id, row.width, row.height, row.objects)
     return list(found.values())
 
 

@@ -104,7 +104,7 @@ def test_every_problem_is_reported_at_once(config, tmp_path):
 
 
 def asked(config):
-    return ask_servers(rollout_servers(config), None)
+    return ask_servers(config, None)
 
 
 def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config):
@@ -124,7 +124,7 @@ def test_without_servers_an_environment_has_actors(config, tmp_path):
         tmp_path / "model", tmp_path / "run", **in_server_mode("http://127.0.0.1:9")
     )
     assert instead_of_servers(run) == "rollout_matching.vllm.mode: actors"
-    (problem,) = ask_servers(rollout_servers(run), None, instead=instead_of_servers(run)).problems
+    (problem,) = asked(run).problems
     assert problem.endswith(
         "launch it, check the address, or set rollout_matching.vllm.mode: actors"
     )
@@ -277,8 +277,8 @@ def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
         worker_latency_s=60.0,
     )
     with serving(stuck.app()) as url:
-        section = rollout_servers(config(**in_server_mode(url, kind="vllm")))
-        (problem,) = ask_servers(section, make_settings(tmp_path / "model"), inspect_s=1.0).problems
+        run = config(**in_server_mode(url, kind="vllm"))
+        (problem,) = ask_servers(run, make_settings(tmp_path / "model"), inspect_s=1.0).problems
     assert problem.endswith(
         f"{url} answers /health, and has not said in 1 s what it was started with: its engine may"
         " be stuck; start it again"

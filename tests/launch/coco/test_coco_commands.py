@@ -592,14 +592,6 @@ def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_ann
             ),
         ),
         (
-            lambda row: row["objects"][0].update(bins=[1, 2, 3]),
-            "predictions.jsonl:1: objects[0]: a bbox_2d cannot have 3 bins",
-        ),
-        (
-            lambda row: row["objects"][0].update(bins=[1, 2, 3, 1000]),
-            "predictions.jsonl:1: objects[0].bins[3]: input should be less than 1000",
-        ),
-        (
             lambda row: row["objects"][0].pop("score"),
             "predictions.jsonl:1: objects[0].score: field required",
         ),
