@@ -1,4 +1,4 @@
-"""Turns a stock Qwen2.5-VL or Qwen3-VL checkpoint into one with the 1,000 coord tokens.
+r"""Turns a stock Qwen2.5-VL or Qwen3-VL checkpoint into one with the 1,000 coord tokens.
 
     python -m launch.add_coord_tokens model=models/Qwen3-VL-4B-Instruct \
         out=models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576

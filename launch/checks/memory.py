@@ -1,6 +1,6 @@
-"""How much memory a run's processes will need, from the checkpoint's files alone.
+"""Estimates the memory that a run's processes will need, from the checkpoint's files alone.
 
-Estimates, not promises: weights, gradients and optimizer state are exact, activations and caches
+No promises: weights, gradients and optimizer state are exact, activations and caches
 follow the shapes of the layers, and what CUDA itself takes is a round number. What allocators leave
 unused between tensors is in none of them (see `RESERVED`).
 """

@@ -1,4 +1,4 @@
-"""Turns COCO annotations into records, and an evaluation's predictions into COCO results.
+r"""Turns COCO annotations into records, and an evaluation's predictions into COCO results.
 
     python -m launch.coco import annotations=instances.json images=FOLDER out=data/train.jsonl
     python -m launch.coco export predictions=RUN/.../predictions.jsonl \

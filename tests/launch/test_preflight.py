@@ -36,6 +36,8 @@ HALVES = {
     "rollout_matching__vllm__kv_cache_memory_bytes": 2**26,
 }
 
+CPU_NODE = {"nodes_of": lambda _: [Resources(cpus=16, gpus=0)], "memory_of": lambda _: None}
+
 
 @pytest.fixture
 def config(demo_checkpoint, demo_data, tmp_path):
@@ -384,11 +386,7 @@ def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the
         "rank": 100_000,
         "target_modules": ["q_projj", "v_proj", "embed_tokens"],
     }
-    names, rank = preflight(
-        config(model__adapter=adapter),
-        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
-        memory_of=lambda _: None,
-    ).problems
+    names, rank = preflight(config(model__adapter=adapter), **CPU_NODE).problems
     unknown = (
         f"no linear layer of the language model in {demo_checkpoint} is called embed_tokens,"
         " q_projj"
@@ -401,11 +399,7 @@ def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the
     assert rank.startswith(
         "model.adapter.rank: 100000 is more than the rank of any layer that is adapted, "
     ) and rank.endswith(" at most; lower it")
-    sound = preflight(
-        config(model__adapter={"kind": "lora"}),
-        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
-        memory_of=lambda _: None,
-    )
+    sound = preflight(config(model__adapter={"kind": "lora"}), **CPU_NODE)
     assert sound.problems == []
 
 
@@ -414,17 +408,16 @@ def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_a
     config, demo_checkpoint
 ):
     """vLLM would refuse them when the engine starts."""
-    there = {"nodes_of": lambda _: [Resources(cpus=16, gpus=0)], "memory_of": lambda _: None}
     of_model = (
         f"tokens are more than the 4096 positions of {demo_checkpoint} (max_position_embeddings);"
         " lower it"
     )
-    assert preflight(config(global_max_length=5000), **there).problems == [
+    assert preflight(config(global_max_length=5000), **CPU_NODE).problems == [
         f"global_max_length: 5000 {of_model}"
     ]
-    longer = preflight(config(rollout_matching__vllm__max_model_len=4097), **there)
+    longer = preflight(config(rollout_matching__vllm__max_model_len=4097), **CPU_NODE)
     assert longer.problems == [f"rollout_matching.vllm.max_model_len: 4097 {of_model}"]
-    assert preflight(config(global_max_length=4096), **there).problems == []
+    assert preflight(config(global_max_length=4096), **CPU_NODE).problems == []
 
 
 @pytest.mark.slow
@@ -440,9 +433,7 @@ def test_a_diagnostic_that_is_not_in_the_table_of_metrics_is_refused_with_the_li
     )
     entry = {"name": "coord_diag", "enabled": True, "weight": 0.0, "channels": ["B"], "config": {}}
     (problem,) = preflight(
-        config(rollout_matching__pipeline__diagnostics=[entry]),
-        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
-        memory_of=lambda _: None,
+        config(rollout_matching__pipeline__diagnostics=[entry]), **CPU_NODE
     ).problems
     assert (
         problem == "rollout_matching.pipeline: CoordDiag gives coord_diag/own, which the table of"
@@ -461,11 +452,7 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, d
         rows[index] |= {"images": [str(tmp_path / "long.png")], "width": 300, "height": 1}
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (problem,) = preflight(
-        config(data__train=file),
-        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
-        memory_of=lambda _: None,
-    ).problems
+    (problem,) = preflight(config(data__train=file), **CPU_NODE).problems
     first, second, count = problem.splitlines()
     refused = (
         "has a picture of 300 x 1 pixels, which the checkpoint's image processor does not take"
@@ -479,11 +466,7 @@ def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, d
         second.startswith(f"{file}: images: sample train:6 {refused}")
         and count == f"{file}: bad rows: these 2"
     )
-    skipping = preflight(
-        config(data__train=file, data__on_bad_row="skip"),
-        nodes_of=lambda _: [Resources(cpus=16, gpus=0)],
-        memory_of=lambda _: None,
-    )
+    skipping = preflight(config(data__train=file, data__on_bad_row="skip"), **CPU_NODE)
     assert not skipping.problems
     assert skipping.facts.num_train_skipped == 2
     assert skipping.facts.images.max_pixels == 96 * 96

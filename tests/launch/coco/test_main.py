@@ -327,81 +327,81 @@ def test_the_counts_are_printed(source: Source, capsys: pytest.CaptureFixture[st
     )
 
 
+REMOVED = object()
+
+
+def spoil(content: Any, path: str, value: Any) -> None:
+    """Set the value at a path such as `images.0.width`, append it at `images.+`, or remove it."""
+    *parents, last = (int(key) if key.isdigit() else key for key in path.split("."))
+    for key in parents:
+        content = content[key]
+    if value is REMOVED:
+        del content[last]
+    elif last == "+":
+        content.append(value)
+    else:
+        content[last] = value
+
+
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("path", "value", "message"),
     [
-        (lambda content: content.pop("images"), "annotations.json: images: field required"),
+        ("images", REMOVED, "annotations.json: images: field required"),
+        ("annotations.0.bbox", REMOVED, "annotations[0].bbox: field required"),
+        ("annotations.0.bbox", [1, 2, 3], "annotations[0].bbox: list should have at least 4 items"),
         (
-            lambda content: content["annotations"][0].pop("bbox"),
-            "annotations[0].bbox: field required",
-        ),
-        (
-            lambda content: content["annotations"][0].update(bbox=[1, 2, 3]),
-            "annotations[0].bbox: list should have at least 4 items",
-        ),
-        (
-            lambda content: content["annotations"][0].update(bbox=[1, 2, "3", 4]),
+            "annotations.0.bbox",
+            [1, 2, "3", 4],
             "annotations[0].bbox[2]: input should be a valid number, got '3'",
         ),
         (
-            lambda content: content["annotations"][0].update(bbox=[1, 2, float("nan"), 4]),
+            "annotations.0.bbox",
+            [1, 2, float("nan"), 4],
             "annotations[0].bbox[2]: input should be a finite number",
         ),
+        ("annotations.0.bbox", [1, 2, 10**400, 4], "annotations[0].bbox[2]: input should be a"),
         (
-            lambda content: content["annotations"][0].update(segmentation=[[1, 2, 3, 4, 5, 6, 7]]),
+            "annotations.0.segmentation",
+            [[1, 2, 3, 4, 5, 6, 7]],
             "annotations[0].segmentation: a ring must",
         ),
         (
-            lambda content: content["annotations"][0].update(segmentation=SQUARE),
+            "annotations.0.segmentation",
+            SQUARE,
             "annotations[0].segmentation[0]: input should be a valid array, got 10",
         ),
+        ("images.0.width", 0, "images[0].width: input should be greater than 0"),
+        ("images.0.width", 10**400, "images[0].width: input should be less than 2147483648"),
         (
-            lambda content: content["images"][0].update(width=0),
-            "images[0].width: input should be greater than 0",
-        ),
-        (
-            lambda content: content["images"].append(content["images"][0]),
+            "images.+",
+            {"id": 1, "file_name": "1.png", "width": 2, "height": 2},
             "images[1].id: is 1, as images[0].id is",
         ),
+        ("categories.+", {"id": 3, "name": "x"}, "categories[3].id: is 3, as categories[0].id is"),
+        ("categories.0.name", " ", "categories[0].name: is ' ', which cannot be an object's desc"),
         (
-            lambda content: content["categories"].append({"id": 3, "name": "x"}),
-            "categories[3].id: is 3, as categories[0].id is",
-        ),
-        (
-            lambda content: content["categories"][0].update(name=" "),
-            "categories[0].name: is ' ', which cannot be an object's desc",
-        ),
-        (
-            lambda content: content["categories"][0].update(name="a <|coord_3|>"),
+            "categories.0.name",
+            "a <|coord_3|>",
             "categories[0].name: is 'a <|coord_3|>', which cannot be an object's desc",
         ),
         (
-            lambda content: content["categories"][0].update(name="<|im_end|>"),
+            "categories.0.name",
+            "<|im_end|>",
             "categories[0].name: is '<|im_end|>', which cannot be an object's desc",
         ),
         (
-            lambda content: content["images"][0].update(width=10**400),
-            "images[0].width: input should be less than 2147483648",
-        ),
-        (
-            lambda content: content["annotations"][0].update(bbox=[1, 2, 10**400, 4]),
-            "annotations[0].bbox[2]: input should be a",
-        ),
-        (
-            lambda content: content["images"][0].update(file_name="elsewhere.png"),
+            "images.0.file_name",
+            "elsewhere.png",
             "(missing_file: first {pictures}/elsewhere.png); correct images=... or",
         ),
-        (
-            lambda content: content["annotations"].clear(),
-            "gives no record; images skipped: no_objects 1",
-        ),
+        ("annotations", [], "gives no record; images skipped: no_objects 1"),
     ],
 )
 def test_malformed_annotations_are_refused_with_their_place(
-    source: Source, capsys: pytest.CaptureFixture[str], spoil: Any, message: str
+    source: Source, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
 ) -> None:
     source.image(1, annotation())
-    spoil(source.content)
+    spoil(source.content, path, value)
     assert message.replace("{pictures}", str(source.folder / "pictures")) in refused(source, capsys)
 
 
@@ -488,10 +488,6 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     )
 
 
-# --- and back
-# ---------------------------------------------------------------------------------------------------
-
-
 def predictions_of(data: Dataset, path: Path, *extra: dict[str, Any]) -> Path:
     """What an evaluation writes where the model found exactly the ground truth (and `extra`, on the
     first image).
@@ -575,40 +571,27 @@ def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_ann
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("path", "value", "message"),
     [
-        (
-            lambda row: row["metadata"].clear(),
-            (
-                "predictions.jsonl:1: metadata.image_id: field required; only an evaluation of data"
-                " that `launch.coco import` wrote"
-            ),
-        ),
-        (
-            lambda row: row["metadata"].update(image_id="a7"),
-            (
-                "metadata.image_id: input should be a valid integer, got 'a7'; only an evaluation"
-                " of data that"
-            ),
-        ),
-        (
-            lambda row: row["objects"][0].pop("score"),
-            "predictions.jsonl:1: objects[0].score: field required",
-        ),
+        ("metadata.image_id", REMOVED, "field required; only an evaluation of data that"),
+        ("metadata.image_id", "a7", "input should be a valid integer, got 'a7'; only an"),
+        ("objects.0.score", REMOVED, "field required"),
     ],
 )
 def test_malformed_predictions_are_refused_with_line_and_field(
-    source: Source, capsys: pytest.CaptureFixture[str], spoil: Any, message: str
+    source: Source, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
 ) -> None:
     data, _ = source.image(1, annotation()).convert()
-    path = predictions_of(data, source.folder / "predictions.jsonl")
-    row = json.loads(path.read_text())
-    spoil(row)
-    path.write_text(json.dumps(row) + "\n")
+    predictions = predictions_of(data, source.folder / "predictions.jsonl")
+    row = json.loads(predictions.read_text())
+    spoil(row, path, value)
+    predictions.write_text(json.dumps(row) + "\n")
     out = source.folder / "results.json"
     with pytest.raises(SystemExit):
-        export(source, path, out)
-    assert message in capsys.readouterr().err and not out.exists()
+        export(source, predictions, out)
+    field = path.replace(".0.", "[0].")
+    assert f"predictions.jsonl:1: {field}: {message}" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_an_image_predicted_twice_is_refused(

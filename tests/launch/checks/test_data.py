@@ -91,21 +91,13 @@ def test_the_largest_image_is_known(run):
 
 @pytest.mark.slow
 def test_the_check_loads_neither_torch_nor_what_needs_it():
-    code = (
-        "import sys, launch.checks.data; print(sorted({'torch', 'transformers', 'ray', 'vllm'} &"
-        " set(sys.modules)))"
+    heavy = {"torch", "transformers", "ray", "vllm"}
+    code = f"import sys, launch.checks.data; print({heavy} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=True
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=300,
-            check=True,
-        ).stdout
-        == "[]\n"
-    )
+    assert done.stdout == "set()\n"
 
 
 def test_a_missing_file_is_named_with_its_key(run):
@@ -133,30 +125,25 @@ def test_a_bad_row_is_located_by_file_line_and_field(run):
         check_data(config)
 
 
-def test_an_image_that_is_not_one_is_refused(run):
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda image: image.write_text("not a picture"), r"00003\.png"),
+        (
+            lambda image: image.write_bytes(image.read_bytes()[:60]),
+            r"train\.jsonl:4: images\[0\]: .*00003\.png is not a readable image",
+        ),
+        (
+            lambda image: Image.new("RGB", (50, 40)).save(image),
+            r"train\.jsonl:4: images\[0\]: .* is 50 x 40 pixels, the row says 96 x 96",
+        ),
+    ],
+    ids=["not a picture", "truncated", "another size"],
+)
+def test_an_image_that_is_not_what_its_row_says_is_refused(run, spoil, message):
     config, data = run
-    (data / "train" / "00003.png").write_text("not a picture")
-    with pytest.raises(RecordError, match=r"00003\.png"):
-        check_data(config)
-
-
-def test_a_truncated_image_is_refused(run):
-    config, data = run
-    image = data / "train" / "00003.png"
-    image.write_bytes(image.read_bytes()[:60])
-    with pytest.raises(
-        RecordError, match=r"train\.jsonl:4: images\[0\]: .*00003\.png is not a readable image"
-    ):
-        check_data(config)
-
-
-def test_an_image_of_another_size_than_its_row_says_is_refused(run):
-    config, data = run
-    Image.new("RGB", (50, 40)).save(data / "train" / "00003.png")
-    with pytest.raises(
-        RecordError,
-        match=r"train\.jsonl:4: images\[0\]: .* is 50 x 40 pixels, the row says 96 x 96",
-    ):
+    spoil(data / "train" / "00003.png")
+    with pytest.raises(RecordError, match=message):
         check_data(config)
 
 
@@ -212,7 +199,8 @@ def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(run):
     ]
 
 
-# Of an environment
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": ADD}
 
 
 @pytest.fixture
@@ -322,14 +310,7 @@ def test_an_environment_that_fails_in_lines_of_ours_alone_is_told_too(of_environ
 
 
 def test_an_environment_with_tools_needs_a_reader_of_calls(of_environment, tmp_path):
-    args = {
-        "oai_tools": [
-            {
-                "type": "function",
-                "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-            }
-        ]
-    }
+    args = {"oai_tools": [TOOL]}
     with pytest.raises(
         ConfigError,
         match=(
@@ -348,14 +329,7 @@ def test_an_environment_with_tools_needs_a_reader_of_calls(of_environment, tmp_p
 def test_a_template_that_shows_no_tools_to_an_environment_with_tools_is_warned_of(
     of_environment, tmp_path
 ):
-    args = {
-        "oai_tools": [
-            {
-                "type": "function",
-                "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-            }
-        ]
-    }
+    args = {"oai_tools": [TOOL]}
     template = tmp_path / "model" / "chat_template.jinja"
     template.write_text("{{ messages }}")
     (warning,) = check_data(of_environment(args=args, tool_call_parser="hermes")).describe()[1:]

@@ -46,6 +46,11 @@ def shape(demo_checkpoint):
     return ModelShape.read(demo_checkpoint)
 
 
+def engine_parts(run, shape, device=Device.CUDA, transport=TransportKind.GLOO):
+    """Bytes of an engine over one device of 16 GiB."""
+    return engine_estimate(run, shape, 1, device, 2**34, transport).parts
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def stock(request, tmp_path_factory):
     """A checkpoint of each family, with the tensor names of its own files."""
@@ -124,38 +129,32 @@ def test_recomputing_activations_keeps_one_layer_and_the_inputs_of_the_others(co
 def test_the_vision_tower_keeps_its_layers_for_every_patch_of_a_row_of_images(config, shape):
     # Hidden 128, 3 layers, intermediate 512, 4 patches to a token, float32, rows of 512 tokens.
     layer = (10 * 128 + 4 * 512) * 512 * 4 * 4
-    assert learner_estimate(config(), shape).parts["activations of its images"] == 3 * layer
-    recomputed = learner_estimate(config(model__gradient_checkpointing=True), shape).parts[
-        "activations of its images"
-    ]
-    assert recomputed == 3 * 128 * 512 * 4 * 4 + layer
-    for frozen in (
-        {"training__parts": {"vision_tower": {"frozen": True}}},
-        {"model__adapter": {"kind": "lora", "rank": 4}},
-    ):
-        assert (
-            learner_estimate(config(**frozen), shape).parts["activations of its images"] == layer
-        ), "nothing is kept for a backward"
-    assert (
-        learner_estimate(config(), replace(shape, vision=None)).parts["activations of its images"]
-        == 0
-    )
+
+    def activations(of=shape, **changes):
+        return learner_estimate(config(**changes), of).parts["activations of its images"]
+
+    assert activations() == 3 * layer
+    assert activations(model__gradient_checkpointing=True) == 3 * 128 * 512 * 4 * 4 + layer
+    # Frozen, it keeps nothing for a backward.
+    assert activations(training__parts={"vision_tower": {"frozen": True}}) == layer
+    assert activations(model__adapter={"kind": "lora", "rank": 4}) == layer
+    assert activations(replace(shape, vision=None)) == 0
 
 
 def test_with_attention_by_mask_a_packed_row_has_one_of_its_length_squared_twice_and_its_keys_and_values_repeated(
     config, shape
 ):
-    # One byte a pair, and a number that is added; 4 heads of 32.
-    masked = learner_estimate(config(model__attention="sdpa"), shape)
+    def masks(**changes):
+        return learner_estimate(config(**changes), shape).parts["attention masks"]
+
+    # One byte a pair, and a number that is added; 4 heads of 32; 3 layers.
+    pairs = 512 * 512 * (1 + 4)
     repeated = 2 * 4 * 32 * 512 * 4
-    assert masked.parts["attention masks"] == 512 * 512 * (1 + 4) + 3 * repeated, "of 3 layers"
-    recomputed = learner_estimate(
-        config(model__attention="sdpa", model__gradient_checkpointing=True), shape
-    )
-    assert recomputed.parts["attention masks"] == 512 * 512 * (1 + 4) + repeated
-    unpacked = learner_estimate(config(model__attention="sdpa", training__packing=False), shape)
-    assert unpacked.parts["attention masks"] == 0
-    assert learner_estimate(config(), shape).parts["attention masks"] == 0, "segment by segment"
+    assert masks(model__attention="sdpa") == pairs + 3 * repeated
+    recomputed = masks(model__attention="sdpa", model__gradient_checkpointing=True)
+    assert recomputed == pairs + repeated
+    assert masks(model__attention="sdpa", training__packing=False) == 0
+    assert masks() == 0, "segment by segment"
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -220,23 +219,18 @@ def test_an_engine_needs_a_layers_activations_in_a_forward_of_what_vllm_batches(
     config, shape, mode, most
 ):
     """In the vision tower: hidden 128, intermediate 512, 4 patches to a token, float32."""
-    run = config(
-        rollout_matching__vllm={"mode": mode},
-        rollout_matching__decode_batch_size=64,
-        stage2_ab__channel_b__enable_pipeline=False,
-    )
-    assert (
-        engine_estimate(run, shape, 1, Device.CUDA, 2**34).parts["activations of a forward"]
-        == (10 * 128 + 4 * 512) * 4 * most * 4
-    )
-    one = config(
-        rollout_matching__vllm={"mode": mode},
-        rollout_matching__decode_batch_size=1,
-        stage2_ab__channel_b__enable_pipeline=False,
-    )
+
+    def activations(size, of):
+        run = config(
+            rollout_matching__vllm={"mode": mode},
+            rollout_matching__decode_batch_size=size,
+            stage2_ab__channel_b__enable_pipeline=False,
+        )
+        return engine_parts(run, of)["activations of a forward"]
+
+    assert activations(64, shape) == (10 * 128 + 4 * 512) * 4 * most * 4
     text = replace(shape, vision=None)
-    shorter = engine_estimate(one, text, 1, Device.CUDA, 2**34).parts["activations of a forward"]
-    assert shorter == text.layer_numbers_per_token * 512 * 4, "of one sequence"
+    assert activations(1, text) == text.layer_numbers_per_token * 512 * 4, "of one sequence"
 
 
 def test_on_a_gpu_cuda_takes_its_part_of_every_process(config, shape):
@@ -245,43 +239,27 @@ def test_on_a_gpu_cuda_takes_its_part_of_every_process(config, shape):
     }
     assert learner == {Device.CPU: 0, Device.CUDA: CUDA_CONTEXT}
     given = config(rollout_matching__vllm__kv_cache_memory_bytes=2**20)
-    assert (
-        engine_estimate(given, shape, 1, Device.CUDA, 2**34).parts["CUDA context"] == CUDA_CONTEXT
-    )
-    assert engine_estimate(given, shape, 1, Device.CPU, 2**34).parts["CUDA context"] == 0
+    assert engine_parts(given, shape)["CUDA context"] == CUDA_CONTEXT
+    assert engine_parts(given, shape, Device.CPU)["CUDA context"] == 0
 
 
 def test_both_ends_of_a_sync_between_gpus_hold_copies_of_buckets(config, shape):
-    """Of 256 MiB and the largest tensor at the most; a small model fits into one. The sender has no
-    row meanwhile."""
-    run, everything = config(), 4 * shape.num_parameters
-    assert (
-        engine_estimate(run, shape, 1, Device.CUDA, 2**34, TransportKind.NCCL).parts[
-            "buckets of a sync"
-        ]
-        == 2 * everything
-    )
-    assert (
-        engine_estimate(run, shape, 1, Device.CUDA, 2**34, TransportKind.IPC).parts[
-            "buckets of a sync"
-        ]
-        == everything
-    )
-    assert (
-        engine_estimate(run, shape, 1, Device.CPU, 2**34, TransportKind.GLOO).parts[
-            "buckets of a sync"
-        ]
-        == 0
-    )
+    """At most 256 MiB and the largest tensor; a small model fits into one. The sender has no row
+    meanwhile."""
+    run = config()
+    everything = 4 * shape.num_parameters
+    for transport, device, expected in (
+        (TransportKind.NCCL, Device.CUDA, 2 * everything),
+        (TransportKind.IPC, Device.CUDA, everything),
+        (TransportKind.GLOO, Device.CPU, 0),
+    ):
+        assert engine_parts(run, shape, device, transport)["buckets of a sync"] == expected
     small = config(rollout_matching__vllm__sync={"bucket_bytes": 1 << 16})
     largest = max(4 * math.prod(sizes) for sizes in shape.parameters.values())
-    assert engine_estimate(small, shape, 1, Device.CUDA, 2**34, TransportKind.NCCL).parts[
-        "buckets of a sync"
-    ] == 2 * ((1 << 16) + largest)
-    assert (
-        learner_estimate(run, shape, Device.CUDA, TransportKind.NCCL).parts["buckets of a sync"]
-        == 0
-    ), "the row's activations are more"
+    buckets = engine_parts(small, shape, transport=TransportKind.NCCL)["buckets of a sync"]
+    assert buckets == 2 * ((1 << 16) + largest)
+    parts = learner_estimate(run, shape, Device.CUDA, TransportKind.NCCL).parts
+    assert parts["buckets of a sync"] == 0, "the row's activations are more"
     many = replace(
         shape,
         parameters=dict(shape.parameters)
