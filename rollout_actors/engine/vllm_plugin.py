@@ -39,7 +39,7 @@ def register() -> None:
 
     for transport, receiver in (
         (TransportKind.GLOO, "GlooTransferEngine"),
-        (TransportKind.INPROC, "InProcessWeightReceiver"),
+        (TransportKind.INPROC, "InProcessTransferEngine"),
     ):
         WeightTransferEngineFactory.register_engine(
             transport, "rollout_actors.weight_sync.transfer_engines", receiver

@@ -387,7 +387,7 @@ class WeightReceiver:
         await self._llm.finish_weight_update()
         self._sync.finish_s = time.perf_counter() - started
         self._sync.receipts = [
-            LoadReport(**receipt) for receipt in await self._llm.collective_rpc("receipt")
+            LoadReport(**receipt) for receipt in await self._llm.collective_rpc("load_report")
         ]
 
     async def _verify(self, offer: WeightOffer) -> None:

@@ -150,7 +150,7 @@ class InProcessUpdateInfo(WeightTransferUpdateInfo):
     """
 
 
-class InProcessWeightReceiver(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):
+class InProcessTransferEngine(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):
     """Takes the learner's tensors from the learner's own process, one at a time."""
 
     init_info_cls = InProcessInitInfo

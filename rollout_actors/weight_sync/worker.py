@@ -110,7 +110,7 @@ class VerifyingWorker(GuardedWorker):
     def make_watch(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
         return ChecksumLoader(model, bucket_bytes)
 
-    def receipt(self) -> dict[str, Any]:
+    def load_report(self) -> dict[str, Any]:
         """After `finish_weight_update`: the fields of
         `rollout_actors.weight_sync.receiver.LoadReport`.
         """

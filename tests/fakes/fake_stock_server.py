@@ -152,7 +152,7 @@ class StockServer:
             await asyncio.sleep(self.guard_latency_s)
             self.guard = body["args"][0] if self.holds_guard else None
             return self.workers_guard
-        if body.get("method") == "receipt":
+        if body.get("method") == "load_report":
             return {
                 "results": [
                     {

@@ -186,7 +186,7 @@ class SleepyLLM:
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         answers = {
             "guard_by": {"runner": "V1", "is_loaded": True, "settings": None},
-            "receipt": asdict(LoadReport([5], [5], [], [], 0.0, 0.0, [])),
+            "load_report": asdict(LoadReport([5], [5], [], [], 0.0, 0.0, [])),
         }
         return [answers.get(method)]
 

@@ -467,7 +467,7 @@ class TestSync:
             "/start_weight_update",
             "/update_weights",
             "/finish_weight_update",
-            "/collective_rpc receipt",
+            "/collective_rpc load_report",
             "/reset_prefix_cache",
             "/reset_mm_cache",
             "/reset_encoder_cache",

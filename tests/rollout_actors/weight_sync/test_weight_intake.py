@@ -67,7 +67,7 @@ class FakeLLM:
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         self.asked.append(method)
-        return [asdict(self.receipt)] if method == "receipt" else [None]
+        return [asdict(self.receipt)] if method == "load_report" else [None]
 
 
 class Engine:
@@ -343,7 +343,7 @@ def test_noise_is_measured_once_before_the_first_weights_and_bounds_every_later_
     assert report.canary_noise == Differences.of([0.52 - 0.5, 0.26 - 0.25])
     assert report.canary_mean_abs == 0.0
     before, after = engine.asked_before
-    assert (before, "receipt" in after) == ([], True)
+    assert (before, "load_report" in after) == ([], True)
     report = engine.sync(2, IN_BFLOAT16)
     assert (report.canary_noise, report.canary_mean_abs) == (None, pytest.approx(0.02))
     assert len(engine.asked_before) == 3
