@@ -25,7 +25,7 @@ from learner.collate import PackedRow, collate
 from learner.model.attention import attend_by_segments
 from learner.model.loading import project_patches_as_matrix
 from learner.model.optimizer import Optimizer
-from learner.model.ranks import OneRank
+from learner.model.ranks import Ranks
 from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
@@ -204,7 +204,7 @@ def measure_update(
     """(median seconds of the rows, of the update alone, peak bytes) of whole steps."""
     config = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
     model.zero_grad(set_to_none=True)
-    updater = Optimizer(model, config, OneRank())
+    updater = Optimizer(model, config, Ranks())
     if row.positions_N.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     rows_s, update_s = [], []

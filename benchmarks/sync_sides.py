@@ -23,9 +23,8 @@ from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.protocols import RolloutEngine
 from shared.rollouts import WeightOffer
-from shared.weight_sync.canary import CanaryProbe
+from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.differences import Differences
 from shared.weight_sync.offer import FullOffer
 from shared.weight_sync.phases import SendReport
 from shared.weight_sync.transports import TransportKind
@@ -149,7 +148,7 @@ class Learner:
 
     def offer_weights(self) -> WeightOffer:
         self._version += 1
-        return self.sender.offer(self._version, self)
+        return self.sender.offer(self._version, self.question(), self.logprobs)
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self.sender.send, offer)
@@ -169,9 +168,6 @@ class Learner:
             .gather(1, torch.tensor(self.tokens[1:])[:, None])[:, 0]
             .tolist()
         )
-
-    def probe(self) -> CanaryProbe:
-        return self.question().with_logprobs(self.logprobs())
 
     def greedy(self) -> tuple[int, ...]:
         tokens = list(self.tokens)

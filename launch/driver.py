@@ -23,7 +23,7 @@ from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport
 from shared.protocols import PerRank
 from shared.schedule import RunSchedule, StepPlan
-from shared.weight_sync.phases import SendsWeights, sync_weights
+from shared.weight_sync.phases import SendingLearner, sync_weights
 
 
 class HeldOutClient(Protocol):
@@ -33,7 +33,7 @@ class HeldOutClient(Protocol):
     def score(self, done: PerRank) -> list[Any]: ...
 
 
-class LearnerClient(HeldOutClient, SendsWeights, Protocol):
+class LearnerClient(HeldOutClient, SendingLearner, Protocol):
     """The learner as the driver sees it."""
 
     def next_requests(self, plan: StepPlan) -> PerRank: ...

@@ -40,7 +40,7 @@ from shared.errors import ConfigError, RolloutError, ended
 from shared.protocols import CLOSED_S
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
-from shared.weight_sync.transports import Device, Sharing, TransportKind, choose_transport
+from shared.weight_sync.transports import Device, Sharing, choose_transport
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -168,13 +168,12 @@ def settings_of(options: ServeOptions) -> EngineSettings:
             " in it"
         )
     device = device_here() if options.device == "auto" else Device(options.device)
-    transport = TransportKind.GLOO
-    try:
-        transport = choose_transport(
-            options.transport, device, device, Sharing.NOTHING, key="transport"
+    transport = choose_transport(device, device, Sharing.NOTHING)
+    if options.transport not in ("auto", transport):
+        problems.append(
+            f"transport: {options.transport} does not lead to an engine on {device}; write auto,"
+            f" or {transport}"
         )
-    except ConfigError as error:
-        problems += error.problems
     if options.enable_lora and options.max_lora_rank > LORA_RANKS[-1]:
         problems.append(
             f"max_lora_rank: is {options.max_lora_rank}, vLLM serves adapters of rank"

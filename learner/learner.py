@@ -38,7 +38,7 @@ from learner.segments import Segment
 from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.canary import Canary
-from learner.weight_sync.publisher import WeightPublisher, make_senders
+from learner.weight_sync.publisher import WeightPublisher, make_sender
 from shared.config import RunConfig
 from shared.config.algorithm import TrainerVariant
 from shared.config.derive import is_sharded, rank_name, resolved_sync_mode
@@ -104,18 +104,24 @@ class Learner:
         self._packing = packing_policy(config)
         self.optimizer = Optimizer(self.loaded.model, config.training, self._ranks)
         fixed = self.algorithm.fixed
-        senders = make_senders(config, place, self.loaded, self.parallel)
+        sends_adapter = resolved_sync_mode(config) == "adapter"
         canary = Canary(
             self.loaded,
             fixed.prompt,
             self.algorithm.fixed_images,
             fixed.target.token_ids[:_CANARY_TOKENS],
             tolerance=config.canary_tolerance,
-            proves_adapter=resolved_sync_mode(config) == "adapter",
+            proves_adapter=sends_adapter,
             run_dir=config.telemetry.run_dir,
         )
         self.publisher = WeightPublisher(
-            self._ranks, device, self.loaded, self.parallel, senders, canary
+            self._ranks,
+            device,
+            self.loaded,
+            self.parallel,
+            make_sender(config, place, self.parallel),
+            canary,
+            offers_adapter=sends_adapter,
         )
         self.num_updates = 0
         """Finished updates: the weights are theirs."""

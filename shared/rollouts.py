@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from shared.records import ImageRef
-from shared.weight_sync.differences import Differences
-from shared.weight_sync.transports import TransportKind
+from shared.weight_sync.canary import CanaryProbe, Differences
+from shared.weight_sync.offer import AdapterOffer, FullOffer
 
 MAX_TEMPERATURE = 2.0
 """vLLM takes no higher one."""
@@ -110,20 +110,24 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class WeightOffer:
-    """The learner's invitation to one sync: what will come, over which transport, and how to check
-    it.
-    """
+    """The learner's invitation to one sync: what will come, over which transport, and its proof."""
 
     version: int
     transport: str
     """nccl, ipc, rollmatch_gloo or inproc; adapter: the weights are in the offer."""
-    rendezvous: Mapping[str, Any]
-    canary: Any
+    terms: FullOffer | AdapterOffer
+    canary: CanaryProbe
 
     @property
     def sends_adapter(self) -> bool:
-        """Rather than full weights."""
-        return self.transport == TransportKind.ADAPTER
+        """Whether an adapter is sent rather than full weights."""
+        return isinstance(self.terms, AdapterOffer)
+
+    def for_group(self, index: int) -> WeightOffer:
+        """Return the same sync as the receivers of one process group are told of it."""
+        if isinstance(self.terms, AdapterOffer):
+            return self
+        return replace(self, terms=replace(self.terms, groups=(self.terms.groups[index],)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,7 @@ class SyncReport:
                 else None
             ),
             canary_mean_abs=max(report.canary_mean_abs for report in reports),
-            canary_noise=Differences.of_worst(noises) if noises else None,
+            canary_noise=Differences.worst(noises) if noises else None,
         )
 
     @property

@@ -91,7 +91,7 @@ def main() -> None:
         LearnerDevice(device).wait()
         expected = iter([sum_of(tensor.view(torch.uint8)) for _, tensor in weights])
         num_buckets = 0
-        for bucket in packed_buckets(ChecksummedWeights(weights, terms, torch), [sharing]):
+        for bucket in packed_buckets(ChecksummedWeights(weights, terms), [sharing]):
             here.send(bucket)
             assert here.poll(LIMIT_S), f"the receiver did not answer in {LIMIT_S:g} s"
             for name, total in zip(bucket["names"], here.recv(), strict=True):

@@ -17,8 +17,8 @@ from benchmarks.logit_memory import FIRST_COORD, PIPELINE
 from learner.collate import collate
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import (
-    DistributedRanks,
     LearnerDevice,
+    Ranks,
     RankTopology,
     Rendezvous,
     open_group,
@@ -52,9 +52,7 @@ def main() -> None:
     here = {"device": Device(device.type), "rendezvous": meeting.endpoint}
     place = RankTopology(TransportKind.GLOO, (), **here)  # nothing is sent
     group = open_group(place, meeting.store, timedelta(seconds=60))
-    ranks = DistributedRanks(
-        0, 1, group, LearnerDevice(device), timeout_s=60.0, sums_in_backward=True
-    )
+    ranks = Ranks(0, 1, group, LearnerDevice(device), timeout_s=60.0, sums_in_backward=True)
     source = CheckpointWeights(parts)
     sharded = ShardedModel(
         parts, source, ranks, device=device, dtype=torch.float32, every_rank_sends=False

@@ -26,7 +26,7 @@ from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
 from shared.sent_requests import REQUESTS_TOGETHER, RequestRef, in_objects
 from shared.trajectory import ExampleCounts
-from shared.weight_sync.differences import Differences
+from shared.weight_sync.canary import Differences
 from shared.weight_sync.phases import SendReport, SyncPhase, all_phases_s, sender_s
 from shared.weight_sync.transports import Device
 

@@ -102,7 +102,7 @@ def plan_placement(
         case EngineLocation.SERVERS:
             # Servers live where the learner does: on GPUs or on CPUs.
             device = ranks[0].device
-            transport = _transport(device, device, Sharing.NOTHING)
+            transport = choose_transport(device, device, Sharing.NOTHING)
             placement = Placement((), ranks, 1, device, device, transport)
     # Each kind of problem only where the kind before it has none, which would be its reason.
     everything = Resources.sum(nodes)
@@ -114,10 +114,6 @@ def plan_placement(
     if problems:
         raise ConfigError(problems)
     return placement
-
-
-def _transport(learner: Device, engine: Device, sharing: Sharing) -> TransportKind:
-    return choose_transport("auto", learner, engine, sharing)
 
 
 def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool) -> Placement:
@@ -138,7 +134,7 @@ def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool
             f" ({_ACTORS}.gpus_per_actor); weights travel between GPUs or between CPUs, give both"
             " sides GPUs or neither"
         )
-    transport = _transport(learner_device, engine.device, Sharing.NOTHING)
+    transport = choose_transport(learner_device, engine.device, Sharing.NOTHING)
     engines = (engine,) * actors.num_actors
     return Placement(engines, ranks, devices, engine.device, learner_device, transport)
 
@@ -157,7 +153,7 @@ def _in_ranks(
     else:
         devices = colocate_tensor_parallel(wanted, 1)
         sharing = Sharing.PROCESS
-    transport = _transport(device, device, sharing)
+    transport = choose_transport(device, device, sharing)
     return Placement((), ranks, devices, device, device, transport)
 
 

@@ -33,7 +33,7 @@ from shared.rollouts import SyncReport
 from shared.run_files import RunFile, Span, TraceWriter, cannot_write, write_run_file
 from shared.schedule import StepPlan
 from shared.seeds import request_seed
-from shared.weight_sync.differences import NOISE_FILE
+from shared.weight_sync.canary import NOISE_FILE
 
 TRACK = "driver"
 CONFIG = "config.json"

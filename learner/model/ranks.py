@@ -1,4 +1,4 @@
-"""The learner ranks of a run, as one of them sees the others."""
+"""The learner ranks of a run: where one of them is, its device, and how it speaks to the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import (
@@ -28,14 +28,14 @@ from shared.run_files import Span
 from shared.weight_sync.gloo import gloo_options
 from shared.weight_sync.transports import Device, TransportKind
 
-# What a learner rank is told of its place in the run. Not configuration: it follows from the
-# cluster.
+BUCKET_ELEMENTS = 2**24
+"""Gradients that are summed at once: 64 MiB in float32."""
+GROUP_NAME = "rollmatch.learner"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverGroup:
-    """Engine workers that take weights over one process group, of which learner rank 0 is rank
-    0."""
+    """Engine workers that take weights over one process group, whose rank 0 is learner rank 0."""
 
     num_workers: int
     port: int = 0
@@ -44,16 +44,19 @@ class ReceiverGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """Where one learner rank is, and who is around it."""
+    """Where one learner rank is, and who is around it. It follows from the cluster.
+
+    Example: `RankTopology(TransportKind.GLOO, (ReceiverGroup(3),))` is the only rank of a run with
+    three actors on CPU.
+    """
 
     transport: TransportKind
-    """Of the weight sync (`WeightOffer.transport`)."""
+    """The way of full weights (`WeightOffer.transport`)."""
     receivers: tuple[ReceiverGroup, ...]
     """One for all rollout actors, or one for each server; none where the engine lives in the
-    learner's process.
-    """
+    learner's process."""
     address: str = "127.0.0.1"
-    """Of this node, which the engines, and the other ranks, reach."""
+    """This node's, which the engines and the other ranks reach."""
     device: Device = Device.CPU
     rank: int = 0
     world_size: int = 1
@@ -61,13 +64,12 @@ class RankTopology:
     """`address:port` at which rank 0 gathers the ranks; empty where there is one."""
 
 
-# The learner's device: a GPU does its work later than it is told to, a CPU at once.
-#
-# What has to be done for that reason is here, so that a test can watch it without a GPU.
-
-
 class LearnerDevice:
-    """The device of one learner rank. Not run on a GPU."""
+    """The device of one learner rank: a GPU does its work later than it is told to, a CPU at once.
+
+    What has to be done for that reason is here, so that a test can watch it without a GPU. Not run
+    on a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,119 +96,39 @@ class LearnerDevice:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-BUCKET_ELEMENTS = 2**24
-"""Gradients that are summed at once: 64 MiB in float32."""
+class Ranks:
+    """The learner ranks of a run, as one of them sees the others; `Ranks()` is one alone.
 
+    Every method but `of_phase` and `pop_spans` is a collective: all ranks call it, in the same
+    order. One that a peer does not join ends after `timeout_s` with a CollectiveError.
 
-class Ranks(Protocol):
-    """Every method but `of_phase`, `pop_spans` and the properties is a collective: all ranks call
-    it, in the same order.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def sum(self, value: int) -> int:
-        """Over all ranks."""
-        ...
-
-    def max(self, value: int) -> int:
-        """Over all ranks."""
-        ...
-
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, of which all ranks have equally many, whether it is set on any rank."""
-        ...
-
-    def first_difference(self, values: Sequence[int]) -> int | None:
-        """Where the ranks' values, equally many, differ first; None where they are the same. Every
-        rank gets the same answer.
-        """
-        ...
-
-    def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """In place, over all ranks, each of which has as many of the same shapes: afterwards every
-        rank holds the same bits.
-        """
-        ...
-
-    def barrier(self) -> None: ...
-
-    def meet(self, flag: bool) -> bool:
-        """A barrier whose wait is timed; whether the flag is set on any rank."""
-        ...
-
-    def of_phase(self, phase: str) -> Any:
-        """A context: a LearnerError that leaves it says which rank it is of, other errors stay as
-        they are, and a lost or late peer is a CollectiveError.
-        """
-        ...
-
-    def pop_spans(self) -> list[Span]:
-        """What `meet` and `sum_gradients` took since the last call."""
-        ...
-
-
-class OneRank:
-    """A learner of one rank: there is nobody to ask."""
-
-    rank = 0
-    world_size = 1
-
-    def sum(self, value: int) -> int:
-        return value
-
-    def max(self, value: int) -> int:
-        return value
-
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        return list(flags)
-
-    def first_difference(self, values: Sequence[int]) -> int | None:
-        return None
-
-    def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def barrier(self) -> None:
-        pass
-
-    def meet(self, flag: bool) -> bool:
-        return flag
-
-    @contextmanager
-    def of_phase(self, phase: str) -> Iterator[None]:
-        yield
-
-    def pop_spans(self) -> list[Span]:
-        return []
-
-
-class DistributedRanks:
-    """Several ranks over one process group. A collective that a peer does not join ends after
-    `timeout_s` with a CollectiveError.
+    Example: with rank 0 holding 3 and rank 1 holding 5, `ranks.sum(...)` is 8 on both.
     """
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
-        group: ProcessGroup,
-        device: LearnerDevice,
+        rank: int = 0,
+        world_size: int = 1,
+        group: ProcessGroup | None = None,
+        device: LearnerDevice | None = None,
         *,
-        timeout_s: float,
-        sums_in_backward: bool,
+        timeout_s: float = 0.0,
+        sums_in_backward: bool = False,
     ) -> None:
+        """Keep what the collectives need.
+
+        Args:
+            group: None where this rank is alone: then no method asks anybody.
+            device: where the gradients are.
+            sums_in_backward: the backward of every row sums gradients over the ranks already.
+        """
         self.rank = rank
         self.world_size = world_size
         self.group = group
         self._device = device
         self._timeout_s = timeout_s
         self._sums_in_backward = sums_in_backward
-        self._times: list[Span] = []
+        self._spans: list[Span] = []
         self._track = rank_name(rank, world_size)
 
     def sum(self, value: int) -> int:
@@ -216,48 +138,61 @@ class DistributedRanks:
         return self._reduced([value], ReduceOp.MAX)[0]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag, of which all ranks have equally many, whether any rank's is set."""
         return [bool(flag) for flag in self._reduced(list(map(int, flags)), ReduceOp.MAX)]
 
     def first_difference(self, values: Sequence[int]) -> int | None:
-        highest, lowest = self._reduced(values, ReduceOp.MAX), self._reduced(values, ReduceOp.MIN)
-        return next(
-            (
-                index
-                for index, (high, low) in enumerate(zip(highest, lowest, strict=True))
-                if high != low
-            ),
-            None,
-        )
+        """Return where the ranks' values, equally many, differ first; None where they are equal."""
+        highest = self._reduced(values, ReduceOp.MAX)
+        lowest = self._reduced(values, ReduceOp.MIN)
+        for index, (high, low) in enumerate(zip(highest, lowest, strict=True)):
+            if high != low:
+                return index
+        return None
 
     def barrier(self) -> None:
+        """Return when all ranks have come."""
         self._reduced([0], ReduceOp.SUM)
 
     def meet(self, flag: bool) -> bool:
+        """Wait for all ranks, timed; return whether any rank's flag is set."""
         started_s = time.time()
         any_flag = bool(self.max(int(flag)))
-        self._times.append(Span(self._track, "wait for ranks", started_s, time.time()))
+        if self.group is not None:
+            self._spans.append(Span(self._track, "wait for ranks", started_s, time.time()))
         return any_flag
 
     def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        if self._sums_in_backward:
+        """Sum in place over the ranks, each of which has as many of the same shapes.
+
+        Afterwards every rank holds the same bits.
+        """
+        if self.group is None or self._sums_in_backward:
             return
         started_s = time.time()
         for bucket in cut_past(gradients, BUCKET_ELEMENTS, torch.Tensor.numel):
             # In float32, whatever the gradients are: a sum over ranks must not lose more than the
             # sum over rows.
             flat = torch.cat([gradient.reshape(-1).float() for gradient in bucket])
-            self._all_reduce(flat, ReduceOp.SUM)
-            for gradient, summed in zip(
-                bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True
-            ):
+            self._all_reduce(self.group, flat, ReduceOp.SUM)
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, summed in zip(bucket, parts, strict=True):
                 gradient.copy_(summed.view_as(gradient))
         # On a GPU the sums are only queued so far: a lost peer and the time belong to them, and not
         # to whatever waits for the device next.
-        self._device.wait()
-        self._times.append(Span(self._track, "reduce gradients", started_s, time.time()))
+        if self._device is not None:
+            self._device.wait()
+        self._spans.append(Span(self._track, "reduce gradients", started_s, time.time()))
 
     @contextmanager
     def of_phase(self, phase: str) -> Iterator[None]:
+        """Name this rank in a LearnerError that leaves the block, among several ranks.
+
+        A lost or late peer becomes a CollectiveError of the phase; other errors stay as they are.
+        """
+        if self.group is None:
+            yield
+            return
         try:
             yield
         except CollectiveError:
@@ -267,51 +202,42 @@ class DistributedRanks:
                 f"rank {self.rank} of {self.world_size}: {error.message}", phase=error.phase
             ) from error
         except RuntimeError as error:
-            if not _is_lost_peer(error):
+            # NCCL's errors have a class of their own, gloo's are known by the source file that they
+            # name.
+            if not isinstance(error, DistError) and "third_party/gloo" not in str(error):
                 raise
             # It may have been told at once, because the other's process is not there.
-            told = (
-                f"another one did not answer within timeouts.learn_s = {self._timeout_s:g} s, or"
-                " its connection broke; check the rank that failed first"
-            )
             raise CollectiveError(
-                f"rank {self.rank} of {self.world_size}: {told} ({error})", phase=phase
+                f"rank {self.rank} of {self.world_size}: another one did not answer within"
+                f" timeouts.learn_s = {self._timeout_s:g} s, or its connection broke; check the"
+                f" rank that failed first ({error})",
+                phase=phase,
             ) from error
 
     def pop_spans(self) -> list[Span]:
-        times, self._times = self._times, []
-        return times
+        """Return what `meet` and `sum_gradients` took since the last call."""
+        spans = self._spans
+        self._spans = []
+        return spans
 
-    def _reduced(self, values: Sequence[int], how: Any) -> list[int]:
+    def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
+        if self.group is None:
+            return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        self._all_reduce(tensor, how)
+        self._all_reduce(self.group, tensor, operation)
         return tensor.tolist()
 
-    def _all_reduce(self, tensor: torch.Tensor, how: Any) -> None:
+    def _all_reduce(self, group: ProcessGroup, tensor: torch.Tensor, operation: Any) -> None:
         options = AllreduceOptions()
-        options.reduceOp = how
+        options.reduceOp = operation
         options.timeout = timedelta(seconds=self._timeout_s)
-        self.group.allreduce([tensor], options).wait()
-
-
-def _is_lost_peer(error: RuntimeError) -> bool:
-    """NCCL's errors have a class of their own, gloo's are known by the source file that they
-    name."""
-    return isinstance(error, DistError) or "third_party/gloo" in str(error)
-
-
-# How the learner ranks of a run come together.
-#
-# Their group is an object of its own and not torch's default group, which an engine in the same
-# process may open for itself.
-
-
-GROUP_NAME = "rollmatch.learner"
+        group.allreduce([tensor], options).wait()
 
 
 class Rendezvous:
-    """Where the other ranks find rank 0: a store on a port that is bound, on `address` alone,
-    before anybody is told of it.
+    """A store at which the other ranks find rank 0.
+
+    Its port is bound, on `address` alone, before anybody is told of it.
     """
 
     def __init__(self, address: str) -> None:
@@ -337,7 +263,7 @@ def join_ranks(
     timeout_s: float,
     sums_in_backward: bool,
 ) -> Ranks:
-    """Return the group of the place's ranks, when all have come.
+    """Return the ranks of the run when all have come. Raises CollectiveError after `timeout_s`.
 
     Args:
         rendezvous: rank 0's, opened before `place` was made.
@@ -346,32 +272,28 @@ def join_ranks(
         sums_in_backward: the backward of every row sums gradients over the ranks already.
     """
     if place.world_size == 1:
-        return OneRank()
-    assert (rendezvous is not None) == (place.rank == 0), (
-        "rank 0 hosts the rendezvous, and only rank 0"
-    )
+        return Ranks()
+    assert (rendezvous is not None) == (place.rank == 0), "rank 0 alone hosts the rendezvous"
     address, port = place.rendezvous.rsplit(":", 1)
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = (
-            rendezvous.store
-            if rendezvous is not None
-            else TCPStore(
+        if rendezvous is not None:
+            store = rendezvous.store
+        else:
+            store = TCPStore(
                 address, int(port), is_master=False, wait_for_workers=False, timeout=timeout
             )
-        )
         group = open_group(place, store, timeout)
     except (DistError, RuntimeError) as error:
-        others = f"the other learner ranks at {place.rendezvous}"
-        told = late(
-            others,
+        message = late(
+            f"the other learner ranks at {place.rendezvous}",
             Timeout(timeout_s, "timeouts.learn_s"),
             "the rank that failed first, and whether nodes reach each other",
         )
         raise CollectiveError(
-            f"rank {place.rank} of {place.world_size}: {told} ({error})", phase="start"
+            f"rank {place.rank} of {place.world_size}: {message} ({error})", phase="start"
         ) from error
-    return DistributedRanks(
+    return Ranks(
         place.rank,
         place.world_size,
         group,
@@ -382,8 +304,10 @@ def join_ranks(
 
 
 def open_group(place: RankTopology, store: Any, timeout: timedelta) -> ProcessGroup:
-    """Gloo for what lies in host memory, NCCL for what lies on a GPU. The latter was not run on a
-    GPU.
+    """Open gloo for what lies in host memory and, on GPUs, NCCL for what lies there.
+
+    The group is an object of its own and not torch's default one, which an engine in the same
+    process may open for itself. NCCL was not run on a GPU.
     """
     group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
     gloo = ProcessGroup.BackendType.GLOO
@@ -394,7 +318,6 @@ def open_group(place: RankTopology, store: Any, timeout: timedelta) -> ProcessGr
         gloo_options(place.address, timeout),
     )
     group._register_backend(torch.device("cpu"), gloo, on_cpu)
-    # the first that this process sees, which is where its tensors are
     if place.device is Device.CUDA:
         from torch.distributed import ProcessGroupNCCL
 
@@ -404,6 +327,7 @@ def open_group(place: RankTopology, store: Any, timeout: timedelta) -> ProcessGr
             PrefixStore(f"{GROUP_NAME}.nccl", store), place.rank, place.world_size, nccl_options
         )
         group._set_default_backend(ProcessGroup.BackendType.NCCL)
+        # The first GPU that this process sees is where its tensors are.
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, on_gpu)
     else:
         group._set_default_backend(gloo)

@@ -1,10 +1,21 @@
-"""A model of which every learner rank holds a part (`learner.parallel: fsdp`: FSDP2)."""
+"""How a learner rank holds the model: all of it, or a part (`learner.parallel: ddp | fsdp`).
+
+ddp     A rank's rows are its own affair; gradients are summed once, at the step's end. The ranks
+        must not drift apart: `check` compares them.
+fsdp    FSDP2: every forward gathers block after block and every backward sums their gradients, so
+        each row is a row of all ranks: `rows_of_all_ranks` makes their numbers equal.
+
+Weights leave, for a sync or a checkpoint, between two calls:
+
+    gather -> weights, state_dict -> release
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from learner.model.checkpoint import CheckpointWeights, WeightSource
 from learner.model.loading import DTYPES, LoadedModel, load_model
-from learner.model.ranks import DistributedRanks, Ranks
+from learner.model.ranks import Ranks
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engines_in, is_sharded
 from shared.errors import CollectiveError, LearnerError
@@ -25,17 +36,97 @@ T = TypeVar("T")
 
 FAILED = 2**62
 """In the place of a rank's number of rows: it has an error to raise, and the others must not wait
-for it.
-"""
+for it."""
+CHECKED_ELEMENTS = 4096
+"""At the most, of each parameter, when ranks are compared."""
+INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ShardedModel:
-    """A rank that holds a part of every parameter.
+class Parallel(ABC):
+    """A model as one rank holds it.
+
+    `forward`, `rows_of_all_ranks`, `any_of_row`, `check` and `gather` are collectives under fsdp:
+    all ranks come to them, in the same order.
+    """
+
+    weights: WeightSource
+    """Weights for a sync or a checkpoint; read them only between `gather` and `release`."""
+    holds_parts: bool
+    """Whether the model's parameters are this rank's shards (DTensor) and not ordinary tensors."""
+
+    @abstractmethod
+    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return `function(*arguments)`, which is one forward of the model, or of parts of it."""
+
+    @abstractmethod
+    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
+        """Yield the rows in order, then None for each that another rank has more."""
+
+    @abstractmethod
+    def any_of_row(self, flag: bool) -> bool:
+        """Return whether the flag is set on a rank that this row is a row of: here, or anywhere."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise LearnerError where the ranks do not hold the same weights."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Make `weights` readable: they do not change until `release`."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return the whole weights in host memory, on rank 0, between `gather` and `release`.
+
+        None where the model itself holds them.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drop what was gathered."""
+
+
+class WholeModel(Parallel):
+    """All of the model in one rank, alone or among others that hold it too."""
+
+    holds_parts = False
+
+    def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
+        self.weights = weights
+        self._model = model
+        self._ranks = ranks
+
+    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
+        return function(*arguments)
+
+    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
+        return iter(rows)
+
+    def any_of_row(self, flag: bool) -> bool:
+        return flag
+
+    def check(self) -> None:
+        # A sample of every parameter's bits is enough: an update that went another way shows in all
+        # of them.
+        if self._ranks.world_size > 1:
+            _require_same(self._ranks, self._model, _sampled_sum)
+
+    def gather(self) -> None:
+        pass
+
+    def state_dict(self) -> None:
+        return None
+
+    def release(self) -> None:
+        pass
+
+
+class ShardedModel(Parallel):
+    """A part of every parameter in each rank. Not run on a GPU.
 
     One module around the model is the root, so that a forward may read parts of the model one by
     one: rows apply its head to some positions only. What is in no block (embeddings, norms,
-    mergers, the head) is gathered with the root, once in a forward and once in its backward. Not
-    run on a GPU.
+    mergers, the head) is gathered with the root, once in a forward and once in its backward.
     """
 
     holds_parts = True
@@ -44,20 +135,23 @@ class ShardedModel:
         self,
         model: Any,
         weights: WeightSource,
-        ranks: DistributedRanks,
+        ranks: Ranks,
         *,
         device: torch.device,
         dtype: torch.dtype,
         every_rank_sends: bool,
     ) -> None:
-        """Shards `model` in place and moves the shards to `device`.
+        """Shard `model` in place and move the shards to `device`.
 
         The model comes in float32, in host memory, the same on every rank. Its forwards compute in
         `dtype`, gradients are summed in float32, and the shards stay float32: under bfloat16 they
-        are the master weights. `weights` is what the whole model would send, on rank 0 or, to an
-        engine beside each rank, on every one.
+        are the master weights.
+
+        Args:
+            weights: what the whole model would send.
+            every_rank_sends: each to an engine beside it; else rank 0 alone sends.
         """
-        self.weights = GatheredWeights(
+        self.weights: GatheredWeights = GatheredWeights(
             weights, is_kept=every_rank_sends or ranks.rank == 0, device=device, dtype=dtype
         )
         self._ranks = ranks
@@ -79,9 +173,6 @@ class ShardedModel:
             # and 7). As plain sums, because gloo knows no others.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-
-    def state_dict(self) -> dict[str, torch.Tensor] | None:
-        return self.weights.state_dict()
 
     def forward(self, function: Callable[..., T], *arguments: Any) -> T:
         result: T = self._root(function, *arguments)
@@ -108,16 +199,21 @@ class ShardedModel:
         return bool(self._ranks.max(int(flag)))
 
     def check(self) -> None:
-        """Nothing to do: each value is held once."""
+        pass  # each value is held once
 
     def gather(self) -> None:
         self.weights.gather()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.weights.state_dict()
 
     def release(self) -> None:
         self.weights.release()
 
 
 class _Root(nn.Module):
+    """The module around the model whose forward is any function that reads it."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -126,10 +222,12 @@ class _Root(nn.Module):
         return function(*arguments)
 
 
-def _mesh(ranks: DistributedRanks, device: torch.device) -> DeviceMesh:
-    """`DeviceMesh.from_group` for a group that is not made from torch's default one, which there
-    may not be, or may be another's.
+def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
+    """Do what `DeviceMesh.from_group` does, without torch's default group.
+
+    There may be none, or it may be another's.
     """
+    assert ranks.group is not None, "a model is sharded over several ranks"
     name = ranks.group.group_name
     _register_process_group(name, ranks.group)
     mesh = DeviceMesh(
@@ -141,8 +239,9 @@ def _mesh(ranks: DistributedRanks, device: torch.device) -> DeviceMesh:
 
 
 class GatheredWeights:
-    """The whole tensors of a sharded model, in host memory of the ranks that send, for as long as a
-    sync or a checkpoint needs them.
+    """The whole tensors of a sharded model, in host memory of the ranks that send.
+
+    They are kept for as long as a sync or a checkpoint needs them.
     """
 
     def __init__(
@@ -155,8 +254,7 @@ class GatheredWeights:
         self._kept: list[tuple[str, torch.Tensor]] = []
 
     def gather(self) -> None:
-        """A collective: a tensor at a time is whole on every device, and kept by those that
-        send."""
+        """Make one tensor at a time whole on every device, and keep it where it is sent."""
         self.release()
         for name, tensor in self._source.tensors():
             cast = tensor.to(self._dtype)
@@ -179,137 +277,10 @@ class GatheredWeights:
             yield name, tensor.to(self._device)
 
 
-# How the learner ranks hold the model: each all of it (`learner.parallel: ddp`), or each a
-# part (`fsdp`: FSDP2).
-#
-# ddp   a rank's rows are its own affair; gradients are summed once, at the step's end. The ranks
-# must not drift apart: `check` compares them. fsdp  every forward gathers block after block and
-# every backward sums their gradients, so each row is a row of all ranks: `rows_of_all_ranks` makes
-# their numbers equal.
-#
-# Weights leave, for a sync or a checkpoint, between two calls: gather -> weights, state_dict ->
-# release
-
-
-CHECKED_ELEMENTS = 4096
-"""Of each parameter, at the most, when ranks are compared."""
-INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Parallel(Protocol):
-    """`forward`, `rows_of_all_ranks`, `any_of_row`, `check` and `gather` are collectives under
-    fsdp: all ranks come to them, in the same order.
-    """
-
-    @property
-    def weights(self) -> WeightSource:
-        """What a sync sends and a checkpoint holds; to be read where there is something to send,
-        between `gather` and `release`.
-        """
-        ...
-
-    @property
-    def holds_parts(self) -> bool:
-        """Whether a parameter of the model is no ordinary tensor, but this rank's shard of one."""
-        ...
-
-    def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Between `gather` and `release`, on rank 0: the whole weights for a checkpoint, in host
-        memory; None where the model itself holds them.
-        """
-        ...
-
-    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
-        """`function(*arguments)`, which is one forward of the model, or of parts of it."""
-        ...
-
-    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
-        """The rows in order and, where other ranks have more of them, None for each that is missing
-        here.
-        """
-        ...
-
-    def any_of_row(self, flag: bool) -> bool:
-        """Whether the flag is set on a rank that this row is a row of: here, or anywhere."""
-        ...
-
-    def check(self) -> None:
-        """LearnerError where the ranks do not hold the same weights."""
-        ...
-
-    def gather(self) -> None:
-        """Make `weights` readable: they do not change until `release`."""
-        ...
-
-    def release(self) -> None:
-        """What was gathered is not needed any more."""
-        ...
-
-
-class WholeModel:
-    """A rank that holds all of the model, alone or among others that do."""
-
-    holds_parts = False
-
-    def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
-        self.weights = weights
-        self._model = model
-        self._ranks = ranks
-
-    def state_dict(self) -> dict[str, torch.Tensor] | None:
-        return None
-
-    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
-        return function(*arguments)
-
-    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
-        return iter(rows)
-
-    def any_of_row(self, flag: bool) -> bool:
-        return flag
-
-    def check(self) -> None:
-        """By a sample of every parameter's bits: an update that went another way shows in all of
-        them.
-        """
-        if self._ranks.world_size > 1:
-            _require_same(self._ranks, self._model, _sampled_sum)
-
-    def gather(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-
-def _require_same(ranks: Ranks, model: nn.Module, number_of: Callable[[torch.Tensor], int]) -> None:
-    """LearnerError where `number_of` a parameter is not the same on all ranks."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    where = ranks.first_difference([number_of(parameter.detach()) for parameter in parameters])
-    if where is not None:
-        raise LearnerError(
-            "the learner ranks do not hold the same weights; the first parameter that differs is"
-            f" {names[where]}. Check that model.path is the same checkpoint on every node and that"
-            " the nodes have the same devices and versions, and go on from the last checkpoint",
-            phase="check",
-        )
-
-
-def _sampled_sum(parameter: torch.Tensor) -> int:
-    values = parameter.reshape(-1)[:CHECKED_ELEMENTS]
-    return int(values.view(INTEGER_OF_SIZE[values.element_size()]).sum(dtype=torch.int64))
-
-
-def _whole_checksum(parameter: torch.Tensor) -> int:
-    checksum = BucketChecksum(torch)
-    checksum.add(parameter)
-    return checksum.value()
-
-
 def load_parallel(
     config: RunConfig, device: torch.device, ranks: Ranks
 ) -> tuple[LoadedModel, Parallel]:
-    """The checkpoint, held as the configuration says.
+    """Load the checkpoint, held as the configuration says.
 
     Raises ConfigError as `load_model` does, and LearnerError where the ranks loaded different
     weights: all of them are compared, this once.
@@ -318,17 +289,40 @@ def load_parallel(
     loaded = load_model(config, torch.device("cpu") if is_sharded(config) else device)
     if ranks.world_size > 1:
         _require_same(ranks, loaded.model, _whole_checksum)
-    if not is_sharded(config):
-        return loaded, WholeModel(loaded.model, CheckpointWeights(loaded.model), ranks)
-    assert isinstance(ranks, DistributedRanks)
-    dtype = DTYPES[config.model.dtype]
     source = CheckpointWeights(loaded.model)
+    if not is_sharded(config):
+        return loaded, WholeModel(loaded.model, source, ranks)
     parallel = ShardedModel(
         loaded.model,
         source,
         ranks,
         device=device,
-        dtype=dtype,
+        dtype=DTYPES[config.model.dtype],
         every_rank_sends=engines_in(config) is EngineLocation.RANKS,
     )
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel
+
+
+def _require_same(ranks: Ranks, model: nn.Module, number_of: Callable[[torch.Tensor], int]) -> None:
+    """Raise LearnerError where `number_of` a parameter is not the same on all ranks."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    index = ranks.first_difference([number_of(parameter.detach()) for parameter in parameters])
+    if index is not None:
+        raise LearnerError(
+            "the learner ranks do not hold the same weights; the first parameter that differs is"
+            f" {names[index]}. Check that model.path is the same checkpoint on every node and that"
+            " the nodes have the same devices and versions, and go on from the last checkpoint",
+            phase="check",
+        )
+
+
+def _sampled_sum(parameter: torch.Tensor) -> int:
+    values = parameter.reshape(-1)[:CHECKED_ELEMENTS]
+    # The bits as integers, whose sum does not depend on the order.
+    return int(values.view(INTEGER_OF_SIZE[values.element_size()]).sum(dtype=torch.int64))
+
+
+def _whole_checksum(parameter: torch.Tensor) -> int:
+    checksum = BucketChecksum()
+    checksum.add(parameter)
+    return checksum.value()

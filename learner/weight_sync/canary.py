@@ -1,14 +1,11 @@
-"""The learner's half of the canary: what it thinks of a fixed sequence with its current weights
-(DESIGN 9).
-"""
+"""The learner's half of the canary: its log-probabilities of a fixed sequence (DESIGN 9)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -17,48 +14,12 @@ from learner.model.loading import LoadedModel
 from learner.segments import EncodedPrompt
 from shared.errors import LearnerError
 from shared.records import ImageRef
-from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.differences import Differences
+from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.phases import SyncPhase
 
 
-class AsksCanary(Protocol):
-    """The proof of one offer."""
-
-    def question(self) -> CanaryProbe:
-        """The probe without its log-probabilities: no forward."""
-        ...
-
-    def logprobs(self) -> tuple[float, ...]:
-        """Of each token of the question but the first, under the learner's weights as they are now.
-        Raises LearnerError where one is no number.
-        """
-        ...
-
-    def probe(self) -> CanaryProbe:
-        """Both, and what the learner thinks without an adapter that is sent by itself."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedCanary:
-    """A probe that is there already."""
-
-    computed: CanaryProbe
-
-    def question(self) -> CanaryProbe:
-        return replace(self.computed, expected_logprobs=None)
-
-    def logprobs(self) -> tuple[float, ...]:
-        assert self.computed.expected_logprobs is not None
-        return self.computed.expected_logprobs
-
-    def probe(self) -> CanaryProbe:
-        return self.computed
-
-
 class Canary:
-    """One sequence, a prompt and the beginning of a response, that every sync is proved by."""
+    """A prompt and the beginning of a response, by which every sync is proved."""
 
     def __init__(
         self,
@@ -71,11 +32,15 @@ class Canary:
         proves_adapter: bool,
         run_dir: Path,
     ) -> None:
-        """`proves_adapter`: the engines are sent the adapter by itself, and its effect is compared
-        too.
+        """Keep the sequence; compute nothing yet.
 
-        `run_dir`: where no `tolerance` is given, the noise that a record in this folder holds is
-        the first offer's already. Raises ConfigError for a record that says something else.
+        Args:
+            tolerance: of a token, as in float32; None: bounds follow from the noise.
+            proves_adapter: engines are sent the adapter alone, and its effect is compared too.
+            run_dir: a noise that is recorded here is the first offer's already.
+
+        Raises:
+            ConfigError: the record of the noise says something else.
         """
         self._loaded = loaded
         self._prompt = prompt
@@ -83,13 +48,28 @@ class Canary:
         self._response_ids = response_ids
         self._tolerance = tolerance
         self._proves_adapter = proves_adapter
-        self.noise = Differences.kept(run_dir) if tolerance is None else None
+        self.noise = Differences.load(run_dir) if tolerance is None else None
         """The noise that offers in bfloat16 bring; None until the first sync has measured it."""
         self._base_logprobs: tuple[float, ...] | None = None
 
+    def question(self) -> CanaryProbe:
+        """Return the probe without its log-probabilities: no forward."""
+        is_placeholder = self._prompt.modality_P.bool().tolist()
+        return CanaryProbe(
+            token_ids=(*self._prompt.request_token_ids, *self._response_ids),
+            images=self._images,
+            expanded_token_ids=(*self._prompt.token_ids, *self._response_ids),
+            expected_logprobs=None,
+            tolerance=self._tolerance,
+            placeholder_ids=tuple(sorted(set(compress(self._prompt.token_ids, is_placeholder)))),
+            noise=self.noise,
+        )
+
     def probe(self) -> CanaryProbe:
-        """One forward of the model, and the first time another one, since what is under an adapter
-        stays.
+        """Return the probe with its log-probabilities, and those without an adapter sent alone.
+
+        One forward of the model; the first time another one, because the weights under an adapter
+        never change.
         """
         if self._proves_adapter and self._base_logprobs is None:
             with without_adapter(self._loaded.model):
@@ -98,57 +78,35 @@ class Canary:
             self.question(), expected_logprobs=self.logprobs(), base_logprobs=self._base_logprobs
         )
 
-    def question(self) -> CanaryProbe:
-        of_images = self._prompt.modality_P.bool().tolist()
-        return CanaryProbe(
-            token_ids=(*self._prompt.request_token_ids, *self._response_ids),
-            images=self._images,
-            expanded_token_ids=(*self._prompt.token_ids, *self._response_ids),
-            expected_logprobs=None,
-            tolerance=self._tolerance,
-            placeholder_ids=tuple(sorted(set(compress(self._prompt.token_ids, of_images)))),
-            noise=self.noise,
-        )
-
     def logprobs(self) -> tuple[float, ...]:
-        """One forward of the model."""
-        device = self._loaded.device
-        ids_1T = torch.tensor([(*self._prompt.token_ids, *self._response_ids)], device=device)
-        with torch.no_grad():
-            logits_TV = self._loaded.model(
-                input_ids=ids_1T, **self._image_arguments(), use_cache=False
-            ).logits[0]
-            logprobs = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(
-                1, ids_1T[0, 1:, None]
-            )[:, 0]
-        return _finite(logprobs.tolist())
+        """Score each token of the question but the first, under the learner's weights as they are.
 
-    def _image_arguments(self) -> dict[str, torch.Tensor]:
-        """Nothing without images: a text model takes none, and no vision tower takes none of no
-        images.
+        Raises LearnerError where one is not finite: no engine could agree with it.
         """
-        prompt, device = self._prompt, self._loaded.device
-        if not len(prompt.image_grid_I3):
-            return {}
-        return {
-            "mm_token_type_ids": (
-                torch.cat(
-                    [prompt.modality_P, prompt.modality_P.new_zeros(len(self._response_ids))]
-                )[None].to(device)
-            ),
-            "pixel_values": prompt.pixel_values_RD.to(device, self._loaded.model.dtype),
-            "image_grid_thw": prompt.image_grid_I3.to(device),
-        }
-
-
-def _finite(logprobs: list[float]) -> tuple[float, ...]:
-    """The same. Raises LearnerError where one is not finite: no engine could agree with it."""
-    for i, logprob in enumerate(logprobs):
-        if not math.isfinite(logprob):
-            raise LearnerError(
-                f"its log-probability of the canary's token {i + 1} is {logprob}: the weights have"
-                " diverged, and are not saved; go on from an earlier checkpoint with a lower"
-                " training.learning_rate or training.max_grad_norm",
-                phase=SyncPhase.CANARY,
-            )
-    return tuple(logprobs)
+        prompt = self._prompt
+        device = self._loaded.device
+        token_ids = (*prompt.token_ids, *self._response_ids)
+        ids_1T = torch.tensor([token_ids], device=device)
+        vision: dict[str, torch.Tensor] = {}
+        # Without images a vision tower must not be called with empty pixel values.
+        if len(prompt.image_grid_I3):
+            of_response = prompt.modality_P.new_zeros(len(self._response_ids))
+            vision = {
+                "mm_token_type_ids": torch.cat([prompt.modality_P, of_response])[None].to(device),
+                "pixel_values": prompt.pixel_values_RD.to(device, self._loaded.model.dtype),
+                "image_grid_thw": prompt.image_grid_I3.to(device),
+            }
+        with torch.no_grad():
+            logits_TV = self._loaded.model(input_ids=ids_1T, **vision, use_cache=False).logits[0]
+            # In float32: bfloat16 has 8 bits, and rounding them here would add to the noise.
+            logprobs_TV = torch.log_softmax(logits_TV[:-1].float(), dim=-1)
+            logprobs = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].tolist()
+        for i, logprob in enumerate(logprobs):
+            if not math.isfinite(logprob):
+                raise LearnerError(
+                    f"its log-probability of the canary's token {i + 1} is {logprob}: the weights"
+                    " have diverged, and are not saved; go on from an earlier checkpoint with a"
+                    " lower training.learning_rate or training.max_grad_norm",
+                    phase=SyncPhase.CANARY,
+                )
+        return tuple(logprobs)

@@ -8,76 +8,27 @@ Every method but `send`, `fall_back_to_full` and `close` is called on all ranks,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from learner.model.adapters import adapter_files
 from learner.model.checkpoint import save_checkpoint
 from learner.model.loading import LoadedModel
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology
 from learner.model.sharding import Parallel
-from learner.weight_sync.canary import AsksCanary, Canary, ComputedCanary
+from learner.weight_sync.canary import Canary
 from learner.weight_sync.sender import WeightSender
 from shared.config import RunConfig
-from shared.config.derive import resolved_sync_mode, rollout_servers
+from shared.config.derive import rollout_servers
 from shared.errors import LEARNER, WeightSyncError
 from shared.rollouts import WeightOffer
-from shared.weight_sync.differences import Differences
+from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.offer import AdapterOffer
 from shared.weight_sync.phases import OFFER, SendReport
 from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
 
-# The learner's end of adapter syncs: the adapter goes with the offer (DESIGN 9, decision 20).
-
-
-class AdapterSender:
-    """`learner.weight_sync.publisher.Sender`."""
-
-    def __init__(self, model: Any, *, timeout_s: float) -> None:
-        self._model = model
-        self._timeout_s = timeout_s
-
-    def offer(self, version: int, canary: AsksCanary) -> WeightOffer:
-        """The adapter itself. Raises WeightSyncError where it cannot be written down."""
-        try:
-            files = adapter_files(self._model)
-            assert files is not None, "the configuration has an adapter"
-        # whatever peft and safetensors find wrong with it: the merged weights do without both
-        except Exception as error:
-            raise WeightSyncError(
-                f"it cannot be written down ({type(error).__name__}: {error})",
-                actor=LEARNER,
-                phase=OFFER,
-            ) from error
-        terms = AdapterOffer.make(files, timeout_s=self._timeout_s)
-        return WeightOffer(
-            version=version,
-            transport=TransportKind.ADAPTER,
-            rendezvous={"terms": terms},
-            canary=canary.probe(),
-        )
-
-    def send(self, offer: WeightOffer) -> SendReport:
-        """Nothing is left to send."""
-        assert offer.sends_adapter
-        return SendReport(phase_s={})
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Sender(Protocol):
-    def offer(self, version: int, canary: AsksCanary) -> WeightOffer: ...
-    def send(self, offer: WeightOffer) -> SendReport:
-        """Returns when the weights are out. Raises WeightSyncError, and LearnerError where the
-        canary fails.
-        """
-        ...
-
-    def close(self) -> None: ...
-
 
 class WeightPublisher:
-    """One rank's part in it. The weights must not change between an offer and its `done`."""
+    """One rank's part in publishing. Weights must not change between an offer and its `done`."""
 
     def __init__(
         self,
@@ -85,29 +36,35 @@ class WeightPublisher:
         device: LearnerDevice,
         loaded: LoadedModel,
         parallel: Parallel,
-        senders: tuple[Sender, ...],
+        sender: WeightSender | None,
         canary: Canary,
+        *,
+        offers_adapter: bool = False,
     ) -> None:
         """Keep what is called later.
 
         Args:
-            senders: rank 0's, each for the time after the one before it has failed.
+            sender: rank 0's; None on the other ranks.
             canary: the proof of arrival.
+            offers_adapter: offer the adapter alone, until `fall_back_to_full`.
         """
         self._ranks = ranks
         self._device = device
         self._loaded = loaded
         self._parallel = parallel
-        self._senders = senders
+        self._sender = sender
+        self._offers_adapter = offers_adapter
         self.canary = canary
         self.version = 0
-        """That the engines serve; 0 before the first sync."""
+        """The version that the engines serve; 0 before the first sync."""
 
     def offer(self) -> WeightOffer | None:
-        """The next version of the weights, with the probe that proves their arrival: rank 0's to
-        make, and None on the other ranks.
+        """Offer the next version, with the probe that proves its arrival; None but on rank 0.
 
-        Raises LearnerError where the ranks do not hold the same, or hold no numbers.
+        Raises:
+            ConfigError: a configured port is taken.
+            LearnerError: the ranks do not hold the same weights, or these are no numbers.
+            WeightSyncError: the adapter cannot be written down, or no port can be opened.
         """
         with self._ranks.of_phase("offer_weights"):
             # Senders pack on streams of their own; engines read shared weights in other processes.
@@ -115,29 +72,39 @@ class WeightPublisher:
             self._ranks.barrier()
             self._parallel.check()
             self._parallel.gather()
-            # Every rank computes it where none has the model alone.
-            canary = (
-                ComputedCanary(self._parallel.forward(self.canary.probe))
-                if self._parallel.holds_parts
-                else self.canary
-            )
-            return self._senders[0].offer(self.version + 1, canary) if self._senders else None
+            probe = None
+            if self._parallel.holds_parts:
+                # Every rank computes it where none has the model alone.
+                probe = self._parallel.forward(self.canary.probe)
+            if self._sender is None:
+                return None
+            version = self.version + 1
+            if self._offers_adapter:
+                return adapter_offer(
+                    self._loaded.model,
+                    version,
+                    probe or self.canary.probe(),
+                    timeout_s=self._sender.timeout_s,
+                )
+            if probe is not None:
+                return self._sender.offer(version, probe)
+            return self._sender.offer(version, self.canary.question(), self.canary.logprobs)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Returns when the weights are out. Raises WeightSyncError, and LearnerError where the
-        canary fails.
-        """
-        return self._senders[0].send(offer)
+        """Return when the weights are out. Raises what `WeightSender.send` does."""
+        assert self._sender is not None, "rank 0 sends"
+        return self._sender.send(offer)
 
     def fall_back_to_full(self) -> None:
-        """An adapter did not arrive: every later offer is of the merged weights."""
-        assert len(self._senders) > 1, "only adapters are followed by something else"
-        self._senders = self._senders[1:]
+        """Offer merged weights from now on, because an adapter did not arrive."""
+        assert self._offers_adapter, "only adapters are followed by something else"
+        self._offers_adapter = False
 
     def done(self, noise: Differences | None = None) -> None:
         """Note that the offered weights are served, everywhere.
 
-        `noise` is what this sync measured of the canary's, for the engines of every later offer.
+        Args:
+            noise: what this sync measured of the canary's; later offers bring it to the engines.
         """
         with self._ranks.of_phase("sync_done"):
             self._ranks.barrier()
@@ -147,13 +114,15 @@ class WeightPublisher:
             self.canary.noise = noise
 
     def save(self, folder: Path) -> None:
-        """An ordinary checkpoint, which rank 0 writes; returns on every rank when it is there.
+        """Write an ordinary checkpoint on rank 0; return on every rank when it is there.
+
         Raises StorageError.
         """
         with self._ranks.of_phase("save"):
             self._device.wait()
             self._parallel.check()
             self._parallel.gather()
+            # A collective where the model is sharded: before rank 0 goes its own way.
             adapter = adapter_files(self._loaded.model)
             if self._ranks.rank == 0:
                 save_checkpoint(
@@ -168,29 +137,42 @@ class WeightPublisher:
             self._ranks.barrier()
 
     def close(self) -> None:
-        for sender in self._senders:
-            sender.close()
+        """Leave the groups of the weight sync."""
+        if self._sender is not None:
+            self._sender.close()
 
 
-def make_senders(
-    config: RunConfig, place: RankTopology, loaded: LoadedModel, parallel: Parallel
-) -> tuple[Sender, ...]:
-    """Rank 0's, as the configuration says what is sent; none on the other ranks."""
+def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> WeightSender | None:
+    """Return the sender of full weights on rank 0; None on the other ranks."""
     if place.rank != 0:
-        return ()
-    sync, timeout_s = config.rollout_matching.vllm.sync, config.timeouts.sync_phase_s
+        return None
     servers = rollout_servers(config)
-    full = WeightSender(
+    bucket_bytes = config.rollout_matching.vllm.sync.bucket_bytes
+    return WeightSender(
         parallel.weights,
         transport=place.transport,
         receivers=place.receivers,
         host=place.address,
-        timeout_s=timeout_s,
+        timeout_s=config.timeouts.sync_phase_s,
         join=None if servers is None else servers.join_limit,
-        bucket_bytes=sync.bucket_bytes or BUCKET_BYTES[place.transport],
+        bucket_bytes=bucket_bytes or BUCKET_BYTES[place.transport],
     )
-    return (
-        (full,)
-        if resolved_sync_mode(config) == "full"
-        else (AdapterSender(loaded.model, timeout_s=timeout_s), full)
-    )
+
+
+def adapter_offer(model: Any, version: int, probe: CanaryProbe, *, timeout_s: float) -> WeightOffer:
+    """Offer the model's adapter itself: nothing is left to send (DESIGN 9, decision 20).
+
+    Raises WeightSyncError where it cannot be written down.
+    """
+    try:
+        files = adapter_files(model)
+        assert files is not None, "the configuration has an adapter"
+    # whatever peft and safetensors find wrong with it: the merged weights do without both
+    except Exception as error:
+        raise WeightSyncError(
+            f"it cannot be written down ({type(error).__name__}: {error})",
+            actor=LEARNER,
+            phase=OFFER,
+        ) from error
+    terms = AdapterOffer.make(files, timeout_s=timeout_s)
+    return WeightOffer(version, TransportKind.ADAPTER, terms, probe)

@@ -1,6 +1,7 @@
-"""How weights leave the learner's process: one class for each transport that has a wire (DESIGN 9).
+"""The senders' ends of transports with a wire: NCCL, and gloo of `shared.weight_sync` (DESIGN 9).
 
-vllm is imported only when a group of GPUs is opened.
+vllm is imported only when a group of GPUs is opened, so the learner's step runs where it is not
+installed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,29 +18,16 @@ from shared.weight_sync.offer import FullOffer
 from shared.weight_sync.transports import TransportKind
 
 
-class WeightTransport(Protocol):
-    """Open groups, this process being rank 0 of each."""
-
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
-        """Send every tensor to every group, in the terms' order and buckets, and wait until it is
-        out.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave the groups: whoever waits for this rank sees a closed connection."""
-        ...
-
-
 class NcclSender:
-    """Between GPUs, to vLLM's own `nccl` engine, with vLLM's own packing. Not run on a GPU.
+    """Sends from GPU to GPUs, to vLLM's own `nccl` engine, by vLLM's own packing.
 
-    NCCL has no timeout: a late broadcast is given up by `WeightSender`, which leaves the groups. A
-    receiver that hangs in one stays there until its process ends: an actor's at the end of the run,
-    a server's when somebody ends it.
+    Not run on a GPU. NCCL has no timeout: a late broadcast is given up by `WeightSender`, which
+    leaves the groups. A receiver that hangs in one stays there until its process ends: an actor's
+    at the end of the run, a server's when somebody ends it.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
+        """Open every group as its rank 0; `listening` have held the ports since the offer."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
         from vllm.utils.nccl import unpinned_nccl_env
@@ -64,6 +52,7 @@ class NcclSender:
             self._communicators.append(communicator)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
+        """Send every tensor to every group, in the terms' order, and wait until it is out."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
@@ -76,14 +65,16 @@ class NcclSender:
         )
 
     def close(self) -> None:
+        """Leave the groups: whoever waits for this rank sees a closed connection."""
         for communicator in self._communicators:
             communicator.destroy()
         self._communicators = []
 
 
 class _BroadcastToAll:
-    """Several communicators as the one that vLLM's producer broadcasts to: a bucket is packed once,
-    whatever the number of groups. Not run on a GPU.
+    """Several communicators in place of the one that vLLM's producer broadcasts to.
+
+    So a bucket is packed once, whatever the number of groups. Not run on a GPU.
     """
 
     def __init__(self, communicators: list[Any]) -> None:
@@ -96,7 +87,9 @@ class _BroadcastToAll:
             communicator.broadcast(tensor, src=src)
 
 
-WIRES: dict[TransportKind, Callable[[FullOffer, list[socket.socket]], WeightTransport]] = {
+SENDERS: dict[
+    TransportKind, Callable[[FullOffer, list[socket.socket]], GlooSender | NcclSender]
+] = {
     TransportKind.GLOO: GlooSender,
     TransportKind.NCCL: NcclSender,
 }

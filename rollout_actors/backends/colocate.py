@@ -110,7 +110,7 @@ class ColocatedBackend:
         """
         if not requests:
             return []
-        if shut := self._ended or self._engine.intake.shut:
+        if shut := self._ended or self._engine.intake.unavailable_reason:
             raise RolloutError(
                 f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate"
             )

@@ -50,7 +50,7 @@ from shared.rollouts import (
 )
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.offer import FullOffer
+from shared.weight_sync.offer import AdapterOffer
 from shared.weight_sync.transports import TransportKind
 
 if TYPE_CHECKING:
@@ -243,11 +243,11 @@ class ColocatedLLM:
 
         Nothing may be generated meanwhile. Raises WeightSyncError naming the phase.
         """
-        if offer.sends_adapter:
-            return asyncio.run(self.intake.take(offer))
-        checksummed = ChecksummedWeights(weights, FullOffer.of(offer), torch)
+        if isinstance(offer.terms, AdapterOffer):
+            return asyncio.run(self.intake.run_all_phases(offer))
+        checksummed = ChecksummedWeights(weights, offer.terms)
         with self._updated.handing_over(checksummed):
-            return asyncio.run(self.intake.take(offer, checksummed))
+            return asyncio.run(self.intake.run_all_phases(offer, checksummed))
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of its workers; returns one answer for each device."""
@@ -301,7 +301,7 @@ class ColocatedLLM:
                     queued += self._llm.enqueue(
                         [request_prompt(request, self._name)],
                         sampling_params(request.decode, request.seed),
-                        lora_request=self.intake.adapter.request,
+                        lora_request=self.intake.lora_request,
                         use_tqdm=False,
                     )
                 except VLLMClientError as error:
@@ -344,9 +344,7 @@ class ColocatedLLM:
         self._llm.beam_decode = decode
         prompts = [request_prompt(request, self._name) for request in requests]
         try:
-            outputs = self._llm.beam_search(
-                prompts, params, lora_request=self.intake.adapter.request
-            )
+            outputs = self._llm.beam_search(prompts, params, lora_request=self.intake.lora_request)
         except VLLMClientError as error:
             samples = ", ".join(request.sample_id for request in requests)
             raise RolloutError(
@@ -377,6 +375,6 @@ class ColocatedLLM:
             [probe_prompt(probe, self._name)],
             probe_params(),
             use_tqdm=False,
-            lora_request=self.intake.adapter.request if adapted else None,
+            lora_request=self.intake.lora_request if adapted else None,
         )
         return probe_scores(output)

@@ -25,7 +25,6 @@ from rollout_actors.server.messages import IMAGE_PIXELS, CallLimits, InferCall
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
-from shared.weight_sync.offer import offer_for
 from shared.weight_sync.phases import CLIENT_MARGIN_S, SyncPhase, phase_limit
 
 
@@ -197,7 +196,7 @@ class ServerClient(HttpEngine):
         limit_s = phase_limit(offer, phase).seconds + CLIENT_MARGIN_S
         is_rendezvous = phase is SyncPhase.RENDEZVOUS
         route = "/init_communicator/" if is_rendezvous else f"/sync/{phase}/"
-        call = messages.SyncCall.of(phase, offer_for(offer, self._index), self._run)
+        call = messages.SyncCall.of(phase, offer.for_group(self._index), self._run)
         try:
             answer = await self._http.post(route, call.body(), timeout_s=limit_s)
             report = self._read(messages.SyncAnswer, answer, phase).report

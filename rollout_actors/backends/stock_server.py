@@ -52,7 +52,6 @@ from rollout_actors.weight_sync.receiver import (
 from shared.errors import RolloutError, Timeout, WeightSyncError, late
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
-from shared.weight_sync.offer import AdapterOffer, offer_for
 from shared.weight_sync.phases import SyncPhase, phase_limit
 
 STOCK_SERVER = "a `vllm serve` of vLLM 0.32"
@@ -237,10 +236,8 @@ class StockClient(HttpEngine):
         self._routes = StockRoutes(self._http, run=uuid.uuid4().hex[:8])
         # Each server has a group of its own: its workers' ranks follow the sender's, which is 0.
         group = TransferGroup(self._routes, transport=expected.transport, rank_offset=1)
-        self._intake = WeightReceiver(
-            name, self._routes, group, score=self._score, adapter=NoAdapters()
-        )
-        self._intake.shut = "it was not started"
+        self._intake = WeightReceiver(name, self._routes, group, score=self._score, adapter=None)
+        self._intake.unavailable_reason = "it was not started"
         self._rule = engine_rule(expected.repeat_guard, expected.model_path)
 
     async def inspect(self) -> ServerFacts:
@@ -269,8 +266,8 @@ class StockClient(HttpEngine):
         """
         if not requests:
             return []
-        if self._intake.shut:
-            raise self._http.error(f"serves no rollouts: {self._intake.shut}", "generate")
+        if reason := self._intake.unavailable_reason:
+            raise self._http.error(f"serves no rollouts: {reason}", "generate")
         origin = EngineInfo(self._http.name, self.version, self._rule, StartTime.now())
         answers, attempt = await self._answers(
             [
@@ -294,7 +291,7 @@ class StockClient(HttpEngine):
                 await self._set_guard(phase, phase_limit(offer, SyncPhase.PAUSE))
             except RolloutError as error:
                 raise WeightSyncError(error.message, actor=self._http.name, phase=phase) from error
-        return await self._intake.run(phase, offer_for(offer, self._index))
+        return await self._intake.run_phase(phase, offer.for_group(self._index))
 
     @property
     def version(self) -> int:
@@ -343,7 +340,7 @@ class StockClient(HttpEngine):
             # A run ended in the middle of an update, which may have left the model in pieces.
             await self._routes.collective_rpc("abandon_update")
         if not label.endswith(CHECKPOINT):
-            self._intake.shut = (
+            self._intake.unavailable_reason = (
                 f"it holds weights that another run has sent ({label}), until this run sends its"
                 " own"
             )
@@ -352,7 +349,7 @@ class StockClient(HttpEngine):
         await self._routes.update_weight_version(str(self.version))
         timeout_s = self._http.address.timeout_s
         await self._set_guard("start", Timeout(timeout_s, "rollout_matching.vllm.server.timeout_s"))
-        self._intake.shut = ""
+        self._intake.unavailable_reason = ""
 
     async def _set_guard(self, phase: str, limit: Timeout) -> None:
         """Have the server's workers guard by the run's rule.
@@ -394,27 +391,6 @@ class StockClient(HttpEngine):
             return read_probe(self._parse(Generated.model_validate_json, answer, "canary"))
         except (UnansweredError, HttpStatusError, ValueError) as error:
             raise self._http.error(f"does not score the canary: {error}", "canary") from error
-
-
-class NoAdapters:
-    """Adapter loader of a stock server, which refuses.
-
-    vLLM's route for adapters reads a folder of the server's machine, and does not say whether it
-    replaced the last one.
-    """
-
-    request = None
-
-    async def take(self, terms: AdapterOffer) -> None:
-        raise ValueError(
-            "a stock vllm serve takes no adapter alone; set rollout_matching.vllm.sync.mode: full"
-        )
-
-    async def verify(self) -> None:
-        raise AssertionError("take comes first, and refuses")
-
-    async def drop(self) -> None:
-        """Do nothing: there is no adapter."""
 
 
 def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int) -> Iterator[str]:

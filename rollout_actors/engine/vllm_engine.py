@@ -153,7 +153,7 @@ class VllmEngine:
     def adapter(self) -> LoRARequest | None:
         """What is served on top of the base weights, and belongs to every request; None:
         nothing."""
-        return None if self.intake is None else self.intake.adapter.request
+        return None if self.intake is None else self.intake.lora_request
 
     @property
     def is_dead(self) -> bool:
@@ -172,7 +172,7 @@ class VllmEngine:
     @property
     def shut(self) -> str:
         """Why no rollouts are served; empty: they are."""
-        return "it is not running" if self.intake is None else self.intake.shut
+        return "it is not running" if self.intake is None else self.intake.unavailable_reason
 
     @property
     def num_tokens(self) -> int:
@@ -212,7 +212,7 @@ class VllmEngine:
         assert self.intake is not None, "start comes first"
         if phase is SyncPhase.CANARY:
             await self._send_away()
-        return (await self._all([self.intake.run(phase, offer)]))[0]
+        return (await self._all([self.intake.run_phase(phase, offer)]))[0]
 
     def close(self) -> None:
         """End the engine's processes. Twice is harmless."""

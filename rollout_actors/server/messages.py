@@ -19,7 +19,7 @@ from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterOffer, FullOffer, terms_of
+from shared.weight_sync.offer import AdapterOffer, FullOffer
 from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import TransportKind
 
@@ -150,7 +150,7 @@ class SyncCall(WireMessage):
     @classmethod
     def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:
         """Make the call of a phase, with the offer where the phase needs it."""
-        terms = terms_of(offer)
+        terms = offer.terms
         full = terms if isinstance(terms, FullOffer) else None
         adapter = terms if isinstance(terms, AdapterOffer) else None
         form = None
@@ -164,7 +164,8 @@ class SyncCall(WireMessage):
         if self.offer is None:
             return None
         terms = self.offer.terms or self.offer.adapter
-        return WeightOffer(self.version, self.offer.transport, {"terms": terms}, self.offer.canary)
+        assert terms is not None, "the validator wants one of both"
+        return WeightOffer(self.version, self.offer.transport, terms, self.offer.canary)
 
 
 class SyncAnswer(WireMessage):

@@ -1,5 +1,5 @@
-"""How one engine takes weights: the receiver's phases of `shared.weight_sync.phases`,
-driven through vLLM's weight-transfer API (DESIGN 9).
+"""One engine's side of a weight sync: the phases of `shared.weight_sync.phases`, driven through
+vLLM's weight-transfer API (DESIGN 9).
 """
 
 from __future__ import annotations
@@ -8,24 +8,28 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shared.errors import RolloutError, Timeout, WeightSyncError, late
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_sync.canary import CanaryProbe, Scores
+from shared.weight_sync.canary import Differences, Scores
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import AdapterOffer, FullOffer, terms_of
+from shared.weight_sync.offer import AdapterOffer, FullOffer
 from shared.weight_sync.phases import ENGINE_MARGIN_S, SyncPhase, phase_limit
 from shared.weight_sync.transports import TransportKind
 
-# What a worker of an engine says it loaded in one update, and the check of it that every way of
-# taking weights makes (DESIGN 9.3).
+# Imports vllm, which a client of a server has not.
+if TYPE_CHECKING:
+    from rollout_actors.weight_sync.adapters import AdapterLoader
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A worker's account of the full weights of one sync."""
+    """A worker's account of the full weights of one sync.
+
+    Example: `LoadReport(checksums=[5, 9], sent=[5, 9], missing=[], unexpected=[], load_s=0.2,
+    verify_s=0.1, logprobs=["-0.5"])` is of two buckets that arrived as they were sent.
+    """
 
     checksums: list[int]
     """One per bucket, of what was handed to the model."""
@@ -41,127 +45,63 @@ class LoadReport:
     """Seconds in which checksums were computed."""
     logprobs: list[str]
     """The learner's of the canary; empty where the offer has them. As text: they may be NaN, for
-    which the JSON of a stock server has no number.
-    """
+    which the JSON of a stock server has no number."""
 
 
-def check_receipts(receipts: Sequence[LoadReport], actor: str) -> None:
-    """Every worker loaded every parameter of its model and nothing else, and each bucket as it was
-    sent. Raises WeightSyncError(phase="verify").
+def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
+    """Check that every worker loaded all parameters, nothing else, and each bucket as it was sent.
+
+    Raises WeightSyncError(phase="verify").
     """
-    for receipt in receipts:
-        names = [f"not loaded: {name}" for name in receipt.missing] + [
-            f"not a parameter: {name}" for name in receipt.unexpected
-        ]
+
+    def error(message: str, quantity: str, size: int | None = None) -> WeightSyncError:
+        return WeightSyncError(
+            message, actor=actor, phase=SyncPhase.VERIFY, quantity=quantity, size=size
+        )
+
+    for report in reports:
+        names = [f"not loaded: {name}" for name in report.missing]
+        names += [f"not a parameter: {name}" for name in report.unexpected]
         if names:
             shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            raise WeightSyncError(
-                shown,
-                actor=actor,
-                phase=SyncPhase.VERIFY,
-                quantity="set of loaded names",
-                size=len(names),
-            )
-        if len(receipt.checksums) != len(receipt.sent):
-            counted = (
-                f"{len(receipt.checksums)} buckets arrived with {len(receipt.sent)} checksums;"
-                " check that learner and engine run the same version"
-            )
-            raise WeightSyncError(
-                counted, actor=actor, phase=SyncPhase.VERIFY, quantity="number of buckets"
+            raise error(shown, "set of loaded names", len(names))
+        if len(report.checksums) != len(report.sent):
+            raise error(
+                f"{len(report.checksums)} buckets arrived with {len(report.sent)} checksums; check"
+                " that learner and engine run the same version",
+                "number of buckets",
             )
         wrong = [
             i
-            for i, (got, sent) in enumerate(zip(receipt.checksums, receipt.sent, strict=True))
+            for i, (got, sent) in enumerate(zip(report.checksums, report.sent, strict=True))
             if got != sent
         ]
         if wrong:
-            arrived = f"buckets {wrong} of {len(receipt.sent)} did not arrive as they were sent"
-            raise WeightSyncError(
-                arrived,
-                actor=actor,
-                phase=SyncPhase.VERIFY,
-                quantity="bucket checksums",
-                size=len(wrong),
+            raise error(
+                f"buckets {wrong} of {len(report.sent)} did not arrive as they were sent",
+                "bucket checksums",
+                len(wrong),
             )
-
-
-# One engine's place in the sender's process group, by vLLM's weight-transfer API (DESIGN 9).
 
 
 @dataclass(frozen=True, slots=True)
 class InitRequest:
-    """As vLLM reads its `WeightTransferInitRequest`, which is not to be had without importing all
-    of vLLM.
-    """
+    """vLLM's `WeightTransferInitRequest`, which is not to be had without importing all of vLLM."""
 
     init_info: dict[str, Any]
 
 
-class JoinsGroups(Protocol):
-    """Of vLLM's `AsyncLLM`, by itself or by the routes of a server."""
-
-    async def init_weight_transfer_engine(self, request: InitRequest) -> None: ...
-    async def shutdown_weight_transfer_engine(self) -> None: ...
-
-
-class TransferGroup:
-    """Kept from sync to sync."""
-
-    def __init__(self, llm: JoinsGroups, *, transport: TransportKind, rank_offset: int) -> None:
-        """`rank_offset`: the rank of the engine's first worker."""
-        self.transport = transport
-        self._llm = llm
-        self._rank_offset = rank_offset
-        self._joined = ""
-
-    async def join(self, terms: FullOffer) -> None:
-        """Nothing where the sender has opened no other group since the last time."""
-        group = terms.group
-        if self._joined == group.key:
-            return
-        self.forget()
-        await self._llm.shutdown_weight_transfer_engine()
-        info: dict[str, Any] = {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": self._rank_offset,
-            "world_size": group.world_size,
-            "packed_buffer_size_bytes": terms.bucket_bytes,
-        }
-        info |= (
-            {"join_s": terms.join_limit.seconds, "timeout_s": terms.timeout_s}
-            if self.transport is TransportKind.GLOO
-            else {"packed": True, "packed_num_buffers": 2}
-        )
-        await self._llm.init_weight_transfer_engine(InitRequest(init_info=info))
-        self._joined = group.key
-
-    def forget(self) -> None:
-        """Join again next time, whatever the sender offers."""
-        self._joined = ""
-
-
-class ScoreProbe(Protocol):
-    async def __call__(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
-        """What the engine thinks of the probe, with the adapter that it serves, if it has one, or
-        without.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """As vLLM reads its `WeightTransferUpdateRequest`, which is not to be had without importing all
-    of vLLM.
-    """
+    """vLLM's `WeightTransferUpdateRequest`, without importing all of vLLM."""
 
     update_info: dict[str, Any]
 
 
 class UpdatedEngine(Protocol):
-    """What a sync asks of an engine: these methods of vLLM's `AsyncLLM`, by itself, by the routes
-    of a server, or by its `LLM`. They raise what went wrong.
+    """What a sync asks of any engine: these methods of vLLM's `AsyncLLM`.
+
+    By itself, by the routes of a server, or by its `LLM`. They raise what went wrong.
     """
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...
@@ -176,30 +116,57 @@ class UpdatedEngine(Protocol):
     async def update_weight_version(self, new_version: str) -> None: ...
 
 
-class TakesAdapters(Protocol):
-    """`rollout_actors.weight_sync.adapters.AdapterLoader`, or whatever stands for it where an
-    engine takes none.
-    """
+class GroupedEngine(Protocol):
+    """An engine that joins process groups: two more methods of vLLM's `AsyncLLM`."""
 
-    @property
-    def request(self) -> Any:
-        """vLLM's `LoRARequest` for every request and every canary; None: the base weights alone."""
-        ...
+    async def init_weight_transfer_engine(self, request: InitRequest) -> None: ...
+    async def shutdown_weight_transfer_engine(self) -> None: ...
 
-    async def take(self, terms: AdapterOffer) -> None: ...
-    async def verify(self) -> None: ...
-    async def drop(self) -> None: ...
+
+class TransferGroup:
+    """One engine's membership in the sender's process group, kept from sync to sync."""
+
+    def __init__(self, llm: GroupedEngine, *, transport: TransportKind, rank_offset: int) -> None:
+        """`rank_offset` is the rank of the engine's first worker."""
+        self.transport = transport
+        self._llm = llm
+        self._rank_offset = rank_offset
+        self._joined = ""
+
+    async def join(self, terms: FullOffer) -> None:
+        """Join the offered group, unless this is the one that was joined last."""
+        group = terms.group
+        if self._joined == group.key:
+            return
+        self.forget()
+        await self._llm.shutdown_weight_transfer_engine()
+        info: dict[str, Any] = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": self._rank_offset,
+            "world_size": group.world_size,
+            "packed_buffer_size_bytes": terms.bucket_bytes,
+        }
+        if self.transport is TransportKind.GLOO:
+            info |= {"join_s": terms.join_limit.seconds, "timeout_s": terms.timeout_s}
+        else:
+            info |= {"packed": True, "packed_num_buffers": 2}
+        await self._llm.init_weight_transfer_engine(InitRequest(init_info=info))
+        self._joined = group.key
+
+    def forget(self) -> None:
+        """Join again next time, whatever the sender offers."""
+        self._joined = ""
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """What is known of a sync so far."""
+class _SyncInProgress:
+    """The sync under way, as far as it has come."""
 
-    receipts: list[LoadReport] = field(default_factory=list)
+    reports: list[LoadReport] = field(default_factory=list)
     finish_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict)
     measures_noise: bool = False
-    """As `WeightReceiver.measures_noise` says."""
     scores_before: Scores | None = None
     """Scores of the checkpoint, where the noise is measured by them."""
     canary: Differences = field(default_factory=lambda: Differences(0.0, 0.0))
@@ -208,7 +175,10 @@ class _UnderWay:
 
 
 class WeightReceiver:
-    """One engine's part in every sync, and its door: what it serves, and whether it does."""
+    """Receiving side of a weight sync.
+
+    Refuses requests from the pause until the canary has passed.
+    """
 
     def __init__(
         self,
@@ -216,16 +186,23 @@ class WeightReceiver:
         llm: UpdatedEngine,
         group: TransferGroup | None,
         *,
-        score: ScoreProbe,
-        adapter: TakesAdapters,
+        score: Callable[..., Awaitable[Scores]],
+        adapter: AdapterLoader | None,
         fatal: tuple[type[Exception], ...] = (),
     ) -> None:
-        """`group` None: the weights pass from hand to hand. `fatal` errors mean that the engine is
-        gone, and pass through every phase as they are.
+        """Keep what the phases need.
+
+        Args:
+            name: of the engine, in errors.
+            group: None: the weights pass from hand to hand.
+            score: `await score(probe, adapted=True)` gives the engine's scores of the probe, with
+                the adapter that it serves, if any, or without.
+            adapter: None: the engine takes no adapter alone.
+            fatal: errors that mean that the engine is gone; every phase lets them pass.
         """
         self.version = 0
-        """Of the weights; 0: the checkpoint's."""
-        self.shut = ""
+        """The version of the weights; 0 is the checkpoint's."""
+        self.unavailable_reason = ""
         """Why no rollouts are served, until a sync has been completed; empty: they are."""
         self._name = name
         self._llm = llm
@@ -234,11 +211,10 @@ class WeightReceiver:
         self.adapter = adapter
         self._passed_on: tuple[type[Exception], ...] = (WeightSyncError, *fatal)
         # A new sync begins when the clean-up of a failed one is over.
-        self._turn = asyncio.Lock()
-        self._sync = _UnderWay()
+        self._lock = asyncio.Lock()
+        self._sync = _SyncInProgress()
         self._noise: Differences | None = None
-        """The noise that this run's first sync measured here; an offer that brings the run's own is
-        compared by that."""
+        """The noise that this run's first sync measured here, for offers that bring none."""
         self._phases: dict[SyncPhase, Callable[[WeightOffer], Awaitable[None]]] = {
             SyncPhase.PAUSE: self._pause,
             SyncPhase.RENDEZVOUS: self._rendezvous,
@@ -248,6 +224,11 @@ class WeightReceiver:
             SyncPhase.CANARY: self._canary,
         }
 
+    @property
+    def lora_request(self) -> Any:
+        """vLLM's `LoRARequest` for every request and every canary; None: the base weights alone."""
+        return None if self.adapter is None else self.adapter.request
+
     def measures_noise(self, offer: WeightOffer) -> bool:
         """Return whether a sync of the offer, begun now, first scores the weights that it replaces.
 
@@ -256,38 +237,39 @@ class WeightReceiver:
         takes its place, as full weights take an adapter's, is held to the usual bounds, and so are
         all after it.
         """
-        probe = _probe_of(offer)
-        is_first = offer.version == 1 and self.version == 0 and not self.shut
+        probe = offer.canary
+        is_first = offer.version == 1 and self.version == 0 and not self.unavailable_reason
         return is_first and probe.tolerance is None and probe.noise is None
 
-    async def take(
+    async def run_all_phases(
         self, offer: WeightOffer, handed: ChecksummedWeights | None = None
     ) -> SyncReport:
-        """Every phase in order. `handed`: the weights of the offer, where they pass from hand to
-        hand.
+        """Run every phase in order. Raises what `run_phase` does.
+
+        Args:
+            handed: the weights of the offer, where they pass from hand to hand.
         """
         for phase in SyncPhase:
-            report = await self.run(phase, offer, handed)
+            report = await self.run_phase(phase, offer, handed)
         assert report is not None
         return report
 
-    async def run(
+    async def run_phase(
         self, phase: SyncPhase, offer: WeightOffer, handed: ChecksummedWeights | None = None
     ) -> SyncReport | None:
-        """One phase of `SyncPhase`, which must come in order. From the first one on the door is
-        shut; the last one opens it, and gives the report.
+        """Run one phase; they must come in order. The last one returns the report.
 
         Raises WeightSyncError naming the phase, at the latest after the phase's limit, and what is
         fatal.
         """
         limit = phase_limit(offer, phase)
-        async with self._turn:
+        async with self._lock:
             if phase is SyncPhase.PAUSE:
-                self._sync = _UnderWay(measures_noise=self.measures_noise(offer))
+                self._sync = _SyncInProgress(measures_noise=self.measures_noise(offer))
                 if offer.version == 1:
                     # What is left is of a first sync that failed, or, on a server, of another run.
                     self._noise = None
-                self.shut = (
+                self.unavailable_reason = (
                     f"its sync to version {offer.version} is under way, or was not completed"
                 )
             started = time.perf_counter()
@@ -300,101 +282,95 @@ class WeightReceiver:
             self._sync.phase_s[str(phase)] = time.perf_counter() - started
             if phase is not SyncPhase.CANARY:
                 return None
-            self.version, self.shut = offer.version, ""
+            self.version = offer.version
+            self.unavailable_reason = ""
             return self._report(offer, handed)
 
     def _report(self, offer: WeightOffer, handed: ChecksummedWeights | None) -> SyncReport:
-        """Receiving, checksums and loading alternate within the one call to vLLM that the clock of
-        `wire` measures, and the worker's own account takes them apart; so does the sender's, where
-        the weights pass from hand to hand and it works within that call too:
+        """Divide the clock of the phase `wire` by what was done in it.
 
-            reported   clock of the phase   and from the worker
-            from hand to hand wire       wire                 - load - checksums - finish: what is
-            left is waiting       not reported gather     not reported         nothing
-            the sender's load                            load + finish (vLLM's
-            `finish_weight_update`) verify     names and numbers    + checksums
-            + the sender's others     their own            nothing
+        Receiving, checksums and loading alternate within one call to vLLM, and the worker's own
+        account takes them apart; so does the sender's, where the weights pass from hand to hand and
+        it works within that call too:
+
+            reported    over a wire                         from hand to hand
+            wire        what is left of it: waiting         -
+            gather      -                                   the sender's
+            load        the worker's, and vLLM's finish     the same
+            verify      names, checksums of the worker      and of the sender
 
         An adapter is read and loaded by one call, reported as `load`, and nothing is waited for.
         """
-        sync, num_bytes = self._sync, terms_of(offer).num_bytes
+        sync = self._sync
         phase_s = dict(sync.phase_s)
         wire_s = phase_s.pop("wire")
         if offer.sends_adapter:
-            return SyncReport(
-                offer.version,
-                num_bytes,
-                phase_s | {"load": wire_s},
-                sync.canary.largest,
-                mode="adapter",
-                adapter_effect=sync.adapter_effect,
-                canary_mean_abs=sync.canary.mean,
-                canary_noise=sync.noise,
-            )
-        load_s = max(receipt.load_s for receipt in sync.receipts) + sync.finish_s
-        verify_s = max(receipt.verify_s for receipt in sync.receipts)
-        waited = (
-            {"wire": wire_s - load_s - verify_s} if handed is None else {"gather": handed.gather_s}
-        )
-        verify_s += phase_s["verify"] + (0.0 if handed is None else handed.verify_s)
+            phase_s["load"] = wire_s
+        else:
+            load_s = max(report.load_s for report in sync.reports) + sync.finish_s
+            checksums_s = max(report.verify_s for report in sync.reports)
+            phase_s["load"] = load_s
+            phase_s["verify"] += checksums_s
+            if handed is None:
+                phase_s["wire"] = wire_s - load_s - checksums_s
+            else:
+                phase_s["gather"] = handed.gather_s
+                phase_s["verify"] += handed.verify_s
         return SyncReport(
             offer.version,
-            num_bytes,
-            phase_s | waited | {"load": load_s, "verify": verify_s},
+            offer.terms.num_bytes,
+            phase_s,
             sync.canary.largest,
+            mode="adapter" if offer.sends_adapter else "full",
+            adapter_effect=sync.adapter_effect,
             canary_mean_abs=sync.canary.mean,
             canary_noise=sync.noise,
         )
 
     async def _pause(self, offer: WeightOffer) -> None:
-        if (
-            self._group is not None
-            and not offer.sends_adapter
-            and offer.transport != self._group.transport
-        ):
+        expected = None if self._group is None else self._group.transport
+        if expected not in (None, offer.transport) and not offer.sends_adapter:
             raise self._error(
-                f"the learner offers {offer.transport}, the engine was started for"
-                f" {self._group.transport}",
+                f"the learner offers {offer.transport}, the engine was started for {expected}",
                 SyncPhase.PAUSE,
             )
         if self._sync.measures_noise:
-            self._sync.scores_before = await self._score(_probe_of(offer), adapted=True)
+            self._sync.scores_before = await self._score(offer.canary, adapted=True)
         # "wait": what still runs ends under the weights it began with.
         await self._llm.pause_generation(mode="wait", clear_cache=False)
 
     async def _rendezvous(self, offer: WeightOffer) -> None:
         # An adapter comes with the offer: there is nothing to join.
-        if self._group is not None and not offer.sends_adapter:
-            await self._group.join(FullOffer.of(offer))
+        if self._group is not None and isinstance(offer.terms, FullOffer):
+            await self._group.join(offer.terms)
 
     async def _wire(self, offer: WeightOffer) -> None:
-        if offer.sends_adapter:
-            await self.adapter.take(AdapterOffer.of(offer))
+        terms = offer.terms
+        if isinstance(terms, AdapterOffer):
+            await self._required_adapter().take(terms)
             return
         # The merged weights hold the adapter: served on top of them it would count twice.
-        await self.adapter.drop()
-        terms = FullOffer.of(offer)
+        if self.adapter is not None:
+            await self.adapter.drop()
         await self._llm.collective_rpc("begin_verified_load", args=(terms.bucket_bytes,))
         await self._llm.start_weight_update()
-        tensors = terms.sent
         update = {
-            "names": [t.name for t in tensors],
-            "dtype_names": [t.dtype for t in tensors],
-            "shapes": [list(t.shape) for t in tensors],
+            "names": [tensor.name for tensor in terms.sent],
+            "dtype_names": [tensor.dtype for tensor in terms.sent],
+            "shapes": [list(tensor.shape) for tensor in terms.sent],
         }
         await self._llm.update_weights(UpdateRequest(update_info=update))
         started = time.perf_counter()
         await self._llm.finish_weight_update()
         self._sync.finish_s = time.perf_counter() - started
-        self._sync.receipts = [
-            LoadReport(**receipt) for receipt in await self._llm.collective_rpc("load_report")
-        ]
+        reports = await self._llm.collective_rpc("load_report")
+        self._sync.reports = [LoadReport(**report) for report in reports]
 
     async def _verify(self, offer: WeightOffer) -> None:
         if offer.sends_adapter:
-            await self.adapter.verify()
+            await self._required_adapter().verify()
         else:
-            check_receipts(self._sync.receipts, self._name)
+            check_load_reports(self._sync.reports, self._name)
 
     async def _reset(self, offer: WeightOffer) -> None:
         # Loading resets no cache, and what they hold was computed with the old weights.
@@ -405,26 +381,25 @@ class WeightReceiver:
 
     async def _canary(self, offer: WeightOffer) -> None:
         await self._llm.resume_generation()
-        probe = _probe_of(offer)
+        probe = offer.canary
         if probe.expected_logprobs is None:
-            probe = probe.with_logprobs(map(float, self._sync.receipts[0].logprobs))
+            probe = probe.with_logprobs(map(float, self._sync.reports[0].logprobs))
         if self._sync.scores_before is not None:
             self._noise = self._sync.noise = probe.measure(self._name, self._sync.scores_before)
         probe = replace(probe, noise=probe.noise or self._noise)
         scores = await self._score(probe, adapted=True)
         self._sync.canary = probe.check(self._name, *scores)
         if offer.sends_adapter:
-            self._sync.adapter_effect = probe.check_adapter(
-                self._name, scores, await self._score(probe, adapted=False)
-            )
+            base = await self._score(probe, adapted=False)
+            self._sync.adapter_effect = probe.check_adapter(self._name, scores, base)
         # Only now: a version that was not verified is never the label of a rollout.
         await self._llm.update_weight_version(str(offer.version))
 
     async def _abandon(self, limit: Timeout) -> None:
-        """Leave the group, so that the sender's wait ends, and make the model whole, so that its
-        next forward does not kill the process.
+        """Leave the group, so that the sender's wait ends, and make the model whole again.
 
-        An engine that cannot do even this is stuck inside a collective: its actor has to be ended.
+        Else its next forward would kill the process. An engine that cannot do even this is stuck
+        inside a collective: its actor has to be ended.
         """
         if self._group is not None:
             self._group.forget()
@@ -436,18 +411,21 @@ class WeightReceiver:
         except self._passed_on:
             raise
         except TimeoutError as error:
-            told = late("the engine", limit, "that the learner and every other engine are alive")
-            raise self._error(told, phase) from error
+            message = late("the engine", limit, "that the learner and every other engine are alive")
+            raise self._error(message, phase) from error
         except RolloutError as error:
             raise self._error(error.message, phase) from error
         # vLLM reports whatever failed in its worker as a plain Exception
         except Exception as error:
             raise self._error(str(error), phase) from error
 
+    def _required_adapter(self) -> AdapterLoader:
+        if self.adapter is None:
+            raise ValueError(
+                "this kind of engine takes no adapter alone; set"
+                " rollout_matching.vllm.sync.mode: full"
+            )
+        return self.adapter
+
     def _error(self, message: str, phase: SyncPhase) -> WeightSyncError:
         return WeightSyncError(message, actor=self._name, phase=phase)
-
-
-def _probe_of(offer: WeightOffer) -> CanaryProbe:
-    assert isinstance(offer.canary, CanaryProbe)
-    return offer.canary

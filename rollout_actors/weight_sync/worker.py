@@ -42,7 +42,7 @@ class ChecksumLoader(nn.Module):
         self._wait_s = 0.0
         self._bucket_bytes = bucket_bytes
         self._size = 0
-        self._checksum = BucketChecksum(torch)
+        self._checksum = BucketChecksum()
 
     def load_weights(self, weights: Iterable[Named]) -> set[str]:
         """Called with as much of the weights as the transport likes; what this call brought is
@@ -88,7 +88,7 @@ class ChecksumLoader(nn.Module):
     def _close_bucket(self) -> None:
         if self._size:
             self.checksums.append(self._checksum.value())
-            self._size, self._checksum = 0, BucketChecksum(torch)
+            self._size, self._checksum = 0, BucketChecksum()
 
 
 class VerifyingWorker(GuardedWorker):

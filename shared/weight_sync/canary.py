@@ -1,14 +1,14 @@
-"""The probe that tells whether a rollout engine computes what the learner computes (DESIGN 9.3).
+"""A probe that shows whether a rollout engine computes what the learner computes (DESIGN 9.3).
 
-Image placeholders are left out: nobody writes them, and their log-probabilities, of which an image
-has a thousand, are the farthest from 0 and so the noisiest.
+Image placeholders are left out: nobody samples them, and their log-probabilities, a thousand per
+image, are the farthest from 0 and so the noisiest.
 
-In float32 two sound engines differ by 3e-6 and no token may differ by more than 1e-4. In bfloat16
+In float32 two sound engines differ by 3e-6, and no token may differ by more than 1e-4. In bfloat16
 both sides round every logit, and a few of many tokens differ by much. There the *mean* difference
 is bounded, and the *share* of tokens that differ by more than a bound. How much rounding makes of
 a model on this hardware is measured: at version 0 both sides hold the checkpoint, so what they
 differ by is noise and nothing else. Later syncs may differ by `BOUND_OVER_NOISE` times as much,
-and never by more than the usual bounds, which hold where nothing was measured: so a fault that is
+and never by more than the usual bounds, which hold where nothing was measured. So a fault that is
 there before the first sync can be measured as if it were noise, and is noticed all the same where
 it is larger than they are.
 
@@ -40,47 +40,101 @@ tolerance allows.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, with_config
 
 from shared.errors import WeightSyncError
-from shared.records import ImageRef
-from shared.weight_sync.differences import Differences
+from shared.records import ImageRef, read_record
 from shared.weight_sync.phases import SyncPhase
+
+NOISE_FILE = "canary_noise.json"
 
 EFFECT_OVER_NOISE = 5.0
 SMALLEST_EFFECT = 1e-4
-"""Root mean square in nats: in float32 the noise may be next to nothing, and the adapter's own
-rounding must not be taken for its effect.
-"""
+"""Root mean square in nats. In float32 the noise may be next to nothing, and the adapter's own
+rounding must not be taken for its effect."""
 
 BOUND_OVER_NOISE = 3.0
 """Agreement in units of the noise: of its mean for the mean, of its largest for a token."""
-SMALLEST_MEAN, SMALLEST_BEYOND = 0.01, 0.1
+SMALLEST_MEAN = 0.01
+SMALLEST_BEYOND = 0.1
 """Bounds in nats where the noise is less: other weights and other tokens have other noise."""
-USUAL_MEAN, USUAL_BEYOND = 0.1, 0.5
+USUAL_MEAN = 0.1
+USUAL_BEYOND = 0.5
 """Bounds in nats where the noise was not measured, and the loosest where it was. Of real models
 means up to 0.064 are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352)."""
-SHARE_BEYOND, FEWEST_BEYOND = 0.02, 2
-"""Share of the tokens that may be beyond the bound of a token, and how many may always be: a probe
-of 40 tokens has its worst one too.
-"""
+SHARE_BEYOND = 0.02
+FEWEST_BEYOND = 2
+"""Share of the tokens that may be beyond the bound of a token, and how many always may: a probe of
+40 tokens has its worst one too."""
 
 Scores = tuple[Sequence[int], Sequence[float]]
-"""An engine's answer to a probe: the expanded token ids, and the log-probability of each but the
-first.
-"""
+"""An engine's answer to a probe: expanded token ids, log-probabilities of all but the first."""
+
+# NaN, which `Differences.from_values` may return, is never noise: no record or message may hold it.
+Nats = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Absolute differences between the log-probabilities of a learner and an engine, in nats.
+
+    Example: 0.01, 0.03 and 0.02 give `Differences(mean=0.02, largest=0.03)`.
+    """
+
+    mean: Nats
+    largest: Nats
+
+    @classmethod
+    def from_values(cls, differences: Sequence[float]) -> Differences:
+        """Summarise them: NaN where one of them is NaN, 0 where there are none."""
+        if not differences:
+            return cls(0.0, 0.0)
+        # max() would drop a NaN that is not the first.
+        is_finite = all(map(math.isfinite, differences))
+        largest = max(differences) if is_finite else math.fsum(differences)
+        return cls(math.fsum(differences) / len(differences), largest)
+
+    @classmethod
+    def worst(cls, several: Sequence[Differences]) -> Differences:
+        """Take the largest mean and the largest difference of several engines.
+
+        One bad engine so loosens the bounds of all, but never beyond the usual ones.
+        """
+        return cls(max(one.mean for one in several), max(one.largest for one in several))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Differences | None:
+        """Return the noise recorded in a run's folder; None where none was.
+
+        Raises ConfigError naming file and field for a file that says something else.
+        """
+        return read_record(
+            run_dir / NOISE_FILE, cls, key="telemetry.run_dir", remedy="restore it, or remove it"
+        )
+
+    def as_json(self) -> str:
+        """Write what `load` reads."""
+        return json.dumps(asdict(self)) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryProbe:
-    """A fixed sequence (a prompt, with an image where the model has a vision tower, and a short
-    response) and what the learner thinks of it.
+    """A fixed sequence, prompt and short response, and what the learner thinks of it.
 
-    The log-probabilities are plain `log_softmax(logits)` over the whole vocabulary: temperature 1
-    and no banned ids, because an engine scores a prompt without any sampling rule. So
-    `DecodeSettings.banned_token_ids` has no part in this comparison.
+    The prompt has an image where the model has a vision tower. Log-probabilities are plain
+    `log_softmax(logits)` over the whole vocabulary: an engine scores a prompt without temperature
+    or banned ids.
+
+    Example: 3 tokens, `CanaryProbe((5, 6, 7), (), (5, 6, 7), (-0.3, -1.2), tolerance=1e-4)`; -0.3
+    is the log-probability of token 6 after 5.
     """
 
     token_ids: tuple[int, ...]
@@ -88,18 +142,15 @@ class CanaryProbe:
     images: tuple[ImageRef, ...]
     """Each with `data`."""
     expanded_token_ids: tuple[int, ...]
-    """What `token_ids` becomes: image placeholders expanded by the learner's processor."""
+    """`token_ids` with image placeholders as the learner's processor expands them."""
     expected_logprobs: tuple[float, ...] | None
-    """None: the learner computes them while the engines load, and they come behind the weights
-    (`shared.weight_sync.offer.CANARY`). Else one per expanded token but the first, image
-    placeholders included: `expected_logprobs[i]` is of `expanded_token_ids[i + 1]`."""
+    """One per expanded token but the first, placeholders included. None: the learner computes them
+    while the engines load, and they come behind the weights (`shared.weight_sync.offer.CANARY`)."""
     tolerance: float | None
-    """Largest difference of a token that is still agreement, as in float32; None: mean and share
-    are compared, by `noise`."""
+    """Largest difference of a token that is agreement, as in float32; None: mean and share are
+    compared, by `noise`."""
     base_logprobs: tuple[float, ...] | None = None
-    """What the learner thinks of the same tokens without its adapter, as `expected_logprobs`; None
-    where no adapter is synced by itself.
-    """
+    """`expected_logprobs` without the learner's adapter; None where no adapter is synced alone."""
     placeholder_ids: tuple[int, ...] = ()
     """Tokens that stand for parts of images: not compared."""
     noise: Differences | None = None
@@ -107,7 +158,7 @@ class CanaryProbe:
 
     def __post_init__(self) -> None:
         for logprobs in (self.expected_logprobs, self.base_logprobs):
-            if logprobs is not None and len(logprobs) != len(self.expanded_token_ids) - 1:
+            if logprobs is not None and len(logprobs) != self.num_logprobs:
                 raise ValueError(
                     f"{len(self.expanded_token_ids)} canary tokens need one log-probability less,"
                     f" not {len(logprobs)}"
@@ -118,20 +169,19 @@ class CanaryProbe:
         return len(self.expanded_token_ids) - 1
 
     def with_logprobs(self, logprobs: Iterable[float]) -> CanaryProbe:
-        """The same probe with what has come behind the weights."""
+        """Return the probe with the log-probabilities that came behind the weights."""
         return replace(self, expected_logprobs=tuple(logprobs))
 
     def measure(self, actor: str, scores: Scores) -> Differences | None:
-        """Return the noise: how far an engine is that loaded the learner's weights by itself.
+        """Return the noise: how far an engine is that loaded the checkpoint by itself.
 
-        Return None where its mean is above the usual bound: that is a fault or other weights, and
-        the usual bounds hold. Raises WeightSyncError(phase="canary") where the engine expanded the
+        None where its mean is above the usual bound: that is a fault or other weights, and the
+        usual bounds hold. Raises WeightSyncError(phase="canary") where the engine expanded the
         prompt otherwise.
         """
         expanded_token_ids, logprobs = scores
-        assert self.expected_logprobs is not None, "with_logprobs comes first"
         self._check_tokens(actor, expanded_token_ids)
-        noise = Differences.of(self._differences(logprobs, self.expected_logprobs))
+        noise = Differences.from_values(self._distances(logprobs, self._expected))
         return noise if noise.mean <= USUAL_MEAN else None
 
     def check(
@@ -141,35 +191,31 @@ class CanaryProbe:
 
         Raises WeightSyncError(phase="canary") naming the first token that differs by too much.
         """
-        assert self.expected_logprobs is not None, "with_logprobs comes first"
-        return self._agreement(
-            actor,
-            (expanded_token_ids, logprobs),
-            self.expected_logprobs,
-            "weights are not the learner's",
-        )
+        scores = (expanded_token_ids, logprobs)
+        return self._check_agreement(actor, scores, self._expected, "weights are not the learner's")
 
     def check_adapter(self, actor: str, adapted: Scores, base: Scores) -> float | None:
-        """Of an engine that was sent an adapter, after `check`: its answers with and without it.
-        The slope of the adapter's effect (see the module), or None where the learner's own is too
-        small to prove anything. Raises WeightSyncError(phase="canary") where the adapter is not
-        applied as it should be.
+        """Return the slope of the adapter's effect (see the module), after `check`.
+
+        None where the learner's own effect is too small to prove anything. Raises
+        WeightSyncError(phase="canary") where the adapter is not applied as it should be.
+
+        Args:
+            adapted: the engine's scores with its adapter; `base` those without.
         """
         assert self.base_logprobs is not None, "an offer of an adapter brings both"
-        assert self.expected_logprobs is not None, "an offer of an adapter brings both"
-        self._agreement(
+        self._check_agreement(
             actor, base, self.base_logprobs, "weights without the adapter are not the learner's"
         )
-        effect = self._compared(self.expected_logprobs, self.base_logprobs)
-        served = self._compared(adapted[1], base[1])
-        noise = self._compared(base[1], self.base_logprobs)
-        if _norm(effect) < max(
-            EFFECT_OVER_NOISE * _norm(noise), SMALLEST_EFFECT * math.sqrt(len(effect))
-        ):
+        effect = self._differences(self._expected, self.base_logprobs)
+        served = self._differences(adapted[1], base[1])
+        noise = self._differences(base[1], self.base_logprobs)
+        least = max(EFFECT_OVER_NOISE * _norm(noise), SMALLEST_EFFECT * math.sqrt(len(effect)))
+        if _norm(effect) < least:
             return None
-        slope = math.fsum(e * s for e, s in zip(effect, served, strict=True)) / math.fsum(
-            e * e for e in effect
-        )
+        projection = math.fsum(e * s for e, s in zip(effect, served, strict=True))
+        slope = projection / math.fsum(e * e for e in effect)
+        # Written so that a NaN counts as a difference.
         if not abs(slope - 1) <= 2 / EFFECT_OVER_NOISE:
             raise WeightSyncError(
                 f"the adapter's effect on the log-probabilities is {slope:.2f} times the learner's"
@@ -182,43 +228,48 @@ class CanaryProbe:
             )
         return slope
 
-    def _agreement(
+    def _check_agreement(
         self, actor: str, scores: Scores, learners: Sequence[float], what: str
     ) -> Differences:
         expanded_token_ids, logprobs = scores
         self._check_tokens(actor, expanded_token_ids)
-        differences = self._differences(logprobs, learners)
-        found = Differences.of(differences)
+        distances = self._distances(logprobs, learners)
+        found = Differences.from_values(distances)
         allowed_mean, beyond = self._bounds()
         # Written so that NaN on either side counts as a difference.
         wrong = [
             i
-            for i, difference in zip(self._places(), differences, strict=True)
-            if not difference <= beyond
+            for i, distance in zip(self._compared(), distances, strict=True)
+            if not distance <= beyond
         ]
-        num_allowed = (
-            max(SHARE_BEYOND * len(differences), FEWEST_BEYOND) if self.tolerance is None else 0
-        )
+        num_allowed = 0.0
+        if self.tolerance is None:
+            num_allowed = max(SHARE_BEYOND * len(distances), FEWEST_BEYOND)
         if found.mean <= allowed_mean and len(wrong) <= num_allowed:
             return found
-        differing = (
-            f"{len(wrong)} of {len(differences)} log-probabilities differ by more than {beyond:g}"
+        message = (
+            f"{len(wrong)} of {len(distances)} log-probabilities differ by more than {beyond:g}"
         )
         if wrong:
             first = wrong[0]
-            differing += (
+            message += (
                 f", first at token {first + 1} (id {self.expanded_token_ids[first + 1]}): learner"
                 f" {learners[first]:.6f}, engine {logprobs[first]:.6f}"
             )
         if self.tolerance is None:
-            differing += f", on average by {found.mean:.4f} ({allowed_mean:.4f} is allowed)"
+            message += f", on average by {found.mean:.4f} ({allowed_mean:.4f} is allowed)"
         raise WeightSyncError(
-            f"{differing}; the engine's {what}",
+            f"{message}; the engine's {what}",
             actor=actor,
             phase=SyncPhase.CANARY,
             quantity="canary log-probability",
             size=found.largest,
         )
+
+    @property
+    def _expected(self) -> tuple[float, ...]:
+        assert self.expected_logprobs is not None, "with_logprobs comes first"
+        return self.expected_logprobs
 
     def _bounds(self) -> tuple[float, float]:
         """Return the largest mean, and the difference from which on a token counts."""
@@ -231,25 +282,29 @@ class CanaryProbe:
         # An engine that is at fault from the start has measured its fault.
         return min(mean, USUAL_MEAN), min(beyond, USUAL_BEYOND)
 
-    def _places(self) -> Iterator[int]:
-        """Yield the indices of the log-probabilities that are compared."""
-        for i, token_id in enumerate(self.expanded_token_ids[1:]):
-            if token_id not in self.placeholder_ids:
-                yield i
+    def _compared(self) -> list[int]:
+        """Return the indices of the log-probabilities that are compared."""
+        return [
+            i
+            for i, token_id in enumerate(self.expanded_token_ids[1:])
+            if token_id not in self.placeholder_ids
+        ]
 
-    def _compared(self, ones: Sequence[float], others: Sequence[float]) -> list[float]:
-        """Return the differences at the tokens that are compared."""
+    def _differences(self, ones: Sequence[float], others: Sequence[float]) -> list[float]:
+        """Return one less the other, at the tokens that are compared."""
         differences = [one - other for one, other in zip(ones, others, strict=True)]
-        return [differences[i] for i in self._places()]
+        return [differences[i] for i in self._compared()]
 
-    def _differences(self, logprobs: Sequence[float], learners: Sequence[float]) -> list[float]:
-        return [abs(difference) for difference in self._compared(logprobs, learners)]
+    def _distances(self, ones: Sequence[float], others: Sequence[float]) -> list[float]:
+        return list(map(abs, self._differences(ones, others)))
 
     def _check_tokens(self, actor: str, expanded_token_ids: Sequence[int]) -> None:
         if tuple(expanded_token_ids) == self.expanded_token_ids:
             return
         pairs = list(zip(expanded_token_ids, self.expanded_token_ids, strict=False))
         first = next((i for i, (got, expected) in enumerate(pairs) if got != expected), len(pairs))
+        num_wrong = sum(got != expected for got, expected in pairs)
+        num_missing = abs(len(expanded_token_ids) - len(self.expanded_token_ids))
         raise WeightSyncError(
             f"the engine expanded the canary prompt to {len(expanded_token_ids)} tokens, the"
             f" learner to {len(self.expanded_token_ids)}, first difference at token {first}; check"
@@ -257,10 +312,7 @@ class CanaryProbe:
             actor=actor,
             phase=SyncPhase.CANARY,
             quantity="canary token ids",
-            size=float(
-                abs(len(expanded_token_ids) - len(self.expanded_token_ids))
-                + sum(got != expected for got, expected in pairs)
-            ),
+            size=float(num_missing + num_wrong),
         )
 
 

@@ -1,5 +1,16 @@
-"""The learner's end of the transport between processes with their weights in host memory;
-`shared.weight_sync.phases.gloo` is the engines'.
+"""The transport between processes with their weights in host memory: both ends of it (DESIGN 9).
+
+Where all receivers of a group are on the sender's machine, they read the buckets in memory that
+they share with it, and the group's broadcasts of one byte tell them when. Else the buckets
+themselves are broadcast.
+
+    GlooSender (rank 0)               GlooReceiver (rank 1, 2, ...)
+    which machine this is  ------>    is it mine?             all say yes
+    address of the memory  ------>    can I open it?          all say yes
+    bucket, or one byte    ------>    loads it, while the next one is on its way
+                           <----->    all have loaded
+
+Nothing else of `shared` imports this module, which needs torch.
 """
 
 from __future__ import annotations
@@ -12,57 +23,99 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    ReduceOp,
+    TCPStore,
+)
 
 from shared.weight_sync.offer import FullOffer, ProcessGroupSpec, TensorSpec, buckets, offsets
 from shared.weight_sync.shared_memory import NOWHERE, Address, SharedMemory, this_machine
 
-# What the learner's gloo groups are opened with, its ranks' and its ends of a sync's;
-# `shared.weight_sync.phases.gloo` opens the engines' ends alike.
+NUM_BUFFERS = 2
+"""Buffers of buckets that go over the network: one is packed while the last one is on its way."""
 
 
 def gloo_options(host: str, timeout: timedelta) -> Any:
-    """Of a group whose collectives end after `timeout`, and whose other ranks reach this one at
-    `host`.
+    """Return options of a group whose collectives end after `timeout`.
+
+    Its other ranks reach this one at `host`.
     """
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # Without it gloo asks the host's name for an address, which may be one that nobody else
-    # reaches.
+    # reaches (127.0.1.1 on a Debian machine).
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     return options
 
 
-NUM_BUFFERS = 2
-"""Of buckets that go over the network: one is packed while the one before is on its way."""
+class _Member:
+    """One rank's membership in a gloo group, with what it has under way there."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._under_way: deque[Any] = deque()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Bound every wait from now on."""
+        self._group.set_timeout(timeout)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Begin a broadcast from rank 0; `tensor` is in use until its `wait` has returned."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._under_way.append(self._group.broadcast([tensor], options))
+
+    def wait(self) -> None:
+        """Wait for the first broadcast that has not been waited for."""
+        self._under_way.popleft().wait()
+
+    def wait_for_all(self) -> None:
+        while self._under_way:
+            self.wait()
+
+    def agree(self, yes: bool) -> bool:
+        """Return whether every rank says yes, once every rank has come to say it."""
+        vote = torch.tensor([yes], dtype=torch.int32)
+        options: Any = AllreduceOptions()
+        options.reduceOp = ReduceOp.MIN
+        self._group.allreduce([vote], options).wait()
+        return bool(vote.item())
+
+    def leave(self) -> None:
+        # Gloo closes its connections, which is what ends the others' waits, when nothing refers to
+        # the group any more, nor to anything that is on its way in it; `shutdown` and `abort` of
+        # the group do not. Whoever drops the last one waits for what another thread has under way,
+        # at most the group's timeout.
+        self._under_way.clear()
+        self._group = None
 
 
 class GlooSender:
-    """`learner.weight_sync.transports.WeightTransport`. The groups' own timeout ends a broadcast
-    that nobody receives.
+    """The sender's end, rank 0 of every group, kept from sync to sync.
 
-    Where all receivers of a group are on this machine, they read the buckets in memory that they
-    share with this process, and the group's broadcasts of one byte tell them when. Else the buckets
-    themselves are broadcast. Shared memory holds a whole sync, so nobody waits until a bucket has
-    been read. It is taken when the first group of receivers on this machine has formed, and given
-    back with the groups.
+    The groups' own timeout ends a broadcast that nobody receives. Shared memory holds a whole sync,
+    so nobody waits until a bucket has been read. It is taken when the first group of receivers on
+    this machine has formed, and given back with the groups.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
-        """`listening` have held the groups' ports since they were published. Returns when every
-        receiver has come.
+        """Return when every receiver has come.
+
+        Args:
+            listening: sockets that have held the groups' ports since they were published.
         """
         sizes = [offsets(bucket)[-1] for bucket in buckets(terms.sent, terms.bucket_bytes)]
-        joining, timeout = (
-            timedelta(seconds=terms.join_limit.seconds),
-            timedelta(seconds=terms.timeout_s),
-        )
+        joining = timedelta(seconds=terms.join_limit.seconds)
+        timeout = timedelta(seconds=terms.timeout_s)
         shared = cache(lambda: SharedMemory.create(sum(sizes)))
-        self._groups: list[_RankZeroGroup] = []
-        self._places: list[torch.Tensor] = []
+        self._groups: list[_RankZero] = []
+        self._buffers: list[torch.Tensor] = []
         try:
             for group, bound in zip(terms.groups, listening, strict=True):
-                self._groups.append(_RankZeroGroup(group, bound, joining, timeout, shared))
+                self._groups.append(_RankZero(group, bound, joining, timeout, shared))
         except BaseException:
             # Neither those that have joined nor the memory wait until the traceback, which refers
             # to them, is gone.
@@ -75,40 +128,45 @@ class GlooSender:
             memory = shared()
             assert memory is not None
             memory.forget()
-            self._places = list(torch.frombuffer(memory.memory, dtype=torch.uint8).split(sizes))
+            self._buffers = list(torch.frombuffer(memory.memory, dtype=torch.uint8).split(sizes))
         else:
             room = torch.empty(NUM_BUFFERS, max(sizes), dtype=torch.uint8)
-            self._places = [room[turn % NUM_BUFFERS, :size] for turn, size in enumerate(sizes)]
+            self._buffers = [room[turn % NUM_BUFFERS, :size] for turn, size in enumerate(sizes)]
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
-        cut = [(bucket, offsets(bucket)) for bucket in buckets(terms.sent, terms.bucket_bytes)]
-        assert [starts[-1] for _, starts in cut] == [len(place) for place in self._places], (
+        """Send every tensor to every group, in the terms' order, and wait until all is loaded.
+
+        A receiver that fails while it loads leaves its group: then this fails too.
+        """
+        packing = list(buckets(terms.sent, terms.bucket_bytes))
+        assert [offsets(bucket)[-1] for bucket in packing] == list(map(len, self._buffers)), (
             "a source sends the same tensors every time"
         )
         stream = iter(tensors)
-        for turn, ((bucket, (*starts, _)), packed) in enumerate(
-            zip(cut, self._places, strict=True)
-        ):
+        for turn, (bucket, packed) in enumerate(zip(packing, self._buffers, strict=True)):
             if turn >= NUM_BUFFERS:
                 # The bucket before the last one may have been packed in the same place.
                 for group in self._groups:
-                    group.wait()
-            for spec, start in zip(bucket, starts, strict=True):
+                    group.member.wait()
+            for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True):
                 _, tensor = next(stream)
                 packed[start : start + spec.num_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
             for group in self._groups:
                 group.send(packed)
         for group in self._groups:
-            group.finish()
+            group.member.wait_for_all()
+            group.member.agree(True)
 
     def close(self) -> None:
+        """Leave the groups: whoever waits for this rank sees a closed connection."""
         for group in self._groups:
-            group.close()
-        # The traceback of a failed send refers to this wire.
-        self._groups, self._places = [], []
+            group.member.leave()
+        # The traceback of a failed send refers to this sender.
+        self._groups = []
+        self._buffers = []
 
 
-class _RankZeroGroup:
+class _RankZero:
     """One process group, as its rank 0."""
 
     def __init__(
@@ -119,10 +177,11 @@ class _RankZeroGroup:
         timeout: timedelta,
         shared: Callable[[], SharedMemory | None],
     ) -> None:
-        """Returns when all receivers have come, after `joining` at the latest; from then on
-        `timeout` bounds every wait for them.
+        """Return when all receivers have come, after `joining` at the latest.
 
-        `shared` is asked only if all of them are on this machine.
+        Args:
+            timeout: of every wait after that.
+            shared: asked only if all receivers are on this machine.
         """
         store = TCPStore(
             group.host,
@@ -133,77 +192,37 @@ class _RankZeroGroup:
             master_listen_fd=bound.detach(),
         )
         try:
-            self._group: Any = ProcessGroupGloo(
-                store, 0, group.world_size, gloo_options(group.host, joining)
-            )
+            options = gloo_options(group.host, joining)
+            self.member = _Member(ProcessGroupGloo(store, 0, group.world_size, options))
         finally:
             # It listens on the group's port, and the traceback of a failure would keep it.
             del store
-        self._sending: deque[Any] = deque()
-        self._it_is_there = torch.ones(1, dtype=torch.uint8)
+        self._one_byte = torch.ones(1, dtype=torch.uint8)
+        self.reads_shared = False
+        """Whether every receiver of this group has opened the shared memory."""
         try:
-            self.reads_shared = self._tell(this_machine()) and self._share(shared())
-            """Whether every receiver of this group has opened the shared memory."""
-            self._group.set_timeout(timeout)
+            if self._all_accept(this_machine()):
+                memory = shared()
+                address = NOWHERE if memory is None else memory.address
+                self.reads_shared = self._all_accept(address.numbers())
+            self.member.set_timeout(timeout)
         except BaseException:
-            self.close()
+            self.member.leave()
             raise
 
     def send(self, packed: torch.Tensor) -> None:
-        """Begins to; `packed` stays as it is until `wait` has returned as often as this was
-        called."""
-        self._sending.append(self._broadcast(self._it_is_there if self.reads_shared else packed))
+        """Begin to send; `packed` is in use until `member.wait` has returned as often."""
+        self.member.broadcast(self._one_byte if self.reads_shared else packed)
 
-    def wait(self) -> None:
-        """Until what was sent first, of what has not been waited for, has arrived."""
-        self._sending.popleft().wait()
-
-    def finish(self) -> None:
-        """Waits until all has arrived and every receiver has loaded it. One that fails while it
-        loads leaves its group: then this fails too.
-        """
-        while self._sending:
-            self.wait()
-        self._agree(True)
-
-    def close(self) -> None:
-        # Gloo closes its connections, which is what ends the others' waits, when nothing refers to
-        # the group any more, nor to anything that is on its way in it; `shutdown` and `abort` of
-        # the group do not. Whoever drops the last one waits for what another thread has under way,
-        # at most the group's timeout.
-        self._sending.clear()
-        self._group = None
-
-    def _share(self, memory: SharedMemory | None) -> bool:
-        return self._tell((NOWHERE if memory is None else memory.address).numbers())
-
-    def _tell(self, numbers: Sequence[int]) -> bool:
-        """Whether every receiver can do something with them."""
-        self._broadcast(torch.tensor(numbers, dtype=torch.int64)).wait()
-        return self._agree(True)
-
-    def _agree(self, yes: bool) -> bool:
-        """Whether every rank says so, once every rank has come to say it."""
-        vote = torch.tensor([yes], dtype=torch.int32)
-        options: Any = torch.distributed.AllreduceOptions()
-        options.reduceOp = torch.distributed.ReduceOp.MIN
-        self._group.allreduce([vote], options).wait()
-        return bool(vote.item())
-
-    def _broadcast(self, tensor: torch.Tensor) -> Any:
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank = 0
-        return self._group.broadcast([tensor], options)
-
-
-# A process group for weights in host memory, as a worker of an engine takes part in it; rank 0 is
-# `shared.weight_sync.phases.gloo.GlooWire`.
+    def _all_accept(self, numbers: Sequence[int]) -> bool:
+        """Return whether every receiver can do something with the numbers."""
+        self.member.broadcast(torch.tensor(numbers, dtype=torch.int64))
+        self.member.wait()
+        return self.member.agree(True)
 
 
 class GlooReceiver:
-    """Joined. Where every worker of the group can open rank 0's shared memory, buckets are read
-    there and the group only says when.
-    """
+    """The end of one worker of an engine."""
 
     def __init__(
         self,
@@ -216,27 +235,27 @@ class GlooReceiver:
         timeout_s: float,
         machine: Callable[[], Sequence[int]] = this_machine,
     ) -> None:
-        """Returns when all have come to the store that rank 0 hosts at `host:port`. Raises
-        RuntimeError after `join_s`.
+        """Return when all have come to the store that rank 0 hosts at `host:port`.
+
+        Raises RuntimeError after `join_s`.
 
         Args:
             timeout_s: of every wait after that.
             machine: tells on which one this worker is.
         """
-        timeout = timedelta(seconds=join_s)
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        # Without it gloo asks the host's name for an address, which may be one that nobody else
-        # reaches (127.0.1.1 on a Debian machine).
-        options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host, port))]
-        self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
-        self._coming: deque[Any] = deque()
+        joining = timedelta(seconds=join_s)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=joining)
+        options = gloo_options(address_towards(host, port), joining)
+        self._member = _Member(ProcessGroupGloo(store, rank, world_size, options))
+        self._shared: torch.Tensor | None = None
         try:
-            self._shared = (
-                self._open() if self._agree(self._told(len(machine())) == list(machine())) else None
-            )
-            self._group.set_timeout(timedelta(seconds=timeout_s))
+            here = list(machine())
+            if self._member.agree(self._numbers(len(here)) == here):
+                opened = SharedMemory.open(Address(*self._numbers(len(NOWHERE.numbers()))))
+                # All of them or none: one that cannot open it needs the buckets themselves.
+                if self._member.agree(opened is not None) and opened is not None:
+                    self._shared = torch.frombuffer(opened.memory, dtype=torch.uint8)
+            self._member.set_timeout(timedelta(seconds=timeout_s))
         except BaseException:
             self.close()
             raise
@@ -244,10 +263,10 @@ class GlooReceiver:
     def receive(
         self, tensors: tuple[TensorSpec, ...], bucket_bytes: int
     ) -> Iterator[tuple[tuple[TensorSpec, ...], torch.Tensor]]:
-        """Every bucket and its bytes, as `offsets` places the tensors, each while the next one is
-        on its way. They stay as they are until the next sync.
+        """Yield every bucket and its bytes, each while the next one is on its way.
 
-        Rank 0 waits until all are through with the last bucket.
+        `offsets` says where the tensors are. The bytes stay as they are until the next sync; rank 0
+        waits until all are through with the last bucket.
         """
         following: tuple[tuple[TensorSpec, ...], torch.Tensor] | None = None
         begin = 0
@@ -256,63 +275,38 @@ class GlooReceiver:
             if self._shared is not None:
                 packed = self._shared[begin : begin + size]
                 begin += size
-                self._coming.append(self._broadcast(torch.empty(1, dtype=torch.uint8)))
+                self._member.broadcast(torch.empty(1, dtype=torch.uint8))
             else:
                 # A new buffer per bucket: the reload keeps views of it until the last parameter of
                 # a layer has come, maybe in the next bucket.
                 packed = torch.empty(size, dtype=torch.uint8)
-                self._coming.append(self._broadcast(packed))
+                self._member.broadcast(packed)
             if following is not None:
-                self._coming.popleft().wait()
+                self._member.wait()
                 yield following
             following = (bucket, packed)
         if following is not None:
-            self._coming.popleft().wait()
+            self._member.wait()
             yield following
-        self._agree(True)
+        self._member.agree(True)
 
     def close(self) -> None:
-        # Gloo closes its connections, which is what ends the others' waits, when nothing refers to
-        # the group any more, nor to anything that is on its way in it; `shutdown` and `abort` of
-        # the group do not. Whoever drops the last one waits for what another thread has under way,
-        # at most the group's timeout.
-        self._coming.clear()
-        self._group = self._shared = None
+        """Leave the group, which ends the others' waits."""
+        self._member.leave()
+        self._shared = None
 
-    def _told(self, num_numbers: int) -> list[int]:
-        """By rank 0."""
-        numbers = torch.zeros(num_numbers, dtype=torch.int64)
-        self._broadcast(numbers).wait()
+    def _numbers(self, count: int) -> list[int]:
+        """Return what rank 0 tells."""
+        numbers = torch.zeros(count, dtype=torch.int64)
+        self._member.broadcast(numbers)
+        self._member.wait()
         return list(map(int, numbers.tolist()))
-
-    def _open(self) -> torch.Tensor | None:
-        """Rank 0's memory; None where it has none, or where a worker of the group cannot open
-        it."""
-        opened = SharedMemory.open(Address(*self._told(len(NOWHERE.numbers()))))
-        all_have = self._agree(opened is not None)
-        return (
-            torch.frombuffer(opened.memory, dtype=torch.uint8)
-            if opened is not None and all_have
-            else None
-        )
-
-    def _agree(self, yes: bool) -> bool:
-        """Whether every rank says so, once every rank has come to say it."""
-        vote = torch.tensor([yes], dtype=torch.int32)
-        options: Any = torch.distributed.AllreduceOptions()
-        options.reduceOp = torch.distributed.ReduceOp.MIN
-        self._group.allreduce([vote], options).wait()
-        return bool(vote.item())
-
-    def _broadcast(self, tensor: torch.Tensor) -> Any:
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank = 0
-        return self._group.broadcast([tensor], options)
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that connections to `host` leave from: who reaches one end
-    reaches the other.
+    """Return the address of this machine that connections to `host` leave from.
+
+    Who reaches one end reaches the other.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -1,5 +1,4 @@
-"""One weight sync as both ends know it: its phases and its conversation (DESIGN 9);
-`shared.weight_sync.offer` is what they talk about.
+"""One weight sync as both ends know it: its phases, limits and conversation (DESIGN 9).
 
 ::
 
@@ -7,18 +6,16 @@
     offer: version, terms, canary
                                               pause        finish what is running, start nothing
                                                            (before the first weights in bfloat16:
-                                                           score
-                                                           the probe, whose difference then is
-                                                           noise)
+                                                           score the probe, to measure the noise)
     send:  rendezvous  <------------------->  rendezvous   the first time, and after a failure
            wire        ------ buckets ----->  wire         receive and load
            (gather, checksums while packing, the canary's log-probabilities)
            the last two  -- behind them --->
                                               verify       every parameter loaded, checksums equal
-                                              the sender's
+                                                           the sender's
                                               reset        prefix, multimodal and encoder caches
                                               canary       resume, score the probe, raise the
-                                              version
+                                                           version
 """
 
 from __future__ import annotations
@@ -26,25 +23,32 @@ from __future__ import annotations
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shared.errors import ENGINES, LEARNER, LearnerError, Timeout, WeightSyncError, late
-from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import PHASE_LIMIT, FullOffer, terms_of
+from shared.weight_sync.offer import PHASE_LIMIT, FullOffer
 
-ENGINE_MARGIN_S, CLIENT_MARGIN_S, POOL_MARGIN_S, SYNC_MARGIN_S = 2.0, 3.0, 4.0, 6.0
-"""What each layer waits in a phase beyond its `timeout_s`: the engine or the sender, a server's
-client, the pool or whoever waits for the sender, the whole sync. An outer one waits longer, so that
-the innermost error, which knows most, is the one reported."""
+if TYPE_CHECKING:
+    from shared.rollouts import SyncReport, WeightOffer
+    from shared.weight_sync.canary import Differences
 
+# What each layer waits in a phase beyond its `timeout_s`. An outer one waits longer, so that the
+# innermost error, which knows most, is the one reported.
+ENGINE_MARGIN_S = 2.0
+"""The engine's, and the sender's."""
+CLIENT_MARGIN_S = 3.0
+"""A rollout server's client."""
+POOL_MARGIN_S = 4.0
+"""The pool's, and whoever waits for the sender."""
+SYNC_MARGIN_S = 6.0
+"""The whole sync's."""
 
 OFFER = "offer"
 """In an error: before a receiver did anything, or where it is not known what it did."""
 
 
 class SyncPhase(StrEnum):
-    """What a receiver does, in this order."""
+    """A phase of a receiver, in this order."""
 
     PAUSE = "pause"
     RENDEZVOUS = "rendezvous"
@@ -59,39 +63,38 @@ class SendReport:
     """The sender's side of one sync."""
 
     phase_s: dict[str, float]
-    """Empty where nothing was left to send. Else seconds in `send_gather` (materialising the
-    weights), `send_verify` (checksums), `send_canary` (the learner's own scores), `send_rendezvous`
-    (0 when the groups are kept) and `send_wire`."""
+    """Seconds in `send_gather` (materialising the weights), `send_verify` (checksums),
+    `send_canary` (the learner's own scores), `send_rendezvous` (0 when the groups are kept) and
+    `send_wire`. Empty where nothing was left to send."""
 
 
 def all_phases_s(timeout_s: float) -> float:
-    """The limit of a receiver that bounds no single phase, which may take `timeout_s` each."""
+    """Return the limit of a receiver each of whose phases may take `timeout_s`."""
     return len(SyncPhase) * timeout_s
 
 
 def phase_limit(offer: WeightOffer, phase: SyncPhase) -> Timeout:
     """Return the longest that this phase of the offer's sync may take."""
-    terms = terms_of(offer)
-    if phase is SyncPhase.RENDEZVOUS and isinstance(terms, FullOffer):
-        return terms.join_limit
-    return Timeout(terms.timeout_s, PHASE_LIMIT)
+    if phase is SyncPhase.RENDEZVOUS and isinstance(offer.terms, FullOffer):
+        return offer.terms.join_limit
+    return Timeout(offer.terms.timeout_s, PHASE_LIMIT)
 
 
 def whole_sync_s(offer: WeightOffer) -> float:
-    """The outermost limit of a sync: above that of any receiver."""
+    """Return the outermost limit of a sync: above that of any receiver."""
     phases_s = sum(phase_limit(offer, phase).seconds for phase in SyncPhase)
-    return phases_s + terms_of(offer).timeout_s + (len(SyncPhase) + 1) * SYNC_MARGIN_S
+    return phases_s + offer.terms.timeout_s + (len(SyncPhase) + 1) * SYNC_MARGIN_S
 
 
 def sender_s(offer: WeightOffer) -> float:
-    """The limit of whoever waits for the sender, which takes part in two phases."""
-    return sum(
-        phase_limit(offer, phase).seconds + POOL_MARGIN_S
-        for phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE)
-    )
+    """Return the limit of whoever waits for the sender, which takes part in two phases."""
+    limits = (phase_limit(offer, phase) for phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE))
+    return sum(limit.seconds + POOL_MARGIN_S for limit in limits)
 
 
-class SendsWeights(Protocol):
+class SendingLearner(Protocol):
+    """The learner, as a sync sees it."""
+
     @property
     def offers_adapter(self) -> bool:
         """Whether the next offer is of an adapter."""
@@ -99,9 +102,7 @@ class SendsWeights(Protocol):
 
     @property
     def falls_back(self) -> bool:
-        """What follows on a sync of an adapter that fails,
-        rollout_matching.vllm.sync.fallback_to_full: full ones (true), or the run's end.
-        """
+        """Whether full syncs follow a failed adapter sync (`sync.fallback_to_full`)."""
         ...
 
     def offer_weights(self) -> WeightOffer: ...
@@ -114,32 +115,31 @@ class SendsWeights(Protocol):
         ...
 
     def fall_back_to_full(self) -> None:
-        """Every later offer is of full weights; called only where the last one was to be of an
-        adapter.
-        """
+        """Offer full weights from now on. Called only after an offer of an adapter."""
         ...
 
 
-class TakesWeights(Protocol):
+class ReceivingEngines(Protocol):
+    """The rollout engines, as a sync sees them."""
+
     def wait_idle(self) -> None:
-        """Return when nothing is being generated, within the limit that a round has. Raises
-        RolloutError where that round failed.
+        """Return when nothing is being generated, within the limit that a round has.
 
         Under `max_staleness` the next step's first round may still be running: it ends with the
-        weights it began with, before anyone's limits of a sync begin to count.
+        weights it began with, before anyone's limits of a sync begin to count. Raises RolloutError
+        where that round failed.
         """
         ...
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]: ...
 
 
-def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
-    """One verified sync; afterwards every engine serves the offered version. Raises WeightSyncError
-    naming phase and engine.
+def sync_weights(learner: SendingLearner, rollouts: ReceivingEngines) -> SyncReport:
+    """Run one verified sync; afterwards every engine serves the offered version.
 
-    Where the learner offers its adapter and that fails in any way, a full sync takes its place, now
-    and for the rest of the run, if the configuration permits it (DESIGN 5, decision 20); the report
-    says why.
+    Where an offered adapter fails in any way, a full sync takes its place, now and for the rest of
+    the run, if the configuration permits it (DESIGN 5, decision 20); the report says why. Raises
+    WeightSyncError naming phase and engine.
     """
     rollouts.wait_idle()
     try:
@@ -154,7 +154,7 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
         ):
             raise
         if not learner.falls_back:
-            raise _final(error) from error
+            raise _adapter_error(error) from error
         reason = (
             str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
         )
@@ -162,8 +162,8 @@ def sync_weights(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     return replace(_sync(learner, rollouts), fell_back=reason)
 
 
-def _final(error: Exception) -> WeightSyncError:
-    """The failure of an adapter sync where it ends the run."""
+def _adapter_error(error: Exception) -> WeightSyncError:
+    """Add the remedies to the failure of an adapter sync that ends the run."""
     remedy = (
         "set rollout_matching.vllm.sync.fallback_to_full: true to go on with full weights, or"
         " sync.mode: full to begin with them"
@@ -181,8 +181,8 @@ def _final(error: Exception) -> WeightSyncError:
     )
 
 
-def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
-    """One offer, and both sides of it.
+def _sync(learner: SendingLearner, rollouts: ReceivingEngines) -> SyncReport:
+    """Make one offer and wait for both sides of it.
 
     Both futures are bounded by the offer's phase timeout. When one side fails it leaves the group,
     which ends the other side's wait: a few seconds are given to that, so that the error shown is
@@ -192,8 +192,8 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
     receiving = rollouts.receive_weights(offer)
     sending = learner.send_weights(offer)
     sides: tuple[Future[Any], Future[Any]] = (receiving, sending)
-    limit_s = whole_sync_s(offer)
-    wait(sides, timeout=limit_s, return_when=FIRST_EXCEPTION)
+    limit = Timeout(whole_sync_s(offer), f"the limits of all phases ({PHASE_LIMIT})")
+    wait(sides, timeout=limit.seconds, return_when=FIRST_EXCEPTION)
     wait(sides, timeout=SYNC_MARGIN_S)
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
     if errors:
@@ -202,12 +202,8 @@ def _sync(learner: SendsWeights, rollouts: TakesWeights) -> SyncReport:
         raise errors[0] from (errors[1] if len(errors) > 1 else None)
     for side, who in zip(sides, (ENGINES, LEARNER), strict=True):
         if not side.done():
-            told = late(
-                f"the {who}",
-                Timeout(limit_s, f"the limits of all phases ({PHASE_LIMIT})"),
-                "that its process is alive",
-            )
-            raise WeightSyncError(told, actor=who, phase=SyncPhase.WIRE)
-    sent, report = sending.result(), receiving.result()
+            message = late(f"the {who}", limit, "that its process is alive")
+            raise WeightSyncError(message, actor=who, phase=SyncPhase.WIRE)
+    report: SyncReport = receiving.result()
     learner.sync_done(report.canary_noise)
-    return replace(report, phase_s={**report.phase_s, **sent.phase_s})
+    return replace(report, phase_s={**report.phase_s, **sending.result().phase_s})

@@ -96,7 +96,7 @@ def make_offer(
     return WeightOffer(
         version,
         "rollmatch_gloo",
-        {"terms": terms},
+        terms,
         CanaryProbe((1, 2), (image,), (1, 2, 3), (-0.1, float("-inf")), 1e-4),
     )
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-from rollout_actors.weight_sync.receiver import TakesAdapters
+from rollout_actors.weight_sync.adapters import AdapterLoader
 from shared.weight_sync.offer import AdapterOffer
 
 
-class IdleAdapter:
+class IdleAdapter(AdapterLoader):
     """vLLM holds what it is sent, and no request asks for it."""
 
     request: Any = None
 
-    def __init__(self, sound: TakesAdapters) -> None:
+    def __init__(self, sound: AdapterLoader) -> None:
         self.sound = sound
 
     async def take(self, terms: AdapterOffer) -> None:
@@ -32,7 +32,7 @@ class IdleAdapter:
 class KeptAdapter(IdleAdapter):
     """It stays in this folder, and a full sync does not take it away."""
 
-    def __init__(self, sound: TakesAdapters, folder: Path) -> None:
+    def __init__(self, sound: AdapterLoader, folder: Path) -> None:
         super().__init__(sound)
         self._folder = folder
 

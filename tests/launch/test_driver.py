@@ -122,7 +122,7 @@ class LearnerOfFixedLatency:
         self.offered += 1
         terms = FullOffer(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
         return WeightOffer(
-            self.offered, "rollmatch_gloo", {"terms": terms}, CanaryProbe((1,), (), (1,), (), 1e-4)
+            self.offered, "rollmatch_gloo", terms, CanaryProbe((1,), (), (1,), (), 1e-4)
         )
 
     def send_weights(self, offer):

@@ -134,7 +134,7 @@ def test_the_runs_own_configuration_holds_with_the_changes_and_its_own_checkpoin
     "changes",
     [
         {
-            "rollout_matching__vllm": {"mode": "colocate", "sync": {"transport": "inproc"}},
+            "rollout_matching__vllm": {"mode": "colocate"},
             "stage2_ab__channel_b": {"enable_pipeline": False},
         },
         {

@@ -15,8 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.model.adapters import apply_adapter
-from learner.weight_sync.canary import ComputedCanary
-from learner.weight_sync.publisher import AdapterSender
+from learner.weight_sync.publisher import adapter_offer
 from shared.config.model import AdapterSection
 from shared.config.pipeline import Channel
 from shared.errors import WeightSyncError
@@ -24,13 +23,12 @@ from shared.schedule import StepPlan
 from shared.tokens.fresh import FreshTokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterOffer, FullOffer
 from shared.weight_sync.transports import TransportKind
 
 pytestmark = pytest.mark.slow
 
 VLLM = "rollout_matching__vllm"
-CANARY = ComputedCanary(CanaryProbe((1,), (), (1,), (), tolerance=1e-4))
+PROBE = CanaryProbe((1,), (), (1,), (), tolerance=1e-4)
 SMALL = {
     "global_max_length": 512,
     "training__max_steps": 4,
@@ -109,7 +107,7 @@ def test_fresh_tokens_of_the_checkpoint_are_learned_offered_and_saved(
     assert (after != before).any(dim=1).nonzero()[:, 0].tolist() == list(fresh.ids)
     offer = one.publisher.offer()
     assert offer.transport == TransportKind.GLOO
-    assert embedding in {tensor.name for tensor in FullOffer.of(offer).tensors}
+    assert embedding in {tensor.name for tensor in offer.terms.tensors}
     one.publisher.done()
     one.publisher.save(tmp_path / "saved")
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -133,7 +131,7 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
     list(steps(one, 1))
     offer = one.publisher.offer()
     assert (offer.transport, offer.version) == (TransportKind.ADAPTER, 1)
-    assert len(safetensors.torch.load(AdapterOffer.of(offer).files.tensors)) == 2 * 3 * 7
+    assert len(safetensors.torch.load(offer.terms.files.tensors)) == 2 * 3 * 7
     assert one.publisher.send(offer).phase_s == {}
     one.publisher.done()
     one.publisher.fall_back_to_full()
@@ -141,8 +139,7 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
         offer = one.publisher.offer()
         assert (offer.transport, offer.version) == ("rollmatch_gloo", version)
         assert not any(
-            "lora" in tensor.name or "base_layer" in tensor.name
-            for tensor in FullOffer.of(offer).tensors
+            "lora" in tensor.name or "base_layer" in tensor.name for tensor in offer.terms.tensors
         )
         one.publisher.done()
 
@@ -220,4 +217,4 @@ def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_ch
         WeightSyncError,
         match=r"offer on learner: it cannot be written down \(KeyError: 'default'\)",
     ):
-        AdapterSender(model, timeout_s=1.0).offer(1, CANARY)
+        adapter_offer(model, 1, PROBE, timeout_s=1.0)

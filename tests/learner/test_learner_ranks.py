@@ -250,7 +250,7 @@ def test_rank_0_alone_offers_and_every_rank_raises_its_version_when_the_sync_is_
     assert second.offer is None
     assert first.offer.version == 1
     assert first.logprobs == pytest.approx(synced_alone.logprobs, abs=1e-5)
-    assert first.offer.rendezvous["terms"].tensors == synced_alone.offer.rendezvous["terms"].tensors
+    assert first.offer.terms.tensors == synced_alone.offer.terms.tensors
     assert list(first.weights) == list(synced_alone.weights)
     assert all(
         torch.equal(tensor, synced_alone.weights[name]) for name, tensor in first.weights.items()

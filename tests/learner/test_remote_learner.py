@@ -103,16 +103,14 @@ def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken
         learner(), TimeoutsSection(), num_ranks=1, devices_per_rank=1, decode_batch_size=2
     )
     assert rollouts.version == 0
-    report = rollouts.receive_weights(WeightOffer(3, "inproc", {}, None)).result(timeout=30)
+    report = rollouts.receive_weights(WeightOffer(3, "inproc", None, None)).result(timeout=30)
     assert (report.version, rollouts.version) == (3, 3)
 
 
 def test_a_failed_send_arrives_through_its_future(learner):
     terms = FullOffer((), timeout_s=60.0, bucket_bytes=1, tensors=())
     error = (
-        learner()
-        .send_weights(WeightOffer(1, "rollmatch_gloo", {"terms": terms}, None))
-        .exception(timeout=30)
+        learner().send_weights(WeightOffer(1, "rollmatch_gloo", terms, None)).exception(timeout=30)
     )
     assert type(error) is WeightSyncError
     assert error.phase == "rendezvous"

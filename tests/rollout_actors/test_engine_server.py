@@ -118,11 +118,9 @@ def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(
     if phase == "rendezvous":
         learner.sender.close()  # or the group that is open already would be kept
     offer = learner.offer_weights()
-    terms = offer.rendezvous["terms"]
+    terms = offer.terms
     with pytest.raises(WeightSyncError, match=f"{phase} on server-0"):
-        pool.receive_weights(
-            replace(offer, rendezvous={"terms": replace(terms, timeout_s=2.0)})
-        ).result(timeout=30)
+        pool.receive_weights(replace(offer, terms=replace(terms, timeout_s=2.0))).result(timeout=30)
     with pytest.raises(
         RolloutError, match=r"its sync to version \d+ is under way, or was not completed"
     ):

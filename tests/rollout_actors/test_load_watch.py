@@ -47,7 +47,7 @@ class FakeModel(nn.Module):
 
 
 def sent(terms: FullOffer = TERMS) -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(ChecksummedWeights(TENSORS, terms, torch, lambda: [-0.25, -1.5]))
+    return iter(ChecksummedWeights(TENSORS, terms, lambda: [-0.25, -1.5]))
 
 
 def test_the_model_gets_the_weights_and_the_receipt_what_comes_behind_them() -> None:

@@ -83,7 +83,7 @@ def refs(*sizes: int) -> PerRank:
 
 
 def offer(version: int) -> WeightOffer:
-    return WeightOffer(version=version, transport="rollmatch_gloo", rendezvous={}, canary=None)
+    return WeightOffer(version=version, transport="rollmatch_gloo", terms=None, canary=None)
 
 
 def test_a_round_is_split_into_contiguous_shares_and_comes_back_in_order(

@@ -210,9 +210,9 @@ def test_one_sync_reaches_every_server_by_its_own_group(make_pool: MakePool) -> 
     pool = make_pool(*engines)
     made = make_offer(version=4, num_groups=2)
     assert pool.receive_weights(made).result(timeout=60).version == 4
-    for engine, group in zip(engines, made.rendezvous["terms"].groups, strict=True):
+    for engine, group in zip(engines, made.terms.groups, strict=True):
         assert [phase for phase, _ in engine.phases] == list(SyncPhase)
-        assert {kept.rendezvous["terms"].groups for _, kept in engine.phases} == {(group,)}
+        assert {kept.terms.groups for _, kept in engine.phases} == {(group,)}
     assert {rollout.weight_version for rollout in generated(pool, 4)} == {4}
 
 

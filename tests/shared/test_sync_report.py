@@ -3,7 +3,7 @@
 import pytest
 
 from shared.rollouts import SyncReport
-from shared.weight_sync.differences import Differences
+from shared.weight_sync.canary import Differences
 
 
 def report(effect: float | None) -> SyncReport:

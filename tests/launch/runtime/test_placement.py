@@ -228,17 +228,6 @@ def test_servers_take_nothing_of_the_cluster(config):
     assert plan_placement(config(**SERVER), CPUS).transport == "rollmatch_gloo"
 
 
-def test_a_transport_that_does_not_fit_the_placement_is_refused(config):
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"sync\.transport: nccl moves weights between GPUs, but the learner is on cpu and the"
-            r" engine on cpu; write auto"
-        ),
-    ):
-        plan_placement(config(rollout_matching__vllm__sync={"transport": "nccl"}), CPUS)
-
-
 def test_without_a_learner_only_actors_are_placed(config):
     placement = plan_placement(config(), GPUS, learns=False)
     assert placement.ranks == () and len(placement.engines) == 3

@@ -25,7 +25,7 @@ from shared.run_files import Span
 from shared.schedule import RunSchedule
 from shared.seeds import request_seed
 from shared.trajectory import EnvironmentRollout
-from shared.weight_sync.differences import Differences
+from shared.weight_sync.canary import Differences
 
 METRICS = {
     "loss/total": 1.5,
@@ -182,9 +182,9 @@ def test_the_noise_that_the_first_sync_measures_is_kept_in_the_runs_folder(confi
     noise = Differences(mean=0.0041, largest=0.11)
     with placed(config) as telemetry:
         telemetry.sync(SyncReport(1, 1, {"wire": 0.01}, 0.0, canary_noise=noise))
-        assert Differences.kept(config.telemetry.run_dir) == noise
+        assert Differences.load(config.telemetry.run_dir) == noise
         telemetry.sync(SyncReport(2, 1, {"wire": 0.01}, 0.0))
-    assert Differences.kept(config.telemetry.run_dir) == noise
+    assert Differences.load(config.telemetry.run_dir) == noise
 
 
 def test_of_several_learner_ranks_the_plan_says_which_positions_each_learns_in_each_round(tmp_path):

@@ -22,16 +22,15 @@ from launch.runtime.learner_client import LearnerCall, RayLearner
 from learner.model.adapters import NAME
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import (
-    DistributedRanks,
     LearnerDevice,
-    OneRank,
+    Ranks,
     RankTopology,
     ReceiverGroup,
 )
 from learner.model.sharding import WholeModel
 from learner.segments import EncodedPrompt
 from learner.weight_sync.canary import Canary
-from learner.weight_sync.publisher import AdapterSender, Sender, WeightPublisher
+from learner.weight_sync.publisher import WeightPublisher
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.engine import ray_calls
 from shared.config.job import TimeoutsSection
@@ -91,20 +90,7 @@ class WatchedModel(nn.Module):
 Made = tuple[WeightPublisher, list[str]]
 
 
-def full_sender(model: nn.Module) -> Sender:
-    source, receivers = CheckpointWeights(model), (ReceiverGroup(1),)
-    return WeightSender(source, transport="rollmatch_gloo", receivers=receivers, timeout_s=0.5)
-
-
-def sender_to_an_engine_in_this_process(model: nn.Module) -> Sender:
-    return WeightSender(CheckpointWeights(model), transport="inproc", receivers=(), timeout_s=0.5)
-
-
-def adapter_sender(model: nn.Module) -> Sender:
-    return AdapterSender(model, timeout_s=0.5)
-
-
-def publisher(make_sender: Callable[[nn.Module], Sender]) -> Made:
+def publisher(transport: str = "rollmatch_gloo", *, offers_adapter: bool = False) -> Made:
     events: list[str] = []
     model = WatchedModel(events)
     processor = SimpleNamespace(save_pretrained=lambda folder: None)
@@ -114,23 +100,37 @@ def publisher(make_sender: Callable[[nn.Module], Sender]) -> Made:
     canary = Canary(
         loaded, prompt, (), (3, 4), tolerance=1e-4, proves_adapter=False, run_dir=Path("unused")
     )
-    parallel = WholeModel(model, CheckpointWeights(model), OneRank())
-    device, senders = WatchedDevice(events), (make_sender(model),)
-    return WeightPublisher(OneRank(), device, loaded, parallel, senders, canary), events
+    parallel = WholeModel(model, CheckpointWeights(model), Ranks())
+    sender = WeightSender(
+        CheckpointWeights(model),
+        transport=transport,
+        receivers=(ReceiverGroup(1),),
+        timeout_s=0.5,
+    )
+    made = WeightPublisher(
+        Ranks(),
+        WatchedDevice(events),
+        loaded,
+        parallel,
+        sender,
+        canary,
+        offers_adapter=offers_adapter,
+    )
+    return made, events
 
 
 @pytest.mark.parametrize(
-    ("make_sender", "readers"),
+    ("transport", "offers_adapter", "readers"),
     [
-        (full_sender, {"read"}),
-        (sender_to_an_engine_in_this_process, {"read", "canary"}),
-        (adapter_sender, {"read", "canary"}),
+        ("rollmatch_gloo", False, {"read"}),
+        ("inproc", False, {"read", "canary"}),
+        ("rollmatch_gloo", True, {"read", "canary"}),
     ],
 )
 def test_an_offer_waits_for_the_update_before_weights_adapter_or_canary_are_read(
-    make_sender: Callable[[nn.Module], Sender], readers: set[str]
+    transport: str, offers_adapter: bool, readers: set[str]
 ) -> None:
-    made, events = publisher(make_sender)
+    made, events = publisher(transport, offers_adapter=offers_adapter)
     made.offer()
     made.close()
     assert events[0] == "wait"
@@ -138,7 +138,7 @@ def test_an_offer_waits_for_the_update_before_weights_adapter_or_canary_are_read
 
 
 def test_a_checkpoint_waits_for_the_update_before_it_reads(tmp_path: Path) -> None:
-    made, events = publisher(full_sender)
+    made, events = publisher()
     made.save(tmp_path / "checkpoint")
     assert events[0] == "wait"
     assert {"read", "save"} <= set(events)
@@ -155,9 +155,9 @@ class FakeGroup:
         return SimpleNamespace(wait=lambda: None)
 
 
-def ranks_on(device: LearnerDevice, events: list[str]) -> DistributedRanks:
+def ranks_on(device: LearnerDevice, events: list[str]) -> Ranks:
     group: Any = FakeGroup(events)
-    return DistributedRanks(0, 2, group, device, timeout_s=7.0, sums_in_backward=False)
+    return Ranks(0, 2, group, device, timeout_s=7.0, sums_in_backward=False)
 
 
 def test_the_time_of_reducing_gradients_ends_when_the_device_has_reduced_them() -> None:

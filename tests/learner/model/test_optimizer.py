@@ -13,7 +13,7 @@ from torch import nn
 
 from learner.model.optimizer import Optimizer, learning_rate_at
 from learner.model.parts import freeze_parts
-from learner.model.ranks import OneRank
+from learner.model.ranks import Ranks
 from shared.config.training import TrainingSection
 from shared.errors import ConfigError, LearnerError
 
@@ -95,7 +95,7 @@ def test_without_parts_the_update_is_plain_adamw_of_all_parameters_to_the_bit():
     optimizer = torch.optim.AdamW(
         slow.parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
     )
-    updater = Optimizer(model, config, OneRank())
+    updater = Optimizer(model, config, Ranks())
     for step in range(4):
         result = learn(model, updater, step)
         for index in range(3):
@@ -116,7 +116,7 @@ def test_without_parts_the_update_is_plain_adamw_of_all_parameters_to_the_bit():
 def test_a_frozen_part_keeps_its_bits_and_the_others_move():
     model, config = Tiny(), training(parts={"vision_tower": {"frozen": True}})
     freeze_parts(model, config.parts)
-    before, updater = weights(model), Optimizer(model, config, OneRank())
+    before, updater = weights(model), Optimizer(model, config, Ranks())
     learn(model, updater, 0)
     after = weights(model)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -148,7 +148,7 @@ def test_every_part_has_its_own_peak_on_the_same_schedule():
         parts={"vision_tower": {"learning_rate": 0.001}, "aligner": {"learning_rate": 0.1}},
     )
     model = Tiny()
-    updater = Optimizer(model, config, OneRank())
+    updater = Optimizer(model, config, Ranks())
     for step in range(10):
         result = learn(model, updater, step, rows=1)
         assert result.part_learning_rates["vision_tower"] == pytest.approx(
@@ -173,7 +173,7 @@ def test_a_part_moves_by_its_own_rate():
             },
         ),
     )
-    before, updater = weights(model), Optimizer(model, config, OneRank())
+    before, updater = weights(model), Optimizer(model, config, Ranks())
     learn(model, updater, 0)
     moved = {
         name: (parameter - before[name]).abs().mean().item()
@@ -186,7 +186,7 @@ def test_a_part_moves_by_its_own_rate():
 
 def test_matrices_decay_and_norms_and_biases_do_not():
     model, config = Tiny(), training(weight_decay=0.5)
-    before, updater = weights(model), Optimizer(model, config, OneRank())
+    before, updater = weights(model), Optimizer(model, config, Ranks())
     (0.0 * model(row(0)).sum()).backward()
     updater.update(0, 1)
     for name, parameter in weights(model).items():
@@ -197,7 +197,7 @@ def test_matrices_decay_and_norms_and_biases_do_not():
 def test_the_gradient_is_clipped_over_all_parts_together():
     model, config = Tiny(), training(max_grad_norm=1e-3, parts={"aligner": {"learning_rate": 0.5}})
     seen = {}
-    updater = Optimizer(model, config, OneRank())
+    updater = Optimizer(model, config, Ranks())
     updater.optimizer.register_step_pre_hook(
         lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters()})
     )
@@ -212,7 +212,7 @@ def test_the_gradient_is_clipped_over_all_parts_together():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(spoil, dtype):
     model, config = Tiny(dtype), training(max_nonfinite_updates=2, lr_schedule="linear")
-    updater = Optimizer(model, config, OneRank())
+    updater = Optimizer(model, config, Ranks())
     learn(model, updater, 0)
     before, state = weights(model), [tensor.clone() for tensor in state_tensors(model, updater)]
     skipped = [learn(model, updater, step, spoil=spoil) for step in (1, 2)]
@@ -238,7 +238,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing_and_is_cou
 
 def test_one_more_than_the_allowed_number_in_a_row_stops_the_run_with_a_remedy():
     model = Tiny()
-    updater = Optimizer(model, training(max_nonfinite_updates=1), OneRank())
+    updater = Optimizer(model, training(max_nonfinite_updates=1), Ranks())
     learn(model, updater, 0, spoil=NAN)
     learn(model, updater, 1)
     learn(model, updater, 2, spoil=NAN)
@@ -254,7 +254,7 @@ def test_one_more_than_the_allowed_number_in_a_row_stops_the_run_with_a_remedy()
         LearnerError,
         match=r"step 1: the gradient norm is nan \(training\.max_nonfinite_updates: 0\)",
     ):
-        learn(model, Optimizer(model, training(), OneRank()), 0, spoil=NAN)
+        learn(model, Optimizer(model, training(), Ranks()), 0, spoil=NAN)
 
 
 class TwoRanks:
@@ -286,7 +286,7 @@ def test_a_gradient_that_is_not_finite_on_another_rank_is_skipped_here_too():
 
 def test_a_rank_without_rows_takes_the_other_rank_s_update():
     alone, model = Tiny(), Tiny()
-    learn(alone, Optimizer(alone, training(), OneRank()), 0)
+    learn(alone, Optimizer(alone, training(), Ranks()), 0)
     sample = Tiny()
     for index in range(3):
         sample(row(index)).square().sum().backward()
@@ -300,7 +300,7 @@ def test_a_rank_without_rows_takes_the_other_rank_s_update():
 def test_in_bfloat16_updates_too_small_for_it_add_up_in_the_masters():
     model, exact = Tiny(torch.bfloat16), Tiny(torch.bfloat16).float()
     config = training(learning_rate=1e-5, max_steps=400)
-    updater, reference = Optimizer(model, config, OneRank()), Optimizer(exact, config, OneRank())
+    updater, reference = Optimizer(model, config, Ranks()), Optimizer(exact, config, Ranks())
     start = weights(model)
     learn(model, updater, 0, rows=1)
     learn(exact, reference, 0, rows=1)
@@ -330,7 +330,7 @@ def test_in_bfloat16_updates_too_small_for_it_add_up_in_the_masters():
 @pytest.mark.slow
 def test_in_bfloat16_the_gradients_of_a_step_s_rows_are_summed_in_float32():
     model = Tiny(torch.bfloat16)
-    updater = Optimizer(model, training(), OneRank())
+    updater = Optimizer(model, training(), Ranks())
     rows = []
     for index in range(64):
         model(row(index, torch.bfloat16)).float().square().sum().backward()
@@ -345,7 +345,7 @@ def test_bfloat16_weights_are_the_rounded_masters_and_two_runs_give_the_same_bit
     ends = []
     for _ in range(2):
         model = Tiny(torch.bfloat16)
-        updater = Optimizer(model, training(parts={"aligner": {"learning_rate": 0.002}}), OneRank())
+        updater = Optimizer(model, training(parts={"aligner": {"learning_rate": 0.002}}), Ranks())
         for step in range(3):
             learn(model, updater, step)
         assert all(
@@ -359,7 +359,7 @@ def test_bfloat16_weights_are_the_rounded_masters_and_two_runs_give_the_same_bit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moving_the_state_between_rows_and_updates_changes_no_bit(dtype):
     stays, moves = Tiny(dtype), Tiny(dtype)
-    updaters = [Optimizer(model, training(), OneRank()) for model in (stays, moves)]
+    updaters = [Optimizer(model, training(), Ranks()) for model in (stays, moves)]
     for step in range(3):
         for model in (stays, moves):
             model(row(1000 + step, dtype)).float().square().sum().backward()
@@ -374,7 +374,7 @@ def test_moving_the_state_between_rows_and_updates_changes_no_bit(dtype):
 
 def test_all_of_the_state_moves_and_nothing_of_the_model():
     model = Tiny()
-    updater = Optimizer(model, training(), OneRank())
+    updater = Optimizer(model, training(), Ranks())
     learn(model, updater, 0)
     updater.move_to(torch.device("meta"))
     assert all(tensor.is_meta for tensor in state_tensors(model, updater))

@@ -20,8 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from learner.learner import Learner
 from shared.errors import WeightSyncError
-from shared.weight_sync.canary import CanaryProbe, Scores
-from shared.weight_sync.differences import NOISE_FILE, Differences
+from shared.weight_sync.canary import NOISE_FILE, CanaryProbe, Differences, Scores
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,7 @@ from torch import nn
 
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import RankTopology, ReceiverGroup
-from learner.weight_sync.canary import ComputedCanary
-from learner.weight_sync.publisher import make_senders
+from learner.weight_sync.publisher import make_sender as make_configured_sender
 from learner.weight_sync.sender import WeightSender
 from shared.errors import ConfigError, LearnerError, Timeout, WeightSyncError
 from shared.weight_sync.canary import CanaryProbe
@@ -35,7 +34,11 @@ from shared.weight_sync.transports import TransportKind
 
 FOLDER = Path("/dev/shm")
 PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), (-0.1, -2.5), tolerance=1e-4)
-CANARY = ComputedCanary(PROBE)
+QUESTION = replace(PROBE, expected_logprobs=None)
+
+
+def score() -> tuple[float, ...]:
+    return (-0.1, -2.5)
 
 
 class TiedModel(nn.Module):
@@ -62,7 +65,7 @@ def make_sender(
 
 def test_an_offer_names_every_parameter_once_with_its_size() -> None:
     sender = make_sender(TiedModel())
-    terms = FullOffer.of(sender.offer(3, CANARY))
+    terms = sender.offer(3, QUESTION, score).terms
     assert [
         (tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in terms.tensors
     ] == [
@@ -97,7 +100,7 @@ def test_an_offer_computes_nothing_of_the_weights() -> None:
     sender = WeightSender(
         source, transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=0.5
     )
-    sender.offer(1, CANARY)
+    sender.offer(1, QUESTION, score)
     assert source.passes == 0
     sender.close()
 
@@ -105,8 +108,8 @@ def test_an_offer_computes_nothing_of_the_weights() -> None:
 def test_a_port_is_bound_before_it_is_offered_and_kept_for_the_next_offer() -> None:
     sender = make_sender(TiedModel())
     first, second = (
-        FullOffer.of(sender.offer(1, CANARY)).group,
-        FullOffer.of(sender.offer(2, CANARY)).group,
+        sender.offer(1, QUESTION, score).terms.group,
+        sender.offer(2, QUESTION, score).terms.group,
     )
     assert first == second
     with pytest.raises(OSError, match="in use"):
@@ -130,11 +133,11 @@ def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again
         timeout_s=0.5,
         bucket_bytes=10,
     )
-    terms = FullOffer.of(sender.offer(1, CANARY))
+    terms = sender.offer(1, QUESTION, score).terms
     assert [group.world_size for group in terms.groups] == [3, 2]
     assert terms.groups[0].port == port != terms.groups[1].port
     sender.close()
-    again = FullOffer.of(sender.offer(2, CANARY)).groups[0]
+    again = sender.offer(2, QUESTION, score).terms.groups[0]
     assert (again.port, again.key == terms.groups[0].key) == (port, False)
     sender.close()
 
@@ -156,8 +159,8 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
                 r" 127.0.0.1 cannot be opened"
             ),
         ):
-            sender.offer(1, CANARY)
-    assert FullOffer.of(sender.offer(1, CANARY)).groups[1].port == port, "free again"
+            sender.offer(1, QUESTION, score)
+    assert sender.offer(1, QUESTION, score).terms.groups[1].port == port, "free again"
     sender.close()
 
 
@@ -238,8 +241,8 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
                 joined.clear()
             with torch.no_grad():
                 model.norm.bias += 1
-            offer = sender.offer(version, CANARY)
-            terms = FullOffer.of(offer)
+            offer = sender.offer(version, QUESTION, score)
+            terms = offer.terms
             arriving = [threads.submit(take, who, terms) for who in places]
             report = sender.send(offer)
             # By the prefix a report's total leaves them out: they run beside the receivers' phases.
@@ -250,11 +253,7 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
                 "send_verify",
                 "send_canary",
             }
-            expected = dict(
-                ChecksummedWeights(
-                    CheckpointWeights(model).tensors(), terms, torch, CANARY.logprobs
-                )
-            )
+            expected = dict(ChecksummedWeights(CheckpointWeights(model).tensors(), terms, score))
             for arrived in arriving:
                 tensors = arrived.result(timeout=20)
                 assert list(tensors) == list(expected)
@@ -275,7 +274,7 @@ def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_l
 ):
     before = set(FOLDER.iterdir())
     sender = make_sender(TiedModel(), timeout_s=2.0)
-    offer = sender.offer(1, CANARY)
+    offer = sender.offer(1, QUESTION, score)
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(sender.send, offer)
         while not sending.done():
@@ -294,8 +293,8 @@ def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
         timeout_s=2.0,
         bucket_bytes=10,
     )
-    offer = sender.offer(1, CANARY)
-    terms = FullOffer.of(offer)
+    offer = sender.offer(1, QUESTION, score)
+    terms = offer.terms
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, terms.groups[0], 1, 20.0)
         with pytest.raises(WeightSyncError, match="rendezvous on learner") as failed:
@@ -383,16 +382,6 @@ def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from
         assert address_towards(*server.getsockname()) == connection.getsockname()[0]
 
 
-@dataclass(frozen=True)
-class SlowCanary(ComputedCanary):
-    wait: Callable[[], None]
-    """Its log-probabilities come when this has returned."""
-
-    def logprobs(self) -> tuple[float, ...]:
-        self.wait()
-        return super().logprobs()
-
-
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(
     is_elsewhere: bool,
@@ -400,11 +389,12 @@ def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_l
     sender = make_sender(TiedModel(), timeout_s=20.0)
     arrived = threading.Event()
 
-    def wait() -> None:
+    def wait() -> tuple[float, ...]:
         assert arrived.wait(20), "the first buckets do not wait for this"
+        return score()
 
-    offer = sender.offer(1, SlowCanary(PROBE, wait))
-    terms = FullOffer.of(offer)
+    offer = sender.offer(1, QUESTION, wait)
+    terms = offer.terms
 
     def take() -> dict[str, torch.Tensor]:
         joined = join(terms.group, 1, 20.0, is_elsewhere=is_elsewhere)
@@ -428,12 +418,12 @@ def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_l
 
 
 def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> None:
-    def fail() -> None:
+    def fail() -> tuple[float, ...]:
         raise RuntimeError("out of memory")
 
     sender = make_sender(TiedModel(), timeout_s=5.0)
-    offer = sender.offer(1, SlowCanary(PROBE, fail))
-    terms = FullOffer.of(offer)
+    offer = sender.offer(1, QUESTION, fail)
+    terms = offer.terms
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
         with pytest.raises(
@@ -448,8 +438,13 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
 @pytest.mark.slow
 def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_engine() -> None:
     sender = make_sender(TiedModel(), timeout_s=2.0)
-    offer = sender.offer(1, SlowCanary(PROBE, lambda: time.sleep(2.2)))
-    terms = FullOffer.of(offer)
+
+    def score_slowly() -> tuple[float, ...]:
+        time.sleep(2.2)
+        return score()
+
+    offer = sender.offer(1, QUESTION, score_slowly)
+    terms = offer.terms
     with ThreadPoolExecutor(1) as threads:
         threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
         with pytest.raises(
@@ -473,8 +468,8 @@ def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_ke
         timeout_s=1.0,
     )
     with pytest.raises(WeightSyncError, match="rendezvous on learner") as kept:
-        sender.send(sender.offer(1, CANARY))
-    assert FullOffer.of(sender.offer(2, CANARY)).group.port == port, kept.value
+        sender.send(sender.offer(1, QUESTION, score))
+    assert sender.offer(2, QUESTION, score).terms.group.port == port, kept.value
     sender.close()
 
 
@@ -487,8 +482,8 @@ def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool
         timeout_s=20.0,
         bucket_bytes=10,
     )
-    offer = sender.offer(1, CANARY)
-    terms = FullOffer.of(offer)
+    offer = sender.offer(1, QUESTION, score)
+    terms = offer.terms
     with ThreadPoolExecutor(2) as threads:
         threads.submit(
             lambda: receive(join(terms.groups[0], 1, 20.0, is_elsewhere=is_elsewhere), terms, 1)
@@ -518,8 +513,8 @@ def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_er
         timeout_s=60.0,
         bucket_bytes=10,
     )
-    offer = sender.offer(1, CANARY)
-    terms = FullOffer.of(offer)
+    offer = sender.offer(1, QUESTION, score)
+    terms = offer.terms
     kept = []
 
     def take(rank: int) -> None:
@@ -549,10 +544,10 @@ def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
     sender = WeightSender(
         CheckpointWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5
     )
-    offer = sender.offer(1, CANARY)
+    offer = sender.offer(1, QUESTION, score)
     assert (
         offer.transport,
-        FullOffer.of(offer).groups,
+        offer.terms.groups,
         offer.canary,
         sender.send(offer).phase_s,
     ) == ("inproc", (), PROBE, {})
@@ -563,7 +558,7 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
     None
 ):
     sender = make_sender(TiedModel())
-    offer = sender.offer(1, CANARY)
+    offer = sender.offer(1, QUESTION, score)
     started = time.monotonic()
     with pytest.raises(
         WeightSyncError, match=r"rendezvous on learner.*check that every rollout engine is alive"
@@ -571,7 +566,7 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
         sender.send(offer)
     assert time.monotonic() - started < 10
     assert (caught.value.actor, caught.value.phase) == ("learner", "rendezvous")
-    again, before = FullOffer.of(sender.offer(2, CANARY)).group, FullOffer.of(offer).group
+    again, before = sender.offer(2, QUESTION, score).terms.group, offer.terms.group
     assert (again.port != before.port, again.key != before.key) == (True, True)
     sender.close()
 
@@ -579,8 +574,8 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
 def test_the_joining_of_servers_has_a_limit_of_its_own() -> None:
     join = Timeout(0.05, "rollout_matching.vllm.server.timeout_s")
     sender = make_sender(TiedModel(), timeout_s=3600.0, join=join)
-    offer = sender.offer(1, CANARY)
-    assert (FullOffer.of(offer).join, FullOffer.of(offer).timeout_s) == (join, 3600.0)
+    offer = sender.offer(1, QUESTION, score)
+    assert (offer.terms.join, offer.terms.timeout_s) == (join, 3600.0)
     with pytest.raises(WeightSyncError, match="rendezvous on learner"):
         sender.send(offer)
     sender.close()
@@ -605,9 +600,9 @@ def test_buckets_are_large_where_the_engines_loader_is_called_for_each(
         tmp_path,
         rollout_matching__vllm={"mode": "actors", "sync": {"bucket_bytes": given}},
     )
-    parts: Any = SimpleNamespace(model=None, weights=CheckpointWeights(TiedModel()))
-    (sender,) = make_senders(config, RankTopology(TransportKind(transport), ()), parts, parts)
-    assert FullOffer.of(sender.offer(1, CANARY)).bucket_bytes == bucket_bytes
+    parts: Any = SimpleNamespace(weights=CheckpointWeights(TiedModel()))
+    sender = make_configured_sender(config, RankTopology(TransportKind(transport), ()), parts)
+    assert sender.offer(1, QUESTION, score).terms.bucket_bytes == bucket_bytes
 
 
 def test_servers_are_waited_for_by_their_own_key(tmp_path: Path) -> None:
@@ -615,9 +610,9 @@ def test_servers_are_waited_for_by_their_own_key(tmp_path: Path) -> None:
     config = configuration(
         tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "server", "server": server}
     )
-    parts: Any = SimpleNamespace(model=None, weights=CheckpointWeights(TiedModel()))
-    (sender,) = make_senders(config, RankTopology(TransportKind.GLOO, ()), parts, parts)
-    assert FullOffer.of(sender.offer(1, CANARY)).join == Timeout(
+    parts: Any = SimpleNamespace(weights=CheckpointWeights(TiedModel()))
+    sender = make_configured_sender(config, RankTopology(TransportKind.GLOO, ()), parts)
+    assert sender.offer(1, QUESTION, score).terms.join == Timeout(
         7.0, "rollout_matching.vllm.server.timeout_s"
     )
 

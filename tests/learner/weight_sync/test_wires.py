@@ -20,9 +20,7 @@ from torch import nn
 
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import ReceiverGroup
-from learner.weight_sync.canary import ComputedCanary
 from learner.weight_sync.sender import WeightSender
-from rollout_actors.backends.stock_server import NoAdapters
 from rollout_actors.weight_sync.receiver import (
     InitRequest,
     LoadReport,
@@ -34,7 +32,7 @@ from shared.errors import WeightSyncError
 from shared.rollouts import WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.gloo import NUM_BUFFERS
-from shared.weight_sync.offer import CANARY, CHECKSUMS, FullOffer, buckets, offer_for
+from shared.weight_sync.offer import CANARY, CHECKSUMS, FullOffer, buckets
 from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import TransportKind
 
@@ -222,16 +220,14 @@ class Engine:
     def __init__(self, num_workers: int) -> None:
         self.llm = FakeLLM(num_workers)
         group = TransferGroup(self.llm, transport=TransportKind.NCCL, rank_offset=1)
-        self._intake = WeightReceiver(
-            "server-0", self.llm, group, score=self._score, adapter=NoAdapters()
-        )
+        self._intake = WeightReceiver("server-0", self.llm, group, score=self._score, adapter=None)
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         raise AssertionError("no test goes so far")
 
     def take(self, offer: WeightOffer) -> None:
         for phase in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS, SyncPhase.WIRE):
-            asyncio.run(self._intake.run(phase, offer))
+            asyncio.run(self._intake.run_phase(phase, offer))
 
 
 class SmallModel(nn.Module):
@@ -260,11 +256,11 @@ def sender() -> Iterator[WeightSender]:
 
 
 def sync(sender: WeightSender, engines: list[Engine], version: int) -> FullOffer:
-    offer = sender.offer(version, ComputedCanary(PROBE))
+    offer = sender.offer(version, PROBE)
     sender.send(offer)
     for index, engine in enumerate(engines):
-        engine.take(offer_for(offer, index))
-    return FullOffer.of(offer)
+        engine.take(offer.for_group(index))
+    return offer.terms
 
 
 def test_both_ends_join_the_same_groups_each_rank_once(
@@ -343,5 +339,5 @@ def test_a_learner_without_an_nccl_library_is_told_so_and_sends_nothing(
     with pytest.raises(
         WeightSyncError, match="rendezvous on learner: vLLM has no NCCL library for"
     ):
-        sender.send(sender.offer(1, ComputedCanary(PROBE)))
+        sender.send(sender.offer(1, PROBE))
     assert [each.sent for each in opened] == [[]]

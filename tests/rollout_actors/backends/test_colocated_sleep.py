@@ -18,15 +18,13 @@ from backend_support import colocated_settings
 from torch import nn
 
 from learner.model.checkpoint import CheckpointWeights
-from learner.weight_sync.canary import ComputedCanary
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedBackend
 from rollout_actors.weight_sync.receiver import LoadReport
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, WeightOffer
-from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.differences import Differences
+from shared.weight_sync.canary import CanaryProbe, Differences
 
 pytestmark = pytest.mark.engine
 
@@ -250,7 +248,7 @@ def an_offer(host: Host, version: int = 1, probe: CanaryProbe = PROBE) -> Weight
     sender = WeightSender(
         CheckpointWeights(host.model), transport="inproc", receivers=(), timeout_s=20.0
     )
-    return sender.offer(version, ComputedCanary(probe))
+    return sender.offer(version, probe)
 
 
 QUEUED = ["queue"] * len(REQUESTS)

@@ -59,7 +59,7 @@ class FakeDevice:
 
 
 def checksummed() -> ChecksummedWeights:
-    return ChecksummedWeights(WEIGHTS, TERMS, torch)
+    return ChecksummedWeights(WEIGHTS, TERMS)
 
 
 def read_by(device: FakeDevice, update: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ from shared.records import ImageRef
 from shared.rollouts import FinishReason, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterFiles, AdapterOffer, FullOffer
+from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import TransportKind
 
@@ -495,10 +495,10 @@ class TestSync:
     def test_each_server_joins_its_own_group_at_rank_one(
         self, server: StockServer, url: str, expected: EngineSettings
     ) -> None:
-        terms = FullOffer.of(make_offer(num_groups=2))
+        terms = make_offer(num_groups=2).terms
         one = StockClient("server-1", make_address(url, kind="vllm"), index=1, expected=expected)
         asyncio.run(one.start())
-        asyncio.run(synced(one, replace(an_offer(), rendezvous={"terms": terms})))
+        asyncio.run(synced(one, replace(an_offer(), terms=terms)))
         (info,) = [
             body["init_info"]
             for route, body in server.asked
@@ -559,9 +559,7 @@ class TestSync:
             asyncio.run(
                 synced(
                     one,
-                    replace(
-                        an_offer(), transport=TransportKind.ADAPTER, rendezvous={"terms": terms}
-                    ),
+                    replace(an_offer(), transport=TransportKind.ADAPTER, terms=terms),
                 )
             )
 

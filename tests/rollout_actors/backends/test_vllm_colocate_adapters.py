@@ -13,12 +13,10 @@ from engine_support import TIMEOUTS, SmallLearner
 
 from learner.model.adapters import apply_adapter
 from learner.model.checkpoint import CheckpointWeights
-from learner.weight_sync.publisher import AdapterSender
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
-from shared.weight_sync.offer import AdapterOffer
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -36,7 +34,7 @@ def learner(learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
         base_path=str(demo_checkpoint),
         seed=3,
     )
-    learner.sender = AdapterSender(learner.model, timeout_s=TIMEOUTS.sync_phase.seconds)
+    learner.offers_adapter = True
     return learner
 
 
@@ -83,9 +81,9 @@ def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights
         serves(backend, learner)
     learn(learner, 3)
     offer = learner.offer_weights()
-    damaged = replace(AdapterOffer.of(offer), sha256="0" * 64)
+    damaged = replace(offer.terms, sha256="0" * 64)
     with pytest.raises(WeightSyncError, match="did not arrive as it was sent"):
-        backend.receive_weights(replace(offer, rendezvous={"terms": damaged}))
+        backend.receive_weights(replace(offer, terms=damaged))
     with pytest.raises(RolloutError, match="serves no rollouts"):
         backend.generate([learner.request(0)])
     learner.sender = WeightSender(

@@ -556,9 +556,7 @@ class TestSync:
     ) -> None:
         made = make_offer(num_groups=3)
         self.phases(client(url, expected, index=2), made)
-        assert {kept.rendezvous["terms"].group for _, kept in engine.phases} == {
-            made.rendezvous["terms"].groups[2]
-        }
+        assert {kept.terms.group for _, kept in engine.phases} == {made.terms.groups[2]}
 
     def test_an_error_of_the_engine_arrives_with_all_its_fields_under_the_client_s_name(
         self, url: str, engine: ObedientEngine, expected: EngineSettings

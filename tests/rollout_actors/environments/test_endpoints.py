@@ -597,9 +597,9 @@ def test_nothing_is_answered_after_a_sync_that_was_not_completed(
     learner.sender.close()
     offer = learner.offer_weights()
     with pytest.raises(WeightSyncError):
-        pool.receive_weights(
-            replace(offer, rendezvous={"terms": replace(offer.rendezvous["terms"], timeout_s=2.0)})
-        ).result(timeout=30)
+        pool.receive_weights(replace(offer, terms=replace(offer.terms, timeout_s=2.0))).result(
+            timeout=30
+        )
     with pytest.raises(
         openai.ConflictError,
         match=r"its sync to version \d+ is under way, or was not completed; complete a sync",

@@ -123,13 +123,13 @@ offers = st.builds(
     WeightOffer,
     version=st.integers(),
     transport=text.filter(lambda transport: transport != TransportKind.ADAPTER),
-    rendezvous=st.fixed_dictionaries({"terms": terms}),
+    terms=terms,
     canary=probes,
 ) | st.builds(
     WeightOffer,
     version=st.integers(),
     transport=st.just("adapter"),
-    rendezvous=st.fixed_dictionaries({"terms": adapters}),
+    terms=adapters,
     canary=probes.map(lambda probe: replace(probe, base_logprobs=probe.expected_logprobs[::-1])),
 )
 reports = st.builds(
@@ -197,7 +197,7 @@ def test_a_canary_that_met_no_number_arrives_so() -> None:
     probe = CanaryProbe((1,), (), (1, 2, 3), (float("nan"), float("-inf")), 1e-4)
     full = make_offer()
     call = messages.SyncCall.of(
-        SyncPhase.PAUSE, WeightOffer(1, full.transport, full.rendezvous, probe), None
+        SyncPhase.PAUSE, WeightOffer(1, full.transport, full.terms, probe), None
     )
     arrived = there_and_back(call).weight_offer()
     assert arrived is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout_actors.weight_sync.receiver import LoadReport, check_receipts
+from rollout_actors.weight_sync.receiver import LoadReport, check_load_reports
 from shared.errors import WeightSyncError
 from shared.weight_sync.phases import SyncPhase
 
@@ -45,7 +45,7 @@ BAD = [
 
 
 def test_workers_that_have_loaded_everything_as_it_was_sent_are_believed() -> None:
-    check_receipts([GOOD, GOOD], "actor-0")
+    check_load_reports([GOOD, GOOD], "actor-0")
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["of the first worker", "of another worker"])
@@ -58,7 +58,7 @@ def test_an_account_that_is_not_as_it_should_be_is_an_error_that_names_what_diff
     receipts = [GOOD, GOOD]
     receipts[place] = replace(GOOD, **changes)
     with pytest.raises(WeightSyncError) as caught:
-        check_receipts(receipts, "actor-0")
+        check_load_reports(receipts, "actor-0")
     assert caught.value.message.startswith(told)
     assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == (
         "actor-0",

@@ -10,11 +10,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import torch
 from counted_time import counted
 from fake_server import make_offer
 
-from rollout_actors.backends.stock_server import NoAdapters
 from rollout_actors.weight_sync.receiver import (
     InitRequest,
     LoadReport,
@@ -24,10 +22,8 @@ from rollout_actors.weight_sync.receiver import (
 )
 from shared.errors import Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
-from shared.weight_sync.canary import CanaryProbe, Scores
+from shared.weight_sync.canary import CanaryProbe, Differences, Scores
 from shared.weight_sync.checksum import ChecksummedWeights
-from shared.weight_sync.differences import Differences
-from shared.weight_sync.offer import FullOffer
 from shared.weight_sync.phases import ENGINE_MARGIN_S, SyncPhase
 from shared.weight_sync.transports import TransportKind
 
@@ -78,9 +74,7 @@ class Engine:
         group = (
             TransferGroup(self.llm, transport=TransportKind.GLOO, rank_offset=3) if joins else None
         )
-        self.intake = WeightReceiver(
-            "actor-0", self.llm, group, score=self.score, adapter=NoAdapters()
-        )
+        self.intake = WeightReceiver("actor-0", self.llm, group, score=self.score, adapter=None)
         self.scored: Sequence[float] = (-0.5, -0.25)
         self.score_s = 0.0
 
@@ -90,7 +84,7 @@ class Engine:
 
     @property
     def served(self) -> tuple[int, str]:
-        return self.intake.version, self.intake.shut
+        return self.intake.version, self.intake.unavailable_reason
 
 
 def an_offer(version: int = 1, **terms: Any) -> WeightOffer:
@@ -104,9 +98,9 @@ def test_from_the_first_phase_to_the_last_nothing_is_served_and_the_version_is_t
         engine = Engine()
         assert engine.served == (0, "")
         for phase in list(SyncPhase)[:-1]:
-            assert await engine.intake.run(phase, an_offer(4)) is None
+            assert await engine.intake.run_phase(phase, an_offer(4)) is None
             assert engine.served == (0, "its sync to version 4 is under way, or was not completed")
-        report = await engine.intake.run(SyncPhase.CANARY, an_offer(4))
+        report = await engine.intake.run_phase(SyncPhase.CANARY, an_offer(4))
         assert report is not None
         assert (report.version, engine.served) == (4, (4, ""))
 
@@ -117,14 +111,14 @@ def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_
     None
 ):
     engine = Engine()
-    asyncio.run(engine.intake.take(an_offer(1)))
+    asyncio.run(engine.intake.run_all_phases(an_offer(1)))
     engine.llm.trouble = ZeroDivisionError("told to fail")
     with pytest.raises(WeightSyncError, match="wire on actor-0: told to fail"):
-        asyncio.run(engine.intake.take(an_offer(2)))
+        asyncio.run(engine.intake.run_all_phases(an_offer(2)))
     assert engine.served == (1, "its sync to version 2 is under way, or was not completed")
     assert engine.llm.asked[-1] == "abandon_update"
-    asyncio.run(engine.intake.take(an_offer(3)))
-    asyncio.run(engine.intake.take(an_offer(4)))
+    asyncio.run(engine.intake.run_all_phases(an_offer(3)))
+    asyncio.run(engine.intake.run_all_phases(an_offer(4)))
     assert engine.served == (4, "")
     assert [info["rank_offset"] for info in engine.llm.joined] == [3, 3], (
         "once at the start, and once more after the failure"
@@ -133,12 +127,12 @@ def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_
 
 def test_a_sender_that_has_opened_its_group_anew_is_joined_anew_without_any_failure() -> None:
     engine = Engine()
-    asyncio.run(engine.intake.take(an_offer(1)))
-    asyncio.run(engine.intake.take(an_offer(2)))
+    asyncio.run(engine.intake.run_all_phases(an_offer(1)))
+    asyncio.run(engine.intake.run_all_phases(an_offer(2)))
     assert len(engine.llm.joined) == 1, "the group is kept from sync to sync"
-    terms = FullOffer.of(an_offer(3))
+    terms = an_offer(3).terms
     anew = replace(terms, groups=(replace(terms.group, key="opened again"),))
-    asyncio.run(engine.intake.take(replace(an_offer(3), rendezvous={"terms": anew})))
+    asyncio.run(engine.intake.run_all_phases(replace(an_offer(3), terms=anew)))
     assert len(engine.llm.joined) == 2
 
 
@@ -166,7 +160,7 @@ def test_an_engine_that_keeps_what_a_cache_holds_of_the_old_weights_serves_nothi
     engine = Engine()
     setattr(engine.llm, f"reset_{cache}_cache", reset)
     with pytest.raises(WeightSyncError, match=f"reset on actor-0: {told}"):
-        asyncio.run(engine.intake.take(an_offer()))
+        asyncio.run(engine.intake.run_all_phases(an_offer()))
     assert engine.served == (0, "its sync to version 1 is under way, or was not completed")
 
 
@@ -181,14 +175,12 @@ def test_an_engine_that_is_stuck_in_a_phase_is_waited_for_as_long_as_the_offer_s
 
     async def run() -> None:
         engine = Engine()
-        engine.intake = WeightReceiver(
-            "actor-0", Stuck(), None, score=engine.score, adapter=NoAdapters()
-        )
+        engine.intake = WeightReceiver("actor-0", Stuck(), None, score=engine.score, adapter=None)
         with pytest.raises(
             WeightSyncError,
             match=r"pause on actor-0: no answer from the engine after timeouts\.sync_phase_s = 5 s",
         ):
-            await engine.intake.take(an_offer(timeout_s=5.0))
+            await engine.intake.run_all_phases(an_offer(timeout_s=5.0))
         assert engine.served == (0, "its sync to version 1 is under way, or was not completed")
 
     _, spent_s = counted(run())
@@ -207,10 +199,10 @@ def test_servers_have_a_limit_of_their_own_for_joining_the_communicator() -> Non
         engine = Engine()
         group = TransferGroup(Alone(), transport=TransportKind.GLOO, rank_offset=1)
         engine.intake = WeightReceiver(
-            "server-0", engine.llm, group, score=engine.score, adapter=NoAdapters()
+            "server-0", engine.llm, group, score=engine.score, adapter=None
         )
         terms = replace(
-            FullOffer.of(an_offer(timeout_s=5.0)),
+            an_offer(timeout_s=5.0).terms,
             join=Timeout(240.0, "rollout_matching.vllm.server.timeout_s"),
         )
         told = (
@@ -218,7 +210,7 @@ def test_servers_have_a_limit_of_their_own_for_joining_the_communicator() -> Non
             r" rollout_matching\.vllm\.server\.timeout_s = 240 s"
         )
         with pytest.raises(WeightSyncError, match=told):
-            await engine.intake.take(replace(an_offer(), rendezvous={"terms": terms}))
+            await engine.intake.run_all_phases(replace(an_offer(), terms=terms))
 
     _, spent_s = counted(run())
     assert spent_s == pytest.approx(240.0 + ENGINE_MARGIN_S)
@@ -227,7 +219,7 @@ def test_servers_have_a_limit_of_their_own_for_joining_the_communicator() -> Non
 def test_an_adapter_is_no_longer_served_when_weights_arrive_into_which_it_is_merged() -> None:
     done: list[str] = []
 
-    class Adapter(NoAdapters):
+    class Adapter:
         async def drop(self) -> None:
             done.append("drop")
 
@@ -236,7 +228,7 @@ def test_an_adapter_is_no_longer_served_when_weights_arrive_into_which_it_is_mer
             done.append("update_weights")
 
     intake = WeightReceiver("actor-0", Noting(), None, score=Engine().score, adapter=Adapter())
-    asyncio.run(intake.take(an_offer()))
+    asyncio.run(intake.run_all_phases(an_offer()))
     assert done == ["drop", "update_weights"]
 
 
@@ -244,11 +236,11 @@ def test_the_door_that_a_later_sync_has_shut_is_not_opened_by_the_one_before_it(
     async def run() -> None:
         engine = Engine()
         for phase in list(SyncPhase)[:-1]:
-            await engine.intake.run(phase, an_offer(1))
+            await engine.intake.run_phase(phase, an_offer(1))
         engine.score_s = 0.1
-        first = asyncio.create_task(engine.intake.run(SyncPhase.CANARY, an_offer(1)))
+        first = asyncio.create_task(engine.intake.run_phase(SyncPhase.CANARY, an_offer(1)))
         await asyncio.sleep(0)
-        await engine.intake.run(SyncPhase.PAUSE, an_offer(2))
+        await engine.intake.run_phase(SyncPhase.PAUSE, an_offer(2))
         assert (await first) is not None
         assert engine.served == (1, "its sync to version 2 is under way, or was not completed")
 
@@ -258,15 +250,17 @@ def test_the_door_that_a_later_sync_has_shut_is_not_opened_by_the_one_before_it(
 def test_nothing_of_the_sync_before_is_reported_for_this_one() -> None:
     engine = Engine()
     engine.scored = (-0.5, -0.25005)
-    assert asyncio.run(engine.intake.take(an_offer(1))).canary_max_abs == pytest.approx(5e-5)
+    assert asyncio.run(engine.intake.run_all_phases(an_offer(1))).canary_max_abs == pytest.approx(
+        5e-5
+    )
     engine.scored = PROBE.expected_logprobs or ()
     engine.llm.receipt = replace(RECEIPT, load_s=10.0)
-    report = asyncio.run(engine.intake.take(an_offer(2)))
+    report = asyncio.run(engine.intake.run_all_phases(an_offer(2)))
     assert (report.canary_max_abs, report.phase_s["load"]) == (0.0, pytest.approx(10.0, abs=2.0))
 
 
 def test_the_time_of_an_update_is_taken_apart_by_the_workers_account() -> None:
-    report = asyncio.run(Engine().intake.take(an_offer()))
+    report = asyncio.run(Engine().intake.run_all_phases(an_offer()))
     assert set(report.phase_s) == {
         "pause",
         "rendezvous",
@@ -285,9 +279,9 @@ def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group
     None
 ):
     engine, what = Engine(joins=False), an_offer()
-    handed = ChecksummedWeights([], FullOffer.of(what), torch)
+    handed = ChecksummedWeights([], what.terms)
     handed.gather_s, handed.verify_s = 5.0, 100.0
-    report = asyncio.run(engine.intake.take(what, handed))
+    report = asyncio.run(engine.intake.run_all_phases(what, handed))
     assert set(report.phase_s) == {
         "pause",
         "rendezvous",
@@ -313,7 +307,9 @@ def test_weights_over_another_transport_than_the_engines_are_refused() -> None:
         ),
     ):
         asyncio.run(
-            engine.intake.run(SyncPhase.PAUSE, replace(an_offer(), transport=TransportKind.NCCL))
+            engine.intake.run_phase(
+                SyncPhase.PAUSE, replace(an_offer(), transport=TransportKind.NCCL)
+            )
         )
 
 
@@ -334,13 +330,13 @@ class NoisyEngine(Engine):
         return (1, 2, 7), self.answers.pop(0)
 
     def sync(self, version: int, probe: CanaryProbe) -> SyncReport:
-        return asyncio.run(self.intake.take(replace(an_offer(version), canary=probe)))
+        return asyncio.run(self.intake.run_all_phases(replace(an_offer(version), canary=probe)))
 
 
 def test_noise_is_measured_once_before_the_first_weights_and_bounds_every_later_sync() -> None:
     engine = NoisyEngine()
     report = engine.sync(1, IN_BFLOAT16)
-    assert report.canary_noise == Differences.of([0.52 - 0.5, 0.26 - 0.25])
+    assert report.canary_noise == Differences.from_values([0.52 - 0.5, 0.26 - 0.25])
     assert report.canary_mean_abs == 0.0
     before, after = engine.asked_before
     assert (before, "load_report" in after) == ([], True)

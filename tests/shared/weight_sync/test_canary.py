@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from shared.errors import ConfigError, WeightSyncError
-from shared.weight_sync.canary import EFFECT_OVER_NOISE, CanaryProbe
-from shared.weight_sync.differences import NOISE_FILE, Differences
+from shared.weight_sync.canary import EFFECT_OVER_NOISE, NOISE_FILE, CanaryProbe, Differences
 
 PROBE = CanaryProbe(
     token_ids=(1, 50, 2),
@@ -161,17 +160,17 @@ def test_a_fault_that_is_there_before_the_first_sync_is_not_measured_away() -> N
 
 
 def test_a_bad_engine_loosens_the_bounds_of_all_to_the_usual_ones_at_most() -> None:
-    noise = Differences.of_worst([Differences(0.005, 0.1), Differences(0.09, 4.0)])
+    noise = Differences.worst([Differences(0.005, 0.1), Differences(0.09, 4.0)])
     ids = HALF.expanded_token_ids
     with pytest.raises(WeightSyncError, match=r"\(0\.1000 is allowed\)"):
         replace(HALF, noise=noise).check("actor", ids, engines(everywhere=0.11))
 
 
 def test_a_runs_folder_keeps_the_noise_to_the_bit(tmp_path: Path) -> None:
-    assert Differences.kept(tmp_path) is None
+    assert Differences.load(tmp_path) is None
     noise = Differences(0.1 + 0.2, 1 / 3)
     (tmp_path / NOISE_FILE).write_text(noise.as_json())
-    assert Differences.kept(tmp_path) == noise
+    assert Differences.load(tmp_path) == noise
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_a_damaged_record_of_the_noise_names_file_and_field(
 ) -> None:
     (tmp_path / NOISE_FILE).write_text(written)
     with pytest.raises(ConfigError) as caught:
-        Differences.kept(tmp_path)
+        Differences.load(tmp_path)
     told = str(caught.value)
     assert told.startswith(f"telemetry.run_dir: {tmp_path}/{NOISE_FILE} cannot be read ({wrong}")
     assert told.endswith("; restore it, or remove it")

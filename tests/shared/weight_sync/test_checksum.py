@@ -31,7 +31,7 @@ def slow_checksum(*tensors: bytes) -> int:
 
 
 def checksum(*tensors: torch.Tensor) -> int:
-    total = BucketChecksum(torch)
+    total = BucketChecksum()
     for tensor in tensors:
         total.add(tensor)
     return total.value()

@@ -12,8 +12,8 @@ import torch
 
 from shared.errors import LearnerError, Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
+from shared.weight_sync.canary import Differences
 from shared.weight_sync.checksum import BucketChecksum, ChecksummedWeights
-from shared.weight_sync.differences import Differences
 from shared.weight_sync.offer import (
     CHECKSUMS,
     AdapterFiles,
@@ -22,7 +22,6 @@ from shared.weight_sync.offer import (
     ProcessGroupSpec,
     TensorSpec,
     buckets,
-    offer_for,
     offsets,
 )
 from shared.weight_sync.phases import (
@@ -62,7 +61,7 @@ class Side:
         self.noise: Differences | None = None
 
     def offer_weights(self) -> WeightOffer:
-        return WeightOffer(4, "rollmatch_gloo", {"terms": TERMS}, None)
+        return WeightOffer(4, "rollmatch_gloo", TERMS, None)
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._future(self._sent)
@@ -115,7 +114,7 @@ class AdapterSide(Side):
 
     def offer_weights(self) -> WeightOffer:
         return (
-            WeightOffer(4, TransportKind.ADAPTER, {"terms": ADAPTER}, None)
+            WeightOffer(4, TransportKind.ADAPTER, ADAPTER, None)
             if self.offers_adapter
             else super().offer_weights()
         )
@@ -215,7 +214,7 @@ def test_tensors_of_a_bucket_begin_at_aligned_offsets_and_do_not_overlap() -> No
 
 
 def test_a_receiver_is_told_of_its_own_group_alone() -> None:
-    told = FullOffer.of(offer_for(WeightOffer(1, "rollmatch_gloo", {"terms": TERMS}, None), 1))
+    told = WeightOffer(1, "rollmatch_gloo", TERMS, None).for_group(1).terms
     assert (told.group, told.tensors) == (GROUPS[1], TENSORS)
 
 
@@ -226,7 +225,7 @@ def make_weights() -> list[tuple[str, torch.Tensor]]:
 
 def test_behind_the_weights_come_their_checksums_one_for_each_bucket() -> None:
     weights = make_weights()
-    sealed = list(ChecksummedWeights(weights, TERMS, torch))
+    sealed = list(ChecksummedWeights(weights, TERMS))
     assert (
         [name for name, _ in sealed]
         == [tensor.name for tensor in TERMS.sent]
@@ -234,7 +233,7 @@ def test_behind_the_weights_come_their_checksums_one_for_each_bucket() -> None:
     )
     expected = []
     for tensors in (weights[:2], weights[2:]):
-        checksum = BucketChecksum(torch)
+        checksum = BucketChecksum()
         for _, tensor in tensors:
             checksum.add(tensor)
         expected.append(checksum.value())
@@ -245,7 +244,7 @@ def test_behind_the_weights_come_their_checksums_one_for_each_bucket() -> None:
 
 def test_weights_other_than_the_offered_ones_are_not_sent() -> None:
     with pytest.raises(AssertionError, match="offered t0"):
-        list(ChecksummedWeights(make_weights()[::-1], TERMS, torch))
+        list(ChecksummedWeights(make_weights()[::-1], TERMS))
 
 
 def test_a_report_holds_both_sides_seconds() -> None:
@@ -320,9 +319,7 @@ def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take
 def test_the_innermost_limit_ends_first(timeout_s: float, join_s: float | None) -> None:
     assert ENGINE_MARGIN_S < CLIENT_MARGIN_S < POOL_MARGIN_S
     join = None if join_s is None else Timeout(join_s, "rollout_matching.vllm.server.timeout_s")
-    offer = WeightOffer(
-        1, "rollmatch_gloo", {"terms": replace(TERMS, timeout_s=timeout_s, join=join)}, None
-    )
+    offer = WeightOffer(1, "rollmatch_gloo", replace(TERMS, timeout_s=timeout_s, join=join), None)
     assert phase_limit(offer, SyncPhase.RENDEZVOUS) == (
         join or Timeout(timeout_s, "timeouts.sync_phase_s")
     )

@@ -186,7 +186,7 @@ def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(
     assert (pool.names, pool.devices) == (tuple(ENGINES), (1, 1))
     pool.wait_idle()
     pool.receive_weights(
-        WeightOffer(version=7, transport="rollmatch_gloo", rendezvous={}, canary=None)
+        WeightOffer(version=7, transport="rollmatch_gloo", terms=None, canary=None)
     ).result()
     assert pool.version == 7
     first, _ = rollouts(pool.generate(refs(training(4), [])).result())
