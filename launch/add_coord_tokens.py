@@ -32,9 +32,10 @@ from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import model_type_problem
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, StorageError
+from shared.model_families import END_OF_TURN
 from shared.tokens.fresh import FreshTokens
 from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
-from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS
+from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 
 ROW_MULTIPLE = 128
 """Rows of an embedding that had to grow are a multiple of this: tensor-parallel engines split them.

@@ -41,7 +41,7 @@ from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens
-from learner.model.parts import ModelPart, model_part
+from learner.model.parts import model_part
 from shared.config import RunConfig, load_config
 from shared.config.derive import (
     actor_name,
@@ -55,6 +55,7 @@ from shared.config.derive import (
 from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
+from shared.model_families import ModelPart
 from shared.weight_sync.transports import Device
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from shared.errors import ConfigError, RecordError
-from shared.tokens.vocabulary import END_OF_TURN, NUM_BINS, parse_coord_token
+from shared.model_families import END_OF_TURN
+from shared.tokens.vocabulary import NUM_BINS, parse_coord_token
 
 # A small file of one JSON object that a folder may hold, read with every field checked.
 

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
-from learner.model.checkpoint_folder import (
-    MODEL_TYPES,
-    TEXT_MODEL_TYPES,
-    checkpoint_problems,
-)
+from learner.model.checkpoint_folder import checkpoint_problems
 from learner.samples import load_samples
 from rollout_actors.engine.settings import model_type
 from rollout_actors.environments.chat.tools import has_own_parser, shows_tools
@@ -23,6 +19,7 @@ from shared.config.algorithm import EnvironmentSection
 from shared.config.derive import has_held_out
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
+from shared.model_families import TEXT_MODEL_TYPES, VISION_MODEL_TYPES
 from shared.trajectory import ExampleCounts
 
 _KEYS = EnvironmentKeys("environment.id", "environment.args")
@@ -99,7 +96,7 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
         raise ConfigError(
             f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees"
             " no images; set it to 0, or choose a model with a vision tower"
-            f" ({', '.join(MODEL_TYPES)})"
+            f" ({', '.join(VISION_MODEL_TYPES)})"
         )
     environment = loaded_environment(section.id, section.args, _KEYS)
     checkpoint = Path(config.model.path)

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.runtime.placement import Placement
-from learner.model.parts import ModelPart, find_part, model_part, part_settings
+from learner.model.parts import model_part, part_settings
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
 from shared.config.derive import is_sharded, may_send_full, rollout_servers, tokens_beside_adapter
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
+from shared.model_families import ModelPart, find_part
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from shared.config.base import dotted
 from shared.errors import RecordError
-from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN
+from shared.model_families import END_OF_TURN
+from shared.tokens.vocabulary import COORD_TOKENS
 
 T = TypeVar("T")
 

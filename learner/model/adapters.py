@@ -37,11 +37,13 @@ def apply_adapter(
 ) -> None:
     """Adapt the linear layers of the language model that `section` names and freeze the rest.
 
-    The rows of `token_ids` in the embedding, and in a head with weights of its own, are trained
-    too; a head that is tied to the embedding stays so.
+    The first weights leave the model's function as it is. There is no dropout. Raises ConfigError
+    for a name that no linear layer of the language model has.
 
-    The first weights follow from `seed` alone, on any device, and leave the model's function as it
-    is. There is no dropout. ConfigError for a name that no linear layer of the language model has.
+    Args:
+        seed: the first weights follow from it alone, on any device.
+        token_ids: their rows in the embedding, and in a head with weights of its own, are trained
+            too; a head that is tied to the embedding stays so.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -53,9 +55,9 @@ def apply_adapter(
         if isinstance(module, nn.Linear)
     }
     if unknown := sorted(set(section.target_modules) - existing):
-        has = f"no linear layer of the language model in {base_path} is called {', '.join(unknown)}"
         raise ConfigError(
-            f"model.adapter.target_modules: {has}; it has {', '.join(sorted(existing))}"
+            f"model.adapter.target_modules: no linear layer of the language model in {base_path} is"
+            f" called {', '.join(unknown)}; it has {', '.join(sorted(existing))}"
         )
     has_own_head = model.lm_head.weight is not model.get_input_embeddings().weight
     # peft gives a tied head the embedding's rows by itself.
@@ -79,9 +81,7 @@ def apply_adapter(
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """The adapted layers by their path in the model, in its order; none where the model has no
-    adapter.
-    """
+    """Return the adapted layers by their path, in the model's order."""
     if "peft" not in sys.modules:
         return {}  # a layer of peft's comes with its module
     from peft.tuners.lora import Linear as LoraLinear
@@ -92,8 +92,9 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def merged_weight(layer: LoraLinear) -> torch.Tensor:
-    """The one matrix that does what the layer does, [out, in]: peft's own merge to the bit, without
-    touching the layer.
+    """Return the one matrix that does what the layer does, [out, in].
+
+    It is peft's own merge to the bit, and the layer stays as it is.
     """
     with torch.no_grad():
         weight = layer.base_layer.weight
@@ -134,10 +135,9 @@ def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Make a model with a LoRA adapter compute what it does without: what it adds is multiplied by
-    0.
+    """Make a model compute what it does without its LoRA adapter, whose effect is multiplied by 0.
 
-    For adapters that engines are sent by themselves, so without trained rows of embeddings.
+    For adapters that engines are sent alone, so without trained rows of embeddings.
     """
     assert not embeddings_with_trained_rows(model), "vLLM takes no adapter that has them"
     layers = adapted_layers(model).values()
@@ -152,8 +152,9 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_files(model: Any) -> AdapterFiles | None:
-    """The adapter as it is now; None where the model has none. Where the model is sharded, all
-    ranks call it at once.
+    """Return the adapter as it is now; None where the model has none.
+
+    Where the model is sharded, all ranks call it at once.
     """
     if not adapted_layers(model):
         return None

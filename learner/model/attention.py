@@ -18,10 +18,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-# "flash" in it makes transformers' vision towers hand over all images, or windows of images, in one
-# call with their borders.
 SEGMENT_ATTENTION = "rollmatch_flash"
-"""The name by which transformers knows this attention."""
+"""The name by which transformers knows this attention.
+
+"flash" in it makes transformers' vision towers hand over all images, or windows of images, in one
+call with their borders.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,13 @@ class RowBorders:
 
 
 def register_segment_attention() -> None:
-    """Make it known to transformers. Again is harmless."""
+    """Make this attention known to transformers. Twice is harmless."""
     AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
     AttentionMaskInterface.register(SEGMENT_ATTENTION, segments_or_mask)
 
 
 def attend_by_segments(model: Any) -> None:
-    """Have `model`, of transformers, and its vision tower compute attention as this module does."""
+    """Have transformers' `model` and its vision tower compute attention as this module does."""
     register_segment_attention()
     config = model.config
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
@@ -136,16 +138,19 @@ def segment_attention(
         )
         return result
     causal = bool(module.is_causal) if is_causal is None else is_causal
+    # The flash kernel takes 16 bits only.
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        at_once = attend_in_one_call(query, key, value, segments, scaling=scaling, causal=causal)
-        return at_once, None
+        attended = attend_in_one_call(query, key, value, segments, scaling=scaling, causal=causal)
+        return attended, None
     lengths = segments.starts.diff().tolist()
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    attended = []
-    for part in parts:
-        of_one, _ = sdpa_attention_forward(module, *part, None, scaling=scaling, is_causal=causal)
-        attended.append(of_one)
-    return torch.cat(attended, dim=1), None
+    splits = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
+    outputs = []
+    for segment in zip(*splits, strict=True):
+        output, _ = sdpa_attention_forward(
+            module, *segment, None, scaling=scaling, is_causal=causal
+        )
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), None
 
 
 def attend_in_one_call(
@@ -157,7 +162,7 @@ def attend_in_one_call(
     scaling: float | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend by one flash kernel over all segments, which takes 16 bits only. Not run on a GPU."""
+    """Attend by one flash kernel over all segments. Not run on a GPU."""
     attended = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

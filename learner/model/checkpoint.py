@@ -1,6 +1,4 @@
-"""Where the weights of a sync come from: the learner's parameters, as an ordinary checkpoint has
-them.
-"""
+"""The learner's weights under the names of an ordinary checkpoint, for syncs and for disk."""
 
 from __future__ import annotations
 
@@ -24,31 +22,33 @@ from shared.errors import StorageError
 from shared.tokens.fresh import FreshTokens
 from shared.weight_sync.offer import AdapterFiles
 
+ADAPTER_FOLDER = "adapter"
+"""Inside a checkpoint of a learner with an adapter: the adapter alone, in peft's format."""
+
 
 class WeightSource(Protocol):
-    """The same names in the same order every time. What it yields must not change between an offer
-    and the end of its sync.
+    """Named tensors, the same names in the same order every time.
+
+    What it yields must not change between an offer and the end of its sync.
     """
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        """Name, dtype and full shape of everything that `tensors` will yield, without computing or
-        gathering any of it.
-        """
+        """Yield name, dtype and full shape of all `tensors`, without computing any of them."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name, as in a checkpoint of transformers, and detached contiguous values, one tensor at a
-        time. Called once in each sync.
+        """Yield a checkpoint's names and detached contiguous values, one tensor at a time.
+
+        Called once in each sync.
         """
         ...
 
 
 class CheckpointWeights:
-    """A model's parameters, and where it has adapters the checkpoint that it amounts to: each
-    merged matrix is computed when its turn comes, and kept by nobody here.
+    """A model's parameters as the checkpoint that they amount to, adapters merged.
 
-    Out of place: adding a product and taking it off again would change the learner's own weights by
-    its rounding.
+    Each merged matrix is computed when its turn comes, and kept by nobody here. Out of place:
+    adding a product and taking it off again would change the learner's own weights by its rounding.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,39 +59,30 @@ class CheckpointWeights:
             yield name, parameter.dtype, parameter.shape
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        layers = {
-            f"{path}.base_layer.weight": layer
-            for path, layer in adapted_layers(self._model).items()
-        }
-        embeddings = {
-            f"{path}.base_layer.weight": layer
-            for path, layer in embeddings_with_trained_rows(self._model).items()
-        }
-        for own_name, name, parameter in self._parameters():
-            if own_name in layers:
-                yield name, merged_weight(layers[own_name])
-            elif own_name in embeddings:
-                yield name, merged_embedding(embeddings[own_name])
+        layers = adapted_layers(self._model)
+        embeddings = embeddings_with_trained_rows(self._model)
+        for path, name, parameter in self._parameters():
+            adapted = path.removesuffix(".base_layer.weight")
+            # Another parameter of an adapted layer, such as its bias, is as it was.
+            if adapted != path and adapted in layers:
+                yield name, merged_weight(layers[adapted])
+            elif adapted != path and adapted in embeddings:
+                yield name, merged_embedding(embeddings[adapted])
             else:
                 yield name, parameter.detach()
 
     def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Name in the model, name in the checkpoint, values. Tied parameters appear once, under
-        their first name, by which the engine's loader knows them.
+        """Yield each parameter's path in the model, its name in the checkpoint, and itself.
+
+        Tied parameters appear once, under their first name, by which the engine's loader knows
+        them.
         """
-        for name, parameter in self._model.named_parameters():
+        for path, parameter in self._model.named_parameters():
             # Names of peft's making end here: `base_layer` goes, and what an adapted layer holds
             # beside it is in the merged weight.
-            if ".lora_" not in name and ".trainable_tokens_" not in name:
-                checkpoints = name.replace(".token_adapter.", ".").replace(".base_layer.", ".")
-                yield name, checkpoints, parameter
-
-
-# An ordinary checkpoint: loads in transformers and vLLM without this project.
-
-
-ADAPTER_FOLDER = "adapter"
-"""Inside a checkpoint of a learner with an adapter: the adapter alone, in peft's format."""
+            if ".lora_" not in path and ".trainable_tokens_" not in path:
+                name = path.replace(".token_adapter.", ".").replace(".base_layer.", ".")
+                yield path, name, parameter
 
 
 def save_checkpoint(
@@ -103,12 +94,16 @@ def save_checkpoint(
     adapter: AdapterFiles | None = None,
     fresh: FreshTokens | None = None,
 ) -> None:
-    """Weights (safetensors; adapters merged), configuration, tokenizer and processor files in
-    `folder`, complete or not there at all.
+    """Write an ordinary checkpoint: it loads in transformers and vLLM without this project.
 
-    `state_dict` are the weights where the model holds only a part of them; `adapter` is the
-    model's, if it has one. `fresh` are tokens that an adapter on this checkpoint has to train.
-    Raises StorageError with the path: no space left, no permission.
+    Weights (safetensors; adapters merged), configuration, tokenizer and processor files are in
+    `folder` completely or not at all. Raises StorageError with the path: no space left, no
+    permission.
+
+    Args:
+        state_dict: the weights, where the model holds only a part of them.
+        adapter: the model's, if it has one.
+        fresh: tokens that an adapter on this checkpoint has to train.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     try:
@@ -135,8 +130,9 @@ def save_checkpoint(
 
 
 def _write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Over transformers' own, which names the number type of the model in memory: shards are
-    float32, whatever is saved of them.
+    """Write transformers' configuration with the number type of what is saved.
+
+    transformers' own names that of the model in memory, where shards are float32.
     """
     config = copy.deepcopy(config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):

@@ -22,23 +22,26 @@ from transformers import (
 from learner.collate import RopeIndex
 from learner.model.adapters import apply_adapter
 from learner.model.attention import attend_by_segments
-from learner.model.checkpoint_folder import MODEL_TYPES, TEXT_MODEL_TYPES, checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
 from shared.config.algorithm import TrainerVariant
 from shared.config.derive import is_sharded
 from shared.errors import ConfigError
+from shared.model_families import PLACEHOLDER_KEYS, TEXT_MODEL_TYPES, VISION_MODEL_TYPES
 from shared.tokens.fresh import FILE, REMEDY, FreshTokens
 from shared.tokens.hf_codec import HFTokenCodec, MissingTokensError
 
-# The patch embedding of a vision tower, computed as the one matrix product that it is.
-#
-# transformers writes it as a `Conv3d` over patches that do not overlap. cuDNN has no usable
-# bfloat16 backward for that convolution, and computes it slowly where it does.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PatchProjection(nn.Conv3d):
-    """A `Conv3d` whose input is one kernel in size. Parameters and their names stay as they are."""
+    """The patch embedding of a vision tower, computed as the one matrix product that it is.
+
+    transformers writes it as a `Conv3d` over patches that do not overlap. cuDNN has no usable
+    bfloat16 backward for that convolution, and computes it slowly where it does. Parameters and
+    their names stay as they are.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Project patches [R, C, T, H, W] of the kernel's size to [R, E, 1, 1, 1]."""
@@ -54,9 +57,6 @@ def project_patches_as_matrix(model: nn.Module) -> None:
             assert module.stride == module.kernel_size, "a patch embedding's patches do not overlap"
             # The class and not the attribute `forward`, so that copies of the model are right too.
             module.__class__ = PatchProjection
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,11 @@ class LoadedModel(LoadedTokens):
 
     @property
     def rope_index(self) -> RopeIndex | None:
-        """As `learner.collate` asks for it."""
-        return (
-            None
-            if self.model.config.model_type in TEXT_MODEL_TYPES
-            else self.model.model.get_rope_index
-        )
+        """M-RoPE positions as `learner.collate` asks for them; None of a text model."""
+        if self.model.config.model_type in TEXT_MODEL_TYPES:
+            return None
+        rope_index: RopeIndex = self.model.model.get_rope_index
+        return rope_index
 
 
 def model_type_problem(
@@ -98,42 +97,39 @@ def model_type_problem(
     model_config: Any,
     *,
     key: str = "model.path",
-    types: tuple[str, ...] = MODEL_TYPES,
+    types: tuple[str, ...] = VISION_MODEL_TYPES,
 ) -> str | None:
-    """Why the checkpoint in `folder`, which `key` names, is of none of these types; None where it
-    is.
-    """
+    """Return why the checkpoint in `folder`, which `key` names, is of none of these types."""
     kind = model_config.model_type
-    return (
-        None
-        if kind in types
-        else f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
-    )
+    if kind in types:
+        return None
+    return f"{key}: {folder} is a {kind} model; this run trains {', '.join(types)}"
 
 
 def load_tokens(config: RunConfig) -> LoadedTokens:
-    """What surrounds the weights of `model.path`. ConfigError when the folder is no checkpoint of a
-    kind that the run trains, or its tokenizer lacks the coord tokens that the run is about."""
-    path, is_grounding = (
-        Path(config.model.path),
-        config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG,
-    )
+    """Load what surrounds the weights of `model.path`.
+
+    Raises ConfigError when the folder is no checkpoint of a kind that the run trains, or its
+    tokenizer lacks the coord tokens that the run is about.
+    """
+    path = Path(config.model.path)
+    is_grounding = config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG
     if problems := checkpoint_problems(path):
         raise ConfigError(problems)
     try:
         model_config = AutoConfig.from_pretrained(path)
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
-    if problem := model_type_problem(
-        path, model_config, types=MODEL_TYPES if is_grounding else MODEL_TYPES + TEXT_MODEL_TYPES
-    ):
+    types = VISION_MODEL_TYPES if is_grounding else VISION_MODEL_TYPES + TEXT_MODEL_TYPES
+    if problem := model_type_problem(path, model_config, types=types):
         raise ConfigError(problem)
     is_text = model_config.model_type in TEXT_MODEL_TYPES
     try:
-        processor = (
-            AutoTokenizer.from_pretrained(path) if is_text else AutoProcessor.from_pretrained(path)
-        )
-        tokenizer = processor if is_text else processor.tokenizer
+        if is_text:
+            processor = tokenizer = AutoTokenizer.from_pretrained(path)
+        else:
+            processor = AutoProcessor.from_pretrained(path)
+            tokenizer = processor.tokenizer
         codec = HFTokenCodec(tokenizer, has_coord_tokens=is_grounding)
     except MissingTokensError as error:
         raise ConfigError(
@@ -141,42 +137,36 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         ) from error
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
-    keys = (
-        ()
-        if is_text
-        else ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    )
-    return LoadedTokens(
-        processor, tokenizer, codec, tuple(sorted(getattr(model_config, key) for key in keys))
-    )
+    banned = () if is_text else sorted(getattr(model_config, key) for key in PLACEHOLDER_KEYS)
+    return LoadedTokens(processor, tokenizer, codec, tuple(banned))
 
 
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
-    """Load `model.path` for training: what is frozen has no gradient. Sets torch's seed and thread
-    count for this process.
+    """Load `model.path` for training: what is frozen has no gradient.
 
-    Raises ConfigError as `load_tokens` does, for weights that cannot be read, for fresh tokens that
-    the tokenizer does not have, for a model with dropout, and where nothing is left to train.
+    Sets torch's seed and thread count for this process. Raises ConfigError as `load_tokens` does,
+    for weights that cannot be read, for fresh tokens that the tokenizer does not have, for a model
+    with dropout, and where nothing is left to train.
     """
-    tokens, path = load_tokens(config), Path(config.model.path)
+    tokens = load_tokens(config)
+    path = Path(config.model.path)
     fresh = FreshTokens.of(path)
     if fresh is not None and fresh.ids.stop > len(tokens.tokenizer):
-        ids = f"count: {fresh.count} ids from {fresh.first_id} on"
-        problem = f"{ids}, of a tokenizer of {len(tokens.tokenizer)}"
-        told = f"model.path: {path / FILE} names tokens that are not there ({problem})"
-        raise ConfigError(f"{told}; {REMEDY}")
+        raise ConfigError(
+            f"model.path: {path / FILE} names tokens that are not there (count: {fresh.count} ids"
+            f" from {fresh.first_id} on, of a tokenizer of {len(tokens.tokenizer)}); {REMEDY}"
+        )
     torch.manual_seed(config.training.seed)
     # The results of a reduction depend on the number of threads: it is part of the configuration of
     # a repeatable run, never left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     try:
-        kind = (
-            AutoModelForCausalLM
-            if tokens.tokenizer is tokens.processor
-            else AutoModelForImageTextToText
-        )
+        is_text = tokens.tokenizer is tokens.processor
+        kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
         attention = "sdpa" if config.model.attention == "auto" else config.model.attention
-        model = kind.from_pretrained(path, dtype=_dtype(config), attn_implementation=attention)
+        # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
+        dtype = torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
+        model = kind.from_pretrained(path, dtype=dtype, attn_implementation=attention)
         model = model.to(device)
     except (ValueError, OSError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
@@ -199,10 +189,8 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         # Not the reentrant kind: it gives no gradient to a layer whose input needs none, which the
         # first one's does not where parts are frozen.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if (
-        any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
-        or model.config.get_text_config().attention_dropout
-    ):
+    dropout = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    if any(dropout) or model.config.get_text_config().attention_dropout:
         raise ConfigError(
             f"model.path: {path} has dropout, with which the learner does not compute what the"
             " engines do; set it to 0 in config.json"
@@ -217,11 +205,6 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         banned_token_ids=tokens.banned_token_ids,
         fresh_tokens=fresh,
     )
-
-
-def _dtype(config: RunConfig) -> torch.dtype:
-    """Of the parameters. FSDP2 keeps them in float32 and casts them itself, for the forward."""
-    return torch.float32 if is_sharded(config) else DTYPES[config.model.dtype]
 
 
 def _cannot_load(path: Path, error: Exception) -> ConfigError:

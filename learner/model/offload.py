@@ -1,4 +1,4 @@
-"""What leaves the learner's device while the engine beside it works there
+"""Moves off the learner's device while the engine beside it works there
 (`rollout_matching.offload`).
 
 Values are moved bit for bit, and are back before anything of the learner runs, also behind an
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
 import torch
 from torch import nn
 
+from learner.model.optimizer import Optimizer
 from shared.config import RunConfig
 from shared.config.derive import is_sharded
 from shared.errors import ConfigError, LearnerError
@@ -22,15 +22,10 @@ CPU = torch.device("cpu")
 SECTION = "rollout_matching.offload"
 
 
-class Movable(Protocol):
-    """An `Optimizer`, as far as the optimizer's state has to go somewhere."""
-
-    def move_to(self, device: torch.device) -> None: ...
-
-
 def require_offload(config: RunConfig, device: torch.device) -> None:
-    """ConfigError where offload is asked for and cannot be had. Only mode `colocate` has it:
-    elsewhere the section is ignored.
+    """Raise ConfigError where offload is asked for and cannot be had.
+
+    Only mode `colocate` has it: elsewhere the section is ignored.
     """
     if not offloads(config):
         return
@@ -44,16 +39,15 @@ def require_offload(config: RunConfig, device: torch.device) -> None:
     if is_sharded(config):
         problems.append(
             f"{SECTION}.enabled: the parameters are sharded over {config.learner.world_size} ranks"
-            " (learner.parallel: fsdp), and shards cannot be moved away; set it to false,"
-            " set learner.parallel: ddp, or generate elsewhere (rollout_matching.vllm.mode:"
-            " actors)"
+            " (learner.parallel: fsdp), and shards cannot be moved away; set it to false, set"
+            " learner.parallel: ddp, or generate elsewhere (rollout_matching.vllm.mode: actors)"
         )
     if problems:
         raise ConfigError(problems)
 
 
 def offloads(config: RunConfig) -> bool:
-    """Whether anything is to be moved away in this run."""
+    """Return whether anything is to be moved away in this run."""
     rollouts = config.rollout_matching
     return (
         rollouts.offload.enabled
@@ -64,43 +58,54 @@ def offloads(config: RunConfig) -> bool:
 
 @contextmanager
 def offloaded_optimizer(
-    updater: Movable, device: torch.device, *, host: torch.device = CPU
+    optimizer: Optimizer, device: torch.device, *, host: torch.device = CPU
 ) -> Iterator[None]:
-    """The optimizer's state in host memory, and afterwards on `device` again."""
+    """Keep the optimizer's state in host memory, and put it back on `device` afterwards."""
     try:
-        updater.move_to(host)
+        optimizer.move_to(host)
         yield
     finally:
         with _room_on(device):
-            updater.move_to(device)
+            optimizer.move_to(device)
 
 
 @contextmanager
 def offloaded_model(model: nn.Module, *, host: torch.device = CPU) -> Iterator[None]:
-    """Parameters, their gradients so far, and buffers in host memory, and afterwards each on the
-    device it came from.
+    """Keep parameters, their gradients so far, and buffers in host memory; then put each back.
 
     The tensors stay the same objects, so that whoever holds one (the optimizer, tied layers) holds
     it still; their memory on the device is let go.
     """
+    # Each once, tied ones too.
+    tensors: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        tensors.append(parameter)
+        if parameter.grad is not None:
+            tensors.append(parameter.grad)
+    tensors += model.buffers()
     moved: list[tuple[torch.Tensor, torch.device]] = []
     try:
-        for tensor in _tensors(model):
+        for tensor in tensors:
             device = tensor.device
-            tensor.data = _copied(tensor.data, host)
+            tensor.data = tensor.data.to(host, copy=True)
             moved.append((tensor, device))
         yield
     finally:
         for tensor, device in moved:
             with _room_on(device):
-                tensor.data = _copied(tensor.data, device)
+                tensor.data = tensor.data.to(device, copy=True)
 
 
 @contextmanager
 def offloaded(
-    config: RunConfig, model: nn.Module, updater: Movable, device: torch.device, *, with_model: bool
+    config: RunConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    *,
+    with_model: bool,
 ) -> Iterator[None]:
-    """What the configuration names; without `with_model` but for the model.
+    """Move away what the configuration names; the model only where `with_model`.
 
     On a GPU the memory is given back to the driver, because the engine is another process.
     """
@@ -110,25 +115,12 @@ def offloaded(
     section = config.rollout_matching.offload
     with ExitStack() as stack:
         if section.moves_optimizer:
-            stack.enter_context(offloaded_optimizer(updater, device))
+            stack.enter_context(offloaded_optimizer(optimizer, device))
         if section.moves_model and with_model:
             stack.enter_context(offloaded_model(model))
         if device.type == "cuda":
             torch.cuda.empty_cache()
         yield
-
-
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Each once, tied ones too."""
-    for parameter in model.parameters():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    yield from model.buffers()
-
-
-def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, copy=True)
 
 
 @contextmanager

@@ -5,28 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from learner.model.parts import ModelPart, part_settings, trained_parameters
+from learner.model.parts import part_settings, trained_parameters
 from learner.model.ranks import Ranks
 from shared.config.training import TrainingSection
 from shared.errors import LearnerError
-
-# float32 weights and gradients behind a model that computes in fewer bits.
-#
-# A number in bfloat16 has 8 significant bits: an update of less than 1/512 of a weight is lost when
-# it is added, and so is a row's gradient in the sum of many.
+from shared.model_families import ModelPart
 
 
 class MasterWeights:
-    """One float32 tensor per parameter, on which the optimizer works; a parameter in float32 is its
-    own.
+    """One float32 tensor per parameter, on which the optimizer works.
 
-    After every backward a parameter's gradient is added to its master's, in float32, and dropped.
+    A parameter in float32 is its own master. A number in bfloat16 has 8 significant bits: an update
+    of less than 1/512 of a weight is lost when it is added, and so is a row's gradient in the sum
+    of many. So after every backward the gradient of any other parameter is added to its master's,
+    in float32, and dropped.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -50,16 +47,15 @@ class MasterWeights:
             torch._foreach_copy_(parameters, masters)
 
     def own_masters(self) -> list[torch.Tensor]:
-        """Those masters that are no parameters of the model: what a move of the model leaves
-        behind.
-        """
+        """Return the masters that are no parameters: a move of the model leaves them behind."""
         return [master for _, master in self._copies]
 
     def move_to(self, device: torch.device) -> None:
-        """Take the own masters there, with their gradients so far."""
+        """Move the own masters, with their gradients so far."""
         for master in self.own_masters():
             # A gradient has to be where its tensor is.
-            gradient, master.grad = master.grad, None
+            gradient = master.grad
+            master.grad = None
             master.data = master.data.to(device)
             master.grad = None if gradient is None else gradient.to(device)
 
@@ -74,6 +70,7 @@ def _master(parameter: nn.Parameter) -> torch.Tensor:
             master.grad = gradient.float()
         else:
             master.grad.add_(gradient)
+        # Else the next row's gradient would be added to this one in bfloat16.
         parameter.grad = None
 
     parameter.register_post_accumulate_grad_hook(add)
@@ -82,32 +79,33 @@ def _master(parameter: nn.Parameter) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one update was."""
+    """The numbers of one update.
+
+    Example: the first update of three that were not finite gives `UpdateResult(nan, 1e-5, {},
+    skipped=True, num_skipped_in_a_row=1)`.
+    """
 
     grad_norm: float
     """Before clipping. Not finite where the update was skipped."""
     learning_rate: float
-    """Of parts without one of their own."""
+    """Rate of parts without one of their own."""
     part_learning_rates: dict[ModelPart, float]
-    """Of the trained parts that have one of their own."""
+    """Rates of the trained parts that have one of their own."""
     skipped: bool = False
     """The gradient was not finite: nothing has changed but the step's number."""
     num_skipped_in_a_row: int = 0
     """Up to and including this update."""
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in `shared.metrics`. No norm where there is none that a number can
-        say."""
-        return {
-            "optim/learning_rate": self.learning_rate,
-            **{
-                f"optim/learning_rate.{part}": rate
-                for part, rate in self.part_learning_rates.items()
-            },
-            **({} if self.skipped else {"optim/grad_norm": self.grad_norm}),
-            "optim/num_skipped": float(self.skipped),
-            "optim/num_skipped_in_a_row": float(self.num_skipped_in_a_row),
-        }
+        """Return the metrics by name; a norm that is not finite is left out."""
+        metrics = {"optim/learning_rate": self.learning_rate}
+        for part, rate in self.part_learning_rates.items():
+            metrics[f"optim/learning_rate.{part}"] = rate
+        if not self.skipped:
+            metrics["optim/grad_norm"] = self.grad_norm
+        metrics["optim/num_skipped"] = float(self.skipped)
+        metrics["optim/num_skipped_in_a_row"] = float(self.num_skipped_in_a_row)
+        return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +120,12 @@ class _ParameterGroup:
 class Optimizer:
     """AdamW with a schedule; `update` is called once a step.
 
-    Parameters that are not in float32 have float32 masters, and their gradients of a step are
-    summed in float32 (`MasterWeights`). DTensors (FSDP2) are updated like any others: each rank its
-    part.
+    Parameters that are not in float32 have float32 masters (`MasterWeights`). DTensors (FSDP2) are
+    updated like any others: each rank its part.
     """
 
     def __init__(self, model: nn.Module, config: TrainingSection, ranks: Ranks) -> None:
-        """Trains what has a gradient (`learner.model.parts.freeze_parts`)."""
+        """Train what has a gradient (`learner.model.parts.freeze_parts`)."""
         self._ranks = ranks
         self._config = config
         trained = [
@@ -153,57 +150,71 @@ class Optimizer:
         )
         self._num_skipped = 0
 
-    def update(self, step: int, denominator: int) -> UpdateResult:
-        """Sum the gradients over ranks, divide by the samples of the step, clip, set the learning
-        rates, update, and drop the gradients.
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """The float32 tensors that are updated: the trained parameters, or their masters."""
+        return self._weights.masters
 
-        `step` counts from 0, as the schedule of the learning rate does. A gradient that is not
-        finite updates nothing: weights, masters and moments stay as they are. LearnerError after
-        more than `training.max_nonfinite_updates` of them in a row. All ranks see the same sum, and
-        so do the same.
+    def update(self, step: int, denominator: int) -> UpdateResult:
+        """Sum the gradients over ranks, divide, clip, update, and drop the gradients.
+
+        A gradient that is not finite updates nothing: weights, masters and moments stay as they
+        are. All ranks see the same sum, and so do the same. Raises LearnerError after more than
+        `training.max_nonfinite_updates` of them in a row.
+
+        Args:
+            step: counts from 0, as the schedule of the learning rate does.
+            denominator: the samples of the step.
         """
+        config = self._config
         gradients = self._gradients()
         if gradients:
             self._ranks.sum_gradients(gradients)
             torch._foreach_div_(gradients, denominator)
-        limit = float("inf") if self._config.max_grad_norm is None else self._config.max_grad_norm
-        grad_norm = _as_float(nn.utils.clip_grad_norm_(self.masters, limit))
+        limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.masters, limit)
+        # Every rank holds a part of a norm over DTensors: the whole is a collective.
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        part_rates = {}
         for group, arguments in zip(self._groups, self.optimizer.param_groups, strict=True):
-            arguments["lr"] = learning_rate_at(step, self._config, self._peak(group.part))
+            peak = part_settings(group.part, config.parts).learning_rate
+            rate = learning_rate_at(step, config, peak or config.learning_rate)
+            arguments["lr"] = rate
+            if peak is not None:
+                part_rates[group.part] = rate
         finite = math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
             self._weights.publish()
         self.optimizer.zero_grad(set_to_none=True)
         self._num_skipped = 0 if finite else self._num_skipped + 1
-        if self._num_skipped > self._config.max_nonfinite_updates:
-            raise LearnerError(self._no_more(step, grad_norm), phase="update")
-        rate = learning_rate_at(step, self._config, self._config.learning_rate)
-        return UpdateResult(grad_norm, rate, self._own_rates(step), not finite, self._num_skipped)
+        if self._num_skipped > config.max_nonfinite_updates:
+            raise LearnerError(self._nonfinite_message(step, grad_norm), phase="update")
+        return UpdateResult(
+            grad_norm,
+            learning_rate_at(step, config, config.learning_rate),
+            {part: part_rates[part] for part in ModelPart if part in part_rates},
+            skipped=not finite,
+            num_skipped_in_a_row=self._num_skipped,
+        )
 
     def move_to(self, device: torch.device) -> None:
-        """Take the optimizer's state there: moments, masters, and the masters' gradients so far.
-        The model's own parameters go with the model.
+        """Move the optimizer's state: moments, masters, and the masters' gradients so far.
 
-        To be back before the next row and the next update.
+        The model's own parameters go with the model. To be back before the next row and the next
+        update.
         """
         self._weights.move_to(device)
         for state in self.optimizer.state.values():
-            # The count of steps is read where AdamW has put it.
-            state.update(
-                {name: value.to(device) for name, value in state.items() if name != "step"}
-            )
-
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        """What the optimizer updates, in float32: the trained parameters, or the masters of those
-        that are in another number type.
-        """
-        return self._weights.masters
+            for name, value in state.items():
+                # The count of steps is read where AdamW has put it.
+                if name != "step":
+                    state[name] = value.to(device)
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Of the trained parameters that the step's rows reached, on any rank. Of no rows, none:
-        the update then changes nothing.
+        """Return the gradients that the step's rows reached, on any rank.
+
+        Of no rows there are none: the update then changes nothing.
         """
         reached = self._ranks.any_of([master.grad is not None for master in self.masters])
         for master, is_reached in zip(self.masters, reached, strict=True):
@@ -213,51 +224,36 @@ class Optimizer:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self.masters if master.grad is not None]
 
-    def _own_rates(self, step: int) -> dict[ModelPart, float]:
-        own = [
-            part
-            for part in ModelPart
-            if part_settings(part, self._config.parts).learning_rate is not None
-            and any(group.part is part for group in self._groups)
-        ]
-        return {part: learning_rate_at(step, self._config, self._peak(part)) for part in own}
-
-    def _peak(self, part: ModelPart) -> float:
-        return part_settings(part, self._config.parts).learning_rate or self._config.learning_rate
-
-    def _no_more(self, step: int, grad_norm: float) -> str:
+    def _nonfinite_message(self, step: int, grad_norm: float) -> str:
         allowed = self._config.max_nonfinite_updates
-        many = (
-            f", and so were those of the {self._num_skipped - 1} updates before it, which were"
-            " skipped"
-            if allowed
-            else ""
-        )
+        before = ""
+        if allowed:
+            before = (
+                f", and so were those of the {self._num_skipped - 1} updates before it, which were"
+                " skipped"
+            )
         return (
-            f"step {step + 1}: the gradient norm is {grad_norm}{many}"
+            f"step {step + 1}: the gradient norm is {grad_norm}{before}"
             f" (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or raise"
             " lr_warmup_steps, look at the step's data, or skip more such updates with"
             " training.max_nonfinite_updates"
         )
 
 
-def _as_float(norm: Any) -> float:
-    """Of a norm over DTensors every rank holds a part: the whole is a collective."""
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
 def learning_rate_at(step: int, config: TrainingSection, peak: float) -> float:
-    """Linear warm-up to `peak` over `lr_warmup_steps`, then the schedule down to `min_lr_ratio` of
-    it at `max_steps`.
+    """Return the rate of a step: linear warm-up to `peak`, then the schedule.
+
+    The schedule ends at `min_lr_ratio` of the peak at `max_steps`.
+
+    Example: with peak 1.0 and `lr_warmup_steps` 4, steps 0 to 3 have 0.25, 0.5, 0.75 and 1.0.
     """
     if step < config.lr_warmup_steps:
         return peak * (step + 1) / config.lr_warmup_steps
     if config.lr_schedule == "constant":
         return peak
     progress = (step - config.lr_warmup_steps) / max(1, config.max_steps - config.lr_warmup_steps)
-    decay = (
-        1.0 - progress
-        if config.lr_schedule == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    if config.lr_schedule == "linear":
+        decay = 1.0 - progress
+    else:
+        decay = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)

@@ -1,13 +1,11 @@
-"""How one engine takes an adapter: from the offer through memory into vLLM, beside base weights
-that stay as they are (DESIGN 9).
+"""An adapter's way into one engine: from the offer through files in memory into vLLM, beside base
+weights that stay as they are (DESIGN 9).
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +19,8 @@ _NAME = "policy"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class ServesAdapters(Protocol):
-    """Of vLLM's engines, what an adapter needs."""
+class LoRAEngine(Protocol):
+    """The methods of vLLM's engines that an adapter needs."""
 
     async def add_lora(self, lora_request: LoRARequest, /) -> Any: ...
     async def list_loras(self) -> Any: ...
@@ -30,42 +28,22 @@ class ServesAdapters(Protocol):
 
 
 class AdapterLoader:
-    """What an engine serves on top of its base weights."""
+    """The adapter that an engine serves on top of its base weights."""
 
-    def __init__(self, llm: ServesAdapters, *, enabled: bool) -> None:
-        """`enabled`: whether the engine was started with `enable_lora`."""
+    def __init__(self, llm: LoRAEngine, *, enabled: bool) -> None:
+        """`enabled` says whether the engine was started with `enable_lora`."""
         self._llm = llm
         self._enabled = enabled
         self.request: LoRARequest | None = None
         """For every request and every canary; None: the base weights alone."""
 
     async def take(self, terms: AdapterOffer) -> None:
-        """Serve this adapter in place of what was there. Raises what `_arriving` does, and what
-        vLLM finds wrong with it.
-        """
-        with self._arriving(terms) as request:
-            await self._llm.add_lora(request)
+        """Serve this adapter in place of the one before.
 
-    async def verify(self) -> None:
-        """RuntimeError where vLLM does not hold it. That it is the learner's is for the canary to
-        say.
-        """
-        if set(await self._llm.list_loras()) != {ADAPTER_ID}:
-            raise RuntimeError("vLLM does not hold the adapter that it was given")
-
-    async def drop(self) -> None:
-        """Serve the base weights alone."""
-        self.request = None
-        if self._enabled:
-            await self._llm.remove_lora(ADAPTER_ID)
-
-    @contextmanager
-    def _arriving(self, terms: AdapterOffer) -> Iterator[LoRARequest]:
-        """The adapter as files, for as long as vLLM takes to load them: what to load, in place of
-        what was there. Afterwards it is what is served.
-
-        Raises ValueError for an adapter that is not as it was sent, and OSError where the files
-        cannot be written.
+        Raises:
+            ValueError: the engine has no LoRA, or the adapter is not as it was sent.
+            OSError: its files cannot be written.
+            Exception: whatever vLLM finds wrong with it.
         """
         if not self._enabled:
             raise ValueError(
@@ -75,22 +53,29 @@ class AdapterLoader:
         if not terms.is_intact:
             raise ValueError("the adapter did not arrive as it was sent: its sha256 differs")
         self.request = None
+        # In memory where there is room, since containers give 64 MB by default; else the folder for
+        # temporary files will do.
+        has_room = (
+            _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * terms.num_bytes
+        )
+        memory = _SHARED_MEMORY if has_room else None
         # Gone before the engine serves it: an actor that is killed later leaves nothing in memory.
-        with tempfile.TemporaryDirectory(
-            prefix="rollmatch-adapter-", dir=_memory_folder(terms.num_bytes)
-        ) as folder:
+        with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-", dir=memory) as folder:
             terms.files.save(Path(folder))
-            yield LoRARequest(_NAME, ADAPTER_ID, folder, load_inplace=True)
-            # Without `load_inplace`, or vLLM would load it again with every request.
-            self.request = LoRARequest(_NAME, ADAPTER_ID, folder)
+            await self._llm.add_lora(LoRARequest(_NAME, ADAPTER_ID, folder, load_inplace=True))
+        # Without `load_inplace`, or vLLM would load it again with every request.
+        self.request = LoRARequest(_NAME, ADAPTER_ID, folder)
 
+    async def verify(self) -> None:
+        """Raise RuntimeError where vLLM does not hold it.
 
-def _memory_folder(num_bytes: int) -> Path | None:
-    """Where files are kept in memory, if there is room (containers give 64 MB by default); None:
-    the folder for temporary files.
-    """
-    return (
-        _SHARED_MEMORY
-        if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
-        else None
-    )
+        That it is the learner's is for the canary to say.
+        """
+        if set(await self._llm.list_loras()) != {ADAPTER_ID}:
+            raise RuntimeError("vLLM does not hold the adapter that it was given")
+
+    async def drop(self) -> None:
+        """Serve the base weights alone."""
+        self.request = None
+        if self._enabled:
+            await self._llm.remove_lora(ADAPTER_ID)

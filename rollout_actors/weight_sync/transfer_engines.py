@@ -1,10 +1,10 @@
-"""The transports for weights in host memory and in this very process, inside vLLM's worker, which
-its plugin tells of them (DESIGN 9, FACTS 5).
+"""vLLM's transfer engines for weights in host memory and in this very process, which our plugin
+registers (DESIGN 9, FACTS 5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where to join. Field names are those of vLLM's NCCL transport."""
+    """The group to join. Field names are those of vLLM's NCCL transport."""
 
     master_address: str
     master_port: int
@@ -45,19 +45,18 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What will come, in order: the metadata of a whole sync, once."""
+    """The metadata of a whole sync, once: what will come, in order."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        return tuple(
-            TensorSpec(
-                name, dtype, tuple(shape), torch.Size(shape).numel() * torch_dtype(dtype).itemsize
-            )
-            for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
-        )
+        specs = []
+        for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
+            num_bytes = torch.Size(shape).numel() * torch_dtype(dtype).itemsize
+            specs.append(TensorSpec(name, dtype, tuple(shape), num_bytes))
+        return tuple(specs)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -67,7 +66,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """The update's beginning and end for a model in host memory."""
+    """Begins and ends an update of a model in host memory."""
 
     supports_draft_weight_update = False
 
@@ -118,16 +117,15 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             raise RuntimeError("the weight transfer group was not joined")
         # One call for all of them: at the beginning of each vLLM's loader walks the whole model
         # several times.
-        self.model.load_weights(
-            (
-                spec.name,
-                packed[start : start + spec.num_bytes]
-                .view(torch_dtype(spec.dtype))
-                .view(spec.shape),
-            )
-            for bucket, packed in self._group.receive(update_info.tensors(), self._bucket_bytes)
-            for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True)
-        )
+        self.model.load_weights(self._arriving(self._group, update_info.tensors()))
+
+    def _arriving(
+        self, group: GlooReceiver, tensors: tuple[TensorSpec, ...]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket, packed in group.receive(tensors, self._bucket_bytes):
+            for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True):
+                values = packed[start : start + spec.num_bytes]
+                yield spec.name, values.view(torch_dtype(spec.dtype)).view(spec.shape)
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -145,9 +143,8 @@ class InProcessUpdateInfo(WeightTransferUpdateInfo):
     """One sync's weights, from hand to hand."""
 
     weights: Iterable[tuple[str, torch.Tensor]]
-    """The weights themselves, and their checksums behind them. One layer's must stay as they are
-    until the next layer's have come.
-    """
+    """The weights, and their checksums behind them. One layer's must stay as they are until the
+    next layer's have come."""
 
 
 class InProcessTransferEngine(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):

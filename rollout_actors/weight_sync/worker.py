@@ -1,5 +1,5 @@
-"""What vLLM's worker does in a weight sync whatever the transport: it watches what goes into the
-model, and writes a receipt (DESIGN 9, FACTS 5).
+"""vLLM's worker in a weight sync, whatever the transport: it checks and reports what goes into the
+model (DESIGN 9, FACTS 5).
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class ChecksumLoader(nn.Module):
-    """Stands in for the model while an update runs: passes the tensors on one by one, and keeps
-    account of them.
-    """
+    """Stands in for the model during an update: passes tensors on one by one and keeps account."""
 
     def __init__(self, model: Any, bucket_bytes: int) -> None:
         super().__init__()
@@ -32,11 +30,11 @@ class ChecksumLoader(nn.Module):
         self.expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         self.loaded: set[str] = set()
         self.checksums: list[int] = []
-        """Of what arrived, for each bucket."""
+        """One per bucket, of what arrived."""
         self.sent: list[int] = []
         """The sender's, which arrive behind the weights."""
         self.logprobs: list[float] = []
-        """Of the canary, where they arrive last."""
+        """The canary's, where they arrive last."""
         self.load_s = 0.0
         self.verify_s = 0.0
         self._wait_s = 0.0
@@ -45,18 +43,20 @@ class ChecksumLoader(nn.Module):
         self._checksum = BucketChecksum()
 
     def load_weights(self, weights: Iterable[Named]) -> set[str]:
-        """Called with as much of the weights as the transport likes; what this call brought is
-        loaded when it returns.
-        """
-        started, elsewhere_s = time.perf_counter(), self._wait_s + self.verify_s
+        """Load as much of the weights as the transport brings in one call; return their names."""
+        started = time.perf_counter()
+        elsewhere_s = self._wait_s + self.verify_s
         loaded = self.hand_over(self._checked(weights))
         self.loaded |= loaded
-        self.load_s += time.perf_counter() - started - (self._wait_s + self.verify_s - elsewhere_s)
+        # Waiting and checking happen inside the loader's iteration: they are not loading.
+        elsewhere_s = self._wait_s + self.verify_s - elsewhere_s
+        self.load_s += time.perf_counter() - started - elsewhere_s
         return loaded
 
     def hand_over(self, tensors: Iterator[Named]) -> set[str]:
-        """Tensors, each after its checksum, to vLLM's loader; the names of the parameters it
-        filled. What goes wrong from here on, only the canary sees.
+        """Give checked tensors to vLLM's loader; return the names of the parameters it filled.
+
+        What goes wrong from here on, only the canary sees.
         """
         loaded: set[str] = self.model.load_weights(tensors)
         return loaded
@@ -73,6 +73,7 @@ class ChecksumLoader(nn.Module):
             name, tensor = named
             if name == CHECKSUMS:
                 self._close_bucket()
+                # A clone, because bytes in a packed bucket may begin anywhere.
                 self.sent = tensor.clone().view(torch.int64).tolist()
                 continue
             if name == CANARY:
@@ -88,57 +89,58 @@ class ChecksumLoader(nn.Module):
     def _close_bucket(self) -> None:
         if self._size:
             self.checksums.append(self._checksum.value())
-            self._size, self._checksum = 0, BucketChecksum()
+            self._checksum = BucketChecksum()
+            self._size = 0
 
 
 class VerifyingWorker(GuardedWorker):
-    """What a rollout engine asks of its worker besides vLLM's own update calls. Becomes a base
-    class of vLLM's `Worker` (`worker_extension_cls`).
+    """What a rollout engine asks of its worker besides vLLM's own update calls.
+
+    Becomes a base class of vLLM's `Worker` (`worker_extension_cls`).
     """
 
     weight_transfer_engine: WeightTransferEngine[Any, Any]
-    _watch: ChecksumLoader
-
-    def begin_verified_load(self, bucket_bytes: int) -> None:
-        """Before `start_weight_update`: while the parameters are still in place, and their names
-        known.
-        """
-        engine = self.weight_transfer_engine
-        self._watch = self.make_watch(engine.model, bucket_bytes)
-        engine.set_weight_update_target(self._watch, engine.model_config)
-
-    def make_watch(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
-        return ChecksumLoader(model, bucket_bytes)
-
-    def load_report(self) -> dict[str, Any]:
-        """After `finish_weight_update`: the fields of
-        `rollout_actors.weight_sync.receiver.LoadReport`.
-        """
-        watch = self._watch
-        return {
-            "checksums": watch.checksums,
-            "sent": watch.sent,
-            "missing": sorted(watch.expected - watch.loaded),
-            "unexpected": sorted(watch.loaded - watch.expected),
-            "load_s": watch.load_s,
-            "verify_s": watch.verify_s,
-            "logprobs": [repr(logprob) for logprob in watch.logprobs],
-        }
-
-    def abandon_update(self) -> None:
-        """After a failure: leave the group, which ends the sender's wait, and bring the model back
-        from the meta device.
-
-        The weights are then the old ones, the new ones, or some of each: good for nothing but a
-        full sync.
-        """
-        self.weight_transfer_engine.shutdown()
-        if not self._weight_update_active:
-            self.start_weight_update()
-        self.finish_weight_update()
+    _loader: ChecksumLoader
 
     # vLLM's, declared for the type checker alone: a definition here would collide with the
     # worker's.
     _weight_update_active: bool
     start_weight_update: Any
     finish_weight_update: Any
+
+    def begin_verified_load(self, bucket_bytes: int) -> None:
+        """Watch the next update.
+
+        Called before `start_weight_update`, while the parameters are still in place and their names
+        known.
+        """
+        engine = self.weight_transfer_engine
+        self._loader = self.make_loader(engine.model, bucket_bytes)
+        engine.set_weight_update_target(self._loader, engine.model_config)
+
+    def make_loader(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
+        return ChecksumLoader(model, bucket_bytes)
+
+    def load_report(self) -> dict[str, Any]:
+        """Return the fields of a `LoadReport`, after `finish_weight_update`."""
+        loader = self._loader
+        return {
+            "checksums": loader.checksums,
+            "sent": loader.sent,
+            "missing": sorted(loader.expected - loader.loaded),
+            "unexpected": sorted(loader.loaded - loader.expected),
+            "load_s": loader.load_s,
+            "verify_s": loader.verify_s,
+            "logprobs": [repr(logprob) for logprob in loader.logprobs],
+        }
+
+    def abandon_update(self) -> None:
+        """Leave the group after a failure, and bring the model back from the meta device.
+
+        Leaving ends the sender's wait. The weights are then the old ones, the new ones, or some of
+        each: good for nothing but a full sync.
+        """
+        self.weight_transfer_engine.shutdown()
+        if not self._weight_update_active:
+            self.start_weight_update()
+        self.finish_weight_update()

@@ -18,8 +18,9 @@ from shared.grounding.scanner import (
     PlainFields,
     unescape,
 )
+from shared.model_families import END_OF_TURN
 from shared.records import ALL_GEOMETRY, GeometryKind
-from shared.tokens.vocabulary import END_OF_TURN, TokenCodec
+from shared.tokens.vocabulary import TokenCodec
 
 # One entry's value, read as strict JSON in which coord tokens may stand without quotes (DESIGN
 # 7.2).

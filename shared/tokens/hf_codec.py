@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from shared.model_families import END_OF_TURN
 from shared.tokens.pieces import piece_table
-from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN
+from shared.tokens.vocabulary import COORD_TOKENS
 
 ADD_TOKENS = "`python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLDER`"
 

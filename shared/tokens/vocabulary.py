@@ -10,9 +10,6 @@ from typing import Protocol
 NUM_BINS = 1000
 """Bins of one axis in norm1000: 0..999."""
 
-END_OF_TURN = "<|im_end|>"
-"""Ends a response; as a token it is the stop token."""
-
 _COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
 
 

@@ -33,10 +33,10 @@ class CountingWorker(SpoilingWorker):
         rows, self._rows[:] = list(self._rows), []
         return rows
 
-    def make_watch(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
+    def make_loader(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
         if ROWS_FILE in os.environ and self._rows is None:
             self.count_rows()
-        return super().make_watch(model, bucket_bytes)
+        return super().make_loader(model, bucket_bytes)
 
     def _note_rows(self, rows: int) -> None:
         assert self._rows is not None

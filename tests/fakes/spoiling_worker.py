@@ -73,7 +73,7 @@ class SpoilingWorker(VerifyingWorker):
 
         hook = self.model_runner.model.register_forward_pre_hook(fail)
 
-    def make_watch(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
+    def make_loader(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:
         watch = self.watch_class(model, bucket_bytes, self._fault, self._spoiled)
         self._fault = None
         return watch

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from learner.model.checkpoint import save_checkpoint
 from learner.model.loading import load_model
-from learner.model.parts import ModelPart, trained_parameters
+from learner.model.parts import trained_parameters
 from shared.config.algorithm import TrainerVariant
 from shared.errors import ConfigError
+from shared.model_families import ModelPart
 
 
 @pytest.fixture(scope="module")

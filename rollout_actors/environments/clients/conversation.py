@@ -27,13 +27,12 @@ from rollout_actors.environments.chat.template import ChatTemplate, PreviousCall
 from rollout_actors.environments.chat.tools import AssistantMessage, ToolCallReader
 from rollout_actors.environments.clients.openai import LIMITS, overlong_answer
 from rollout_actors.environments.types import State
+from shared.model_families import IMAGE_PLACEHOLDER
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
 from shared.trajectory import ModelCall
 
-IMAGE = "<|image_pad|>"
-"""The placeholder of an image in the templates of Qwen's models: one token, in any text."""
 SENT_IMAGES = "image_sha256"
 """Field of an answer with the hashes of its prompt's images, in order. The environment may change
 the prompt that a step shows later.
@@ -123,7 +122,7 @@ class ConversationSettings:
     @cached_property
     def placeholder(self) -> int | None:
         """Token id of an image; None: the tokenizer has none, and no text means one."""
-        encoded = self.template.encode(IMAGE)
+        encoded = self.template.encode(IMAGE_PLACEHOLDER)
         return encoded[0] if len(encoded) == 1 else None
 
     @cached_property
@@ -353,7 +352,9 @@ class Conversation:
                 "the chat template writes none for some; show images where it does, or take a model"
                 " with a vision tower"
             )
-        raise ValueError(f"prompt: has {number} x {IMAGE} and {len(images)} x an image; {remedy}")
+        raise ValueError(
+            f"prompt: has {number} x {IMAGE_PLACEHOLDER} and {len(images)} x an image; {remedy}"
+        )
 
     async def _sample(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
         """Ask the engine; None: there is no room for an answer."""

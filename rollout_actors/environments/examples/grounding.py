@@ -22,9 +22,10 @@ from shared.grounding.matching import match_objects
 from shared.grounding.objects import ParsedRollout
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
+from shared.model_families import END_OF_TURN
 from shared.prompts import DEFAULT_USER_PROMPT, detection_messages
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, ImageRef, Sample
-from shared.tokens.vocabulary import COORD_TOKENS, END_OF_TURN, NUM_BINS, parse_coord_token
+from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS, parse_coord_token
 
 _NUM_BYTES = 256
 _COORD = re.compile(r"(<\|coord_[0-9]+\|>)")

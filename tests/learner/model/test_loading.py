@@ -12,9 +12,10 @@ from tiny_qwen import make_stock_model
 
 from learner.model.loading import load_model, load_tokens
 from learner.model.optimizer import MasterWeights
-from learner.model.parts import ModelPart, model_part
+from learner.model.parts import model_part
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError
+from shared.model_families import ModelPart
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
 

@@ -14,8 +14,9 @@ from transformers import (
 )
 
 from learner.model.checkpoint_folder import MODEL_TYPES
-from learner.model.parts import ModelPart, freeze_parts, model_part, trained_parameters
+from learner.model.parts import freeze_parts, model_part, trained_parameters
 from shared.config.training import PartsSection
+from shared.model_families import ModelPart
 
 CLASSES = {
     "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig),

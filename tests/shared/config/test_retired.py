@@ -100,7 +100,6 @@ LEGACY = [
     ("model.attn_implementation", "sdpa", [REMOVED, "use model.attention"]),
     (f"{VLLM}.sync.transport", "nccl", [REMOVED, "placed decides how weights travel"]),
     # Paired lists of servers.
-    (f"{VLLM}.sync.transport", "nccl", [REMOVED, "are placed decides how weights travel"]),
     (f"{VLLM}.server.base_url", ["http://127.0.0.1:8000"], [REMOVED, f"{VLLM}.server.servers[]"]),
     (f"{VLLM}.server.group_port", [51216], [REMOVED, f"{VLLM}.server.servers[]"]),
     # The objective elsewhere, and by other names.
