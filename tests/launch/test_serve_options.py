@@ -55,7 +55,7 @@ def printed_commands() -> list[tuple[str, ...]]:
         for page in pages
     ]
     assert [page.name for page, found in zip(pages, commands, strict=True) if found] == [
-        "README.md",
+        "running.md",
         "serve.md",
     ]
     words = [shlex.split(command) for found in commands for command in found]

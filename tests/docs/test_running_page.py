@@ -1,4 +1,4 @@
-"""The commands of the README's page for one's own model and data fit each other."""
+"""The commands for one's own model and data fit each other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from launch.preflight import preflight
 from launch.runtime.placement import Resources
 from shared.config import load_config
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "running.md"
 
 
 def commands(models: Path) -> list[tuple[str, list[str]]]:
     """The modules of the section's first block, in order, each with its arguments."""
     block = (
-        README.read_text()
+        PAGE.read_text()
         .partition("## Your model, your data")[2]
         .split("```")[1]
         .replace("/models", str(models))
