@@ -1,6 +1,4 @@
-"""The Ray shell of an environment: rollouts of a step run in this process, against engines that are
-actors of their own.
-"""
+"""The Ray actor of an environment, whose process runs a step's rollouts against the engines'."""
 
 from __future__ import annotations
 
@@ -29,43 +27,39 @@ from shared.protocols import CLOSED_S
 from shared.rollouts import Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf, SentRequests
 
-# Python's garbage collector in a process that runs rollouts and little else.
-
+_LOGGER = logging.getLogger(__name__)
 
 THRESHOLDS = (50_000, 20, 100)
+"""Garbage collector's, for a process that runs rollouts and little else."""
+CHECK = (
+    "the engine's log, and whether max_new_tokens and what waits before it at the engine fit the"
+    " time"
+)
+CLEANUP_S = CLOSED_S / 2
+"""Time for rollouts under way to clean up when the run ends. The rest of what the driver waits is
+for `@teardown`.
+"""
 
 
 def collect_rarely() -> None:
-    """What is there already, libraries and data, is not looked at again, and what follows less
-    often: that is most of what the collector takes of a turn (docs/performance.md, "Environments").
-    The whole process's setting, so for whoever has a process for itself, when all is loaded."""
+    """Collect garbage less often, and never look again at what is loaded already.
+
+    That is most of what the collector takes of a turn (docs/performance.md, "Environments"). It
+    holds for the whole process: call it when all is loaded.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
 
 
-# Engines that are Ray actors, asked one request at a time from an event loop:
-# `rollout_actors.environments.clients.engine` for environments.
-#
-# The actors are created, started and sent weights as for any run; nothing here does.
-
-
-CHECK = (
-    "the engine's log, and whether max_new_tokens and what waits before it at the engine fit the"
-    " time"
-)
-
-
 class RayEngines:
-    """Actors with the methods of `EngineActor`, which have started."""
+    """The run's engines as Ray actors, asked one request at a time from an event loop."""
 
     def __init__(self, actors: Sequence[Any], names: Sequence[str], limit: Timeout | None) -> None:
         """
         Args:
-            actors: Ray actor handles; whoever made them ends them.
-            names: the engines', one each.
-            limit: the longest that one request may take; None: the engines keep a limit of their
-            own.
+            actors: handles of started `EngineActor`s; whoever made them ends them.
+            limit: the longest that one request may take; None: the engines keep a limit.
         """
         self._engines = list(zip(names, actors, strict=True))
         self._limit = limit
@@ -76,9 +70,11 @@ class RayEngines:
         return len(self._engines)
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
-        """Raises RolloutError: the engine's own, or naming it where it has ended or does not answer
-        in time. A request that nobody waits for any more, for that reason or because this call was
-        cancelled, is aborted in the engine."""
+        """Ask one engine. A request that is late or cancelled is aborted there.
+
+        Raises:
+            RolloutError: the engine's own, or naming it where it has ended or is late.
+        """
         name, actor = self._engines[engine]
         # A rollout's calls show the same pictures, and so do the rollouts of an example.
         answer = actor.generate.remote(self._shelf.send([request]))
@@ -97,18 +93,8 @@ class RayEngines:
         return rollout
 
 
-_LOGGER = logging.getLogger(__name__)
-
-CLEANUP_S = CLOSED_S / 2
-"""For rollouts under way to clean up when the run ends; the rest of what the pool waits is for
-`@teardown`.
-"""
-
-
 class EnvironmentActor:
-    """What `rollout_actors.engine.actor.EngineActor` is to a pool, asked for rollouts of
-    environments.
-    """
+    """An environment's process, with the methods of `EngineActor`: the driver asks both alike."""
 
     _runner: EnvironmentRunner | None = None
 
@@ -120,22 +106,32 @@ class EnvironmentActor:
         engine_names: Sequence[str],
         limit: Timeout | None,
     ) -> None:
-        """`engines` are handles of the run's engine actors; `limit` is that of one call of a model;
-        None: the engines keep one.
-        """
-        self._name, self._settings = name, settings
+        """`limit` is that of one call of the model; None: the engines keep one."""
+        self._name = name
+        self._settings = settings
         self._engines = RayEngines(engines, engine_names, limit)
         self._rounds = set[asyncio.Task[list[SentRollouts]]]()
 
     async def start(self) -> tuple[int, str]:
-        """Load the environment and the tokenizer. As `EngineActor.start`: it works through one part
-        of a round at a time, and nobody else can ask it.
+        """Load the environment and the tokenizer.
+
+        Returns:
+            What `EngineActor.start` does: it takes one part of a round at a time, and no server.
         """
         try:
-            self._runner = await in_thread(self._make)
+            self._runner = await in_thread(self._make_runner)
         except ValueError as error:
             raise RolloutError(str(error), actor=self._name, phase="start") from error
         return 1, ""
+
+    def _make_runner(self) -> EnvironmentRunner:
+        folder = self._settings.working_dir
+        if folder is not None and Path(folder).is_dir():
+            os.chdir(folder)
+        tokenizer = load_tokenizer(self._settings.model_path)
+        runner = EnvironmentRunner(self._name, self._settings, self._engines, tokenizer)
+        collect_rarely()
+        return runner
 
     async def generate(
         self,
@@ -143,29 +139,26 @@ class EnvironmentActor:
         places: range | None = None,
         attempt: int = 0,  # noqa: ARG002 (nobody answers in place of another)
     ) -> tuple[list[SentRollouts], int]:
-        """Called with references, which Ray resolves here. The answers are one object, which the
-        driver passes on unread, their number another.
+        """Run the chosen requests; Ray resolves the references that it is called with.
 
-        Raises RolloutError where it is closed meanwhile.
+        Returns:
+            The answers, an object that the driver passes on unread, and their number.
+
+        Raises:
+            RolloutError: an engine failed, or the actor was closed meanwhile.
         """
         assert self._runner is not None, "start comes first"
+        requests = SentRequests.chosen(objects, places).requests
         # In a task of its own, which `close` can cancel.
-        round_ = asyncio.ensure_future(
-            self._runner.run(SentRequests.chosen(objects, places).requests)
-        )
+        round_ = asyncio.ensure_future(self._runner.run(requests))
         self._rounds.add(round_)
         try:
             answers = await round_
         except asyncio.CancelledError as error:
             raise_if_for_all(error)
-            why = (
-                "was closed"
-                if round_.cancelling()
-                else (
-                    "cancelled the round itself: it let out the CancelledError of a task of its"
-                    " own,"
-                )
-            )
+            why = "was closed"
+            if not round_.cancelling():
+                why = "cancelled the round itself: it let out the CancelledError of its own task,"
             raise RolloutError(
                 f"{why} before its rollouts were done", actor=self._name, phase="generate"
             ) from error
@@ -177,33 +170,20 @@ class EnvironmentActor:
         """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`)."""
         if self._runner is None:
             return
-        await self._end_rounds()
+        for round_ in self._rounds:
+            round_.cancel()
+        if self._rounds:
+            _, late = await asyncio.wait(self._rounds, timeout=CLEANUP_S)
+            if late:
+                _LOGGER.warning(
+                    "rollouts of %s still clean up after %g s, and it is torn down now; check what"
+                    " its @cleanup waits for",
+                    self._settings.env_id,
+                    CLEANUP_S,
+                )
         try:
             await self._runner.aclose()
         except Exception:
             # The run is ending, and nobody reads the answer.
             _LOGGER.exception("teardown of %s failed", self._settings.env_id)
             raise
-
-    async def _end_rounds(self) -> None:
-        if not self._rounds:
-            return
-        for round_ in self._rounds:
-            round_.cancel()
-        _, late = await asyncio.wait(self._rounds, timeout=CLEANUP_S)
-        if late:
-            _LOGGER.warning(
-                "rollouts of %s still clean up after %g s, and it is torn down now; check what its"
-                " @cleanup waits for",
-                self._settings.env_id,
-                CLEANUP_S,
-            )
-
-    def _make(self) -> EnvironmentRunner:
-        if (folder := self._settings.working_dir) is not None and Path(folder).is_dir():
-            os.chdir(folder)
-        runner = EnvironmentRunner(
-            self._name, self._settings, self._engines, load_tokenizer(self._settings.model_path)
-        )
-        collect_rarely()
-        return runner

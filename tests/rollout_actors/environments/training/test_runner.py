@@ -571,6 +571,21 @@ def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_w
         ) and f"data:image/png, {len(PICTURE)} bytes, sha256 of the URL" in str(rollout.prompt)
 
 
+def test_a_prompt_that_only_its_images_make_too_long_ends_its_rollouts_alone() -> None:
+    """The client counts an image as one token, and only the engine knows how many it is."""
+    refusal = "sample 4 was refused: it is longer than the maximum model length of 512"
+    error = RolloutError(refusal, actor="actor-0", phase="generate")
+    (rollouts,) = ran(
+        training(4),
+        ScriptedEngines(lambda _: error),
+        tokenizer=demo_tokenizer(CHAT_TEMPLATE),
+        image=IMAGE,
+        max_images=1,
+    )
+    for rollout in rollouts:
+        assert (rollout.error, rollout.is_truncated, rollout.num_turns) == (None, True, 0)
+
+
 PICTURES = """
 import base64
 from rollout_actors.environments import MultiTurnEnv, Rubric, cleanup
