@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -81,8 +80,8 @@ class Cluster:
         cluster = self._config.cluster
         options: dict[str, Any] = {}
         if cluster.address == "local":
-            options["include_dashboard"] = cluster.dashboard
-            options["_temp_dir"] = cluster.temp_dir and str(cluster.temp_dir)
+            temp_dir = cluster.temp_dir and str(cluster.temp_dir)
+            options = {"include_dashboard": cluster.dashboard, "_temp_dir": temp_dir}
         # The clients of engines and learner report every failed call themselves.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self._ends.callback(ray.shutdown)
@@ -94,12 +93,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ends.close()
 
     def start(self) -> tuple[RayLearner, RolloutClient]:

@@ -68,7 +68,7 @@ class PreflightReport:
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     facts: DataFacts | None = None
-    """About the data, where they are sound."""
+    """Facts about the data; None where they are not sound."""
 
     def attempt(self, make: Callable[[], T]) -> T | None:
         """Return what `make` returns; None where it raises problems, which are noted."""

@@ -49,14 +49,14 @@ class DataFacts:
     """The facts about a run's data that its start needs."""
 
     images: ImageNeeds
-    """Of training and validation."""
+    """Images of training and validation."""
     num_train_skipped: int = 0
     num_val_skipped: int = 0
     """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
     examples: ExampleCounts | None = None
-    """Of the environment, where the run has one."""
+    """Examples of the environment, where the run has one."""
     warning: str | None = None
-    """About the environment; the run starts all the same."""
+    """A warning about the environment; the run starts all the same."""
 
     @classmethod
     def from_datasets(cls, train: Dataset, val: Dataset | None) -> DataFacts:

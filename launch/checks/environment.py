@@ -32,7 +32,7 @@ class EnvironmentKeys:
     name: str
     args: str
     more: str = ""
-    """What else helps with one that fails."""
+    """Further advice on one that fails."""
 
 
 def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys) -> Environment:

@@ -182,7 +182,7 @@ class Estimate:
     parts: Mapping[str, int]
     """Bytes by what they are for."""
     holds_reserve: bool = False
-    """What allocators leave unused is in it, so that it may come to all of a GPU."""
+    """True where allocators' unused space is in it, so that it may come to all of a GPU."""
 
     @property
     def total(self) -> int:
@@ -476,13 +476,13 @@ class Needs:
     """The memory that a run's processes need."""
 
     learner: Estimate
-    """Of one rank."""
+    """One rank."""
     num_ranks: int
     engine: Estimate | None = None
-    """Of one device; None where the run starts no engines."""
+    """One device of an engine; None where the run starts none."""
     num_engine_devices: int = 0
     shared: Estimate | None = None
-    """Of a rank and an engine's device together, where engines live on the ranks' GPUs."""
+    """A rank and an engine's device together, where engines live on the ranks' GPUs."""
     synced: int = 0
     """Bytes of the weights that a sync keeps in memory which engines of the same machine read."""
 
