@@ -287,7 +287,7 @@ MUTANTS = (
         ("tests/rollout_actors/environments/clients/test_engine_client.py",
          "tests/rollout_actors/environments/test_engine_client_routing.py")),
     Mutant("bound-of-generation-not-kept", "rollout_actors/environments/generate.py",
-        "self._generation = None if generation is None else asyncio.Semaphore(generation)", "self._generation = None",
+        "self._generation = _bound(call.concurrency.generation)", "self._generation = None",
         ("tests/rollout_actors/environments/test_orchestration.py",)),
     Mutant("rows-of-a-group-keep-ids-that-collide", "rollout_actors/environments/group.py",
         '{**row, "example_id": index}', "{**row}",

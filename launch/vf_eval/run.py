@@ -25,7 +25,7 @@ from launch.vf_eval.endpoint import Endpoint, check_there, checked_model, endpoi
 from launch.vf_eval.record import EvaluationSettings, missing_places, new_folder, read_evaluation
 from launch.vf_eval.results_file import NAME, FinishedRollout, ResultsFile
 from launch.vf_eval.summary import RolloutNotes, results_of, show_rollout, summary_tables
-from rollout_actors.environments.datasets import RESULTS, Examples, digest, present
+from rollout_actors.environments.datasets import RESULTS, Examples, digest, has_field
 from rollout_actors.environments.environment import Environment
 from shared.errors import ConfigError
 
@@ -217,7 +217,9 @@ class EvalRun:
         results = results_of(
             rollouts, self._evaluation, self._environment, wall_s=wall_s, date=self._date
         )
-        columns = [path for path in self._evaluation.state_columns if present(path, results.state)]
+        columns = [
+            path for path in self._evaluation.state_columns if has_field(path, results.state)
+        ]
         if len(columns) < len(self._evaluation.state_columns):
             self.say(
                 "-C: no rollout has"

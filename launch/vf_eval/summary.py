@@ -99,7 +99,7 @@ def results_of(
         num_reward_errors=dict(Counter(name for one in rollouts for name in one.reward_errors)),
         num_given_up=dict(Counter(name for one in rollouts for name in one.given_up)),
     )
-    return GenerateOutputs.of(states, metadata)
+    return GenerateOutputs.from_states(states, metadata)
 
 
 def show_rollout(one: FinishedRollout, console: Console) -> None:

@@ -1,6 +1,4 @@
-"""Batches of rollouts, generated ahead of the one who uses them: in a thread of its own, on an
-event loop of its own.
-"""
+"""Batches of rollouts, generated ahead of their use, in a thread with an event loop of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +12,11 @@ from rollout_actors.environments.environment import Environment
 
 
 class AsyncBatchGenerator:
-    """`submit(number, inputs)` begins a batch, `result(number)` waits for it. Batches are generated
-    one after another, in the order of their submission.
+    """A queue of batches: `submit(number, inputs)` begins one, `result(number)` waits for it.
 
-    The bound: as many batches as `max_ahead` are submitted and not yet fetched, beside the one that
-    is generated for the caller to wait for. One more is refused; `result` makes room. The client is
-    used on the generator's own event loop alone: give it one that no other loop uses.
+    Batches are generated one after another, in the order of their submission. Beside the one that
+    the caller waits for, at most `max_ahead` are submitted and not fetched: one more is refused,
+    and `result` makes room. Give it a client that no other event loop uses.
     """
 
     def __init__(
@@ -31,27 +28,29 @@ class AsyncBatchGenerator:
         max_ahead: int = 1,
         **generate_kwargs: Any,
     ) -> None:
-        """`generate_kwargs` are those of `Environment.generate`. The thread starts at once."""
+        """Start the thread. `generate_kwargs` are those of `Environment.generate`."""
         if max_ahead < 0:
             raise ValueError(f"max_ahead: must be 0 or more, got {max_ahead}")
-        self._environment, self._client, self._model, self._generate_kwargs = (
-            environment,
-            client,
-            model,
-            {"use_tqdm": False, **generate_kwargs},
-        )
+        self._environment = environment
+        self._client = client
+        self._model = model
+        self._generate_kwargs = {"use_tqdm": False, **generate_kwargs}
         self.max_ahead = max_ahead
         self._batches: dict[int, Future[GenerateOutputs]] = {}
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
-        self._turn, self._closing = asyncio.Lock(), asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._closing = asyncio.Event()
         # A daemon: a process that forgets to close it ends all the same.
         self._thread = threading.Thread(target=self._run, name="batch-generator", daemon=True)
         self._thread.start()
 
     def submit(self, number: int, inputs: Any) -> None:
-        """Begin a batch, or queue it behind the one that is generated. ValueError for a number that
-        is in use, RuntimeError where there is no room.
+        """Begin a batch, or queue it behind the one that is generated.
+
+        Raises:
+            ValueError: the number is in use.
+            RuntimeError: there is no room, or the generator is closed.
         """
         if self._is_closed:
             raise RuntimeError(f"batch {number}: the generator is closed")
@@ -67,12 +66,12 @@ class AsyncBatchGenerator:
         )
 
     def result(self, number: int, timeout_s: float | None = None) -> GenerateOutputs:
-        """Of a submitted batch, once; raises what its generation raised.
+        """Return a submitted batch, once. What its generation raised is raised.
 
         Raises:
             ValueError: no such batch is submitted.
-            TimeoutError: it is not there after `timeout_s` (None: wait for ever); it is generated
-            all the same, and can be asked for again.
+            TimeoutError: it is not finished after `timeout_s` (None: wait for ever); it is
+                generated all the same, and can be asked for again.
             RuntimeError: the generator was closed meanwhile.
         """
         if number not in self._batches:
@@ -82,28 +81,27 @@ class AsyncBatchGenerator:
             )
         batch = self._batches[number]
         try:
-            outputs = batch.result(timeout_s)
+            return batch.result(timeout_s)
         except CancelledError:
             raise RuntimeError(
                 f"batch {number} was not generated: the generator is closed"
             ) from None
         except TimeoutError as error:
             if batch.done():  # the batch's own
-                del self._batches[number]
                 raise
             raise TimeoutError(
                 f"batch {number} is not there after {timeout_s} s; look whether the endpoint"
                 " answers"
             ) from error
-        except Exception:
-            del self._batches[number]
-            raise
-        del self._batches[number]
-        return outputs
+        finally:
+            if batch.done() and not batch.cancelled():
+                del self._batches[number]
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Cancel what is under way, whose rollouts clean up, and end the thread. TimeoutError where
-        that takes longer.
+        """Cancel what is under way, whose rollouts clean up, and end the thread.
+
+        Raises:
+            TimeoutError: that takes longer.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -128,6 +126,6 @@ class AsyncBatchGenerator:
             )
 
     def _run(self) -> None:
-        # Cancels what is left, and waits for it.
+        """Run the event loop until `close`. The runner cancels what is left, and waits for it."""
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._closing.wait())

@@ -1,7 +1,8 @@
-"""The threads in which plain (not asynchronous) reward functions and tools run.
+"""Tasks, threads, clocks and scoring slots of rollouts, and how errors of environments are kept.
 
-No thread can be ended from outside. One whose caller has gone, because of a limit of time or a
-cancellation, is given up: it runs until its function returns, and another takes its place.
+Plain (not asynchronous) reward functions and tools run in threads. No thread can be ended from
+outside. One whose caller is gone, because of a time limit or a cancellation, is given up: it runs
+until its function returns, and another thread takes its place.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import contextlib
 import contextvars
 import logging
 import os
+import sysconfig
 import threading
 import time
-from collections import deque
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -24,49 +26,121 @@ from contextlib import (
 )
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from rollout_actors.environments.failures import called_exit, staying
+_LOGGER = logging.getLogger(__name__)
+T = TypeVar("T")
 
-# Functions of users: reward functions and tools.
+# Errors and cancellations
+
+FAILURES = (Exception, asyncio.CancelledError, SystemExit)
+"""Errors that can be the failure of one rollout; see `reraise_cancellation` for those that are
+not.
+"""
 
 
-def bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without what `update_wrapper` notes on a partial, by which its signature would be that of
-    what it wraps, with what it binds.
+_ENVIRONMENTS = f"{Path(__file__).parent}/"
+_EXAMPLES = f"{_ENVIRONMENTS}examples/"
+_CLIENTS = f"{_ENVIRONMENTS}clients/"
+_LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")})
+
+
+def describe_error(error: BaseException) -> str:
+    """Write an error as `state["error"]` has it: `KeyError: 'nope' (my_env.py:12)`.
+
+    The line is the last one of the environment's own code; a client's error names none. An error
+    that came up while another one was handled names that one too.
     """
-    return (
-        partial(bare(function.func), *function.args, **function.keywords)
-        if isinstance(function, partial)
-        else function
-    )
+    text = f"{type(error).__name__}: {error}".rstrip()
+    if isinstance(error, SystemExit):
+        text = "RuntimeError: an environment called exit()"
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if file.startswith(_CLIENTS):
+            where = ""
+            break
+        if file.startswith(_EXAMPLES) or not file.startswith((_ENVIRONMENTS, *_LIBRARIES, "<")):
+            where = f" ({Path(file).name}:{line})"
+    text += where
+    cause = error.__context__
+    if cause is None or error.__suppress_context__ or isinstance(cause, asyncio.CancelledError):
+        return text
+    return f"{text}, after {describe_error(cause)}"
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """Its own, or of a partial without one that of what it wraps, or else that of its class."""
-    given: str | None = getattr(function, "__name__", None)
-    if given is None:
-        return name_of(function.func) if isinstance(function, partial) else type(function).__name__
-    return given
+def is_cancelled() -> bool:
+    """Tell whether this task is being cancelled.
+
+    A CancelledError alone does not say so: awaiting a cancelled task raises one too.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
-# Times and limits of a rollout without its waits: for its turn at an engine, and for a thread.
+def is_process_exit(error: BaseException) -> bool:
+    """Tell the end of the process from an environment's call of `exit()`.
+
+    Signal handlers run on the main thread only. There an exit may be theirs, and ends the process.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    return isinstance(error, SystemExit) and on_main_thread
+
+
+def reraise_cancellation(error: BaseException) -> None:
+    """Raise again if this task is being cancelled or the process ends; no rollout swallows that."""
+    if is_process_exit(error):
+        raise error
+    if is_cancelled():
+        raise (
+            error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError
+        ) from error
+
+
+async def run_in_task(work: Coroutine[Any, Any, T]) -> T:
+    """Return the work's value, run in a task and a context of its own.
+
+    Work that cancels its own task fails alone. A cancelled caller cancels the work and waits for
+    it.
+    """
+    try:
+        value = await asyncio.create_task(_without_exit(work))
+    finally:
+        work.close()  # it may not have begun when this was cancelled
+    if is_cancelled():
+        raise asyncio.CancelledError  # the work has swallowed it
+    return value
+
+
+async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
+    # A SystemExit would leave the task and end the event loop, and with it every rollout.
+    try:
+        return await work
+    except SystemExit as error:
+        if is_process_exit(error):
+            raise
+        raise RuntimeError("an environment called exit()") from error
+
+
+# Clocks
+
+QUEUE_TIME: ContextVar[Stopwatch | None] = ContextVar("queue_time", default=None)
+"""Stopwatch of the current rollout's queueing time, set by `generate`."""
 
 
 class Stopwatch:
-    """The time in which at least one of several is under way. From any thread."""
+    """The time in which at least one of several activities is under way. Works from any thread."""
 
+    # One lock for all: there are thousands of stopwatches, and each holds it for a microsecond.
     _lock = threading.Lock()
-    """One lock for all stopwatches: there are thousands at a time, and each holds it for a
-    microsecond.
-    """
 
     def __init__(self) -> None:
         self._running = 0
         self._since_s = 0.0
         self.total_s = 0.0
-        """Without what is under way now."""
+        """Seconds, without what is under way now."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -94,65 +168,57 @@ class Stopwatch:
             return self.total_s + (time.perf_counter() - self._since_s if self._running else 0.0)
 
 
-WAITED: ContextVar[Stopwatch | None] = ContextVar("waited", default=None)
-"""Of the task's rollout; None where nobody asks."""
-
-
 def waiting() -> AbstractContextManager[None]:
-    """Around a wait that is not to be in `timing`."""
-    watch = WAITED.get()
+    """Keep a wait out of the rollout's `timing`."""
+    watch = QUEUE_TIME.get()
     return nullcontext() if watch is None else watch.running()
 
 
 class PausableTimeout:
-    """A limit of time whose clock stands still while all that its task has in threads waits for
-    one.
+    """A time limit whose clock stands still while all thread calls of its task wait for a thread.
 
-    What runs in a thread is not stopped by what waits: two calls of a task can both have hung.
+    One call that runs keeps the clock going: it may hang as well.
     """
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
         self._timeout = timeout
-        self._waiting = self._running = 0
+        self._waiting = 0
+        self._running = 0
         self._left_s: float | None = None
         """Seconds left on a clock that stands still; None while it goes."""
         self.is_over = False
 
     def count(self, *, waiting: int, running: int) -> None:
-        """Change the numbers of calls that wait for a thread, and that have one."""
+        """Change the numbers of calls that wait for a thread and of those that have one."""
         self._waiting += waiting
         self._running += running
         stands_still = self._waiting > 0 and not self._running
         if self.is_over or self._timeout.expired() or stands_still == (self._left_s is not None):
             return
         now_s = asyncio.get_running_loop().time()
-        if stands_still:
+        if self._left_s is None:
             when_s = self._timeout.when()
             assert when_s is not None, "a clock that goes has an end"
             self._left_s = when_s - now_s
             self._timeout.reschedule(None)
         else:
-            assert self._left_s is not None, "it stood still"
             self._timeout.reschedule(now_s + self._left_s)
             self._left_s = None
 
 
 LIMITS: ContextVar[tuple[PausableTimeout, ...]] = ContextVar("limits", default=())
-"""The limits of the task and of the tasks around it, the outermost first."""
-
-
-_NO_LIMIT = nullcontext()
+"""Time limits of this task and of the tasks around it, the outermost first."""
 
 
 def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContextManager[None]:
-    """Cancel the block where it is not done by then, and raise TimeoutError for it, also where the
-    block has kept that to itself.
+    """Cancel the block at the limit and raise TimeoutError, even if the block swallows the end.
 
     Args:
-        limit_s: None: there is no limit.
+        limit_s: None for no limit.
         late: the beginning of the error, up to the limit's name.
+        remedy: the end of the error.
     """
-    return _NO_LIMIT if limit_s is None else _within(limit_s, late, remedy)
+    return nullcontext() if limit_s is None else _within(limit_s, late, remedy)
 
 
 @asynccontextmanager
@@ -168,70 +234,48 @@ async def _within(limit_s: float, late: str, remedy: str) -> AsyncIterator[None]
                 LIMITS.reset(token)
     except TimeoutError:
         if not timeout.expired():
-            raise
+            raise  # the block's own
     if timeout.expired():
         raise TimeoutError(f"{late} = {limit_s:g} s; {remedy}")
 
 
-_LOGGER = logging.getLogger(__name__)
-T = TypeVar("T")
+# Threads
 
 MOST_GIVEN_UP = 256
-"""Threads that are replaced; beyond these the pool shrinks, and at none its calls are refused."""
+"""Threads that are replaced. Beyond them the pool shrinks; at none, calls are refused."""
 
 GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
-"""A rollout's list of the names of its functions that were given up; None where nobody asks."""
-
-
-class _Answers:
-    """On their way to an event loop, which is woken once for all that there are by then."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._is_woken = False
-
-    def send(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Have the loop call this, after those that were sent before. From any thread."""
-        self._waiting.append((callback, arguments))
-        if not self._is_woken:
-            self._is_woken = True
-            # A loop that was closed has nobody who waits.
-            with contextlib.suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self._take_in)
-
-    def _take_in(self) -> None:
-        self._is_woken = False  # first: what is sent from now on may come too late for this time
-        while self._waiting:
-            callback, arguments = self._waiting.popleft()
-            callback(*arguments)
+"""Names of a rollout's functions that were given up; None if nobody collects them."""
 
 
 class _Call:
     """A function on its way through a thread."""
 
-    def __init__(self, function: Callable[[], Any], name: str, answers: _Answers) -> None:
-        self.function, self.name, self.answers = function, name, answers
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
+        self.function = function
+        self.name = name
         self.context = contextvars.copy_context()
-        self.answer: asyncio.Future[Any] = answers.loop.create_future()
+        self.loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[Any] = self.loop.create_future()
         self.limits = LIMITS.get()
         self.is_queued = False
         """True while it waits for a thread, as the event loop knows it."""
-        self.has_begun = self.is_left = False
+        self.has_begun = False
+        self.is_abandoned = False
 
-    def starts(self) -> None:
-        """Let the clocks of its limits go on: it has a thread now."""
+    def start_clocks(self) -> None:
+        """Let its time limits go on: it has a thread now."""
         if self.is_queued:
             self.is_queued = False
             for limit in self.limits:
                 limit.count(waiting=-1, running=1)
 
-    def ends(self) -> None:
+    def leave_clocks(self) -> None:
         for limit in self.limits:
-            limit.count(waiting=-1 if self.is_queued else 0, running=0 if self.is_queued else -1)
+            limit.count(waiting=-int(self.is_queued), running=-int(not self.is_queued))
         self.is_queued = False
 
-    def settle(self, value: Any, error: BaseException | None) -> None:
+    def resolve(self, value: Any, error: BaseException | None) -> None:
         if self.answer.done():
             return
         if error is None:
@@ -239,48 +283,50 @@ class _Call:
         else:
             self.answer.set_exception(error)
 
+    def post(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Have the event loop call this; nobody waits on a loop that was closed."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(callback, *arguments)
+
 
 class Threads:
-    """A bounded pool of daemon threads, so that none keeps the process from ending."""
+    """A bounded pool of daemon threads; none of them keeps the process from ending."""
 
     def __init__(self, most: int, most_given_up: int = MOST_GIVEN_UP) -> None:
-        """
+        """Start without a thread.
+
         Args:
             most: functions that run at a time, without those that were given up.
             most_given_up: of those, how many get a substitute while they still run.
         """
-        self.most, self.most_given_up = most, most_given_up
+        self.most = most
+        self.most_given_up = most_given_up
         self.reset()
 
     def reset(self) -> None:
-        """Begin without a thread, as a forked process does."""
-        # Of a kind that a signal's handler may take again in the middle of `call`: it asks what
-        # runs.
+        """Forget all threads, which a forked process does not have."""
+        # Reentrant: a signal handler may ask what runs in the middle of `call`.
         self._lock = threading.RLock()
         self._queue: SimpleQueue[_Call] = SimpleQueue()
         self._num_queued = 0
-        """Calls that no thread has taken. (A thread takes a call out of the queue before it says
-        so.)
-        """
+        """Calls that no thread has taken."""
         self._running: set[_Call] = set()
         self._given_up: set[_Call] = set()
         self._num_threads = 0
-        """Threads at work or idle; those that were given up are not among them."""
+        """Threads at work or idle, without those that were given up."""
         self._num_idle = 0
         self.num_given_up = 0
         """All that ever were."""
-        self._answers: _Answers | None = None
 
     async def call(self, function: Callable[[], T], name: str) -> T:
-        """Return the function's value, once a thread has run it in the caller's context.
+        """Return the function's value, run by a thread in the caller's context.
 
-        A caller that is cancelled meanwhile gives the thread up. RuntimeError where so many were
-        given up that none is left.
+        A caller that is cancelled meanwhile gives the thread up.
+
+        Raises:
+            RuntimeError: so many threads were given up that none is left.
         """
-        loop, answers = asyncio.get_running_loop(), self._answers
-        if answers is None or answers.loop is not loop:
-            answers = self._answers = _Answers(loop)
-        call = _Call(function, name, answers)
+        call = _Call(function, name)
         with self._lock:
             self._queue.put(call)
             self._num_queued += 1
@@ -296,7 +342,7 @@ class Threads:
             self._leave(call)
             raise
         finally:
-            call.ends()
+            call.leave_clocks()
 
     def running(self) -> list[str]:
         """Return the names of the functions that run now, given up or not."""
@@ -312,15 +358,11 @@ class Threads:
 
     def _add_threads(self) -> None:
         """Start the threads that the queue needs and the bounds allow. The lock is held."""
-        while self._num_queued > self._num_idle:
-            if (
-                self._num_threads >= self.most
-                or self._num_threads + len(self._given_up) >= self.most + self.most_given_up
-            ):
-                return
+        most = min(self.most, self.most + self.most_given_up - len(self._given_up))
+        while self._num_queued > self._num_idle and self._num_threads < most:
             try:
                 threading.Thread(target=self._work, name="plain-function", daemon=True).start()
-            except RuntimeError:  # the system has no more; those that there are take the queue
+            except RuntimeError:  # the system has no more; the existing ones take the queue
                 _LOGGER.warning(
                     "no further thread can be started beside %d; raise the limit of processes"
                     " (`ulimit -u`, pids)",
@@ -332,7 +374,7 @@ class Threads:
             self._num_idle += 1
 
     def _refuse_if_none_is_left(self) -> None:
-        """The lock is held."""
+        """Answer all queued calls with an error if no thread can take them. The lock is held."""
         if self._num_threads:
             return
         if self._given_up:
@@ -350,29 +392,29 @@ class Threads:
             while True:
                 call = self._queue.get_nowait()
                 self._num_queued -= 1
-                call.answers.send(
-                    call.settle, None, RuntimeError(f"no thread is left for {call.name}: {reason}")
-                )
+                error = RuntimeError(f"no thread is left for {call.name}: {reason}")
+                call.post(call.resolve, None, error)
 
     def _leave(self, call: _Call) -> None:
-        """Nobody waits for this one any more."""
+        """Drop a call that nobody waits for: out of the queue, or with the thread that runs it."""
         with self._lock:
             if not call.has_begun:
-                call.is_left = True  # whoever takes it from the queue drops it
+                call.is_abandoned = True  # the thread that takes it drops it
                 return
             if call not in self._running:
                 return  # its value came at the same moment
             self._given_up.add(call)
             self._num_threads -= 1
             self.num_given_up += 1
-            number, still = self.num_given_up, len(self._given_up)
+            number = self.num_given_up
+            num_still_running = len(self._given_up)
             self._add_threads()
             self._refuse_if_none_is_left()
-        noted = GIVEN_UP.get()
-        if noted is not None:
-            noted.append(call.name)
+        names = GIVEN_UP.get()
+        if names is not None:
+            names.append(call.name)
+        # The first, the second, the fourth, ...: a thousand of them are ten lines.
         if number & (number - 1) == 0:
-            # The first, the second, the fourth, ...: a thousand of them are ten lines.
             _LOGGER.warning(
                 "plain function %s was given up, because its caller was cancelled or had reached"
                 " its limit of time: its thread runs until it returns, and another takes its place"
@@ -380,29 +422,31 @@ class Threads:
                 " what it waits for a limit of its own, or write it as `async def`",
                 call.name,
                 number,
-                still,
+                num_still_running,
                 self.most_given_up,
             )
 
     def _work(self) -> None:
-        while True:
+        """Run calls until one of them is given up: the body of a thread."""
+        goes_on = True
+        while goes_on:
             call = self._queue.get()
             with self._lock:
                 self._num_queued -= 1
-                call.has_begun = not call.is_left
+                call.has_begun = not call.is_abandoned
                 if call.has_begun:
                     self._num_idle -= 1
                     self._running.add(call)
-            if call.has_begun and not self._run(call):
-                return
-            # What it was called with is not kept until the next one comes.
-            del call
+            if call.has_begun:
+                goes_on = self._run(call)
+            del call  # not kept until the next one comes
 
     def _run(self, call: _Call) -> bool:
-        """Return whether this thread goes on: it was not given up."""
+        """Run one call and return whether this thread goes on: it was not given up."""
         if call.is_queued and call.limits:
-            call.answers.send(call.starts)
-        value, error = None, None
+            call.post(call.start_clocks)
+        value = None
+        error = None
         try:
             value = call.context.run(call.function)
         except BaseException as raised:  # of whatever kind, it is the caller's
@@ -416,8 +460,8 @@ class Threads:
                 self._given_up.discard(call)
                 self._add_threads()
         if goes_on:
-            call.answers.send(call.settle, value, error)
-        del error  # whose traceback has this frame
+            call.post(call.resolve, value, error)
+        del error  # its traceback has this frame
         return goes_on
 
 
@@ -426,112 +470,67 @@ THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
 os.register_at_fork(after_in_child=THREADS.reset)
 
 
-# Turns at scoring: how many rollouts are scored at a time, how long each of them runs, and plain
-# functions in threads.
+# Scoring
 
-
-_TURN: ContextVar[ScoringSlot | None] = ContextVar("turn", default=None)
+_SLOT: ContextVar[ScoringSlot | None] = ContextVar("scoring_slot", default=None)
 
 
 class ScoringSlot(Stopwatch):
-    """At scoring, of one rollout, or of all those of an example where a rubric compares them.
+    """A turn at scoring, of one rollout or of all those of an example.
 
-    Its time is that in which any of its functions ran, without the wait for a place or for a
-    thread.
-
-    It holds one of the places there are. Where functions are called for many of its rollouts at
-    once, each of those calls takes a place of its own and this one is given back meanwhile, so that
-    never more rollouts are scored at a time than there are places.
+    It measures the time in which any of its functions runs, without the wait for a place or for a
+    thread. It holds one of the places. While it calls functions for many rollouts at once, each of
+    those calls takes a place and the slot gives its own back, so that the bound always holds.
     """
 
     def __init__(self, places: asyncio.Semaphore | None) -> None:
-        """`places`: None: any number."""
+        """Take no place yet. `places` None: any number may be scored at a time."""
         super().__init__()
-        self._places = places
+        self._places: AbstractAsyncContextManager[Any] = nullcontext() if places is None else places
 
-    async def __aenter__(self) -> None:
-        # (Thousands may wait for a place at a time, and a generator for each is more for Python's
-        # collector to look at.)
-        if self._places is not None:
-            await self._places.acquire()
-        self._before = _TURN.get()
-        _TURN.set(self)
+    async def __aenter__(self) -> ScoringSlot:
+        await self._places.__aenter__()
+        self._before = _SLOT.get()
+        _SLOT.set(self)
         self.begin()
+        return self
 
     async def __aexit__(self, *error: object) -> None:
         self.end()
-        if self._places is not None:
-            self._places.release()
-        _TURN.set(self._before)
+        _SLOT.set(self._before)
+        await self._places.__aexit__(None, None, None)
 
-    async def each(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """As `each`."""
-
-        async def placed(work: Coroutine[Any, Any, T]) -> T:
-            try:
-                if self._places is not None:
-                    await self._places.acquire()
-                try:
-                    with self.running():
-                        return await work
-                finally:
-                    if self._places is not None:
-                        self._places.release()
-            finally:
-                work.close()  # it may not have begun when this was cancelled
-
-        if self._places is not None:
-            self._places.release()
+    async def gather(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Run all works, each in a place, while this slot's own is free."""
+        await self._places.__aexit__(None, None, None)
         self.end()
         try:
-            return await _gathered([placed(work) for work in works])
+            return await _gather([self._in_place(work) for work in works])
         finally:
+            for work in works:
+                work.close()  # it may not have begun when this was cancelled
             self.begin()
-            if self._places is not None:
-                await self._places.acquire()
+            await self._places.__aenter__()
+
+    async def _in_place(self, work: Coroutine[Any, Any, T]) -> T:
+        async with self._places:
+            with self.running():
+                return await work
 
 
-async def each(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All at once, as far as there are places, and when none runs any more, the first error."""
-    turn = _TURN.get()
-    return await _gathered(works) if turn is None or len(works) == 1 else await turn.each(works)
+async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once, as far as there are places; when none runs any more, raise the first
+    error.
+    """
+    if len(works) == 1:
+        return [await works[0]]
+    slot = _SLOT.get()
+    return await (_gather(works) if slot is None else slot.gather(works))
 
 
-async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
-    """A plain function's value, without holding up the event loop. A StopIteration comes as
-    RuntimeError, as out of a coroutine: no future can hold one, and who waits for it would do so
-    for ever. So does `exit()`. Where the caller is cancelled, the thread is given up
-    (`Threads.call`)."""
-    turn, name = _TURN.get(), name_of(function)
-    call = partial(_called, turn, function, arguments)
-    if turn is None:
-        return await THREADS.call(call, name)
-    turn.end()  # it runs while the function does, and waits for a thread until then
+async def _gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
-        return await THREADS.call(call, name)
-    finally:
-        turn.begin()
-
-
-def _called(turn: ScoringSlot | None, function: Callable[..., T], arguments: dict[str, Any]) -> T:
-    if turn is not None:
-        turn.begin()
-    try:
-        return function(**arguments)
-    except StopIteration as error:
-        raise RuntimeError(
-            "a plain function raised StopIteration; give next() a default"
-        ).with_traceback(error.__traceback__) from error
-    except SystemExit as error:
-        raise called_exit(error) from error
-    finally:
-        if turn is not None:
-            turn.end()
-
-
-async def _gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    try:
-        values = await asyncio.gather(*(staying(work) for work in works), return_exceptions=True)
+        values = await asyncio.gather(*map(_without_exit, works), return_exceptions=True)
     finally:
         for work in works:
             work.close()  # it may not have begun when this was cancelled
@@ -539,3 +538,51 @@ async def _gathered(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(value, BaseException):
             raise value
     return cast("list[T]", values)
+
+
+async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
+    """Return a plain function's value without holding up the event loop.
+
+    A cancelled caller gives the thread up (`Threads.call`).
+
+    Raises:
+        RuntimeError: the function called `exit()`, or raised StopIteration, which no future can
+            hold: its caller would wait for ever.
+    """
+    slot = _SLOT.get()
+    name = name_of(function)
+    call = partial(_in_slot, slot, function, name, arguments)
+    if slot is None:
+        return await THREADS.call(call, name)
+    slot.end()  # its clock goes while the function runs, and stands while it waits for a thread
+    try:
+        return await THREADS.call(call, name)
+    finally:
+        slot.begin()
+
+
+def _in_slot(
+    slot: ScoringSlot | None, function: Callable[..., T], name: str, arguments: dict[str, Any]
+) -> T:
+    with nullcontext() if slot is None else slot.running():
+        try:
+            return function(**arguments)
+        except StopIteration as error:
+            raise RuntimeError(f"{name} raised StopIteration; give next() a default") from error
+        except SystemExit as error:  # never a signal's: those come on the main thread
+            raise RuntimeError(f"{name} called exit()") from error
+
+
+def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Drop what `update_wrapper` notes on a partial: it hides which arguments are bound."""
+    if not isinstance(function, partial):
+        return function
+    return partial(unwrap_partial(function.func), *function.args, **function.keywords)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name, or that of what a partial wraps, or that of its class."""
+    name: str | None = getattr(function, "__name__", None)
+    if name is None:
+        return name_of(function.func) if isinstance(function, partial) else type(function).__name__
+    return name

@@ -1,4 +1,6 @@
-"""From rows of a dataset to what rollouts begin with."""
+"""Rows of a dataset as inputs of rollouts, and results of rollouts as columns, files and datasets
+(spec: orchestration, dataset construction).
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,13 @@ from rollout_actors.environments.chat.messages import (
 from rollout_actors.environments.types import Messages, RolloutInput, State
 from shared.errors import StorageError
 
+RESULTS = "results.jsonl"
+METADATA = "metadata.json"
+"""Files that `GenerateOutputs.save` writes into its folder."""
+COLUMNS = ("prompt", "completion", "answer", "state", "info", "task", "example_id", "reward")
+
+# Rows to inputs
+
 
 class Rows(Protocol):
     """A Hugging Face `Dataset`, or any sequence of mappings."""
@@ -36,86 +45,89 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How a row's question becomes a prompt."""
+    """The way from a row's question to a prompt.
+
+    Example: with the system prompt "Be brief." the row `{"question": "2 + 2?", "answer": "4"}`
+    becomes an input whose prompt is a system message and a user message.
+    """
 
     message_type: str = "chat"
     system_prompt: str | None = None
     few_shot: tuple[Mapping[str, Any], ...] = ()
     task: str = "default"
-    """Of rows without one."""
+    """Task of rows without one."""
 
     def prompt(self, row: Mapping[str, Any]) -> Messages:
-        """Of its `prompt`, or of its `question`, with the system prompt and the examples in front,
-        where it has no system message of its own.
+        """Return the row's `prompt`, or its `question`, behind the system prompt and examples.
+
+        A prompt with a system message of its own stays as it is.
         """
-        given = row["question"] if row.get("prompt") is None else row["prompt"]
+        prompt = row["question"] if row.get("prompt") is None else row["prompt"]
         if self.message_type == "completion":
-            if not isinstance(given, str):
+            if not isinstance(prompt, str):
                 raise ValueError(
                     "prompt: must be text where message_type is completion, got"
-                    f" {type(given).__name__}"
+                    f" {type(prompt).__name__}"
                 )
-            return given
-        own: Messages = (
-            [{"role": "user", "content": given}]
-            if isinstance(given, str)
-            else cleanup_messages(list(given))
-        )
-        if own and own[0]["role"] == "system":  # type: ignore[index]
-            return own
-        system: Messages = (
-            []
-            if self.system_prompt is None
-            else [{"role": "system", "content": self.system_prompt}]
-        )
-        return concat_messages([system, [dict(message) for message in self.few_shot], own])
+            return prompt
+        if isinstance(prompt, str):
+            messages: Messages = [{"role": "user", "content": prompt}]
+        else:
+            messages = cleanup_messages(list(prompt))
+        if messages and messages[0]["role"] == "system":  # type: ignore[index]
+            return messages
+        system: Messages = []
+        if self.system_prompt is not None:
+            system = [{"role": "system", "content": self.system_prompt}]
+        return concat_messages([system, [dict(message) for message in self.few_shot], messages])
 
     def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
-        """`index` is the id of a row that has none. What the row holds is copied: a rollout changes
-        nothing of the caller's. Its `info` is as it is, but for the nulls that a table filled into
-        `oai_tools` (see `cleanup_tools`)."""
+        """Make a rollout's input of a row; the index is the id of a row without one.
+
+        What the row holds is copied: a rollout changes nothing of the caller's. `info` stays as it
+        is, but for the nulls that a table filled into `oai_tools` (see `cleanup_tools`).
+
+        Raises:
+            ValueError: the row has no prompt, a message no role, or an id is NaN.
+        """
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(
                 f"row {index} has neither prompt nor question, only"
                 f" {', '.join(sorted(row)) or 'nothing'}; give it one of the two"
             )
-        if (
-            self.message_type == "chat"
-            and row.get("prompt") is not None
-            and not isinstance(row["prompt"], str)
-        ):
-            require_roles(row["prompt"], f"row {index}: prompt")
+        prompt = row.get("prompt")
+        if self.message_type == "chat" and prompt is not None and not isinstance(prompt, str):
+            require_roles(prompt, f"row {index}: prompt")
         for column in ("example_id", "id"):
-            # As tables fill a gap. It is not even equal to itself.
+            # Tables fill gaps with NaN, which is not even equal to itself.
             if isinstance(row.get(column), Real) and row[column] != row[column]:
                 raise ValueError(
                     f"{column}: of row {index} is NaN; give every row one, or leave the column out"
                 )
-        example_id = next(
-            (row[key] for key in ("example_id", "id") if row.get(key) is not None), index
-        )
-        made: RolloutInput = {
+        ids = [row[key] for key in ("example_id", "id") if row.get(key) is not None]
+        result: RolloutInput = {
             "prompt": copied(self.prompt(row)),
-            "example_id": example_id,
+            "example_id": ids[0] if ids else index,
             "task": row.get("task") or self.task,
         }
         if row.get("id") is not None:
-            made["id"] = row["id"]
+            result["id"] = row["id"]
         for key in ("answer", "info", "position"):
             if row.get(key) is not None:
-                made[key] = deeply_copied(row[key])
-        info: Any = made.get("info")
+                result[key] = deeply_copied(row[key])
+        info: Any = result.get("info")
         if isinstance(info, dict) and isinstance(info.get("oai_tools"), list):
             info["oai_tools"] = cleanup_tools(info["oai_tools"])
-        return made
+        return result
 
 
 class Examples(Sequence[RolloutInput]):
     """Rows of a dataset as inputs of rollouts, each made when it is asked for."""
 
     def __init__(self, rows: Rows, form: PromptFormat, order: Sequence[int] | None = None) -> None:
-        """`order` are the rows' numbers, in the order in which they are had; None: all of them."""
-        self._rows, self._form = rows, form
+        """`order` has the numbers of the rows, in the order of the examples; None: all rows."""
+        self._rows = rows
+        self._form = form
         self._order: Sequence[int] = range(len(rows)) if order is None else order
 
     def __len__(self) -> int:
@@ -135,52 +147,50 @@ class Examples(Sequence[RolloutInput]):
         return (self[index] for index in range(len(self)))
 
     def names_group(self, index: int) -> bool:
-        """Return whether the row at this place says by an `example_id` with which others its
-        rollouts are compared.
+        """Return whether a row says by an `example_id` with which others it is compared.
 
         One that is its `id` says no more than that.
         """
         row = self._rows[self._order[index]]
         return row.get("example_id") is not None and repr(row["example_id"]) != repr(row.get("id"))
 
-    def select(self, order: Sequence[int]) -> Examples:
-        """Those at these places."""
-        return Examples(self._rows, self._form, [self._order[place] for place in order])
+    def select(self, indices: Sequence[int]) -> Examples:
+        """Return the examples at these indices."""
+        return Examples(self._rows, self._form, [self._order[index] for index in indices])
 
 
-def placed(examples: Iterable[RolloutInput]) -> list[RolloutInput]:
-    """The inputs of one call, each with a `position`: the row's, or else its place among them. So
-    seeds do not depend on the order in which rollouts begin.
+def with_positions(examples: Iterable[RolloutInput]) -> list[RolloutInput]:
+    """Give each input a `position`: the row's own, or else its index.
+
+    So seeds do not depend on the order in which rollouts begin.
     """
-    return [{"position": place, **one} for place, one in enumerate(examples)]
+    return [{"position": index, **row} for index, row in enumerate(examples)]
 
 
-def require_own_positions(inputs: Sequence[RolloutInput]) -> None:
-    """Of a client whose seeds follow from them. ValueError for what is no place, and for one that
-    two rollouts have, which would sample the same.
-    """
+def check_positions(inputs: Sequence[RolloutInput]) -> None:
+    """Raise ValueError unless positions are distinct whole numbers; seeds derive from them."""
     remedy = "give every row a place of its own in the step, or leave the column out"
     taken: dict[int, int] = {}
-    for number, one in enumerate(inputs):
-        position: Any = one["position"]
+    for index, row in enumerate(inputs):
+        position: Any = row["position"]
         if isinstance(position, bool) or not isinstance(position, Integral) or position < 0:
             raise ValueError(
-                f"position: of input {number} must be a whole number from 0, got {position!r};"
+                f"position: of input {index} must be a whole number from 0, got {position!r};"
                 f" {remedy}"
             )
-        first = taken.setdefault(int(position), number)
-        if first != number:
+        first = taken.setdefault(int(position), index)
+        if first != index:
             raise ValueError(
-                f"position: inputs {first} and {number} both have {position}, and their seeds would"
+                f"position: inputs {first} and {index} both have {position}, and their seeds would"
                 f" be the same; {remedy}"
             )
 
 
-def require_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> None:
+def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> None:
     """Refuse different rows of one name: their rollouts would be compared with each other.
 
-    The same row may be there several times, as often as it is rolled out. Rows that were given one
-    `example_id` as such are one group because somebody has said so.
+    The same row may be there several times, as often as it is rolled out. Rows that share an
+    `example_id` column are one group because somebody has said so.
 
     Args:
         inputs: those of `examples`, in order.
@@ -191,36 +201,37 @@ def require_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -
     """
     taken: dict[str, int] = {}
     digests: dict[int, str] = {}
-    for number, one in enumerate(inputs):
-        first = taken.setdefault(repr((one["task"], one["example_id"])), number)
-        if first == number:
+    for index, row in enumerate(inputs):
+        first = taken.setdefault(repr((row["task"], row["example_id"])), index)
+        if first == index:
             continue
-        if first not in digests:
-            digests[first] = _digest(inputs[first])
-        if _digest(one) == digests[first]:
+        for number in (first, index):
+            if number not in digests:
+                content = {key: inputs[number].get(key) for key in ("prompt", "answer", "info")}
+                digests[number] = digest(content)
+        if digests[first] == digests[index]:
             continue
-        implicit = [place for place in (first, number) if not examples.names_group(place)]
+        implicit = [number for number in (first, index) if not examples.names_group(number)]
         if implicit:
-            unnamed = [place for place in implicit if inputs[place].get("id") is None]
+            unnamed = "".join(
+                f" (input {number} by its number in the data, for it has none)"
+                for number in implicit
+                if inputs[number].get("id") is None
+            )
             raise ValueError(
-                f"id: inputs {first} and {number} both have {one['example_id']!r}"
-                + "".join(
-                    f" (input {place} by its number in the data, for it has none)"
-                    for place in unnamed
-                )
-                + " and are different rows, whose rollouts would be compared as those of one; "
-                "give every row an id of its own, or leave the column out"
+                f"id: inputs {first} and {index} both have {row['example_id']!r}{unnamed} and are"
+                " different rows, whose rollouts would be compared as those of one; give every row"
+                " an id of its own, or leave the column out"
             )
 
 
-def _digest(one: RolloutInput) -> str:
-    """Return the same for the same row, which may hold arrays: those have no truth value."""
-    return digest({key: one.get(key) for key in ("prompt", "answer", "info")})
+def to_rows(inputs: Any) -> Rows:
+    """Return what a caller means by inputs as rows.
 
+    Inputs are a dataset, rows (also of a generator), one row, or a mapping of columns.
 
-def rows_of(inputs: Any) -> Rows:
-    """What a caller means by inputs: a dataset, rows (also of a generator), one row, or a mapping
-    of columns. TypeError for what is none of them.
+    Raises:
+        TypeError, ValueError: they are none of these.
     """
     if not isinstance(inputs, Mapping):
         if isinstance(inputs, str) or not isinstance(inputs, Iterable):
@@ -231,24 +242,20 @@ def rows_of(inputs: Any) -> Rows:
         rows: Any = inputs
         return rows if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") else list(rows)
     columns = {key: value for key, value in inputs.items() if value is not None}
-    if "prompt" not in columns and "question" not in columns:
+    prompts = columns.get("prompt", columns.get("question"))
+    if prompts is None:
         raise ValueError(
             "inputs: neither prompt nor question, only"
             f" {', '.join(sorted(map(str, columns))) or 'nothing'}; give one of the two"
         )
-    prompts = columns.get("prompt", columns.get("question"))
-    is_one_row = isinstance(prompts, str) or (
+    is_conversation = (
         isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping)
     )
-    if is_one_row:
+    if isinstance(prompts, str) or is_conversation:
         return [inputs]
     for key, value in columns.items():
-        # (The array of one number has no length.)
-        if (
-            isinstance(value, str | bytes | Mapping | Set)
-            or not isinstance(value, Collection)
-            or getattr(value, "shape", None) == ()
-        ):
+        is_column = isinstance(value, Collection) and getattr(value, "shape", None) != ()
+        if not is_column or isinstance(value, str | bytes | Mapping | Set):
             raise TypeError(
                 f"inputs: {key} must be a list with one for each row, got {type(value).__name__},"
                 " since the prompts are a column"
@@ -259,13 +266,11 @@ def rows_of(inputs: Any) -> Rows:
             "inputs: the columns have different lengths:"
             f" {', '.join(f'{key} {size}' for key, size in sizes.items())}"
         )
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    values = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
 
 
-# The one way from results to a dataset: for `Environment.make_dataset`, for files, and for the hub
-# (spec: orchestration, dataset construction).
+# Results to datasets: the one way, for `make_dataset`, for files, and for the hub
 
 
 def build_dataset_from_outputs(
@@ -274,31 +279,19 @@ def build_dataset_from_outputs(
     include_ids: bool = True,
     state_columns: Sequence[str] | None = None,
 ) -> Any:
-    """A Hugging Face `Dataset` with a row for each rollout, in the order of the results.
+    """Make a Hugging Face `Dataset` with a row for each rollout, in the order of the results.
 
-    Columns: `id` (the states', where any has one) and `example_id` (the input's), `prompt` and
-    `completion` (as `sanitize_messages` has them), `answer` and `info` where there are any, `task`,
-    `reward`, one for each metric, and one for each of `state_columns`: fields of the state,
-    `timing.total_ms` for one inside another. A row reads as it was: what differs in type or keys
-    from row to row (`info` of several environments, contents of text beside contents of parts) is a
-    column of JSON. KeyError for a state column that no state has, TypeError where they are one
-    text.
+    Columns: `id` (the states', if any has one) and `example_id`, `prompt` and `completion` (as
+    `sanitize_messages` has them), `answer` and `info` if there are any, `task`, `reward`, one for
+    each metric, and one for each of `state_columns`: fields of the state, or inside one, such as
+    `timing.total_ms`. What differs in type or keys from row to row becomes a column of JSON.
+
+    Raises:
+        KeyError: no state has a state column.
+        TypeError: `state_columns` is one text.
     """
     from datasets import Dataset  # imports pyarrow and pandas
 
-    return Dataset.from_list(
-        rows_of_outputs(results, include_ids=include_ids, state_columns=state_columns),
-        on_mixed_types="use_json",
-    )
-
-
-def rows_of_outputs(
-    results: GenerateOutputs,
-    *,
-    include_ids: bool = True,
-    state_columns: Sequence[str] | None = None,
-) -> list[dict[str, Any]]:
-    """The same as mappings."""
     columns: dict[str, Sequence[Any]] = {}
     if include_ids:
         if any("id" in state for state in results.state):
@@ -306,8 +299,9 @@ def rows_of_outputs(
         columns["example_id"] = results.example_id
     columns["prompt"] = [sanitize_messages(prompt) for prompt in results.prompt]
     columns["completion"] = [
-        sanitize_messages(_said(completion, prompt))
-        for prompt, completion in zip(results.prompt, results.completion, strict=True)
+        # A rollout that failed at once has none; the column is of one type all the same.
+        sanitize_messages(("" if isinstance(prompt, str) else []) if said is None else said)
+        for prompt, said in zip(results.prompt, results.completion, strict=True)
     ]
     if any(answer != "" for answer in results.answer):
         columns["answer"] = results.answer
@@ -315,22 +309,21 @@ def rows_of_outputs(
     if any(results.info):
         columns["info"] = results.info
     columns["reward"] = results.reward
-    # A metric may have the name of one of the columns above, or of a column of the state.
-    columns |= {
-        name if name not in columns else f"metric_{name}": values
-        for name, values in results.metrics.items()
-    }
-    for path in column_names(state_columns):
+    # A metric may have the name of one of the columns above.
+    metrics = results.metrics.items()
+    columns |= {name if name not in columns else f"metric_{name}": v for name, v in metrics}
+    for path in check_state_columns(state_columns):
         if path not in columns:
-            columns[path] = _column(results.state, path)
-    return [
-        {name: plain(value) for name, value in zip(columns, row, strict=True)}
-        for row in zip(*columns.values(), strict=True)
-    ]
+            columns[path] = _state_column(results.state, path)
+    rows = zip(*columns.values(), strict=True)
+    return Dataset.from_list(
+        [{name: plain(value) for name, value in zip(columns, row, strict=True)} for row in rows],
+        on_mixed_types="use_json",
+    )
 
 
-def column_names(state_columns: Sequence[str] | None) -> list[str]:
-    """None: none. TypeError for one text, whose letters are a sequence of texts too."""
+def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
+    """Return a list of names. TypeError for one text: its letters are a sequence of texts too."""
     if isinstance(state_columns, str):
         raise TypeError(
             f"state_columns: must be a list of names, got the text {state_columns!r}; give"
@@ -340,8 +333,9 @@ def column_names(state_columns: Sequence[str] | None) -> list[str]:
 
 
 def field_of(state: Mapping[str, Any], path: str) -> Any:
-    """A field of the state, or of a mapping in it: `timing.total_ms`; a key that has a dot itself
-    goes first. KeyError with what there is.
+    """Return a field of the state, or of a mapping in it: `timing.total_ms`.
+
+    A key that has a dot itself goes first. KeyError says what there is.
     """
     value: Any = state
     keys = path.split(".")
@@ -351,31 +345,44 @@ def field_of(state: Mapping[str, Any], path: str) -> Any:
             return value[rest]
         if not isinstance(value, Mapping) or key not in value:
             above = ".".join(keys[:depth]) or "the state"
-            there = (
-                ", ".join(map(str, value)) or "nothing"
-                if isinstance(value, Mapping)
-                else f"a {type(value).__name__}"
-            )
-            raise KeyError(f"state column {path!r}: {above} has no {key!r}, only {there}")
+            known = f"a {type(value).__name__}"
+            if isinstance(value, Mapping):
+                known = ", ".join(map(str, value)) or "nothing"
+            raise KeyError(f"state column {path!r}: {above} has no {key!r}, only {known}")
         value = value[key]
     return value
 
 
-def present(path: str, states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a state has this field."""
+def has_field(path: str, states: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether any state has this field."""
+    try:
+        _state_column(states, path)
+    except KeyError:
+        return False
+    return bool(states)
+
+
+def _state_column(states: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
+    """Return the field of each state, None of those without it: one that failed ended early."""
+    values: list[Any] = []
+    missing: list[KeyError] = []
     for state in states:
         try:
-            field_of(state, path)
-        except KeyError:
-            continue
-        return True
-    return False
+            values.append(field_of(state, path))
+        except KeyError as error:
+            values.append(None)
+            missing.append(error)
+    if missing and len(missing) == len(states):
+        raise missing[0]
+    return values
 
 
 def plain(value: Any) -> Any:
-    """What JSON and tables can hold: mappings, lists, text, numbers and None as they are, models of
-    pydantic and dataclasses as mappings, sets and tuples as lists, anything else (paths, dates,
-    objects of users) as its text."""
+    """Return a value as JSON and tables can hold it.
+
+    Models of pydantic and dataclasses become mappings, sets and tuples lists, anything else that
+    JSON does not know (paths, dates, objects of users) its text.
+    """
     if isinstance(value, str):
         # Half a surrogate pair, as a model may write one, is in no UTF-8.
         return value.encode(errors="replace").decode()
@@ -395,8 +402,10 @@ def plain(value: Any) -> Any:
 
 
 def push_dataset(dataset: Any, name: str) -> None:
-    """To the Hugging Face hub, under this name, with the token that its own tools have stored.
-    StorageError where the hub does not take it.
+    """Push to the Hugging Face hub, with the token that its own tools have stored.
+
+    Raises:
+        StorageError: the hub does not take it.
     """
     import httpx2  # which the hub's client speaks HTTP with
 
@@ -413,50 +422,19 @@ def push_dataset(dataset: Any, name: str) -> None:
         ) from error
 
 
-def _said(completion: Any, prompt: Any) -> Any:
-    """A rollout that failed before the model said anything has no completion: of the prompt's own
-    form, so that the column is of one type.
-    """
-    if completion is not None:
-        return completion
-    return "" if isinstance(prompt, str) else []
-
-
-def _column(states: Sequence[State], path: str) -> list[Any]:
-    """None for states that do not have the field: one that failed may have ended before it was
-    written.
-    """
-    values: list[Any] = []
-    missing: list[KeyError] = []
-    for state in states:
-        try:
-            values.append(field_of(state, path))
-        except KeyError as error:
-            values.append(None)
-            missing.append(error)
-    if missing and len(missing) == len(states):
-        raise missing[0]
-    return values
-
-
-def digest(given: Mapping[str, Any]) -> str:
-    """The same for the same row, in every process."""
-    text = json.dumps(plain(given), sort_keys=True)
+def digest(row: Mapping[str, Any]) -> str:
+    """Return 16 hex digits, the same for the same row in every process."""
+    text = json.dumps(plain(row), sort_keys=True)
     # An object that has no form of its own in JSON is written with its address.
     return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
 
-# The results of many rollouts, by column, in the order of the inputs.
-
-
-RESULTS, METADATA = "results.jsonl", "metadata.json"
-"""What `GenerateOutputs.save` writes into its folder."""
-COLUMNS = ("prompt", "completion", "answer", "state", "info", "task", "example_id", "reward")
+# Results
 
 
 @dataclass(slots=True)
 class GenerateMetadata:
-    """Of all the rollouts together."""
+    """Counts and averages over the rollouts of one call of `generate`."""
 
     env_id: str
     env_args: dict[str, Any]
@@ -465,34 +443,34 @@ class GenerateMetadata:
     num_examples: int
     rollouts_per_example: int
     num_errors: int
-    """Rollouts that failed; `state["error"]` says of what."""
+    """Rollouts that failed; `state["error"]` says why."""
     num_truncated: int
     avg_reward: float
-    """Mean over the rollouts that did not fail; NaN where there is none, or nothing was scored."""
+    """Mean over the rollouts that did not fail; NaN if there is none, or nothing was scored."""
     avg_metrics: dict[str, float]
     """Means over the rollouts that have the metric."""
-    time_ms: float
+    time_ms: float = 0.0
     """Wall time."""
-    date: str
+    date: str = ""
     """ISO 8601, at the start."""
     state_columns: list[str] = field(default_factory=list)
     path_to_save: Path | None = None
     num_reward_errors: dict[str, int] = field(default_factory=dict)
-    """Rollouts for which a reward function failed, by its name; `state["reward_errors"]` says why.
-    """
+    """Rollouts for which a reward function failed, by its name; see `state["reward_errors"]`."""
     num_given_up: dict[str, int] = field(default_factory=dict)
-    """Plain functions that were given up while they ran, by name: their rollouts had reached a
-    limit of time; `state["given_up"]`.
-    """
+    """Plain functions that were given up at a time limit, by name; see `state["given_up"]`."""
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
 
 class GenerateOutputs(dict[str, Any]):
-    """By key and by attribute: `prompt`, `completion`, `answer`, `state`, `info`, `task`,
-    `example_id`, `reward`, each a list with an item per rollout; `metrics`, such a list for every
-    metric, with None for rollouts that do not have it; `metadata`."""
+    """Results by column, in the order of the inputs, readable by key and by attribute.
+
+    `prompt`, `completion`, `answer`, `state`, `info`, `task`, `example_id` and `reward` are lists
+    with an item per rollout; `metrics` has such a list for every metric, with None for rollouts
+    without it. Example: of two rollouts, `reward` [1.0, 0.0] and `metrics` {"right": [1.0, None]}.
+    """
 
     metadata: GenerateMetadata
 
@@ -503,64 +481,55 @@ class GenerateOutputs(dict[str, Any]):
             raise AttributeError(f"results have no {name!r}, only {', '.join(self)}") from None
 
     def __repr__(self) -> str:
-        # Short: asyncio writes out the result of the task that it has just run, only to find that
-        # it is no signal.
-        return (
-            f"GenerateOutputs({len(self['state'])} rollouts, avg_reward"
-            f" {self['metadata'].avg_reward:.3f})"
-        )
+        # Short: asyncio writes out the result of a task that it has just run.
+        reward = self["metadata"].avg_reward
+        return f"GenerateOutputs({len(self['state'])} rollouts, avg_reward {reward:.3f})"
 
     @classmethod
-    def of(cls, states: Sequence[State], metadata: GenerateMetadata) -> GenerateOutputs:
-        made = cls()
-        for column in COLUMNS:
-            made[column] = (
-                list(states) if column == "state" else [state.get(column) for state in states]
-            )
+    def from_states(cls, states: Sequence[State], metadata: GenerateMetadata) -> GenerateOutputs:
+        results = cls({name: [state.get(name) for state in states] for name in COLUMNS})
+        results["state"] = list(states)
         # 0 is an answer.
-        made["answer"] = ["" if answer is None else answer for answer in made["answer"]]
-        made["info"] = [info or {} for info in made["info"]]
-        names = dict.fromkeys(name for state in states for name in state["metrics"] or {})
-        made["metrics"] = {
-            name: [(state["metrics"] or {}).get(name) for state in states] for name in names
-        }
-        made["metadata"] = metadata
-        return made
+        results["answer"] = ["" if answer is None else answer for answer in results["answer"]]
+        results["info"] = [info or {} for info in results["info"]]
+        metrics = [state["metrics"] or {} for state in states]
+        names = dict.fromkeys(name for of_state in metrics for name in of_state)
+        results["metrics"] = {name: [of_state.get(name) for of_state in metrics] for name in names}
+        results["metadata"] = metadata
+        return results
 
     def save(self, folder: Path, dataset: Any) -> None:
-        """`results.jsonl`, the dataset's rows, and `metadata.json`, in a folder that is made for
-        it. StorageError where it cannot be written.
+        """Write `results.jsonl`, the dataset's rows, and `metadata.json` into a folder.
+
+        Raises:
+            StorageError: it cannot be written.
         """
-        self.metadata.path_to_save = folder = made_folder(folder)
-        # JSON knows no NaN, which is the mean of nothing.
-        metadata = {
-            key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in asdict(self.metadata).items()
-        }
+        self.metadata.path_to_save = folder = make_folder(folder)
+        metadata = asdict(self.metadata)
+        if math.isnan(self.metadata.avg_reward):
+            metadata["avg_reward"] = None  # JSON knows no NaN
         try:
             with (folder / RESULTS).open("w", encoding="utf-8") as file:
                 for row in dataset:
                     file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-            (folder / METADATA).write_text(
-                json.dumps(metadata, indent=1, ensure_ascii=False, default=str) + "\n",
-                encoding="utf-8",
-            )
+            text = json.dumps(metadata, indent=1, ensure_ascii=False, default=str)
+            (folder / METADATA).write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
-            raise _cannot(folder, error) from error
+            raise _not_writable(folder, error) from error
 
 
-def made_folder(folder: Path | str) -> Path:
-    """It is there, and a file can be made in it; or else StorageError."""
+def make_folder(folder: Path | str) -> Path:
+    """Make a folder that files can be made in. StorageError if that cannot be."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise _cannot(folder, error) from error
+        raise _not_writable(folder, error) from error
 
 
-def _cannot(folder: Path, error: OSError) -> StorageError:
+def _not_writable(folder: Path, error: OSError) -> StorageError:
     return StorageError(
         str(folder),
         error.strerror or str(error),
@@ -569,5 +538,5 @@ def _cannot(folder: Path, error: OSError) -> StorageError:
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN of none."""
+    """Return the mean, NaN of nothing."""
     return math.fsum(values) / len(values) if values else math.nan

@@ -1,6 +1,4 @@
-"""What every environment has: data, a rubric, and one state per rollout (spec: trajectories and
-rollout orchestration).
-"""
+"""Environments: data, a rubric, and one state per rollout (spec: trajectories, orchestration)."""
 
 from __future__ import annotations
 
@@ -23,53 +21,51 @@ from rollout_actors.environments.chat.messages import (
     require_roles,
 )
 from rollout_actors.environments.chat.tools import UncalledTools
-from rollout_actors.environments.clients.openai import (
-    ask,
-    knows_rollouts,
-    merged,
-    require_asynchronous,
-)
+from rollout_actors.environments.clients.openai import ask, merged, require_asynchronous
 from rollout_actors.environments.datasets import (
     Examples,
     GenerateOutputs,
     PromptFormat,
     build_dataset_from_outputs,
-    column_names,
-    made_folder,
-    present,
+    check_state_columns,
+    has_field,
+    make_folder,
     push_dataset,
-    rows_of,
+    to_rows,
 )
 from rollout_actors.environments.generate import Concurrency, GenerateCall, generate
 from rollout_actors.environments.lifecycle import (
     Event,
     Handler,
-    all_of,
     awaited,
+    call_all,
     close_at_exit,
     forget,
     handlers,
-    to_the_end,
 )
 from rollout_actors.environments.rubric import Parser, Rubric
-from rollout_actors.environments.scope import client_under_way, new_state, note_begun, note_cleaned
+from rollout_actors.environments.scope import bind_client, current_scope, in_scope, new_state
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
 _LOGGER = logging.getLogger(__name__)
 
-_NO_CHAT = (
-    "with message_type='completion' the model is sent the row's text alone, and nothing of this"
-)
+_NO_CHAT = "with message_type='completion' the model is sent the row's text alone"
 
 
 class Environment(ABC):
-    """Data, what a rollout on one row of it is, and what it is worth. Subclasses say what a rollout
-    is.
+    """Data, what a rollout of one row of it is, and what that is worth.
+
+    Subclasses say what a rollout is. Many rollouts run at once: what one of them needs belongs into
+    its state, never onto the environment.
     """
 
     cleanup_timeout_s = 300.0
-    """Longest time for all that is marked with `@cleanup` after one rollout, and with `@teardown`,
-    where those behind one that is late have as long again. A subclass may allow more."""
+    """Seconds for all `@cleanup` methods of one rollout together, and for each `@teardown`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "rollout" in cls.__dict__:
+            cls.rollout = in_scope(cls.__dict__["rollout"])  # type: ignore[method-assign]
 
     def __init__(
         self,
@@ -88,41 +84,41 @@ class Environment(ABC):
     ) -> None:
         """
         Args:
-            dataset: rows with `prompt` (messages, or text) or `question`, and where there are any,
-            `answer`, `info`, `task` and `example_id`: a Hugging Face
-                `Dataset`, or a sequence of mappings.
+            dataset: rows with `prompt` (messages, or text) or `question`, and optionally `answer`,
+                `info`, `task`, `id` and `example_id`: a Hugging Face `Dataset`, or a sequence of
+                mappings.
             eval_dataset: the same for `evaluate`; None: `dataset`.
             sampling_args: of every call; those of a call of `generate` win.
-            message_type: `chat`, or `completion` where prompts are plain text.
-            max_seq_len: a rollout ends, as `is_truncated`, where a call's prompt and answer
-            together have so many tokens.
+            message_type: `chat`, or `completion` if prompts are plain text.
+            max_seq_len: tokens of a call's prompt and answer together that end a rollout as
+                `is_truncated`.
+
+        Raises:
+            ValueError: an argument is not of its kind, or no completion has it.
+            TypeError: the rubric is of another library.
         """
         if message_type not in ("chat", "completion"):
             raise ValueError(f"message_type: must be chat or completion, got {message_type!r}")
-        if message_type == "completion":
-            for name, value in (
-                ("system_prompt", system_prompt),
-                ("few_shot", few_shot),
-                ("oai_tools", oai_tools),
-            ):
-                if value:
-                    raise ValueError(
-                        f"{name}: {_NO_CHAT}; write it into the prompts, or leave message_type out"
-                    )
+        chat_only = {"system_prompt": system_prompt, "few_shot": few_shot, "oai_tools": oai_tools}
+        for name, value in chat_only.items():
+            if value and message_type == "completion":
+                raise ValueError(
+                    f"{name}: {_NO_CHAT}; write it into the prompts, or leave message_type out"
+                )
         require_roles(few_shot or (), "few_shot")
         if rubric is not None and not isinstance(rubric, Rubric):
             raise TypeError(
                 f"rubric: is {full_name(rubric)}; give a Rubric of rollout_actors.environments"
             )
-        self.env_id, self.env_args = env_id, dict(env_args or {})
-        self.message_type, self.max_seq_len = message_type, max_seq_len
+        self.env_id = env_id
+        self.env_args = dict(env_args or {})
+        self.message_type = message_type
+        self.max_seq_len = max_seq_len
         self.sampling_args = merged(sampling_args)
         self.oai_tools = deepcopy(list(oai_tools or []))
-        self.parser = parser or (
-            rubric.parser if rubric is not None and rubric.parser is not None else Parser()
-        )
+        self.parser = parser or (rubric and rubric.parser) or Parser()
         self.rubric = rubric or Rubric(parser=self.parser)
-        self.rubric.lend_parser(self.parser)
+        self.rubric.set_default_parser(self.parser)
         self.prompt_format = PromptFormat(
             message_type, system_prompt, tuple(few_shot or ()), env_id or "default"
         )
@@ -137,70 +133,68 @@ class Environment(ABC):
         self._stop_conditions: tuple[Handler, ...] = handlers(self, Event.STOP)
         self._cleanups: tuple[Handler, ...] = handlers(self, Event.CLEANUP)
         self._teardowns: tuple[Handler, ...] = handlers(self, Event.TEARDOWN)
+        overrides_cleanup = type(self)._cleanup is not Environment._cleanup
+        self._has_cleanup = bool(self._cleanups) or overrides_cleanup
         self._uncalled_tools = UncalledTools()
         self._is_closed = False
         if self._teardowns:
             close_at_exit(self)
 
+    @property
+    def name(self) -> str:
+        return self.env_id or type(self).__name__
+
     def member(self, task: str | None) -> Environment:  # noqa: ARG002
-        """The one that rollouts of this task are of: of a group, one of its environments."""
+        """Return the environment that plays rollouts of this task: in a group, one of several."""
         return self
 
     # Data
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
-        """The first `n` rows to train on (-1: all), in an order of `seed`'s, or in their own."""
+        """Return the first `n` rows to train on (-1: all), shuffled by the seed if there is one."""
         if self.dataset is None:
             raise ValueError(f"{self.name} has no dataset; give it one, or rows to generate")
         return _chosen(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Examples:
-        """The same of those to evaluate on; where there are none, of those to train on."""
-        return (
-            self.get_dataset(n, seed)
-            if self.eval_dataset is None
-            else _chosen(self.eval_dataset, n, seed)
-        )
-
-    @property
-    def name(self) -> str:
-        return self.env_id or type(self).__name__
+        """Return the same of the rows to evaluate on, or of those to train on if it has none."""
+        if self.eval_dataset is None:
+            return self.get_dataset(n, seed)
+        return _chosen(self.eval_dataset, n, seed)
 
     # One rollout
 
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:  # noqa: ARG002
-        """What every rollout begins with, whatever the environment. `input` stays as it is."""
-        own: dict[str, Any] = deeply_copied(dict(input))
-        if self.message_type == "chat" and isinstance(own.get("prompt"), str):
-            own["prompt"] = self.prompt_format.prompt(own)
-        elif own.get("prompt") is not None and self.message_type == "chat":
-            require_roles(own["prompt"], "prompt")
-            # a dataset's own row has its table's nulls
-            own["prompt"] = cleanup_messages(own["prompt"])
-        if own.get("info") == "":
-            del own["info"]
-        elif own.get("info") is not None:
-            own["info"] = _info(own["info"])
-        own.setdefault("task", self.env_id or "default")
-        state = self._new_state(own)
-        tools = (own.get("info") or {}).get("oai_tools")
-        state["oai_tools"] = (
-            deeply_copied(self.oai_tools) if tools is None else cleanup_tools(deepcopy(list(tools)))
-        )
-        if state["oai_tools"] and self.message_type == "completion":
+        """Make the state that every rollout begins with. The input stays as it is."""
+        row: dict[str, Any] = deeply_copied(dict(input))
+        prompt = row.get("prompt")
+        if self.message_type == "chat" and isinstance(prompt, str):
+            row["prompt"] = self.prompt_format.prompt(row)
+        elif self.message_type == "chat" and prompt is not None:
+            require_roles(prompt, "prompt")
+            row["prompt"] = cleanup_messages(prompt)  # a dataset's row has its table's nulls
+        if row.get("info") == "":
+            del row["info"]
+        elif row.get("info") is not None:
+            row["info"] = _read_info(row["info"])
+        row.setdefault("task", self.env_id or "default")
+        if row.get("example_id") is None:
+            row["example_id"] = row.get("id", 0)
+        tools = (row.get("info") or {}).get("oai_tools")
+        tools = deeply_copied(self.oai_tools) if tools is None else cleanup_tools(deepcopy(tools))
+        if tools and self.message_type == "completion":
             raise ValueError(
                 f"oai_tools: {_NO_CHAT}; take them out of the row's info, or leave message_type out"
             )
-        note_begun(self, state)
+        state = new_state(row)
+        state["oai_tools"] = tools
+        scope = current_scope()
+        if scope is not None and scope.environment is self and scope.state is None:
+            scope.state = state
         return state
 
-    def _new_state(self, own: dict[str, Any]) -> State:
-        if own.get("example_id") is None:
-            own["example_id"] = own.get("id", 0)
-        return new_state(own)
-
     async def setup_state(self, state: State) -> State:
-        """What this environment adds, before the first call of the model."""
+        """Add what this environment needs, before the first call of the model."""
         return state
 
     @abstractmethod
@@ -211,8 +205,7 @@ class Environment(ABC):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """From a row to a finished state. Raises whatever goes wrong; `generate` makes data of
-        it."""
+        """Play one row to a finished state. Whatever goes wrong is raised; `generate` notes it."""
 
     async def get_model_response(
         self,
@@ -223,84 +216,64 @@ class Environment(ABC):
         sampling_args: SamplingArgs | None = None,
         message_type: str | None = None,
     ) -> Any:
-        """One call of the model: its `ChatCompletion` or `Completion`. Its id is `overlong-prompt`
-        where there is no room for the prompt.
+        """Call the model once and return its `ChatCompletion` or `Completion`.
+
+        The id is `overlong-prompt` if there is no room for the prompt.
         """
-        arguments = merged(self.sampling_args, sampling_args)
-        if knows_rollouts(client):
-            client = client_under_way(self, client)
         return await ask(
-            client,
+            bind_client(client),
             model,
             prompt,
             message_type=message_type or self.message_type,
             tools=oai_tools,
-            sampling_args=arguments,
+            sampling_args=merged(self.sampling_args, sampling_args),
         )
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:  # noqa: ARG002
-        """Whether a stop condition holds; the first one that does is noted. An override asks this
-        one too.
-        """
+        """Note the first stop condition that holds. An override asks this method too."""
         for condition in self._stop_conditions:
             if await awaited(condition(state)):
-                state["is_completed"], state["stop_condition"] = True, condition.__name__
-                await self._render_timing(state)
-                await self._render_completion(state)
+                state["stop_condition"] = condition.__name__
+                await self._complete(state)
                 return True
         return False
 
-    async def _render_timing(self, state: State) -> None:
+    async def _complete(self, state: State) -> None:
+        state["is_completed"] = True
         timing = state["timing"]
         timing["generation_ms"] = 1000 * (time.time() - timing["start_time"])
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
+        await self._render_completion(state)
 
     async def _render_completion(self, state: State) -> None:
-        """All that came after the prompt. To be overridden where the last call's prompt does not
-        begin with the rollout's.
+        """Write what came after the prompt as `completion`.
+
+        Override it if the last call's prompt does not begin with the rollout's.
         """
         if not state["trajectory"]:
             state["completion"] = "" if self.message_type == "completion" else []
             return
         last = state["trajectory"][-1]
-        final = state.get("final_env_response")
-        said = concat_messages(
-            [last["prompt"], last["completion"], *([] if final is None else [final])]
-        )
-        state["completion"] = said[len(state["prompt"]) :]
+        parts = [last["prompt"], last["completion"]]
+        if state.get("final_env_response") is not None:
+            parts.append(state["final_env_response"])
+        state["completion"] = concat_messages(parts)[len(state["prompt"]) :]
 
     async def _cleanup(self, state: State) -> None:
-        """Every `@cleanup`, whatever the others raise; the first error is raised at the end.
-        `generate` calls it where `rollout` has not.
-        """
-        note_cleaned(self, state)
-        await all_of(self._cleanups, state)
+        """Call every `@cleanup`, whatever the others raise; raise the first error at the end."""
+        await call_all(self._cleanups, state)
 
     async def aclose(self) -> None:
-        """Every `@teardown`, once. Also the end of `async with environment`. Where this is
-        cancelled, so is the one under way; the others are called.
+        """Call every `@teardown`, once. Leaving `async with environment` does it too.
+
+        A cancellation ends the one that is running; the others are still called.
         """
         if self._is_closed:
             return
         self._is_closed = True
         forget(self)
-        left, limit_s = list(self._teardowns), self.cleanup_timeout_s
-        try:
-            # In the caller's task: what it has entered, a handler may leave there alone.
-            async with asyncio.timeout(limit_s) as timeout:
-                # Those behind one that has kept the end of its time to itself have no limit here.
-                await all_of(left.pop(0) for _ in self._teardowns if not timeout.expired())
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-        finally:
-            if left:
-                await to_the_end(all_of(left), limit_s)
-        if timeout.expired():
-            raise TimeoutError(
-                f"the teardown is not done after {limit_s:g} s; check what it waits for, or allow"
-                " more (cleanup_timeout_s)"
-            )
+        # In the caller's task: what it has entered, a handler may leave there alone.
+        await call_all(self._teardowns, limit_s=self.cleanup_timeout_s, what="the teardown")
 
     async def __aenter__(self) -> Environment:
         return self
@@ -328,46 +301,44 @@ class Environment(ABC):
         rollout_timeout_s: float | None = None,
         scoring_timeout_s: float | None = None,
     ) -> GenerateOutputs:
-        """A rollout for each of `inputs` (a dataset, rows, or columns), and its reward; results in
-        the order of the inputs.
+        """Play and score a rollout for each of `inputs`: a dataset, rows, or columns.
 
-        A rollout that fails is data: `state["error"]` says why, and its reward is 0.
+        Results come in the order of the inputs. A rollout that fails is data: `state["error"]` says
+        why, and its reward is 0.
 
         Args:
             max_concurrent: most rollouts that are generated, and that are scored, at a time; -1:
-            all.
+                all.
             max_concurrent_generation: the same of generating alone; None: `max_concurrent`.
             max_concurrent_scoring: the same of scoring alone; None: `max_concurrent`.
-            interleave_scoring: a rollout (or where the rubric compares them, an example's group) is
-            scored as soon as it is there; False: when all are.
-            state_columns: fields of the state that are saved too, `timing.total_ms` for one inside
-            another. What no rollout has is left out, with a warning.
-            save_path: a folder for the results, which is made before the first rollout.
-            StorageError where it cannot be written.
-            on_rollout: called with the place and the state of each rollout that is done, in the
-            order in which they are.
-            rollout_timeout_s: a rollout that is not done so many seconds after its begin, waits for
-            the model counted and scoring not, is cancelled, cleans up,
-                and has failed; None: none is. Results depend on the machine's load then. Waits for
-                a thread do not count: a tool that hangs costs its own
-                rollout alone.
+            interleave_scoring: score a rollout (or an example's, if the rubric compares them) as
+                soon as it is finished; False: when all are.
+            state_columns: fields of the state that are saved too, such as `timing.total_ms`. One
+                that no rollout has is left out, with a warning.
+            save_path: a folder for the results, made before the first rollout.
+            on_rollout: called with the index and the state of each rollout when it is done.
+            rollout_timeout_s: seconds after which a rollout is cancelled, cleans up, and has
+                failed; None: never. Waits for the model count, scoring and waits for a thread do
+                not. Results then depend on the machine's load.
             scoring_timeout_s: the same of each call of a reward function, which has no figure then
-            (`state["reward_errors"]`); None: `rollout_timeout_s`.
+                (`state["reward_errors"]`); None: `rollout_timeout_s`.
+
+        Raises:
+            StorageError: `save_path` cannot be written.
         """
         require_asynchronous(client)
         if save_path is not None:
-            made_folder(save_path)  # better known now than when all is done
-        columns = column_names(state_columns)
-        examples = (
-            inputs
-            if isinstance(inputs, Examples)
-            else Examples(rows_of(inputs), self.prompt_format)
-        )
+            make_folder(save_path)  # better known now than when all is done
+        columns = check_state_columns(state_columns)
+        if not isinstance(inputs, Examples):
+            inputs = Examples(to_rows(inputs), self.prompt_format)
         call = GenerateCall(
             client,
             model,
             merged(self.sampling_args, sampling_args),
-            Concurrency.of(max_concurrent, max_concurrent_generation, max_concurrent_scoring),
+            Concurrency.from_limits(
+                max_concurrent, max_concurrent_generation, max_concurrent_scoring
+            ),
             scores=score_rollouts,
             interleaves=interleave_scoring,
             shows_progress=use_tqdm,
@@ -375,7 +346,7 @@ class Environment(ABC):
             rollout_timeout_s=rollout_timeout_s,
             scoring_timeout_s=scoring_timeout_s,
         )
-        results = await generate(self, examples, call)
+        results = await generate(self, inputs, call)
         results.metadata.state_columns = columns
         if save_path is not None:
             self._save(results, save_path)
@@ -383,13 +354,13 @@ class Environment(ABC):
 
     def _save(self, results: GenerateOutputs, folder: Path) -> None:
         wanted = results.metadata.state_columns
-        columns = [path for path in wanted if present(path, results.state)]
+        columns = [path for path in wanted if has_field(path, results.state)]
         if absent := [path for path in wanted if path not in columns]:
             _LOGGER.warning("no rollout has %s, which %s goes without", ", ".join(absent), folder)
         results.save(folder, self.make_dataset(results, state_columns=columns))
 
     async def a_generate(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
-        """`generate` by its other name."""
+        """Call `generate` by its other name."""
         return await self.generate(*args, **kwargs)
 
     async def evaluate(
@@ -401,34 +372,33 @@ class Environment(ABC):
         rollouts_per_example: int = 1,
         **generate_kwargs: Any,
     ) -> GenerateOutputs:
-        """`generate` on the held-out rows, each `rollouts_per_example` times: row i is of example i
-        // rollouts_per_example.
+        """Generate on the held-out rows, each `rollouts_per_example` times.
+
+        Result i is of example i // rollouts_per_example.
         """
         if rollouts_per_example < 1:
             raise ValueError(f"rollouts_per_example: must be 1 or more, got {rollouts_per_example}")
-        # Saved here, when all is known that is saved.
+        # Saved here, when the metadata is complete.
         save_path = generate_kwargs.pop("save_path", None)
         if save_path is not None:
-            made_folder(save_path)
+            make_folder(save_path)
         examples = self.get_eval_dataset(num_examples)
         repeated = examples.select(
             [i for i in range(len(examples)) for _ in range(rollouts_per_example)]
         )
         results = await self.generate(repeated, client, model, sampling_args, **generate_kwargs)
-        results.metadata.num_examples, results.metadata.rollouts_per_example = (
-            len(examples),
-            rollouts_per_example,
-        )
+        results.metadata.num_examples = len(examples)
+        results.metadata.rollouts_per_example = rollouts_per_example
         if save_path is not None:
             self._save(results, save_path)
         return results
 
     def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
-        """`generate` where no event loop runs. RuntimeError where one does, as in a notebook."""
+        """Run `generate`. RuntimeError if an event loop runs already, as in a notebook."""
         return _run(self.generate, args, kwargs)
 
     def evaluate_sync(self, *args: Any, **kwargs: Any) -> GenerateOutputs:
-        """`evaluate` where no event loop runs. RuntimeError where one does, as in a notebook."""
+        """Run `evaluate`. RuntimeError if an event loop runs already, as in a notebook."""
         return _run(self.evaluate, args, kwargs)
 
     def make_dataset(
@@ -440,25 +410,20 @@ class Environment(ABC):
         push_to_hf_hub: bool = False,
         hub_name: str | None = None,
     ) -> Any:
-        """The results as a Hugging Face `Dataset`, a row for each rollout."""
-        made = build_dataset_from_outputs(
+        """Return the results as a Hugging Face `Dataset`, a row for each rollout."""
+        dataset = build_dataset_from_outputs(
             results, include_ids=include_ids, state_columns=state_columns
         )
         if push_to_hf_hub:
-            push_dataset(made, hub_name or f"{self.name}-results")
-        return made
+            push_dataset(dataset, hub_name or f"{self.name}-results")
+        return dataset
 
 
 def full_name(value: object) -> str:
-    """The class of a value, with its module: a class of another library may have the name of one
-    here.
-    """
+    """Name the class of a value with its module: another library may have a class of this name."""
     kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return prefix + kind.__qualname__
 
 
 def _run(
@@ -475,20 +440,20 @@ def _run(
     return asyncio.run(method(*args, **kwargs))
 
 
-def _info(given: Any) -> Mapping[str, Any]:
-    """A row's, or what its JSON says. ValueError where that is no mapping."""
+def _read_info(info: Any) -> Mapping[str, Any]:
+    """Return a row's info, parsed if it is JSON. ValueError if that is no mapping."""
     try:
-        info = json.loads(given) if isinstance(given, str) else given
+        parsed = json.loads(info) if isinstance(info, str) else info
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"info: is not JSON ({error}): {given[:60]!r}; give a mapping, or its JSON"
+            f"info: is not JSON ({error}): {info[:60]!r}; give a mapping, or its JSON"
         ) from error
-    if not isinstance(info, Mapping):
+    if not isinstance(parsed, Mapping):
         raise ValueError(
-            f"info: must be a mapping, or the JSON of one, got {type(info).__name__}:"
-            f" {str(given)[:60]!r}"
+            f"info: must be a mapping, or the JSON of one, got {type(parsed).__name__}:"
+            f" {str(info)[:60]!r}"
         )
-    return info
+    return parsed
 
 
 def _chosen(examples: Examples, n: int, seed: int | None) -> Examples:

@@ -1,4 +1,4 @@
-"""Several environments as one: each rollout is one of theirs, and is scored by theirs."""
+"""Several environments as one: each rollout is played and scored by one of them."""
 
 from __future__ import annotations
 
@@ -10,65 +10,56 @@ from typing import Any, NoReturn
 
 from rollout_actors.environments.datasets import Examples, PromptFormat
 from rollout_actors.environments.environment import Environment, full_name
-from rollout_actors.environments.lifecycle import all_of, awaited, to_the_end
-from rollout_actors.environments.rubric import RewardFunction, Rubric, lent
+from rollout_actors.environments.lifecycle import awaited, call_all
+from rollout_actors.environments.rubric import RewardFunction, Rubric, lent_parser
 from rollout_actors.environments.types import RolloutInput, SamplingArgs, State
 
 
 class EnvGroup(Environment):
-    """The rows of all its environments, one environment after the other; a row's `task` says whose
-    it is, its `example_id` is its place among all, and an `id` that it had is still there."""
+    """The rows of all its environments, one environment after the other.
+
+    A row's `task` says whose it is, its `example_id` is its index among all, and an `id` that it
+    had is kept. Example: groups of 2 and 3 rows have the example ids 0 to 4.
+    """
 
     def __init__(
         self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
         """
         Args:
-            envs: of one `message_type`. They keep their prompts, rubrics, sampling arguments and
-            bounds, and are closed with the group.
+            envs: environments of one `message_type`. They keep their prompts, rubrics, sampling
+                arguments and bounds, and are closed with the group.
             env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
             kwargs: `env_id`, `env_args`, and `sampling_args`, which win over those of the
-            environments. The rest is theirs to have.
+                environments. They have the rest themselves.
+
+        Raises:
+            TypeError: one is no Environment of this package, or an argument is theirs to have.
+            ValueError: there is none, or their names or message types do not fit together.
         """
         if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
             raise TypeError(
                 f"envs: has {', '.join(foreign)}; put environments of rollout_actors.environments"
                 " into a group"
             )
+        if unused := kwargs.keys() - {"env_id", "env_args", "sampling_args"}:
+            raise TypeError(
+                f"{', '.join(sorted(unused))}: a group has none of its own; give it to its"
+                " environments"
+            )
         self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
         self.cleanup_timeout_s = max(
             type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs)
         )
         message_types = sorted({env.message_type for env in envs})
-        if unused := [
-            name for name in kwargs if name not in ("env_id", "env_args", "sampling_args")
-        ]:
-            raise TypeError(
-                f"{', '.join(unused)}: a group has none of its own; give it to its environments"
-            )
         if len(message_types) > 1:
             raise ValueError(
                 f"envs: message_type is {' of some and '.join(message_types)} of others; make a"
                 " group of each"
             )
-        theirs: dict[str, Any] = {
-            "dataset": None,
-            "eval_dataset": None,
-            "system_prompt": None,
-            "few_shot": None,
-            "parser": None,
-            "oai_tools": None,
-        }
-        super().__init__(
-            **theirs,
-            max_seq_len=None,
-            message_type=message_types[0],
-            rubric=_RoutedRubric(self.envs),
-            **kwargs,
-        )
-        self.prompt_format = _RoutedFormat(
-            self.message_type, forms={name: env.prompt_format for name, env in self.envs.items()}
-        )
+        super().__init__(message_type=message_types[0], rubric=_RoutedRubric(self.envs), **kwargs)
+        forms = {name: env.prompt_format for name, env in self.envs.items()}
+        self.prompt_format = _RoutedFormat(self.message_type, forms=forms)
         self.dataset = _joined({name: env.dataset for name, env in self.envs.items()})
         self.eval_dataset = _joined(
             {
@@ -86,7 +77,7 @@ class EnvGroup(Environment):
             )
 
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
-        return await self._env(input.get("task")).init_state(input, **kwargs)
+        return await self.member(input.get("task")).init_state(input, **kwargs)
 
     async def rollout(
         self,
@@ -95,34 +86,29 @@ class EnvGroup(Environment):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Of the environment that the input's task names. ValueError where it names none."""
-        return await self._env(input.get("task")).rollout(input, client, model, sampling_args)
+        """Play a row in its own environment."""
+        member = self.member(input.get("task"))
+        return await member.rollout(input, client, model, sampling_args)
 
     def member(self, task: str | None) -> Environment:
-        return self._env(task)
-
-    async def _render_completion(self, state: State) -> None:
-        await self._env(state["task"])._render_completion(state)
-
-    async def aclose(self) -> None:
-        """The group's own `@teardown`, and then each environment's, one after the other and each
-        within its own limit, whatever the others raise; the first error is raised at the end. Where
-        this is cancelled, so is the one under way; the others are closed."""
-        left = [super().aclose, *(env.aclose for env in self.envs.values())]
-        try:
-            await all_of(left.pop(0) for _ in range(len(left)))
-        finally:
-            if left:
-                await to_the_end(all_of(left), self.cleanup_timeout_s)
-
-    def _env(self, task: str | None) -> Environment:
+        """Return the environment of this task. ValueError if there is none."""
         if task is None or task not in self.envs:
             _refuse_task(task, self.envs)
         return self.envs[task]
 
+    async def _render_completion(self, state: State) -> None:
+        await self.member(state["task"])._render_completion(state)
+
+    async def aclose(self) -> None:
+        """Call the group's own `@teardown` and close each environment, each within its own limit.
+
+        All are closed, whatever the others raise and also if this is cancelled meanwhile.
+        """
+        await call_all([super().aclose, *(env.aclose for env in self.envs.values())])
+
 
 class _RoutedRubric(Rubric):
-    """Each rollout is scored by its own environment's, and has the metrics of that one."""
+    """Rollouts are scored by the rubric of their own environment."""
 
     def __init__(self, envs: Mapping[str, Environment]) -> None:
         super().__init__()
@@ -149,22 +135,20 @@ class _RoutedRubric(Rubric):
 
     async def score_rollout(self, state: State) -> None:
         env = self._envs[state["task"]]
-        with lent(env.parser):
+        with lent_parser(env.parser):
             await awaited(env.rubric.score_rollout(state))
 
     async def score_group(self, states: Sequence[State]) -> None:
         for task in dict.fromkeys(state["task"] for state in states):
-            with lent(self._envs[task].parser):
-                await awaited(
-                    self._envs[task].rubric.score_group(
-                        [state for state in states if state["task"] == task]
-                    )
-                )
+            env = self._envs[task]
+            own = [state for state in states if state["task"] == task]
+            with lent_parser(env.parser):
+                await awaited(env.rubric.score_group(own))
 
 
 @dataclass(frozen=True, slots=True)
 class _RoutedFormat(PromptFormat):
-    """Rows that a caller gives: each in the form of its own environment."""
+    """Rows that a caller gives, each in the form of its own environment."""
 
     forms: Mapping[str, PromptFormat] | None = None
 
@@ -182,12 +166,11 @@ class _Finished(PromptFormat):
 
     def input(self, row: Mapping[str, Any], index: int) -> RolloutInput:
         # Ids of two environments may be the same, and their rows are not.
-        made: RolloutInput = {**row, "example_id": index}  # type: ignore[typeddict-item]
-        return made
+        return {**row, "example_id": index}  # type: ignore[typeddict-item]
 
 
 class _GroupRows:
-    """Those of several data sets in a row, under the names of their environments."""
+    """Several data sets in a row, under the names of their environments."""
 
     def __init__(self, datasets: Mapping[str, Examples]) -> None:
         self._datasets = tuple(datasets.items())
@@ -197,24 +180,23 @@ class _GroupRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        place = bisect_right(self._ends, index)
-        name, dataset = self._datasets[place]
-        return {**dataset[index - (self._ends[place - 1] if place else 0)], "task": name}
+        number = bisect_right(self._ends, index)
+        name, dataset = self._datasets[number]
+        return {**dataset[index - self._ends[number] + len(dataset)], "task": name}
 
 
 def _joined(datasets: Mapping[str, Examples | None]) -> Examples | None:
-    there = {name: dataset for name, dataset in datasets.items() if dataset is not None}
-    return Examples(_GroupRows(there), _Finished()) if there else None
+    present = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+    return Examples(_GroupRows(present), _Finished()) if present else None
 
 
-def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str]:
+def _names(envs: Sequence[Environment], env_names: Sequence[str] | None) -> list[str]:
     if not envs:
         raise ValueError("envs: a group has at least one")
-    names = (
-        [env.env_id or f"env_{place}" for place, env in enumerate(envs)]
-        if given is None
-        else list(given)
-    )
+    if env_names is None:
+        names = [env.env_id or f"env_{index}" for index, env in enumerate(envs)]
+    else:
+        names = list(env_names)
     if len(names) != len(envs):
         raise ValueError(f"env_names: {len(names)} for {len(envs)} environments; give one to each")
     if len(set(names)) != len(names):

@@ -1,11 +1,10 @@
-"""When a rollout ends, and what is put away afterwards: methods marked with `@stop`, `@cleanup` and
-`@teardown` (spec: trajectories, 5).
+"""The ends of rollouts and environments: methods marked with `@stop`, `@cleanup` and `@teardown`.
 
     @stop                         @stop(priority=10)
     async def solved(self, state: State) -> bool: ...
 
 Handlers may be plain functions too; they run on the event loop, so they must not block. Higher
-priority first, ties by name.
+priority comes first, ties go by name (spec: trajectories, 5).
 """
 
 from __future__ import annotations
@@ -21,24 +20,30 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from enum import StrEnum
 from types import CoroutineType, FrameType
-from typing import Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from rollout_actors.environments.failures import (
+from rollout_actors.environments.concurrency import (
     FAILURES,
-    called_exit,
+    describe_error,
     is_cancelled,
-    raise_if_for_all,
-    told,
+    is_process_exit,
+    within,
 )
+
+if TYPE_CHECKING:
+    from rollout_actors.environments.environment import Environment
 
 _LOGGER = logging.getLogger(__name__)
 _MARK = "_rollmatch_handles"
+_REMEDY = "check what it waits for, or allow more"
 
 Handler = Callable[..., Any]
 F = TypeVar("F", bound=Handler)
 
 
 class Event(StrEnum):
+    """An occasion to call handlers."""
+
     STOP = "stop"
     """Each turn: whether the rollout is over."""
     CLEANUP = "cleanup"
@@ -52,8 +57,9 @@ def stop(func: F) -> F: ...
 @overload
 def stop(func: None = None, *, priority: int = 0) -> Callable[[F], F]: ...
 def stop(func: F | None = None, *, priority: int = 0) -> F | Callable[[F], F]:
-    """Marks a method `(self, state) -> bool` that says whether a rollout is over; its name becomes
-    the state's `stop_condition`.
+    """Mark a method `(self, state) -> bool` that says whether a rollout is over.
+
+    Its name becomes the state's `stop_condition`.
     """
     return _marked(Event.STOP, func, priority)
 
@@ -63,8 +69,9 @@ def cleanup(func: F) -> F: ...
 @overload
 def cleanup(func: None = None, *, priority: int = 0) -> Callable[[F], F]: ...
 def cleanup(func: F | None = None, *, priority: int = 0) -> F | Callable[[F], F]:
-    """Marks a method `(self, state)` that gives back what a rollout holds; called once, also behind
-    an exception or a cancellation.
+    """Mark a method `(self, state)` that gives back what a rollout holds.
+
+    It is called once, also after an exception or a cancellation.
     """
     return _marked(Event.CLEANUP, func, priority)
 
@@ -74,8 +81,9 @@ def teardown(func: F) -> F: ...
 @overload
 def teardown(func: None = None, *, priority: int = 0) -> Callable[[F], F]: ...
 def teardown(func: F | None = None, *, priority: int = 0) -> F | Callable[[F], F]:
-    """Marks a method `(self)` that gives back what the environment holds; called once, by `aclose`
-    or at the end of the process.
+    """Mark a method `(self)` that gives back what the environment holds.
+
+    It is called once, by `aclose` or at the end of the process.
     """
     return _marked(Event.TEARDOWN, func, priority)
 
@@ -89,111 +97,114 @@ def _marked(event: Event, func: F | None, priority: int) -> F | Callable[[F], F]
 
 
 def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
-    """The owner's marked methods, bound, in their order. An override has a mark of its own, or is
-    no handler.
+    """List the owner's marked methods, bound, in their order.
+
+    An override has a mark of its own, or is no handler.
     """
+    # Looked up in the classes: on the instance a property would be computed.
+    members: dict[str, Any] = {}
+    for base in reversed(type(owner).__mro__):
+        members.update(vars(base))
     found = []
-    for name in dir(type(owner)):
-        # Not of the instance: a property would be computed.
-        marked = inspect.getattr_static(type(owner), name)
-        if getattr(marked, _MARK, (None, 0))[0] is event:
-            found.append((-getattr(marked, _MARK)[1], name))
+    for name, member in members.items():
+        marked_event, priority = getattr(member, _MARK, (None, 0))
+        if marked_event is event:
+            found.append((-priority, name))
     return tuple(getattr(owner, name) for _, name in sorted(found))
 
 
-def awaited(value: Any) -> Coroutine[Any, Any, Any]:
-    """To be awaited: what a plain function returned, or what an asynchronous one comes to."""
-    return value if isinstance(value, CoroutineType) else _come_to(value)
+async def awaited(value: Any) -> Any:
+    """Return a value, or the result of an awaitable: users' methods may be either kind."""
+    if type(value) is CoroutineType or inspect.isawaitable(value):  # the first is found at once
+        return await value
+    return value
 
 
-async def _come_to(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+async def call_all(
+    called: Iterable[Handler], *arguments: Any, limit_s: float | None = None, what: str = "handler"
+) -> None:
+    """Call each handler, whatever the others raise, and raise the first error at the end.
 
-
-async def all_of(called: Iterable[Handler], *arguments: Any) -> None:
-    """Each of them, whatever the others raise; the first error is raised at the end. What would end
-    more than a rollout comes as RuntimeError.
+    Args:
+        limit_s: time limit of each, in seconds; None for no limit.
+        what: the name of a handler in the error of one that is late.
     """
     first: BaseException | None = None
     for handler in called:
         try:
-            await awaited(handler(*arguments))
+            async with within(limit_s, f"{what} is not done after cleanup_timeout_s", _REMEDY):
+                await awaited(handler(*arguments))
         except FAILURES as error:
-            if is_cancelled() and not isinstance(error, asyncio.CancelledError):
-                _LOGGER.warning(
-                    "cleaning up what is cancelled failed: %s", told(error), exc_info=error
-                )
-            raise_if_for_all(error)
+            if is_process_exit(error):
+                raise
             first = first or error
-    if isinstance(first, SystemExit):
-        raise called_exit(first) from first
-    if isinstance(first, asyncio.CancelledError):
-        raise RuntimeError(
-            "a task that was waited for is cancelled; catch its CancelledError"
-        ).with_traceback(first.__traceback__) from first
+            if is_cancelled() and not isinstance(error, asyncio.CancelledError):
+                _warn_of_cleanup(error)
     if first is not None:
+        if is_cancelled():
+            raise asyncio.CancelledError from first
         raise first
 
 
-async def to_the_end(work: Coroutine[Any, Any, None], limit_s: float) -> None:
-    """For what is put away, however often this task is cancelled meanwhile: that counts when it is
-    done. Raises what the work raises, and TimeoutError where it is not done within the limit; but
-    where the task is being cancelled, that is what happens to it then, and the error is logged."""
-    task, cancelled, deadline_s = asyncio.ensure_future(work), None, time.monotonic() + limit_s
-    # By what the caller is in the middle of. (A cancellation that somebody has kept to himself is
-    # over.)
-    is_ending = is_cancelled() and isinstance(sys.exception(), asyncio.CancelledError)
+async def finish_cleanup(work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    """Await cleanup to its end, shielded from cancellation, and re-raise the cancellation then.
+
+    An error of the cleanup is logged only if the task is being cancelled.
+
+    Raises:
+        TimeoutError: it is not done after `limit_s` seconds.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled = sys.exception() if is_cancelled() else None
+    interrupted: asyncio.CancelledError | None = None
+    deadline_s = time.monotonic() + limit_s
     while not task.done() and (left_s := deadline_s - time.monotonic()) > 0:
         try:
             await asyncio.wait([task], timeout=left_s)
         except asyncio.CancelledError as error:
-            cancelled = error
+            interrupted = error
     try:
         if not task.done():
             task.cancel()
             raise TimeoutError(
-                f"cleaning up is not done after {limit_s:g} s; check what it waits for, or allow"
-                " more (the environment's cleanup_timeout_s)"
+                f"cleaning up is not done after cleanup_timeout_s = {limit_s:g} s; {_REMEDY}"
             )
         task.result()
     except Exception as error:
-        if cancelled is None and not is_ending:
+        if interrupted is None and not isinstance(cancelled, asyncio.CancelledError):
             raise
-        _LOGGER.warning(
-            "cleaning up after what was cancelled failed: %s", told(error), exc_info=error
-        )
-    if cancelled is not None:
-        raise cancelled
+        _warn_of_cleanup(error)
+    if interrupted is not None:
+        raise interrupted
 
 
-class TearsDown(Protocol):
-    async def aclose(self) -> None: ...
+def _warn_of_cleanup(error: BaseException) -> None:
+    _LOGGER.warning(
+        "cleaning up after what was cancelled failed: %s", describe_error(error), exc_info=error
+    )
 
 
-_OPEN: set[TearsDown] = set()
-"""Environments with something to tear down, until that is done: however few others still refer to
-them.
-"""
+_OPEN: set[Environment] = set()
+"""Environments with something to tear down. They stay, even if nobody else refers to them."""
 _LOCK = threading.Lock()
 
 
-def close_at_exit(environment: TearsDown) -> None:
-    """`aclose` it when the process ends: normally, by an exception, or by SIGTERM, which gets a
-    handler where it has none (and this is the main thread).
+def close_at_exit(environment: Environment) -> None:
+    """Close an environment when the process ends: normally, by an exception, or by SIGTERM.
+
+    SIGTERM gets a handler for that if it has none and this is the main thread.
     """
     with _LOCK:
         if not _OPEN:
             atexit.register(_close_all)
         _OPEN.add(environment)
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
 
 
-def forget(environment: TearsDown) -> None:
-    """It is closed."""
+def forget(environment: Environment) -> None:
+    """Take an environment that is closed off the list."""
     with _LOCK:
         _OPEN.discard(environment)
         if not _OPEN:
@@ -201,8 +212,7 @@ def forget(environment: TearsDown) -> None:
 
 
 def _exit(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    # Unwinds the program, so that `atexit` runs; a process that dies of the signal itself runs
-    # nothing.
+    # Unwinds the program, so that `atexit` runs; a process that dies of the signal runs nothing.
     sys.exit(128 + signum)
 
 

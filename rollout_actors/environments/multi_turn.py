@@ -1,4 +1,4 @@
-"""Rollouts in which model and environment take turns."""
+"""Rollouts in which model and environment take turns, and those of a single turn."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rollout_actors.environments.chat.responses import (
 )
 from rollout_actors.environments.clients.openai import OVERLONG
 from rollout_actors.environments.environment import Environment
-from rollout_actors.environments.lifecycle import awaited, stop, to_the_end
-from rollout_actors.environments.scope import InsideARollout, note_cleaned, require_state
+from rollout_actors.environments.lifecycle import awaited, stop
+from rollout_actors.environments.scope import bind_client, current_scope, require_state
 from rollout_actors.environments.types import (
     Messages,
     RolloutInput,
@@ -26,8 +26,11 @@ from rollout_actors.environments.types import (
 
 
 class MultiTurnEnv(Environment):
-    """A subclass says what the environment answers (`env_response`), and with `@stop`, when a
-    rollout is over.
+    """A dialogue of model and environment.
+
+    A subclass says what the environment answers (`env_response`), and with `@stop`, when a rollout
+    is over. Example: with two turns the calls are prompt -> a, then prompt + a + answer -> b, and
+    the completion is a + answer + b.
     """
 
     def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
@@ -37,9 +40,11 @@ class MultiTurnEnv(Environment):
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """What the environment says to the conversation so far, whose last message is the model's.
-        May write to the state, and as `final_env_response` its last word, with which the rollout
-        ends."""
+        """Answer the conversation so far, whose last message is the model's.
+
+        It may write to the state, and as `final_env_response` its last word, which ends the
+        rollout.
+        """
 
     @stop
     async def max_turns_reached(self, state: State) -> bool:
@@ -47,32 +52,26 @@ class MultiTurnEnv(Environment):
 
     @stop
     async def prompt_too_long(self, state: State) -> bool:
-        return bool(dict.get(state, "prompt_too_long"))
+        return bool(state.get("prompt_too_long"))
 
     @stop
     async def max_seq_len_reached(self, state: State) -> bool:
-        return bool(dict.get(state, "max_seq_len_reached"))
+        return bool(state.get("max_seq_len_reached"))
 
     @stop
     async def environment_has_ended_it(self, state: State) -> bool:
-        """`env_response` has noted its last word, which nobody answers, in
-        `state["final_env_response"]`.
-        """
-        return dict.get(state, "final_env_response") is not None
+        return state.get("final_env_response") is not None
 
     async def get_prompt_messages(self, state: State) -> Messages:
-        """Of the next call: the rollout's prompt, and then the conversation so far with what the
-        environment says to it.
-        """
+        """Return the next call's prompt: the conversation so far, and the environment's answer."""
         trajectory = state["trajectory"]
         if not trajectory:
             return concat_messages([state["prompt"]])
         last = trajectory[-1]
-        # A copy: what the environment does to it is said in the next call, and was not said in the
-        # last one.
+        # A copy: what the environment does to it is said in the next call, not in the last one.
         messages = copied(concat_messages([last["prompt"], last["completion"]]))
         answer = said(await awaited(self.env_response(messages, state)), "env_response", self)
-        if dict.get(state, "final_env_response") is not None:
+        if state.get("final_env_response") is not None:
             state["final_env_response"] = said(
                 state["final_env_response"], "final_env_response", self
             )
@@ -83,12 +82,13 @@ class MultiTurnEnv(Environment):
     ) -> None:
         """Note a call of the model as a step of the trajectory."""
         if response is not None and response.id == OVERLONG:
-            state["prompt_too_long"] = state["is_truncated"] = True
+            state["prompt_too_long"] = True
+            state["is_truncated"] = True
             return
         completion = await parse_response_messages(response, self.message_type)
         tokens = await parse_response_tokens(response, self.message_type)
         if self.max_seq_len is not None:
-            tokens = self._within_max_seq_len(tokens, response, state)
+            tokens = self._within_max_seq_len(self.max_seq_len, tokens, response, state)
         step: TrajectoryStep = {
             "prompt": copied(prompt_messages),
             "completion": completion,
@@ -107,27 +107,17 @@ class MultiTurnEnv(Environment):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Turn after turn until a stop condition holds. Every `@cleanup` is called once, however
-        that ends.
-        """
-        state = require_state(await awaited(self.init_state(input)), "init_state", self)
-        try:
-            with InsideARollout(self, state) as inside:
-                state = require_state(await awaited(self.setup_state(state)), "setup_state", self)
-                inside.note_successor(state)
-                await self._take_turns(state, inside.client(client), model, sampling_args)
-        finally:
-            note_cleaned(self, state)
-            if self._cleanups:
-                await to_the_end(self._cleanup(state), self.cleanup_timeout_s)
-        return state
-
-    async def _take_turns(
-        self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None
-    ) -> None:
+        """Take turns until a stop condition holds."""
+        scope = current_scope()
+        assert scope is not None, "Environment opens one around every rollout"
+        scope.state = require_state(await awaited(self.init_state(input)), "init_state", self)
+        # Noted twice: a setup that fails halfway is cleaned up after, and it may return a new one.
+        state = require_state(await awaited(self.setup_state(scope.state)), "setup_state", self)
+        scope.state = state
+        client = bind_client(client)
         while not await awaited(self.is_completed(state)):
             prompt = await awaited(self.get_prompt_messages(state))
-            if dict.get(state, "final_env_response") is not None:
+            if state.get("final_env_response") is not None:
                 await awaited(self.is_completed(state))
                 break
             response = await self.get_model_response(
@@ -140,17 +130,21 @@ class MultiTurnEnv(Environment):
             )
             await awaited(self.add_model_response(state, prompt, response))
         if not state["is_completed"] or state.get("completion") is None:
-            # An `is_completed` of a subclass, which noted nothing, or that alone.
-            state["is_completed"] = True
-            await self._render_timing(state)
-            await self._render_completion(state)
+            # A subclass's `is_completed` has ended it without noting so.
+            await self._complete(state)
+        return state
 
     def _within_max_seq_len(
-        self, tokens: TrajectoryStepTokens | None, response: Any, state: State
+        self,
+        max_seq_len: int,
+        tokens: TrajectoryStepTokens | None,
+        response: Any,
+        state: State,
     ) -> TrajectoryStepTokens | None:
-        """The step's tokens as far as there is room; None where there is none for any that was
-        sampled. Without tokens the endpoint's own count of them holds, where it has one."""
-        assert self.max_seq_len is not None
+        """Return the step's tokens that there is room for; None if no sampled one is left.
+
+        Without tokens the endpoint's own count decides whether the rollout is over.
+        """
         if tokens is not None:
             length = len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
         elif response.usage is not None:
@@ -158,11 +152,11 @@ class MultiTurnEnv(Environment):
         else:
             return None
         # An answer that ends by itself with the last token that there is room for is whole.
-        most = self.max_seq_len - (response.choices[0].finish_reason == "length")
-        if length <= most:
+        if length <= max_seq_len - (response.choices[0].finish_reason == "length"):
             return tokens
-        state["max_seq_len_reached"] = state["is_truncated"] = True
-        if tokens is None or (room := self.max_seq_len - len(tokens["prompt_ids"])) <= 0:
+        state["max_seq_len_reached"] = True
+        state["is_truncated"] = True
+        if tokens is None or (room := max_seq_len - len(tokens["prompt_ids"])) <= 0:
             return None
         return {
             "prompt_ids": tokens["prompt_ids"],
@@ -173,17 +167,14 @@ class MultiTurnEnv(Environment):
         }
 
 
-# Rollouts of one call.
-
-
 class SingleTurnEnv(MultiTurnEnv):
     """One question, one answer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As that of `Environment`, by place and by name."""
-        # Of several turns, environments take them by name alone.
-        placed = inspect.signature(Environment).bind(*args).arguments
-        super().__init__(max_turns=1, **placed, **kwargs)
+        """Take the arguments of `Environment`, by position and by name."""
+        # A MultiTurnEnv takes them by name alone.
+        positional = inspect.signature(Environment).bind(*args).arguments
+        super().__init__(max_turns=1, **positional, **kwargs)
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
         raise AssertionError("a rollout of one turn has ended before the environment is asked")

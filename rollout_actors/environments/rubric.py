@@ -1,13 +1,13 @@
-"""What a rollout is worth: reward functions with weights.
+"""Rewards of rollouts: reward functions with weights, and the parsers of answers.
 
 A reward function is called with the arguments that it names: any field of the state (`prompt`,
 `completion`, `answer`, `info`, `task`, ...), `state` itself, `parser`, or whatever `class_objects`
 holds; with `**kwargs`, all of them. One that names `states`, or another plural, is of a group: it
 is called once with the rollouts of one example, and returns a reward for each. Plain functions run
-in a thread, so that they do not hold up the others.
+in threads.
 
 A function that raises, or returns no finite number, loses only its own figure: `state["metrics"]`
-goes without it, and `state["reward_errors"]` says by name what was wrong. Where its weight is not 0
+goes without it, and `state["reward_errors"]` says by name what was wrong. If its weight is not 0
 there is no reward either: `state["error"]` says so, and the rollout counts as one that failed.
 """
 
@@ -20,22 +20,32 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
-from typing import Any, NamedTuple
+from typing import Any
 
-from rollout_actors.environments.concurrency import ScoringSlot, bare, each, in_thread, within
-from rollout_actors.environments.failures import FAILURES, raise_if_for_all, told
+from rollout_actors.environments.concurrency import (
+    FAILURES,
+    GIVEN_UP,
+    ScoringSlot,
+    describe_error,
+    gather_all,
+    in_thread,
+    reraise_cancellation,
+    run_in_task,
+    unwrap_partial,
+    within,
+)
 from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.types import Message, Messages, State
 from shared.trajectory import group_advantages
 
-# From what a model said to what is scored.
+# Parsers
 
 
 class Parser:
-    """The answer is the text itself, or what `extract_fn` makes of it."""
+    """The answer is the text itself, or the result of `extract_fn`."""
 
     def __init__(self, extract_fn: Callable[[str], Any] = str) -> None:
         self.extract_fn = extract_fn
@@ -44,31 +54,27 @@ class Parser:
         return self.extract_fn(text)
 
     def parse_answer(self, completion: Messages) -> Any:
-        """Of the last thing that the model said; None where it said nothing."""
+        """Return the answer in the model's last message; None if it said nothing."""
         if isinstance(completion, str):
             return self.parse(completion)
-        said = self.assistant_messages(completion)
-        return self.parse(text_of(said[-1])) if said else None
+        messages = self.assistant_messages(completion)
+        return self.parse(text_of(messages[-1])) if messages else None
 
     def assistant_messages(self, completion: Messages) -> list[Message]:
-        return (
-            []
-            if isinstance(completion, str)
-            else [message for message in completion if message["role"] == "assistant"]
-        )
+        if isinstance(completion, str):
+            return []
+        return [message for message in completion if message["role"] == "assistant"]
 
     def format_reward_func(self) -> Callable[..., float]:
-        """A reward function: the share of the model's messages from which an answer can be read."""
+        """Return a reward function: the share of the model's messages that have an answer."""
 
         def format_reward(completion: Messages) -> float:
-            texts = (
-                [completion]
-                if isinstance(completion, str)
-                else [text_of(message) for message in self.assistant_messages(completion)]
-            )
-            return (
-                sum(self.parse(text) is not None for text in texts) / len(texts) if texts else 0.0
-            )
+            if isinstance(completion, str):
+                texts = [completion]
+            else:
+                texts = [text_of(message) for message in self.assistant_messages(completion)]
+            num_read = sum(self.parse(text) is not None for text in texts)
+            return num_read / len(texts) if texts else 0.0
 
         return format_reward
 
@@ -95,15 +101,16 @@ class XMLParser(Parser):
                 f"answer_field: {answer_field!r} is none of the fields {', '.join(fields)}"
             )
         super().__init__(extract_fn)
-        self.fields, self.answer_field = tuple(fields), answer_field
+        self.fields = tuple(fields)
+        self.answer_field = answer_field
 
     def parse_fields(self, text: str) -> dict[str, str | None]:
-        """What stands last in each field; None where the field is not there, or not closed."""
+        """Return the last text in each field; None if it is missing or not closed."""
         found = {
             field: re.findall(rf"<{re.escape(field)}>(.*?)</{re.escape(field)}>", text, re.DOTALL)
             for field in self.fields
         }
-        return {field: values[-1].strip() if values else None for field, values in found.items()}
+        return {field: texts[-1].strip() if texts else None for field, texts in found.items()}
 
     def parse(self, text: str) -> Any:
         answer = self.parse_fields(text)[self.answer_field]
@@ -111,63 +118,23 @@ class XMLParser(Parser):
 
 
 def text_of(message: Message) -> str:
-    """What a message says, in its parts of text."""
+    """Return the text of a message, joined from its parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
     return content or ""
 
 
-RewardFunction = Callable[..., Any]
-"""Returns a number, or a list of one for each rollout of a group; may be asynchronous."""
-
-PLURALS = {
-    "trajectories": "trajectory",
-    **{
-        f"{name}s": name
-        for name in (
-            "state",
-            "prompt",
-            "completion",
-            "answer",
-            "task",
-            "info",
-            "example_id",
-            "id",
-            "timing",
-            "stop_condition",
-            "input",
-        )
-    },
-}
-"""What a reward function of a group may name, and what each of its items is."""
+# Settings of the scoring that is under way
 
 _PARSER: ContextVar[Parser | None] = ContextVar("parser", default=None)
-"""Of the environment whose rollouts are being scored."""
-
-
-ScoreUnit = Callable[["Rubric", Sequence[State], asyncio.Semaphore | None], Awaitable[None]]
-"""Scores a rollout by a rubric, or an example's where it compares them, in a turn of its own."""
-_SCORE_UNIT: ContextVar[ScoreUnit | None] = ContextVar("score_unit", default=None)
-
-
-def score_by(score_unit: ScoreUnit | None, parser: Parser) -> None:
-    """Have `Rubric.score_rollouts` score each unit by this in this task, which has a context of its
-    own, and lend the parser there (`lent`).
-
-    Args:
-        score_unit: None: by the rubric alone.
-    """
-    if _SCORE_UNIT.get() is not score_unit:
-        _SCORE_UNIT.set(score_unit)
-    _PARSER.set(parser)
+"""Parser of the environment whose rollouts are being scored."""
+_TIME_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("time_limit", default=(None, ""))
 
 
 @contextmanager
-def lent(parser: Parser) -> Iterator[None]:
-    """What rubrics score meanwhile is of an environment with this parser, which functions get that
-    ask for one where their rubric has none.
-    """
+def lent_parser(parser: Parser) -> Iterator[None]:
+    """Lend an environment's parser to reward functions whose rubric has none."""
     token = _PARSER.set(parser)
     try:
         yield
@@ -175,23 +142,33 @@ def lent(parser: Parser) -> Iterator[None]:
         _PARSER.reset(token)
 
 
-_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("limit", default=(None, ""))
-
-
 @contextmanager
-def limited(limit_s: float | None, key: str) -> Iterator[None]:
-    """Bound each call of a reward function meanwhile, without its wait for a thread; None: no
-    bound. `key` is what the bound is called.
+def time_limit(limit_s: float | None, key: str) -> Iterator[None]:
+    """Bound each call of a reward function, without its wait for a thread.
+
+    Args:
+        limit_s: None for no bound.
+        key: name of the bound in errors.
     """
-    token = _LIMIT.set((limit_s, key))
+    token = _TIME_LIMIT.set((limit_s, key))
     try:
         yield
     finally:
-        _LIMIT.reset(token)
+        _TIME_LIMIT.reset(token)
+
+
+# Rubrics
+
+RewardFunction = Callable[..., Any]
+"""Returns a number, or a list of one for each rollout of a group; may be asynchronous."""
 
 
 class Rubric:
-    """Reward functions and their weights; one with the weight 0 is measured alone."""
+    """Reward functions and their weights. A function of weight 0 is a metric alone.
+
+    Example: functions `right` (weight 1.0) and `brief` (0.2) that return 1 and 0.5 give the reward
+    1.1 and the metrics {"right": 1.0, "brief": 0.5}.
+    """
 
     def __init__(
         self,
@@ -200,60 +177,55 @@ class Rubric:
         parser: Parser | None = None,
     ) -> None:
         functions = list(funcs or ())
-        given = [1.0] * len(functions) if weights is None else list(weights)
-        if len(given) != len(functions):
+        weights = [1.0] * len(functions) if weights is None else list(weights)
+        if len(weights) != len(functions):
             raise ValueError(
-                f"weights: {len(given)} for {len(functions)} reward functions; give one to each"
+                f"weights: {len(weights)} for {len(functions)} reward functions; give one to each"
             )
         self.parser = parser
         self.class_objects: dict[str, Any] = {} if parser is None else {"parser": parser}
         """Further arguments, by name."""
-        self._lent: dict[str, Any] = {}
+        self._default_parser: Parser | None = None
         self._rewards: list[_Reward] = []
         self._has_group_function = False
-        for function, weight in zip(functions, given, strict=True):
+        for function, weight in zip(functions, weights, strict=True):
             self.add_reward_func(function, weight)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """Also as `@rubric.add_reward_func`. What has no name of its own (a lambda, a partial) is
-        numbered from the second of its kind.
+        """Add a function; also as `@rubric.add_reward_func`.
+
+        A function without a name of its own (a lambda, a partial) is numbered from the second of
+        its kind.
         """
-        reward = _Reward.of(func, weight)
-        if reward.is_nameless:
-            names = (
-                reward.name if number == 1 else f"{reward.name}_{number}" for number in count(1)
-            )
-            reward = replace(
-                reward, name=next(name for name in names if name not in self.reward_names)
-            )
+        reward = _Reward.from_function(func, weight)
+        if reward.name == "<lambda>" or not hasattr(func, "__name__"):
+            kind = reward.name
+            names = (kind if number == 1 else f"{kind}_{number}" for number in count(1))
+            reward.name = next(name for name in names if name not in self.reward_names)
         if reward.name in self.reward_names:
             raise ValueError(
                 f"reward function {reward.name} is there already; metrics go by the functions'"
                 " names"
             )
         self._rewards.append(reward)
-        self._has_group_function = self._has_group_function or reward.is_of_group
+        self._has_group_function |= reward.is_of_group
 
-    def lend_parser(self, parser: Parser) -> None:
-        """The first environment's, for functions that ask for one where the rubric has none. While
-        an environment scores its rollouts, it is that one's own.
-        """
-        self._lent.setdefault("parser", parser)
+    def set_default_parser(self, parser: Parser) -> None:
+        """Keep the first environment's parser for functions that ask for one by hand."""
+        self._default_parser = self._default_parser or parser
 
     @property
     def reward_names(self) -> list[str]:
-        """Of the metrics that `score_rollout` and `score_group` write."""
+        """Names of the metrics."""
         return [reward.name for reward in self._rewards]
 
     def for_task(self, task: str) -> Rubric:  # noqa: ARG002
-        """The one that scores rollouts of this task."""
+        """Return the rubric that scores rollouts of this task."""
         return self
 
     @property
     def compares_rollouts(self) -> bool:
-        """Whether a function needs all rollouts of an example, or the subclass has a `score_group`
-        of its own.
-        """
+        """True if all rollouts of an example are scored together."""
         return self._needs_group or type(self).score_group is not Rubric.score_group
 
     @property
@@ -262,108 +234,82 @@ class Rubric:
 
     @property
     def scores_all_at_once(self) -> bool:
-        """Whether `score_rollouts` is a subclass's own, and rewards are final only behind it."""
+        """True if `score_rollouts` is a subclass's own, and rewards are final only behind it."""
         return type(self).score_rollouts is not Rubric.score_rollouts
 
     async def score_rollout(self, state: State) -> None:
         """Write the state's `reward` and `metrics`, and the reward of the steps that have none."""
-        if self._needs_group:
-            # Without an advantage: there is nothing to compare with, and a subclass's `score_group`
-            # that calls this compares them itself.
-            await self._score([state])
-        else:
-            await self._score_alone(state)
+        await self._score([state])
 
-    async def _score_alone(self, state: State) -> None:
-        objects = self._objects()
-        # (A comprehension would be one more coroutine for each rollout.)
-        figures = []
-        for reward in self._rewards:
-            figures.append(await reward.of_rollout(state, objects))
-        self._credit(state, figures)
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Score all rollouts of one example, and write their `advantage`.
+
+        It is the reward without the mean of the group.
+        """
+        await self._score(states)
+        set_advantages(states)
 
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
-        """Score many rollouts: each by itself, or where they are compared, those of an example.
+        """Score many rollouts, each by itself or together with those of its example.
 
-        `Environment.generate` calls this with `interleave_scoring=False`, when all rollouts are
-        generated: a subclass that scores all of them at once overrides it. Interleaved, `generate`
-        calls `score_rollout`, or where rollouts are compared, `score_group`, and never this.
+        `Environment.generate` calls an override of this with `interleave_scoring=False`, when all
+        rollouts are generated. Interleaved it calls `score_rollout` or `score_group` alone.
 
         Args:
             max_concurrent: most rollouts that are scored at a time; -1: all.
         """
-        units = _examples_of(states) if self.compares_rollouts else [[state] for state in states]
+        units = _by_example(states) if self.compares_rollouts else [[state] for state in states]
         places = asyncio.Semaphore(max_concurrent) if max_concurrent > 0 else None
-        score_unit = _SCORE_UNIT.get()
-
-        async def scored(unit: Sequence[State]) -> None:
-            if score_unit is not None:
-                await score_unit(self, unit, places)
-                return
-            async with ScoringSlot(places):
-                if self.compares_rollouts:
-                    await awaited(self.score_group(unit))
-                else:
-                    await awaited(self.score_rollout(unit[0]))
-            settle(unit, self)
-
-        await each([scored(unit) for unit in units])
-
-    async def score_group(self, states: Sequence[State]) -> None:
-        """Score all rollouts of one example, and write their `advantage`: see `give_advantages`."""
-        await self._score(states)
-        give_advantages(states)
+        await gather_all([score_unit(self, unit, places) for unit in units])
 
     async def _score(self, states: Sequence[State]) -> None:
-        objects = self._objects()
-        columns = [await reward.of_group(states, objects) for reward in self._rewards]
-        for place, state in enumerate(states):
-            self._credit(state, [column[place] for column in columns])
+        parser = _PARSER.get() or self._default_parser
+        objects = {**({} if parser is None else {"parser": parser}), **self.class_objects}
+        rows: list[list[Figure]] = [[] for _ in states]
+        for reward in self._rewards:
+            for row, figure in zip(rows, await reward.of_group(states, objects), strict=True):
+                row.append(figure)
+        for state, row in zip(states, rows, strict=True):
+            self._write(state, row)
 
-    def _objects(self) -> dict[str, Any]:
-        parser = _PARSER.get()
-        return {
-            **self._lent,
-            **({} if parser is None else {"parser": parser}),
-            **self.class_objects,
-        }
-
-    def _credit(self, state: State, figures: Sequence[Figure]) -> None:
-        reward, metrics, failed, error = 0.0, {}, {}, None
+    def _write(self, state: State, figures: Sequence[Figure]) -> None:
+        reward = 0.0
+        metrics: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        fatal: str | None = None
         for function, figure in zip(self._rewards, figures, strict=True):
             if isinstance(figure, Failed):
-                failed[function.name] = figure.told
-                if function.weight and error is None:
-                    error = figure.told
+                failed[function.name] = figure.text
+                if function.weight:
+                    fatal = fatal or figure.text
             else:
                 metrics[function.name] = figure
                 reward += function.weight * figure
         state["metrics"] = metrics
-        _note_reward_errors(state, failed, error)
-        credit(state, reward if error is None else 0.0)
+        _set_reward_errors(state, failed, fatal)
+        set_reward(state, reward if fatal is None else 0.0)
 
 
 class RubricGroup(Rubric):
     """Several rubrics as one: rewards are added.
 
-    Where two have a metric of the same name, it is their sum, which needs both.
+    A metric that two of them have is the sum, which needs both.
     """
 
     def __init__(self, rubrics: Sequence[Rubric]) -> None:
         if not rubrics:
             raise ValueError("rubrics: a group has at least one")
-        super().__init__(
-            parser=next((rubric.parser for rubric in rubrics if rubric.parser is not None), None)
-        )
+        parsers = [rubric.parser for rubric in rubrics if rubric.parser is not None]
+        super().__init__(parser=parsers[0] if parsers else None)
         self.rubrics = tuple(rubrics)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """To the first of the rubrics."""
+        """Add a function to the first of the rubrics."""
         self.rubrics[0].add_reward_func(func, weight)
 
-    def lend_parser(self, parser: Parser) -> None:
+    def set_default_parser(self, parser: Parser) -> None:
         for rubric in self.rubrics:
-            rubric.lend_parser(parser)
+            rubric.set_default_parser(parser)
 
     @property
     def reward_names(self) -> list[str]:
@@ -373,15 +319,6 @@ class RubricGroup(Rubric):
     def _needs_group(self) -> bool:
         return any(rubric.compares_rollouts for rubric in self.rubrics)
 
-    async def _score_alone(self, state: State) -> None:
-        await self._score([state])
-
-    async def score_rollout(self, state: State) -> None:
-        await super().score_rollout(state)
-        if _given(state, "advantage").compared and _is_as_given(state, "advantage"):
-            # A member has compared it with itself.
-            _give(state, "advantage", None)
-
     @property
     def scores_all_at_once(self) -> bool:
         own = type(self).score_rollouts is not RubricGroup.score_rollouts
@@ -390,38 +327,25 @@ class RubricGroup(Rubric):
     async def score_rollouts(self, states: Sequence[State], max_concurrent: int = -1) -> None:
         """Add what the rubrics' own `score_rollouts` give, one rubric after the other.
 
-        Where none of them has one, rollouts or examples are scored one by one, as in any rubric.
-        A rollout that a rubric leaves unsound has failed (`state["error"]`), and the next ones are
-        not asked for it; what a `score_rollouts` raises is raised.
+        A rollout that a rubric leaves without a sound reward has failed, and the next rubrics are
+        not asked for it.
         """
         if not any(rubric.scores_all_at_once for rubric in self.rubrics):
             await super().score_rollouts(states, max_concurrent)
             return
-
-        async def score(rubric: Rubric, sound: Sequence[State]) -> None:
-            await awaited(rubric.score_rollouts(sound, max_concurrent))
-            examples = _examples_of(sound)
-            for unit in examples if rubric.compares_rollouts else [[state] for state in sound]:
-                together = [state for state in unit if state.get("error") is None]
-                try:
-                    settle(together, rubric)
-                except FAILURES as error:
-                    raise_if_for_all(error)
-                    for state in together:
-                        state["error"] = told(error)
-
-        await self._add_up(states, score)
+        await self._add_up(
+            states, lambda rubric, sound: awaited(rubric.score_rollouts(sound, max_concurrent))
+        )
         if self.compares_rollouts:
-            for example in _examples_of(states):
-                give_advantages(example)
+            for example in _by_example(states):
+                set_advantages(example)
 
     async def _score(self, states: Sequence[State]) -> None:
         async def score(rubric: Rubric, sound: Sequence[State]) -> None:
             if rubric.compares_rollouts:
                 await awaited(rubric.score_group(sound))
             else:
-                await each([awaited(rubric.score_rollout(state)) for state in sound])
-            settle(sound, rubric)
+                await gather_all([awaited(rubric.score_rollout(state)) for state in sound])
 
         await self._add_up(states, score)
 
@@ -429,232 +353,260 @@ class RubricGroup(Rubric):
         self, states: Sequence[State], score: Callable[[Rubric, Sequence[State]], Awaitable[None]]
     ) -> None:
         """Write the sums of what each rubric gives when it is asked by `score`."""
-        totals = [0.0] * len(states)
-        metrics: list[dict[str, float]] = [{} for _ in states]
-        failed: list[dict[str, str]] = [{} for _ in states]
-        errors: list[str | None] = [None] * len(states)
-        sound = list(range(len(states)))
+        sums = [_Sum() for _ in states]
         for rubric in self.rubrics:
-            for place in sound:
-                # What this one leaves out is not there, rather than what the one before it gave.
-                _note_reward_errors(states[place], {}, None)
-                states[place].update(reward=None, metrics=None)
-            former = [state.get("error") for state in states]
-            await score(rubric, [states[place] for place in sound])
-            for place in list(sound):
-                state = states[place]
-                own, error = state.get("reward_errors", {}), state.get("error")
-                if error != former[place] and error not in own.values():
-                    sound.remove(place)  # it has failed as a whole
-                    continue
-                totals[place] += state["reward"]
-                for name, value in (state.get("metrics") or {}).items():
-                    metrics[place][name] = metrics[place].get(name, 0.0) + value
-                failed[place] |= own
-                if error in own.values():
-                    errors[place] = errors[place] or error
-        for place, state in enumerate(states):
-            if place not in sound:
+            open_ = [pair for pair in zip(states, sums, strict=True) if not pair[1].has_failed]
+            for state, _ in open_:
+                # What this rubric leaves out is missing, rather than what the last one gave.
+                _set_reward_errors(state, {}, None)
+                state.update(reward=None, metrics=None)
+            sound = [state for state, _ in open_]
+            await score(rubric, sound)
+            settle(sound, rubric)
+            for state, total in open_:
+                total.add(state)
+        for state, total in zip(states, sums, strict=True):
+            if state.get("_given", {}).get("is_relative"):
+                _give(state, "advantage", None)  # a member has compared its own rewards
+            if total.has_failed:
                 state["metrics"] = {}
                 state.pop("reward_errors", None)
-                credit(state, 0.0)
+                set_reward(state, 0.0)
                 continue
-            there = [name for name in metrics[place] if name not in failed[place]]
-            state["metrics"] = {name: metrics[place][name] for name in there}
-            _note_reward_errors(state, failed[place], errors[place])
-            credit(state, totals[place] if errors[place] is None else 0.0)
+            state["metrics"] = {
+                name: value for name, value in total.metrics.items() if name not in total.errors
+            }
+            _set_reward_errors(state, total.errors, total.fatal)
+            set_reward(state, total.reward if total.fatal is None else 0.0)
 
 
-def _examples_of(states: Sequence[State]) -> list[list[State]]:
-    examples = groups_of((state.get("task"), state.get("example_id")) for state in states)
-    return [[states[place] for place in example] for example in examples]
+@dataclass(slots=True)
+class _Sum:
+    """The figures of one rollout, added over the rubrics of a group."""
+
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    fatal: str | None = None
+    """Error of a function with a weight."""
+    has_failed: bool = False
+    """A rubric failed as a whole: nobody knows what it had still to do."""
+
+    def add(self, state: State) -> None:
+        errors = state.get("reward_errors", {})
+        error = state.get("error")
+        if error is not None and error not in errors.values():
+            self.has_failed = True
+            return
+        self.reward += state["reward"]
+        for name, value in (state.get("metrics") or {}).items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.errors |= errors
+        self.fatal = self.fatal or error
 
 
-def groups_of(names: Iterable[Any]) -> list[list[int]]:
-    """The places of each name among them. An example's name is its task and its id: two
-    environments may number their rows alike.
+# Scores and advantages
+
+
+async def score_unit(
+    rubric: Rubric, states: Sequence[State], places: asyncio.Semaphore | None
+) -> None:
+    """Score a rollout, or those of an example if they are compared, in a slot and a task of its
+    own. A rubric that raises fails these rollouts alone.
     """
-    groups: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        groups.setdefault(repr(name), []).append(place)  # an id may be of any type
-    return list(groups.values())
+    given_up: list[str] = []
+
+    async def score() -> None:
+        GIVEN_UP.set(given_up)
+        if rubric.compares_rollouts:
+            await awaited(rubric.score_group(states))
+        else:
+            await awaited(rubric.score_rollout(states[0]))
+
+    async with ScoringSlot(places) as slot:
+        try:
+            await run_in_task(score())
+        except FAILURES as error:
+            reraise_cancellation(error)
+            note_failed_rubric(states, error)
+    settle(states, rubric)
+    if rubric.compares_rollouts:
+        compare_rollouts(states)
+    if given_up:  # a function of a group is noted once
+        states[0]["given_up"] = [*states[0].get("given_up", ()), *given_up]
+    for state in states:
+        if (timing := state.get("timing")) is not None:
+            timing["scoring_ms"] += 1000 * slot.so_far_s()
+
+
+def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
+    """Fail rollouts whose rubric raised: nobody knows what it had still to do, so nothing stays."""
+    for state in states:
+        state["error"] = describe_error(error)
+        state["metrics"] = {}
+        state.pop("reward_errors", None)
 
 
 def settle(states: Sequence[State], rubric: Rubric) -> None:
-    """The end of scoring: what a rubric, which may be of a class of the user's, has changed since
-    it was given is that of the steps too, and where it has changed rewards since they were
-    compared, they are compared again; advantages that it has set itself stay.
+    """Check the figures that a rubric left, and pass on to the steps what it changed itself.
 
-    Raises:
-        ValueError: it has left a rollout without a reward that can be compared, or with a metric
-        that is no number.
+    A rollout without a finite reward, or with a metric that is no number, has failed.
     """
     who = type(rubric).__name__
     for state in states:
-        if not _is_finite(reward := state.get("reward")):
-            raise ValueError(f"{who} gave the reward {reward!r}; give a finite number")
-        for name, value in (state.get("metrics") or {}).items():
-            if not _is_finite(value):
-                raise ValueError(
-                    f"{who} gave the metric {name} = {value!r}; give a finite number, or leave"
-                    " it out"
-                )
-    _compare_again(states)
-    for state in states:
-        for field in ("reward", "advantage"):
-            if state.get(field) is not None and not _is_as_given(state, field):
-                _give(state, field, state[field])
+        if state.get("error") is not None:
+            continue
+        figures = {"the reward": state.get("reward")}
+        metrics = (state.get("metrics") or {}).items()
+        figures |= {f"the metric {name} =": value for name, value in metrics}
+        wrong = [name for name, value in figures.items() if not _is_finite(value)]
+        if wrong:
+            remedy = "give a finite number" + (
+                "" if wrong[0] == "the reward" else ", or leave it out"
+            )
+            problem = f"{who} gave {wrong[0]} {figures[wrong[0]]!r}; {remedy}"
+            note_failed_rubric([state], ValueError(problem))
+            continue
+        for name in ("reward", "advantage"):
+            if state.get(name) != state.get("_given", {}).get(name, (None,))[0]:
+                _give(state, name, state[name])
 
 
-def credit(state: State, reward: float) -> None:
-    """The rollout's reward, which is that of its steps too, where they have none of their own."""
+def set_reward(state: State, reward: float) -> None:
+    """Write a rollout's reward, which is that of its steps too unless they have their own."""
     _give(state, "reward", reward)
 
 
-def give_advantages(states: Sequence[State]) -> None:
-    """Give the rollouts of one example their reward minus the mean, and so their steps without one.
+def set_advantages(states: Sequence[State]) -> None:
+    """Write the rewards of one example's rollouts without their mean, and None of failed ones.
 
-    The reward 0 of a rollout that failed is no judgement of what the model did: it is not in the
-    mean of the others, and its own advantage is None.
+    The reward 0 of a rollout that failed is no judgement: it is not in the mean of the others.
+    Example: rewards 1, 0 and 0.5 give the advantages 0.5, -0.5 and 0.
     """
     sound = [state for state in states if state.get("error") is None]
-    rewards = [state["reward"] for state in sound]
-    for state, advantage in zip(sound, group_advantages(rewards), strict=True):
-        _give(state, "advantage", advantage, rewards)
+    advantages = group_advantages([state["reward"] for state in sound])
     for state in states:
         if state.get("error") is not None:
             _give(state, "advantage", None)
+    for state, advantage in zip(sound, advantages, strict=True):
+        _give(state, "advantage", advantage, is_relative=True)
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
-    """`give_advantages`, unless a rubric of its own kind has given all sound rollouts theirs."""
-    if any(state["advantage"] is None for state in states if state["error"] is None):
-        give_advantages(states)
+    """Write the advantages of one example's rollouts, when all rewards are final.
+
+    An advantage that a rubric has set itself stays.
+    """
+    own = {
+        id(state): state["advantage"]
+        for state in states
+        if state.get("advantage") is not None and not state.get("_given", {}).get("is_relative")
+    }
+    set_advantages(states)
     for state in states:
-        if state["error"] is not None:
-            _give(state, "advantage", None)
-
-
-def _note_reward_errors(state: State, failed: Mapping[str, str], error: str | None) -> None:
-    """Write which functions failed, by name, and where one with a weight did, the rollout's
-    error."""
-    former = state.pop("reward_errors", None)
-    if former and state.get("error") in former.values():
-        state["error"] = None  # it was of an earlier scoring
-    if failed:
-        state["reward_errors"] = dict(failed)
-    if error is not None:
-        state["error"] = error
+        if id(state) in own and state.get("error") is None:
+            _give(state, "advantage", own[id(state)])
 
 
 def relative_steps(state: State) -> list[int] | None:
     """List the steps whose advantage is the rollout's among those of its example.
 
-    The advantage of the others was set by a rubric, or by somebody else. None: the rollout has not
+    The advantage of the others was set by a rubric or an environment. None: the rollout has not
     been given any advantage.
     """
-    if "advantage" not in state.get("_inherited", {}):
+    given = state.get("_given", {})
+    if "advantage" not in given:
         return None
-    return _inheriting(state, "advantage") if _given(state, "advantage").compared else []
+    is_group_s = given["is_relative"] and state["advantage"] == given["advantage"][0]
+    return _steps_as_given(state, "advantage") if is_group_s else []
 
 
-def _compare_again(states: Sequence[State]) -> None:
-    if all("advantage" not in state.get("_inherited", ()) for state in states):
-        return
-    for places in groups_of(id(_given(state, "advantage").compared) for state in states):
-        group = [states[place] for place in places]
-        rewards, compared = (
-            [state["reward"] for state in group],
-            _given(group[0], "advantage").compared,
-        )
-        if len(compared) != len(group) or compared == rewards:
-            continue  # never compared, or not with these alone; or still true
-        for state, advantage in zip(group, group_advantages(rewards), strict=True):
-            if _is_as_given(state, "advantage"):
-                _give(state, "advantage", advantage, rewards)
-
-
-class _Given(NamedTuple):
-    """What a rollout was given, noted in `state["_inherited"]` by field."""
-
-    value: float | None = None
-    steps: Sequence[int] = ()
-    """Those that were given it too."""
-    compared: Sequence[float] = ()
-    """The rewards that an advantage was computed from, in one list for all of the group; empty
-    where it is of another kind.
-    """
-
-
-_NOTHING_GIVEN = _Given()
-
-
-def _given(state: State, field: str) -> _Given:
-    given = state.get("_inherited", {}).get(field)
-    return _NOTHING_GIVEN if given is None else _Given(*given)
-
-
-def _is_as_given(state: State, field: str) -> bool:
-    return _is_same(state[field], _given(state, field).value)
-
-
-def _inheriting(state: State, field: str) -> list[int]:
-    """Steps that hold what they were given, and nothing that somebody has set since."""
-    given, steps = _given(state, field), state.get("trajectory") or ()
-    return [
-        number
-        for number in given.steps
-        if number < len(steps) and _is_same(steps[number].get(field), given.value)
-    ]
-
-
-def _give(state: State, field: str, value: float | None, compared: Sequence[float] = ()) -> None:
-    """To a rollout, and to those of its steps that have nothing, or what they were given before.
-    States and steps may be of users, who leave out what is not known yet."""
-    inherited = state.get("_inherited")
-    if inherited is None:
-        inherited = state["_inherited"] = {}
-    former = _inheriting(state, field) if field in inherited else ()
+def _give(state: State, name: str, value: float | None, *, is_relative: bool = False) -> None:
+    """Set a rollout's reward or advantage, and that of its steps without one of their own."""
+    inheriting = _steps_as_given(state, name)
     steps = state.get("trajectory") or ()
-    now = []
-    state[field] = value
     for number, step in enumerate(steps):
-        if step.get(field) is None or number in former:
-            step[field] = value
-            now.append(number)
-    # Mostly it is all of them, and a range is nothing for Python's collector to look at.
-    inherited[field] = _Given(value, range(len(now)) if len(now) == len(steps) else now, compared)
+        if step.get(name) is None and number not in inheriting:
+            inheriting.append(number)
+    for number in inheriting:
+        steps[number][name] = value
+    state[name] = value
+    state["_given"] = {**state.get("_given", {}), name: (value, inheriting)}
+    if name == "advantage":
+        state["_given"]["is_relative"] = is_relative
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """NaN is the same as NaN here."""
-    return bool(one == other or (one != one and other != other))
+def _steps_as_given(state: State, name: str) -> list[int]:
+    """List the steps that hold what they got with the rollout, and nothing set since."""
+    value, numbers = state.get("_given", {}).get(name, (None, ()))
+    steps = state.get("trajectory") or ()
+    return [n for n in numbers if n < len(steps) and steps[n].get(name) == value]
 
 
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except (TypeError, OverflowError):  # no number, or an integer that no float can hold
-        return False
+def _set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
+    """Write which functions failed, by name, and as the rollout's error that of one that counts."""
+    former = state.pop("reward_errors", None)
+    if former and state.get("error") in former.values():
+        state["error"] = None  # it was of an earlier scoring
+    if failed:
+        state["reward_errors"] = dict(failed)
+    if fatal is not None:
+        state["error"] = fatal
 
 
-class Failed(NamedTuple):
-    """The end of a reward function that has no figure for a rollout."""
+def group_indices(keys: Iterable[Any]) -> list[list[int]]:
+    """Return the indices of each key: `["a", "b", "a"]` gives `[[0, 2], [1]]`.
 
-    told: str
-    """The error that it raised, and where."""
+    The key of an example is its task and its id: two environments may number their rows alike.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(repr(key), []).append(index)  # an id may be of any type
+    return list(groups.values())
+
+
+def _by_example(states: Sequence[State]) -> list[list[State]]:
+    groups = group_indices((state.get("task"), state.get("example_id")) for state in states)
+    return [[states[index] for index in group] for group in groups]
+
+
+# Reward functions
+
+PLURALS = {
+    "states": "state",
+    "prompts": "prompt",
+    "completions": "completion",
+    "answers": "answer",
+    "tasks": "task",
+    "infos": "info",
+    "example_ids": "example_id",
+    "ids": "id",
+    "timings": "timing",
+    "stop_conditions": "stop_condition",
+    "inputs": "input",
+    "trajectories": "trajectory",
+}
+"""Arguments of a group's reward function, and the field of each rollout that they list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The outcome of a reward function that has no figure for a rollout."""
+
+    text: str
+    """Its error."""
 
     @classmethod
-    def of(cls, error: BaseException) -> Failed:
+    def from_error(cls, error: BaseException) -> Failed:
         """Keep what is the function's failure; raise again what is not."""
-        raise_if_for_all(error)
-        return cls(told(error))
+        reraise_cancellation(error)
+        return cls(describe_error(error))
 
 
 Figure = float | Failed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reward:
     """A reward function and how it is called."""
 
@@ -662,88 +614,67 @@ class _Reward:
     name: str
     weight: float
     arguments: tuple[str, ...]
-    """The names that it asks for."""
+    """Names that it asks for."""
     required: tuple[str, ...]
     """Those without a default."""
     takes_all: bool
     bound: frozenset[str]
-    """The names that a partial has given a value: with `**kwargs` too they keep it."""
+    """Names that a partial has given a value. They keep it, with `**kwargs` too."""
     is_of_group: bool
-    is_asynchronous: bool
-    is_nameless: bool
-    """`name` is that of its kind."""
 
     @classmethod
-    def of(cls, function: RewardFunction, weight: float) -> _Reward:
-        called = bare(function)
-        parameters = inspect.signature(called).parameters.values()
-        # What a partial has bound is given already.
-        bound = called.keywords if isinstance(called, partial) else {}
-        given = [
-            one
-            for one in parameters
-            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in bound
-        ]
-        named, required = (
-            tuple(one.name for one in given),
-            tuple(one.name for one in given if one.default is one.empty),
-        )
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    def from_function(cls, function: RewardFunction, weight: float) -> _Reward:
+        called = unwrap_partial(function)
         name = getattr(function, "__name__", type(function).__name__)
-        if unnamed := [
+        bound = frozenset(called.keywords if isinstance(called, partial) else ())
+        parameters = list(inspect.signature(called).parameters.values())
+        unnamed = [
             one.name
             for one in parameters
             if one.kind is one.POSITIONAL_ONLY and one.default is one.empty
-        ]:
+        ]
+        if unnamed:
             raise ValueError(
                 f"reward function {name}: {', '.join(unnamed)} can only be given by position;"
                 " arguments are given by name, so leave out the slash"
             )
-        is_nameless = name == "<lambda>" or not hasattr(function, "__name__")
-        is_of_group = any(argument in PLURALS for argument in named)
-        is_asynchronous = inspect.iscoroutinefunction(function)
+        named = [
+            one
+            for one in parameters
+            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in bound
+        ]
         return cls(
             function,
             name,
             float(weight),
-            named,
-            required,
-            takes_all,
-            frozenset(bound),
-            is_of_group,
-            is_asynchronous,
-            is_nameless,
+            arguments=tuple(one.name for one in named),
+            required=tuple(one.name for one in named if one.default is one.empty),
+            takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
+            bound=bound,
+            is_of_group=any(one.name in PLURALS for one in named),
         )
 
-    async def of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
-        try:
-            return _number(
-                await self._called(objects, {"state": state}, state, {"answer": "", "info": {}}),
-                self.name,
-            )
-        except FAILURES as error:
-            return Failed.of(error)
-
     async def of_group(self, states: Sequence[State], objects: dict[str, Any]) -> list[Figure]:
+        """Return a figure for each of these rollouts."""
         if not self.is_of_group:
-            return await each([self.of_rollout(state, objects) for state in states])
+            return await gather_all([self._of_rollout(state, objects) for state in states])
         try:
             values = await self._of_all(states, objects)
         except FAILURES as error:
-            return [Failed.of(error)] * len(states)
+            return [Failed.from_error(error)] * len(states)
         return [self._figure(value) for value in values]
 
-    def _figure(self, value: Any) -> Figure:
-        """Return a rollout's figure; what is no finite number is that rollout's failure alone."""
+    async def _of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
         try:
-            return _number(value, self.name)
+            value = await self._call(objects, {"state": state}, state, {"answer": "", "info": {}})
         except FAILURES as error:
-            return Failed.of(error)
+            return Failed.from_error(error)
+        return self._figure(value)
 
     async def _of_all(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[Any]:
-        rows = [_fields(state) for state in states]
+        rows = [{"answer": "", "info": {}, **state} for state in states]
         columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
-        values = await self._called({**columns, "states": states, **objects})
+        values = await self._call({**columns, "states": states, **objects})
         if not hasattr(values, "__len__"):
             raise ValueError(
                 f"reward function {self.name} returned {values!r} for a group of {len(states)}"
@@ -756,48 +687,47 @@ class _Reward:
             )
         return list(values)
 
-    def _arguments(self, *there: Mapping[str, Any]) -> dict[str, Any]:
-        """Look up each name that the function asks for: the first mapping that has it counts."""
+    async def _call(self, *sources: Mapping[str, Any]) -> Any:
+        arguments = self._arguments(*sources)
+        limit_s, key = _TIME_LIMIT.get()
+        late = f"reward function {self.name} is not done after {key}"
+        remedy = "check what it waits for, or allow more with scoring_timeout_s"
+        async with within(limit_s, late, remedy):
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(**arguments)
+            return await awaited(await in_thread(self.function, **arguments))
+
+    def _arguments(self, *sources: Mapping[str, Any]) -> dict[str, Any]:
+        """Look up each name that the function asks for; the first source that has it counts."""
+        names = dict.fromkeys(chain(*reversed(sources))) if self.takes_all else self.arguments
         arguments = {}
-        for name in dict.fromkeys(chain(*reversed(there))) if self.takes_all else self.arguments:
-            for one in there:
-                if name in one:
-                    arguments[name] = one[name]
-                    break
+        for name in names:
+            source = next((source for source in sources if name in source), None)
+            if source is not None and name not in self.bound:
+                arguments[name] = source[name]
         if missing := [name for name in self.required if name not in arguments]:
-            known = ", ".join(sorted(set().union(*there)))
+            known = ", ".join(sorted(set().union(*sources)))
             raise TypeError(
                 f"reward function {self.name} asks for {', '.join(missing)}; there are {known}; add"
                 " others to the rubric's class_objects"
             )
-        for name in self.bound:
-            arguments.pop(name, None)
         return arguments
 
-    async def _called(self, *there: Mapping[str, Any]) -> Any:
-        arguments = self._arguments(*there)
-        limit_s, key = _LIMIT.get()
-        async with within(
-            limit_s,
-            f"reward function {self.name} is not done after {key}",
-            "check what it waits for, or allow more with scoring_timeout_s",
-        ):
-            if self.is_asynchronous:
-                return await self.function(**arguments)
-            return await awaited(await in_thread(self.function, **arguments))
-
-
-def _fields(state: State) -> dict[str, Any]:
-    """What the rollout has of its own, and of a row without answer or info, empty ones."""
-    return {"answer": "", "info": {}, **state}
-
-
-def _number(value: Any, name: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"reward function {name} returned {value!r}; return a number") from error
-    if not math.isfinite(number):
+    def _figure(self, value: Any) -> Figure:
+        """Return a finite number; anything else is this rollout's failure alone."""
+        try:
+            number = float(value)
+        except Exception:  # whatever somebody's type raises
+            number = math.nan
+        if math.isfinite(number):
+            return number
         # It would spoil its group's mean, and what is learned of all the others.
-        raise ValueError(f"reward function {name} returned {number}; return a finite number")
-    return number
+        problem = f"reward function {self.name} returned {value!r}; return a finite number"
+        return Failed(f"ValueError: {problem}")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, OverflowError):  # no number, or an integer that no float can hold
+        return False

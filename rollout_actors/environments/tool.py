@@ -1,5 +1,6 @@
-"""Rollouts in which the model calls Python functions: each turn the environment answers the calls
-of the last one (spec: environment setup pattern).
+"""Rollouts in which the model calls Python functions (spec: environment setup pattern).
+
+Each turn the environment answers the calls of the model's last message.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rollout_actors.environments.chat.tools import Tool
-from rollout_actors.environments.failures import called_exit
+from rollout_actors.environments.concurrency import is_process_exit
 from rollout_actors.environments.lifecycle import awaited, stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import RewardFunction, Rubric
@@ -17,15 +18,11 @@ from rollout_actors.environments.types import Message, Messages, State
 
 
 class ToolEnv(MultiTurnEnv):
-    """The model may call the tools as often as it likes; its first message without a call is its
-    last.
+    """The model may call tools in every message; its first message without a call is its last.
 
     A row's own `info["oai_tools"]` replaces what the model is shown of the tools, not who answers
     the calls.
     """
-
-    _completes = False
-    """Whether `_completed` fills in what the model has left out."""
 
     def __init__(
         self,
@@ -36,17 +33,14 @@ class ToolEnv(MultiTurnEnv):
     ) -> None:
         """
         Args:
-            tools: functions whose parameters have type hints, plain or asynchronous; their
-            docstrings are what the model is told. Plain ones run in a thread,
-                at the same time as those of other rollouts; of them and of plain reward functions
-                together, min(32, cores + 4) in a process. More wait for
-                a thread: what waits for a network had better be asynchronous. A
-                `functools.partial` goes by the name and the docstring of what it wraps, unless it
-                is given its own, and what it binds is not shown.
+            tools: functions whose parameters have type hints, plain or asynchronous; the model
+                reads their docstrings. Plain ones run in threads, at most min(32, cores + 4) at a
+                time together with plain reward functions: what waits for a network had better be
+                asynchronous. A `functools.partial` has the name and docstring of what it wraps,
+                unless it has its own, and its bound arguments are not shown.
             max_turns: most calls of the model in a rollout; -1: any number.
-            error_formatter: what the model is told of a tool that is unknown, that cannot be called
-            so, or that raises. Where that is nothing, the name
-                of the error's class.
+            error_formatter: makes the answer to a call of a tool that is unknown, that cannot be
+                called so, or that raises. An empty answer becomes the name of the error's class.
         """
         super().__init__(max_turns=max_turns, **kwargs)
         if self.message_type != "chat":
@@ -57,7 +51,7 @@ class ToolEnv(MultiTurnEnv):
             self.add_tool(tool)
 
     def add_tool(self, tool: Callable[..., Any]) -> None:
-        """One more, for the rollouts that begin from now on."""
+        """Add a tool for the rollouts that begin from now on."""
         self._add(Tool.of(tool))
 
     @property
@@ -69,7 +63,7 @@ class ToolEnv(MultiTurnEnv):
         return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"][-1])
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """A tool message for each call of the last message, one call after the other."""
+        """Return a tool message for each call of the last message, one call after the other."""
         last: Any = messages[-1]
         return [
             {
@@ -90,71 +84,63 @@ class ToolEnv(MultiTurnEnv):
         self.oai_tools = [*self.oai_tools, tool.schema]
 
     async def _answer(self, call: Mapping[str, Any], messages: Messages, state: State) -> str:
+        """Call a tool. Whatever it raises is told to the model, which may try another way."""
         name = call["name"]
         try:
-            tool = self._called(name)
-            given = tool.read(call.get("arguments") or "", is_whole=not self._completes)
+            if name not in self._tools:
+                known = ", ".join(self._tools) or "none"
+                raise ValueError(f"there is no tool {name}; there are {known}")
+            tool = self._tools[name]
+            arguments = tool.read(call.get("arguments") or "", is_whole=not self._fills_in)
         except ValueError as error:
             return self._refusal(error, state)
-        arguments = await self._completed(name, given, messages, state)
+        # Outside of the `try`: what this raises fails the rollout, the model cannot help it.
+        arguments = await awaited(self.update_tool_args(name, arguments, messages, state))
         try:
             tool.require_whole(arguments)
             return await tool.call(arguments)
-        # whatever a tool raises is told to the model, which may try another way
         except Exception as error:
             return self._refusal(error, state)
         except SystemExit as error:
-            return self._refusal(called_exit(error), state)
-
-    def _called(self, name: str) -> Tool:
-        if name not in self._tools:
-            raise ValueError(
-                f"there is no tool {name}; there are {', '.join(self._tools) or 'none'}"
-            )
-        return self._tools[name]
+            if is_process_exit(error):
+                raise
+            return self._refusal(RuntimeError(f"{name} called exit()"), state)
 
     def _refusal(self, error: Exception, state: State) -> str:
         state["num_tool_errors"] = state.get("num_tool_errors", 0) + 1
         return self.error_formatter(error) or type(error).__name__
 
-    async def _completed(
-        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    _fills_in = False
+    """True if `update_tool_args` may add what the model has left out."""
+
+    async def update_tool_args(
+        self,
+        tool_name: str,
+        tool_args: dict[str, Any],
+        messages: Messages,
+        state: State,
     ) -> dict[str, Any]:
-        """What a tool is called with, from what the model gave."""
+        """Return the arguments that a tool is called with, from those that the model gave."""
         return tool_args
 
 
 class StatefulToolEnv(ToolEnv):
     """Tools with parameters that the environment sets: what belongs to the rollout, and is none of
     the model's business.
+
+    A subclass overrides `update_tool_args` to add the skipped ones, and others that the model has
+    left out. What it raises fails the rollout.
     """
 
-    _completes = True
+    _fills_in = True
 
     def add_tool(self, tool: Callable[..., Any], args_to_skip: Sequence[str] = ()) -> None:
-        """`args_to_skip` are the parameters that the model neither sees nor sets;
-        `update_tool_args` does.
-        """
+        """Add a tool. The model neither sees nor sets the parameters `args_to_skip`."""
         self._add(Tool.of(tool, args_to_skip))
-
-    async def update_tool_args(
-        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
-    ) -> dict[str, Any]:
-        """What the tool is called with, from what the model gave: to be overridden, to add the
-        skipped ones, and others that the model has left out. What it raises fails the rollout: the
-        model cannot help it."""
-        return tool_args
-
-    async def _completed(
-        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
-    ) -> dict[str, Any]:
-        return await awaited(self.update_tool_args(tool_name, tool_args, messages, state))
 
 
 class ToolRubric(Rubric):
-    """Metrics, with the weight 0: `num_tool_calls`, `num_tool_errors`, and of each tool,
-    `num_calls_of_<name>`.
-    """
+    """Metrics of weight 0: `num_tool_calls`, `num_tool_errors`, and `num_calls_of_<tool>`."""
 
     def __init__(self, tool_names: Iterable[str] = ()) -> None:
         functions: list[RewardFunction] = [
@@ -170,12 +156,12 @@ def num_tool_calls(completion: Messages) -> int:
 
 
 def num_tool_errors(state: State) -> int:
-    """Calls that were answered with an error."""
+    """Return how many calls were answered with an error."""
     return int(state.get("num_tool_errors", 0))
 
 
 def calls_of(message: Message) -> list[Message]:
-    """The tool calls of a message: none of most."""
+    """Return the tool calls of a message."""
     return list(message.get("tool_calls") or ())
 
 

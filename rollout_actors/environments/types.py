@@ -1,5 +1,6 @@
-"""What a rollout of an environment is made of (spec: trajectories). They are dictionaries because
-environments of users read and extend them by key.
+"""The parts of a rollout (spec: trajectories).
+
+They are dictionaries because environments of users read and extend them by key.
 """
 
 from __future__ import annotations
@@ -8,11 +9,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, TypedDict
 
 Message = dict[str, Any]
-"""As the OpenAI API has it: `role`, `content`, and `tool_calls` or `tool_call_id` where there are
-any.
-"""
+"""A message of the OpenAI API: `role`, `content`, and `tool_calls` or `tool_call_id` if any."""
 Messages = list[Message] | str
-"""A conversation, or where `message_type` is `completion`, plain text."""
+"""A conversation, or plain text if `message_type` is `completion`."""
 SamplingArgs = Mapping[str, Any]
 """Keyword arguments of the OpenAI API: `temperature`, `max_tokens`, `extra_body`, ..."""
 
@@ -29,51 +28,50 @@ class RolloutInput(BaseRolloutInput, total=False):
     """One row of a dataset, as a rollout begins with it."""
 
     id: Any
-    """The row's own, where it has one; `state["id"]`."""
+    """The row's own, if it has one; `state["id"]`."""
     answer: str
     info: dict[str, Any]
     position: int
-    """The rollout's place in its step of training, from which the seeds of its calls follow.
-    Without it, `generate` takes its place among the inputs.
+    """Index of the rollout in its training step, which the seeds of its calls follow from.
+
+    `generate` fills in the index among its inputs.
     """
 
 
 class TrajectoryStepTokens(TypedDict):
-    """What the engine read and sampled in one call, by token. Masks are 1 where a token may be
-    learned.
+    """The tokens that the engine read and sampled in one call; masks are 1 where one is learned.
+
+    Example: the prompt [5, 6] and the answer [7, 2] have the masks [0, 0] and [1, 1], and
+    `completion_logprobs` such as [-0.1, -0.5].
     """
 
     prompt_ids: list[int]
     prompt_mask: list[int]
     completion_ids: list[int]
-    """With the stop token, where one was sampled."""
+    """With the stop token, if one was sampled."""
     completion_mask: list[int]
     completion_logprobs: list[float]
-    """Under the probabilities that the tokens were sampled from."""
+    """Natural logarithms of the probabilities that the tokens were sampled with."""
 
 
 class TrajectoryStep(TypedDict):
     """One call of the model."""
 
     prompt: Messages
-    """Exactly as it was sent in this call."""
+    """Messages exactly as they were sent in this call."""
     completion: Messages
-    """Exactly as it came back."""
+    """Messages exactly as they came back."""
     response: Any
     tokens: TrajectoryStepTokens | None
-    """None where the engine did not return them: nothing can be learned from the step then."""
+    """None if the engine did not return them: nothing can be learned from the step then."""
     reward: float | None
-    """None until it is scored; then the step's own, which an environment or a rubric has set, or
-    else the rollout's.
-    """
+    """None until it is scored; then the step's own, set by somebody, or else the rollout's."""
     advantage: float | None
     extras: dict[str, Any]
 
 
 class RolloutTiming(TypedDict):
-    """Milliseconds; waiting for a turn at the model or at the rubric, or for a thread of a plain
-    reward function, is in none of them.
-    """
+    """Milliseconds, without waits for a turn at the model or the rubric, or for a thread."""
 
     generation_ms: float
     scoring_ms: float
@@ -84,69 +82,57 @@ class RolloutTiming(TypedDict):
 
 
 class State(dict[str, Any]):
-    """All that is known of a rollout.
+    """The record of a rollout: input fields, trajectory, reward, and whatever an environment adds.
 
-    The keys of `INPUT_FIELDS` are those of `state["input"]`, if there is one: however the state is
-    read, iterated over, copied or written, they look like its own. An environment adds keys of its
-    own; those with an underscore in front are the package's.
+    The keys of `INPUT_FIELDS` are those of `state["input"]`, if there is one: reading, writing,
+    iterating, copying and pickling treat them as the state's own. Keys with an underscore in front
+    are the package's. Example: after `state = State(input={"answer": "4"})`, `state["answer"]` is
+    "4", and `state["answer"] = "5"` writes `state["input"]["answer"]`.
     """
 
     INPUT_FIELDS: ClassVar[list[str]] = ["prompt", "answer", "task", "info", "example_id"]
-    _OF_INPUT: ClassVar[frozenset[str]] = frozenset(INPUT_FIELDS)
-    """The same, to be looked up in: a turn reads some dozens of keys."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._OF_INPUT = frozenset(cls.INPUT_FIELDS)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.update(*args, **kwargs)
 
+    # Reading is the dictionary's own, which is quick, and comes here for the rest.
     def __missing__(self, key: str) -> Any:
-        # Reading is the dictionary's own, which is quick, and comes here for what its table does
-        # not have.
-        if (held := self._held(key)) is None:
+        held = self._input_with(key)
+        if held is None:
             raise KeyError(key)
         return held[key]
 
+    def get(self, key: str, default: Any = None) -> Any:
+        if key in self.INPUT_FIELDS and (held := self._input_with(key)) is not None:
+            return held[key]
+        return dict.get(self, key, default)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or self._input_with(key) is not None
+
     def __setitem__(self, key: str, value: Any) -> None:
-        if key in self._OF_INPUT and dict.__contains__(self, "input"):
+        if key in self.INPUT_FIELDS and dict.__contains__(self, "input"):
             dict.__getitem__(self, "input")[key] = value
             return
         dict.__setitem__(self, key, value)
         if key == "input" and isinstance(value, dict):
-            for name in self._OF_INPUT & value.keys():
-                dict.pop(self, name, None)  # the input's counts
-
-    def get(self, key: str, default: Any = None) -> Any:
-        if key in self._OF_INPUT and (held := self._held(key)) is not None:
-            return held[key]
-        return dict.get(self, key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        if key not in self and default:
-            return default[0]
-        value = self[key]
-        del self[key]
-        return value
+            for name in self.INPUT_FIELDS:
+                if name in value:
+                    dict.pop(self, name, None)  # the input's counts
 
     def __delitem__(self, key: str) -> None:
-        if (held := self._held(key)) is None:
+        held = self._input_with(key)
+        if held is None:
             dict.__delitem__(self, key)
         else:
             del held[key]
 
-    def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, key) or self._held(key) is not None
-
     def __iter__(self) -> Iterator[str]:
         yield from dict.__iter__(self)
-        yield from (
-            key
-            for key in self.INPUT_FIELDS
-            if self._held(key) is not None and not dict.__contains__(self, key)
-        )
+        for key in self.INPUT_FIELDS:
+            if self._input_with(key) is not None and not dict.__contains__(self, key):
+                yield key
 
     def __reversed__(self) -> Iterator[str]:
         return reversed(list(self))
@@ -157,12 +143,17 @@ class State(dict[str, Any]):
     def __repr__(self) -> str:
         return f"State({dict(self)!r})"
 
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Write several keys. An input is copied: writing to its fields here leaves the owner's."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = dict(value) if key == "input" and isinstance(value, dict) else value
+
     def copy(self) -> State:
-        """Writing to the copy, also of an input's field, leaves this one as it is."""
-        return _state(
-            type(self),
-            {key: dict(value) if key == "input" else value for key, value in dict.items(self)},
-        )
+        """Copy the state with its input; writing to the copy leaves this one as it is."""
+        items = dict(dict.items(self))
+        if "input" in items:
+            items["input"] = dict(items["input"])
+        return _state(type(self), items)
 
     __copy__ = copy
 
@@ -175,22 +166,19 @@ class State(dict[str, Any]):
         self.update(other)
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _state, (type(self), dict(dict.items(self)))
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """An input among what is given is copied: what is written to its fields here leaves its
-        owner's as they are.
-        """
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = dict(value) if key == "input" and isinstance(value, dict) else value
+    def pop(self, key: str, *default: Any) -> Any:
+        if default and key not in self:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
 
     def popitem(self) -> tuple[str, Any]:
         for key in reversed(self):
             return key, self.pop(key)
         raise KeyError("popitem(): the state is empty")
 
-    # What `dict` does by looking at its own table, done by the methods above.
+    # `dict` does these by looking at its own table; these ones ask the methods above.
     setdefault = MutableMapping.setdefault
     clear = MutableMapping.clear
     keys = MutableMapping.keys  # type: ignore[assignment]
@@ -200,15 +188,18 @@ class State(dict[str, Any]):
     __ne__ = object.__ne__
     __hash__ = None
 
-    def _held(self, key: object) -> dict[Any, Any] | None:
-        """The input, where this is one of its fields."""
-        if key not in self._OF_INPUT or not dict.__contains__(self, "input"):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _state, (type(self), dict(dict.items(self)))
+
+    def _input_with(self, key: object) -> dict[Any, Any] | None:
+        """Return the input if it has this field."""
+        if key not in self.INPUT_FIELDS or not dict.__contains__(self, "input"):
             return None
         held: dict[Any, Any] = dict.__getitem__(self, "input")
         return held if key in held else None
 
 
-def _state(kind: type[State], own: Mapping[str, Any]) -> State:
+def _state(kind: type[State], items: Mapping[str, Any]) -> State:
     state = kind.__new__(kind)
-    dict.update(state, own)
+    dict.update(state, items)
     return state

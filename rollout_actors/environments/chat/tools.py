@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 
-from rollout_actors.environments.concurrency import bare, in_thread, name_of
+from rollout_actors.environments.concurrency import in_thread, name_of, unwrap_partial
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Tool:
         while isinstance(documented, partial) and "__doc__" not in vars(documented):
             documented = documented.func
         description, descriptions = read_docstring(inspect.getdoc(documented) or "")
-        wrapped = bare(function)
+        wrapped = unwrap_partial(function)
         skipped = {*args_to_skip, *(wrapped.keywords if isinstance(wrapped, partial) else ())}
         fields: dict[str, Any] = {}
         optional: dict[str, Any] = {}
@@ -211,7 +211,7 @@ class _Untitled(GenerateJsonSchema):
 
 def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        signature = inspect.signature(bare(function), eval_str=True)
+        signature = inspect.signature(unwrap_partial(function), eval_str=True)
     except NameError as error:
         raise ValueError(
             f"tool {name}: a type hint cannot be read: {error}; use types that its module knows"

@@ -1,6 +1,4 @@
-"""One question, one answer, and a reward that can be checked: `What is 37 + 58?` is answered with
-`<answer>95</answer>`.
-"""
+"""One question, one answer: `What is 37 + 58?` is answered with `<answer>95</answer>`."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ SYSTEM_PROMPT = "Work it out, and then write the result as <answer>number</answe
 def load_environment(
     num_examples: int = 200, num_eval_examples: int = 50, largest: int = 99, seed: int = 0
 ) -> SingleTurnEnv:
-    """Sums, differences and products of two numbers up to `largest`."""
+    """Ask for sums, differences and products of two numbers up to `largest`."""
     parser = XMLParser(fields=["answer"])
     rubric = Rubric([correct, parser.format_reward_func()], [1.0, 0.1], parser)
     return SingleTurnEnv(
@@ -30,15 +28,17 @@ def load_environment(
 
 
 def questions(count: int, largest: int, random: Random) -> list[dict[str, Any]]:
-    """Rows of a dataset: a question and its answer."""
+    """Draw rows of a dataset: a question and its answer."""
     rows = []
     for _ in range(count):
-        a, b, sign = random.randint(0, largest), random.randint(0, largest), random.choice("+-*")
+        a = random.randint(0, largest)
+        b = random.randint(0, largest)
+        sign = random.choice("+-*")
         result = {"+": a + b, "-": a - b, "*": a * b}[sign]
         rows.append({"question": f"What is {a} {sign} {b}?", "answer": str(result)})
     return rows
 
 
 def correct(parser: Parser, completion: Messages, answer: str) -> float:
-    """Whether the last answer is the right number, in digits."""
+    """Return 1 if the last answer is the right number, in digits."""
     return float(parser.parse_answer(completion) == answer)

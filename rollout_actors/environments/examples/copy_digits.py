@@ -1,7 +1,6 @@
-"""A dialogue of two turns that a very small model learns from nothing: `first of 431`, and then
-`last`.
+"""A dialogue of two turns that a tiny model learns from nothing: `first of 431`, then `last`.
 
-What the second turn asks can only be answered from the first one's message.
+The second turn can only be answered from the first one's message.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from rollout_actors.environments.rubric import Rubric, text_of
 from rollout_actors.environments.types import Messages, State
 
 SECOND_TURN = "last"
-EXACT, BEGUN = 1.0, 0.5
-"""What an answer is worth that is the digit, and one that only begins with it."""
+EXACT = 1.0
+"""Worth of an answer that is the digit."""
+BEGUN = 0.5
+"""Worth of an answer that only begins with it."""
 
 
 def load_environment(
@@ -27,8 +28,9 @@ def load_environment(
     base: int = 10,
     seed: int = 0,
 ) -> MultiTurnEnv:
-    """Numbers of `num_digits` (at least 2) digits below `base` (2 to 10), no number twice: none
-    that is held out is among those to train on.
+    """Draw numbers of `num_digits` (at least 2) digits below `base` (2 to 10), no number twice.
+
+    None that is held out is among those to train on.
     """
     if num_digits < 2:
         raise ValueError(f"num_digits is {num_digits}; with fewer than 2 the first is the last")
@@ -52,36 +54,34 @@ def load_environment(
 
 
 def row(digits: str) -> dict[str, Any]:
-    """Of a dataset: what is asked first, and the answers of both turns."""
+    """Make a row: the first question, and the answers of both turns."""
     return {"question": f"first of {digits}", "answer": digits[0] + digits[-1]}
 
 
 class CopyDigits(MultiTurnEnv):
-    """The same second question, whatever the first answer was."""
+    """A dialogue whose second question is always the same."""
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
         return [{"role": "user", "content": SECOND_TURN}]
 
 
 def first(state: State) -> float:
-    """Of the first turn."""
+    """Score the first turn."""
     return worth(state, 0)
 
 
 def last(state: State) -> float:
-    """Of the second turn."""
+    """Score the second turn."""
     return worth(state, 1)
 
 
 def worth(state: State, turn: int) -> float:
-    """`EXACT` where the turn's answer is the digit and nothing else, `BEGUN` where more follows, or
-    it was cut off behind it; otherwise 0.
-    """
+    """Return `EXACT` for the digit alone, `BEGUN` if more follows or it was cut off, else 0."""
     if len(state["trajectory"]) <= turn:
         return 0.0
-    step, digit = state["trajectory"][turn], state["answer"][turn]
-    message: Any = step["completion"][-1]
-    said = text_of(message)
-    if said == digit and step["response"].choices[0].finish_reason == "stop":
+    step = state["trajectory"][turn]
+    digit = state["answer"][turn]
+    answer = text_of(step["completion"][-1])
+    if answer == digit and step["response"].choices[0].finish_reason == "stop":
         return EXACT
-    return BEGUN if said.startswith(digit) else 0.0
+    return BEGUN if answer.startswith(digit) else 0.0

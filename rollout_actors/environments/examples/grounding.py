@@ -1,5 +1,4 @@
-"""Detection as an environment: an image, the objects that the model writes, and what the grounding
-core makes of them. So both halves of the project meet.
+"""Detection as an environment: an image, and rewards for the objects that the model writes.
 
 `vf-eval rollout_actors.environments.examples.grounding -a '{"data": "val.jsonl"}' ...` evaluates a
 model on records.
@@ -36,7 +35,7 @@ _MEDIA_TYPES = {
     b"RIFF": "image/webp",
     b"BM": "image/bmp",
 }
-"""By how a file begins; the other kind that a record may have is TIFF."""
+"""Media types by the first bytes of a file; the other kind that a record may have is TIFF."""
 
 
 def load_environment(
@@ -52,7 +51,7 @@ def load_environment(
     recall_weight: float = 1.0,
     precision_weight: float = 1.0,
 ) -> SingleTurnEnv:
-    """Detection on the records of a JSONL file (README, "Your model, your data").
+    """Detect objects on the records of a JSONL file (README, "Your model, your data").
 
     Args:
         data: the file; images are relative to it.
@@ -61,49 +60,49 @@ def load_environment(
         polygons: whether the data may have polygons, and the model may write them.
         iou: the least mask IoU of an object that counts as found.
         by_name: whether it must have the right name too.
-    Raises RecordError, with the line, for a file or an image that is not as it should be.
+
+    Raises:
+        RecordError: a file or an image is not as it should be; it names the line.
     """
     geometry = ALL_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
     prompt = partial(detection_messages, system_prompt=system_prompt, user_prompt=user_prompt)
-    rows = [
-        (
-            None
-            if path is None
-            else _SampleRows(
-                load_dataset(
-                    path,
-                    on_bad_row="error",
-                    sort_objects=True,
-                    check_images=True,
-                    geometry=geometry,
-                )[:max_examples],
-                prompt,
-            )
+
+    def rows(path: str) -> _SampleRows:
+        samples = load_dataset(
+            path, on_bad_row="error", sort_objects=True, check_images=True, geometry=geometry
         )
-        for path in (data, eval_data)
-    ]
+        return _SampleRows(samples[:max_examples], prompt)
+
     rubric = Rubric(
         [well_formed, recall, precision],
         [format_weight, recall_weight, precision_weight],
         Parser(partial(parse_text, geometry=geometry)),
     )
     rubric.class_objects["criterion"] = Criterion(iou, by_name)
-    return SingleTurnEnv(env_id="grounding", dataset=rows[0], eval_dataset=rows[1], rubric=rubric)
+    return SingleTurnEnv(
+        env_id="grounding",
+        dataset=rows(data),
+        eval_dataset=None if eval_data is None else rows(eval_data),
+        rubric=rubric,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """When an object is found."""
+    """The rule by which an object counts as found."""
 
     iou: float
     """Least mask IoU."""
     by_name: bool
-    """Only by an object of the same name."""
+    """It must have the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DetectionResult:
-    """What became of one answer. `state["detection"]` has it as a mapping."""
+    """The counts of one answer. `state["detection"]` has it as a mapping.
+
+    Example: of two objects one is found, beside a wrong one: `DetectionResult(True, 2, 0, 2, 1)`.
+    """
 
     is_well_formed: bool
     """One whole JSON object, perhaps with text behind it."""
@@ -116,59 +115,72 @@ class DetectionResult:
 
 
 def well_formed(state: State, parser: Parser, criterion: Criterion) -> float:
-    """The share of valid objects among the entries; 0 where the answer is not one whole JSON
-    object, 1 for `{}`.
-    """
+    """Return the share of valid objects among the entries: 1 for `{}`, 0 for broken JSON."""
     found = findings(state, parser, criterion)
     num_entries = found.num_predictions + found.num_dropped
-    return float(found.is_well_formed) * (
-        found.num_predictions / num_entries if num_entries else 1.0
-    )
+    share = found.num_predictions / num_entries if num_entries else 1.0
+    return share if found.is_well_formed else 0.0
 
 
 def recall(state: State, parser: Parser, criterion: Criterion) -> float:
-    """The share of the objects that were found; 1 where there are none."""
+    """Return the share of the objects that were found; 1 if there are none."""
     found = findings(state, parser, criterion)
     return found.num_matched / found.num_ground_truth if found.num_ground_truth else 1.0
 
 
 def precision(state: State, parser: Parser, criterion: Criterion) -> float:
-    """The share of the answer's valid objects that are there. Of an answer without any: 1 where
-    there are none either, else 0.
+    """Return the share of the answer's valid objects that are right.
+
+    An answer without any is worth 1 if the row has none either, else 0.
     """
     found = findings(state, parser, criterion)
-    return (
-        found.num_matched / found.num_predictions
-        if found.num_predictions
-        else float(not found.num_ground_truth)
-    )
+    if not found.num_predictions:
+        return float(not found.num_ground_truth)
+    return found.num_matched / found.num_predictions
 
 
 def findings(state: State, parser: Parser, criterion: Criterion) -> DetectionResult:
-    """Of the rollout's answer, against the row's `answer`. Worked out once."""
+    """Compare the rollout's answer with the row's `answer`, once."""
     if "detection" not in state:
-        said = parser.assistant_messages(state["completion"])
+        messages = parser.assistant_messages(state["completion"])
+        text = text_of(messages[-1]) if messages else ""
         truth = [
             GroundTruthObject(one.kind, one.bins, one.desc)
             for one in parser.parse(state["answer"]).objects
         ]
-        state["detection"] = asdict(
-            _compared(text_of(said[-1]) if said else "", truth, parser, criterion)
-        )
+        state["detection"] = asdict(_compare(text, truth, parser, criterion))
     return DetectionResult(**state["detection"])
 
 
+def _compare(
+    text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion
+) -> DetectionResult:
+    answer: ParsedRollout = parser.parse(text)
+    num_matched = 0
+    for name in {one.desc for one in truth} if criterion.by_name else {None}:
+        predictions = [one for one in answer.objects if name in (None, one.desc)]
+        wanted = [one for one in truth if name in (None, one.desc)]
+        num_matched += len(match_objects(predictions, wanted, maskiou_gate=criterion.iou).pairs)
+    # Without entries only `{}` is an answer: the parsed prefix does not tell it from prose.
+    is_empty_object = "".join(text.partition(END_OF_TURN)[0].split()) == "{}"
+    return DetectionResult(
+        not answer.truncated and (not answer.fallback or is_empty_object),
+        len(answer.objects),
+        len(answer.dropped),
+        len(truth),
+        num_matched,
+    )
+
+
 def parse_text(text: str, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY) -> ParsedRollout:
-    """What an answer says, where only its text is known. See `parse_rollout`; tokens are those of
-    `TextCodec`.
-    """
+    """Parse an answer of which only the text is known. Its tokens are those of `TextCodec`."""
     codec = TextCodec()
     return parse_rollout(codec.encode(text), codec, geometry=geometry)
 
 
 class TextCodec:
-    """`TokenCodec` without a tokenizer: a coord token is one token, and so is every byte of any
-    other text.
+    """A `TokenCodec` without a tokenizer: each coord token is a token, and each byte of other
+    text.
     """
 
     eos_token_id = _NUM_BYTES + NUM_BINS
@@ -220,41 +232,18 @@ class _SampleRows:
 def _with_images(
     messages: list[dict[str, Any]], images: Sequence[ImageRef]
 ) -> list[dict[str, Any]]:
-    """The messages as the OpenAI API has them: each image in its place, as a data URL."""
+    """Put each image in its place, as a data URL."""
     urls = iter([_data_url(image) for image in images])
     for message in messages:
-        parts = message["content"]
-        message["content"] = [
-            (
-                {"type": "image_url", "image_url": {"url": next(urls)}}
-                if part["type"] == "image"
-                else part
-            )
-            for part in parts
-        ]
+        for number, part in enumerate(message["content"]):
+            if part["type"] == "image":
+                message["content"][number] = {"type": "image_url", "image_url": {"url": next(urls)}}
     return messages
 
 
 def _data_url(image: ImageRef) -> str:
     data = image.with_data().data
     assert data is not None, "with_data reads it"
-    media_type = next(
-        (kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), "image/tiff"
-    )
+    kinds = [kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)]
+    media_type = kinds[0] if kinds else "image/tiff"
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
-
-
-def _compared(
-    text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion
-) -> DetectionResult:
-    said: ParsedRollout = parser.parse(text)
-    num_matched = 0
-    for name in {one.desc for one in truth} if criterion.by_name else {None}:
-        found = [one for one in said.objects if name in (None, one.desc)]
-        there = [one for one in truth if name in (None, one.desc)]
-        num_matched += len(match_objects(found, there, maskiou_gate=criterion.iou).pairs)
-    # Of what has no entries, only `{}` is an answer: the prefix does not tell it from prose.
-    is_whole = not said.truncated and (
-        not said.fallback or "".join(text.partition(END_OF_TURN)[0].split()) == "{}"
-    )
-    return DetectionResult(is_whole, len(said.objects), len(said.dropped), len(truth), num_matched)

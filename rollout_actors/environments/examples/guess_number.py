@@ -1,6 +1,4 @@
-"""A game of several turns: the model guesses a number, and the environment says whether it is
-higher or lower, until it is found.
-"""
+"""A game of several turns: the model guesses a number and hears whether it is higher or lower."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def load_environment(
     max_turns: int = 10,
     seed: int = 0,
 ) -> MultiTurnEnv:
-    """Numbers from 1 to `largest`, which is at least 2; `max_turns` guesses."""
+    """Play with numbers from 1 to `largest` (at least 2) and `max_turns` guesses."""
     if largest < 2:
         raise ValueError(
             f"largest is {largest}; with fewer than 2 numbers there is nothing to guess"
@@ -40,7 +38,7 @@ def load_environment(
 
 
 def games(count: int, largest: int, random: Random) -> list[dict[str, Any]]:
-    """Rows of a dataset. The number is the row's answer, which the model does not see."""
+    """Draw rows. The number is the row's answer, which the model does not see."""
     question = (
         f"I think of a number from 1 to {largest}. Guess it: write one guess as"
         " <guess>number</guess>, and I will say whether mine is higher or lower."
@@ -49,7 +47,7 @@ def games(count: int, largest: int, random: Random) -> list[dict[str, Any]]:
 
 
 class GuessNumber(MultiTurnEnv):
-    """Each turn is one guess."""
+    """A game in which each turn is one guess."""
 
     def __init__(self, largest: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -65,7 +63,7 @@ class GuessNumber(MultiTurnEnv):
         self, state: State, prompt_messages: Messages, response: Any
     ) -> None:
         await super().add_model_response(state, prompt_messages, response)
-        # The one of the last turn too, to which the environment says nothing any more.
+        # Here, since the environment answers nothing to the last turn's guess.
         for step in state["trajectory"][len(state["guesses"]) :]:
             state["guesses"].append(guess_in(step["completion"]))
 
@@ -74,10 +72,8 @@ class GuessNumber(MultiTurnEnv):
         if guess is None:
             hint = "I see no guess. Write it as <guess>number</guess>."
         else:
-            hint = (
-                f"My number is {'higher' if int(state['answer']) > guess else 'lower'} than"
-                f" {guess}."
-            )
+            comparison = "higher" if int(state["answer"]) > guess else "lower"
+            hint = f"My number is {comparison} than {guess}."
         return [{"role": "user", "content": hint}]
 
     @stop
@@ -86,25 +82,23 @@ class GuessNumber(MultiTurnEnv):
 
 
 def guess_in(completion: Messages) -> int | None:
-    """The last one of a message."""
+    """Return the last guess of a message."""
     last: Any = completion[-1]
     guesses = GUESS.findall(text_of(last))
     return int(guesses[-1]) if guesses else None
 
 
 def found(state: State) -> float:
-    """Whether the last guess is the number."""
+    """Return 1 if the last guess is the number."""
     return float(bool(state["guesses"]) and state["guesses"][-1] == int(state["answer"]))
 
 
 def early(state: State) -> float:
-    """Of a number that was found: 1 where halving what is left would not always have been faster,
-    less with each guess more.
-    """
+    """Score a number that was found: 1 with as many guesses as halving needs, less with more."""
     return found(state) * min(1.0, state["fewest_guesses"] / max(1, len(state["guesses"])))
 
 
 def read(state: State) -> float:
-    """The share of messages with a guess."""
+    """Return the share of messages with a guess."""
     guesses = state["guesses"]
     return sum(guess is not None for guess in guesses) / len(guesses) if guesses else 0.0

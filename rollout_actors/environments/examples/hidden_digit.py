@@ -1,6 +1,4 @@
-"""A digit that only a tool tells: the smallest environment in which a very small model can call
-one.
-"""
+"""A digit that only a tool tells: the smallest environment in which a tiny model can call one."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ QUESTION = "which digit"
 def load_environment(
     num_examples: int = 800, num_eval_examples: int = 128, seed: int = 0
 ) -> StatefulToolEnv:
-    """Rows with a digit each. The model has one turn to ask for it, and one to say it."""
+    """Draw a digit for each row. The model has one turn to ask for it, and one to say it."""
     environment = HiddenDigit(
         env_id="hidden_digit",
         dataset=rows(num_examples, Random(f"train {seed}")),
@@ -39,7 +37,7 @@ def peek(digit: str) -> str:
 
 
 class HiddenDigit(StatefulToolEnv):
-    """The tool is given the row's answer, which the model does not see."""
+    """An environment whose tool gets the row's answer, which the model does not see."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -52,14 +50,12 @@ class HiddenDigit(StatefulToolEnv):
 
 
 def asked(completion: Messages) -> float:
-    """Whether the tool was called, and not once more in place of an answer."""
+    """Return 1 if the tool was called, and not once more in place of an answer."""
     return float(num_tool_calls(completion) == 1)
 
 
 def right(completion: Messages, answer: str) -> float:
-    """1 where the model's last message is the digit and nothing else, 0.5 where it only begins with
-    it.
-    """
+    """Return 1 if the last message is the digit alone, 0.5 if it only begins with it."""
     last: Any = completion[-1]
     text = text_of(last)
     if text == answer:

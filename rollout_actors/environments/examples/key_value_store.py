@@ -1,6 +1,4 @@
-"""An environment with tools: the model is to bring a small store of values into a given order, and
-is judged by what is in it at the end.
-"""
+"""An environment with tools: the model changes a small store of numbers as it is asked."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ NAMES = ("apples", "bread", "cheese", "dates", "eggs", "figs")
 def load_environment(
     num_examples: int = 200, num_eval_examples: int = 50, max_turns: int = 10, seed: int = 0
 ) -> StatefulToolEnv:
-    """Tasks of one change each."""
+    """Ask for one change in each row."""
     environment = KeyValueStore(
         env_id="key_value_store",
         dataset=tasks(num_examples, Random(f"train {seed}")),
@@ -34,9 +32,7 @@ def load_environment(
 
 
 def tasks(count: int, random: Random) -> list[dict[str, Any]]:
-    """Rows of a dataset; `info` has what the store holds at first and what it should hold at the
-    end.
-    """
+    """Draw rows. `info` has the store at first, and as it should be at the end."""
     rows = []
     for _ in range(count):
         first, second, third = random.sample(NAMES, 3)
@@ -44,17 +40,14 @@ def tasks(count: int, random: Random) -> list[dict[str, Any]]:
         store = dict(zip((first, second, third), random.sample(range(20, 40), 3), strict=True))
         kind = random.choice(("add", "swap", "remove"))
         if kind == "add":
-            question, wanted = (
-                f"Set {first} to the sum of {second} and {third}.",
-                {**store, first: store[second] + store[third]},
-            )
+            question = f"Set {first} to the sum of {second} and {third}."
+            wanted = {**store, first: store[second] + store[third]}
         elif kind == "swap":
-            question, wanted = (
-                f"Swap the numbers of {first} and {second}.",
-                {**store, first: store[second], second: store[first]},
-            )
+            question = f"Swap the numbers of {first} and {second}."
+            wanted = {**store, first: store[second], second: store[first]}
         else:
-            question, wanted = f"Remove the smaller of {first} and {second}.", dict(store)
+            question = f"Remove the smaller of {first} and {second}."
+            wanted = dict(store)
             del wanted[min((first, second), key=store.__getitem__)]
         rows.append({"question": question, "info": {"store": store, "wanted": wanted}})
     return rows
@@ -95,7 +88,7 @@ def remove(name: str, store: dict[str, int]) -> str:
 
 
 class KeyValueStore(StatefulToolEnv):
-    """Each rollout has a store of its own, which the tools are given and the model does not see."""
+    """An environment whose tools get the rollout's own store, which the model does not see."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -113,5 +106,5 @@ class KeyValueStore(StatefulToolEnv):
 
 
 def as_wanted(state: State) -> float:
-    """Whether the store holds what it should, and nothing else."""
+    """Return 1 if the store holds what it should, and nothing else."""
     return float(state["store"] == state["info"]["wanted"])

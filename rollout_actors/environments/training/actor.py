@@ -14,8 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from rollout_actors.engine.ray_calls import RayCall
-from rollout_actors.environments.concurrency import in_thread
-from rollout_actors.environments.failures import raise_if_for_all
+from rollout_actors.environments.concurrency import in_thread, reraise_cancellation
 from rollout_actors.environments.training.runner import (
     EnvironmentRunner,
     RunnerSettings,
@@ -155,7 +154,7 @@ class EnvironmentActor:
         try:
             answers = await round_
         except asyncio.CancelledError as error:
-            raise_if_for_all(error)
+            reraise_cancellation(error)
             why = "was closed"
             if not round_.cancelling():
                 why = "cancelled the round itself: it let out the CancelledError of its own task,"

@@ -10,14 +10,14 @@ from environment_support import assistant, user
 from rollout_actors.environments.datasets import (
     Examples,
     PromptFormat,
-    placed,
-    require_one_row_per_id,
-    rows_of,
+    check_one_row_per_id,
+    to_rows,
+    with_positions,
 )
 
 
 def inputs(rows, **form):
-    return list(Examples(rows_of(rows), PromptFormat(**form)))
+    return list(Examples(to_rows(rows), PromptFormat(**form)))
 
 
 def test_a_question_becomes_a_users_message():
@@ -208,7 +208,7 @@ def test_inputs_without_a_position_get_their_place_and_nothing_of_the_callers_is
         {"prompt": [], "example_id": "y", "task": "t", "position": 7},
     ]
     before = copy.deepcopy(given)
-    assert [one["position"] for one in placed(given)] == [0, 7] and given == before
+    assert [one["position"] for one in with_positions(given)] == [0, 7] and given == before
 
 
 def tool(name, parameter):
@@ -243,7 +243,7 @@ def test_info_without_a_list_of_tools_stays_as_it_is(info):
 
 def require(*rows):
     examples = Examples(rows, PromptFormat())
-    require_one_row_per_id(examples, placed(examples))
+    check_one_row_per_id(examples, with_positions(examples))
 
 
 ONE, OTHER = {"question": "1 + 1", "id": 7}, {"question": "2 + 2", "id": 7}

@@ -669,24 +669,6 @@ class Boxes(Talk):
         self.closed.append(state["box"])
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_each_state_that_an_environments_own_rollout_makes_is_cleaned_up_once(copies, fails):
-    class Twice(Boxes):
-        async def rollout(self, input, client, model, sampling_args=None):
-            await super().rollout(input, client, model, sampling_args)
-            state = await self.setup_state(await self.init_state(input))
-            await self._take_turns(state, client, model, sampling_args)
-            if fails:
-                state["box"] = {}["box"]
-            return state
-
-    env = Twice(copies)
-    generated(env, rows(1), ScriptedClient(lambda call: "a"))
-    # Of a state that setup has replaced nobody knows before the rollout returns it.
-    assert env.closed == [1, 2] and env.opened == 2
-
-
 def test_a_rollout_that_returns_a_copy_of_one_that_was_cleaned_up_is_not_cleaned_up_again():
     class Copies(Boxes):
         async def rollout(self, input, client, model, sampling_args=None):
@@ -721,11 +703,7 @@ class Clumsy(Talk):
 def test_a_cleanup_that_waits_for_a_task_that_it_has_cancelled_fails_its_rollout_and_the_other_cleanups_go_on():
     env = Clumsy(asyncio.CancelledError)
     (state,) = generated(env, rows(1), ScriptedClient(["a"])).state
-    assert (
-        env.released == [0]
-        and without_place(state)
-        == "RuntimeError: a task that was waited for is cancelled; catch its CancelledError"
-    )
+    assert env.released == [0] and without_place(state) == "CancelledError:"
 
 
 def test_a_rollout_that_is_cancelled_stays_cancelled_where_its_cleanup_fails(caplog):
@@ -806,7 +784,7 @@ def test_a_cleanup_that_hangs_ends_at_the_environments_limit_and_is_its_rollouts
     first, second = generated(Stuck(max_turns=1), rows(2), ScriptedClient(lambda call: "a")).state
     assert first["error"] is None
     assert (
-        "TimeoutError: cleaning up is not done after 0.5 s; check what it waits for, or allow more"
+        "TimeoutError: cleaning up is not done after cleanup_timeout_s = 0.5 s; check what"
         in second["error"]
     )
 
@@ -841,7 +819,8 @@ def test_a_teardown_that_hangs_ends_at_the_environments_limit_and_the_others_go_
 
     done = []
     with pytest.raises(
-        TimeoutError, match=r"the teardown is not done after 0\.05 s; check what it waits for"
+        TimeoutError,
+        match=r"the teardown is not done after cleanup_timeout_s = 0\.05 s; check what it waits for",
     ):
         asyncio.run(Env().aclose())
     assert done == ["second"]
@@ -860,7 +839,7 @@ def test_a_teardown_that_keeps_the_end_of_its_time_to_itself_is_told_all_the_sam
         async def second(self):
             await asyncio.sleep(30)
 
-    with pytest.raises(TimeoutError, match=r"not done after 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"not done after cleanup_timeout_s = 0\.05 s"):
         asyncio.run(Env().aclose())
 
 
@@ -901,7 +880,7 @@ def test_a_teardown_that_hangs_in_one_environment_of_a_group_keeps_no_other_from
         async def own(self):
             done.append("own")
 
-    with pytest.raises(TimeoutError, match=r"not done after 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"not done after cleanup_timeout_s = 0\.05 s"):
         asyncio.run(Short([Hangs(), Closes()]).aclose())
     assert done == ["own", "closed"]
 

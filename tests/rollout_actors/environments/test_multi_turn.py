@@ -809,7 +809,7 @@ def test_all_calls_of_a_rollout_have_seeds_of_their_own_whichever_way_they_are_m
         is None
     )
     assert [request.seed for _, request in engines.requests] == [
-        request_seed(7, 3, 0, turn, path) for path in ("", "+1") for turn in range(2)
+        request_seed(7, 3, 0, turn, path) for path in ("", "/0") for turn in range(2)
     ]
 
 
@@ -1116,5 +1116,5 @@ def test_a_call_of_engines_that_is_of_no_rollout_says_what_to_do(tokenizer):
         "AttributeError: EngineClient has to know of which rollout a call is; call"
         " `self.get_model_response(client" in state["error"]
     )
-    with pytest.raises(RuntimeError, match="none is under way here; call init_state first"):
+    with pytest.raises(RuntimeError, match="none is under way here; call it inside"):
         asyncio.run(Talk().get_model_response(client, "m", [user("q")]))

@@ -185,30 +185,6 @@ def test_waiting_for_what_runs_ends_at_its_limit_with_the_names(hangs):
     ran(work)
 
 
-def test_the_loop_is_woken_once_for_all_the_answers_that_are_there_by_then():
-    class CountsWakeUps(asyncio.SelectorEventLoop):
-        num_wake_ups = 0
-
-        def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> asyncio.Handle:
-            self.num_wake_ups += 1
-            return super().call_soon_threadsafe(*arguments, **options)
-
-    async def work() -> None:
-        threads, has_run = Threads(2), threading.Semaphore(0)
-        calls = [asyncio.create_task(threads.call(has_run.release, "quick")) for _ in range(100)]
-        await asyncio.sleep(0)  # all of them ask for a thread
-        for _ in calls:
-            assert has_run.acquire(timeout=60)  # the loop is held up here, and takes no answer in
-        assert loop.num_wake_ups == 1
-        await asyncio.gather(*calls)
-        # Each thread may have sent its last answer after those before it were taken in.
-        assert loop.num_wake_ups <= 3
-
-    loop = CountsWakeUps()
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(asyncio.wait_for(work(), 60))
-
-
 def test_a_thread_whose_callers_loop_was_closed_serves_the_next_one(hangs):
     threads, loop = Threads(1), asyncio.new_event_loop()
     nobodys = loop.run_until_complete(begun(threads, hangs, "hangs"))

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion
 
 from rollout_actors.environments import MultiTurnEnv, Rubric
 from rollout_actors.environments.chat.messages import deeply_copied
-from rollout_actors.environments.scope import Begun
+from rollout_actors.environments.scope import RolloutScope
 
 NUM_ROLLOUTS, NUM_TURNS = 20, 3
 MOST_CALLS = 190
@@ -53,8 +53,8 @@ def generate() -> Any:
     return asyncio.run(environment.generate(ROWS, Client(), "model", use_tqdm=False))
 
 
-def all_begun() -> list[Begun]:
-    return [one for one in gc.get_objects() if type(one) is Begun]
+def all_scopes() -> list[RolloutScope]:
+    return [one for one in gc.get_objects() if type(one) is RolloutScope]
 
 
 def test_a_rollout_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:
@@ -62,10 +62,10 @@ def test_a_rollout_that_is_over_leaves_nothing_to_the_garbage_collector() -> Non
     gc.collect()
     gc.disable()
     try:
-        of_other_tests = {id(one) for one in all_begun()}
+        of_other_tests = {id(one) for one in all_scopes()}
         results = generate()
         assert results["reward"] == [1.0] * NUM_ROLLOUTS
-        assert [one for one in all_begun() if id(one) not in of_other_tests] == []
+        assert [one for one in all_scopes() if id(one) not in of_other_tests] == []
     finally:
         gc.enable()
 

@@ -18,7 +18,7 @@ from scene_support import png, truth
 from scripted_client import ScriptedClient
 from scripted_engines import demo_tokenizer
 
-from rollout_actors.environments.datasets import rows_of_outputs
+from rollout_actors.environments.datasets import build_dataset_from_outputs
 from rollout_actors.environments.examples.grounding import TextCodec, load_environment, parse_text
 from shared.errors import RecordError
 from shared.grounding.parsing import parse_rollout
@@ -199,7 +199,7 @@ def test_counts_can_be_saved_as_columns(tmp_path):
     results = asyncio.run(
         environment.evaluate(ScriptedClient([serialize_objects([CAT])]), "m", use_tqdm=False)
     )
-    (row,) = rows_of_outputs(results, state_columns=["detection.num_matched"])
+    (row,) = build_dataset_from_outputs(results, state_columns=["detection.num_matched"])
     assert (row["detection.num_matched"], row["info"]) == (1, {"sample_id": "data:1"})
 
 

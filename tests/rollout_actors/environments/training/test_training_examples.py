@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.algorithms.advantages import token_advantages
-from rollout_actors.environments.rubric import Rubric, give_advantages, settle
+from rollout_actors.environments.rubric import Rubric, set_advantages, settle
 from rollout_actors.environments.training.examples import (
     merge_trajectories_for_training,
     process_trajectories_for_training,
@@ -325,7 +325,7 @@ def test_tokens_of_merged_steps_are_relative_where_their_advantage_is_the_groups
         )
         for reward in (0.0, 2.0)
     ]
-    give_advantages(states)
+    set_advantages(states)
     states[1]["trajectory"][0]["advantage"] = 9.0
     assert [one.token_is_relative for one in merge_trajectories_for_training(states).examples] == [
         [1, 1, 0, 1],
@@ -347,7 +347,7 @@ def test_an_advantage_of_its_own_is_not_divided_though_a_sibling_has_the_same_wh
             rollout(*steps, reward=1.0, advantage=None),
             rollout(step([1], [4]), reward=0.0, advantage=None),
         ]
-        give_advantages(states)
+        set_advantages(states)
         apart = process_trajectories_for_training(states)
         merged = merge_trajectories_for_training(states).examples
         assert [token_advantages(one, std_epsilon=0.0)[-1] for one in apart] == [1.0, own, -1.0]
