@@ -12,17 +12,16 @@ from shared.tokens.repeat_guard import RepeatGuard, RepeatRule
 
 
 class HFRepeatGuard(LogitsProcessor):
-    """Ends the rows that exceed the rule's thresholds; for one call of `generate`. To stand before
-    whatever chooses a token.
+    """A processor that ends the rows that exceed the rule's thresholds, for one call of `generate`.
+    It has to come before whatever chooses a token.
 
-    A row that goes on from its place in the last step costs one token. One that does not, as in a
-    beam search, where rows change places and copy each other, is read anew. What it leaves of an
-    ended row is a log-probability of 0 for the stop token, so it may be given logits and
-    log-probabilities (beams) alike.
+    A row that goes on from its last step costs one token. One that does not, as in a beam search,
+    where rows change places and copy each other, is read anew. An ended row keeps only a
+    log-probability of 0 for the stop token, so it may be given logits and log-probabilities alike.
     """
 
     def __init__(self, rule: RepeatRule, *, prompt_length: int, stop_token_id: int) -> None:
-        """`prompt_length`: of the padded prompts, which have one length."""
+        """`prompt_length` is that of the padded prompts, which have one length."""
         self._rule = rule
         self._prompt_length = prompt_length
         self._stop_token_id = stop_token_id
@@ -40,7 +39,7 @@ class HFRepeatGuard(LogitsProcessor):
         return scores
 
     def _read(self, tokens_BT: torch.Tensor) -> list[bool]:
-        """Whether each row is to be ended."""
+        """Tell whether each row is to be ended."""
         num_rows, num_tokens = tokens_BT.shape
         goes_on = [False] * num_rows
         if self._last_BT is not None and self._last_BT.shape == (num_rows, num_tokens - 1):

@@ -1,6 +1,4 @@
-"""The repeat guard without vllm: its rule, for whoever guards or receives what was guarded, and
-whether an engine's workers hold it.
-"""
+"""The repeat guard's rule for an engine, and the check that its workers hold it. Without vllm."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 def repeat_rule(
     settings: RepeatGuardSettings | None, load_tokenizer: Callable[[], Any]
 ) -> RepeatRule | None:
-    """None where there is no guard. The tokenizer is asked for only where keys are counted."""
+    """Make the rule; None: nothing is guarded. Only the count of keys needs the tokenizer."""
     if settings is None:
         return None
     if settings.max_object_keys is None:
@@ -29,11 +27,11 @@ def repeat_rule(
 
 
 def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> RepeatRule | None:
-    """Return the rule of an engine of this checkpoint; None where it guards nothing."""
+    """Make the rule of an engine of this checkpoint."""
 
     def load_tokenizer() -> Any:
-        # Here and not above: every client of a server imports this module, and most need no
-        # tokenizer, whose import takes seconds.
+        # Here and not above: every client of a server imports this module, most need no tokenizer,
+        # and the import takes seconds.
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(model_path)
@@ -42,42 +40,37 @@ def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> Repeat
 
 
 def guard_call(settings: RepeatGuardSettings | None) -> tuple[str, dict[str, Any] | None]:
-    """Return the method of every worker (`GuardedWorker`) that sets an engine's rule, and its
-    argument."""
+    """Return the name and argument of the workers' method that sets the rule (`GuardedWorker`)."""
     return "guard_by", None if settings is None else asdict(settings)
 
 
 def require_guard(
     answers: list[dict[str, Any]], settings: RepeatGuardSettings | None, actor: str
 ) -> None:
-    """Raises RolloutError(phase="start") unless every worker of an engine guards by these settings,
-    or not at all.
+    """Raise RolloutError(phase="start") unless every worker of an engine guards by these settings.
 
-    `answers`: of `guard_call`, one per worker.
+    Args:
+        answers: what `guard_call` came to, one per worker.
     """
     asked = None if settings is None else asdict(settings)
     for rank, answer in enumerate(answers):
         if answer["settings"] == asked:
             continue
         held = (
-            "no repeat guard"
-            if answer["settings"] is None
-            else f"a repeat guard with {answer['settings']}"
+            f"a repeat guard with {answer['settings']}" if answer["settings"] else "no repeat guard"
         )
-        wanted = (
-            "none is configured"
-            if asked is None
-            else f"rollout_matching.repeat_terminate asks for {asked}"
-        )
-        raise RolloutError(
-            f"the {answer['runner']} model runner of worker {rank} holds {held}, and {wanted}; it"
-            f" is loaded by the engine argument logits_processors=['{GUARD_PROCESSOR}'] in an"
+        wanted = "none is configured"
+        if asked is not None:
+            wanted = f"rollout_matching.repeat_terminate asks for {asked}"
+        remedy = (
+            f"it is loaded by the engine argument logits_processors=['{GUARD_PROCESSOR}'] in an"
             " environment with this package installed"
-            + (
-                ""
-                if answer["runner"] == "V1"
-                else "; VLLM_USE_V2_MODEL_RUNNER=0 goes back to the V1 model runner"
-            ),
+        )
+        if answer["runner"] != "V1":
+            remedy += "; VLLM_USE_V2_MODEL_RUNNER=0 goes back to the V1 model runner"
+        raise RolloutError(
+            f"the {answer['runner']} model runner of worker {rank} holds {held}, and {wanted};"
+            f" {remedy}",
             actor=actor,
             phase="start",
         )
