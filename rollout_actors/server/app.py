@@ -121,11 +121,8 @@ class _Routes:
         name = request.path_params["phase"]
         phases = [phase for phase in SyncPhase if phase is not SyncPhase.RENDEZVOUS]
         if name not in phases:
-            raise RefusalError(
-                404,
-                f"{name} is no phase; there are {', '.join(phases)}, and {SyncPhase.RENDEZVOUS} is"
-                " /init_communicator/",
-            )
+            known = f"{', '.join(phases)}, and {SyncPhase.RENDEZVOUS} is /init_communicator/"
+            raise RefusalError(404, f"{name} is no phase; there are {known}")
         return await self.run_phase(SyncPhase(name), request)
 
     async def run_phase(self, phase: SyncPhase, request: Request) -> messages.WireMessage:

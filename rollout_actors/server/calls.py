@@ -30,11 +30,8 @@ def check_token(request: Request, token: str | None) -> None:
     sent = request.headers.get("authorization", "").encode()
     # compare_digest: the time it takes does not tell how much of a guess was right.
     if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
-        raise RefusalError(
-            401,
-            "this server asks for its bearer token; send it as `Authorization: Bearer ...` (a run:"
-            " rollout_matching.vllm.server.token_env)",
-        )
+        why = "this server asks for its bearer token; send it as `Authorization: Bearer ...`"
+        raise RefusalError(401, f"{why} (a run: rollout_matching.vllm.server.token_env)")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -42,16 +39,10 @@ async def read_body(request: Request, limit: int) -> bytes:
     # Required by name: a page in a browser may send any other type to any address unasked.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise RefusalError(
-            415,
-            f"the body's type is {kind or 'not said'}; send JSON with `Content-Type:"
-            " application/json`",
-        )
-    too_large = RefusalError(
-        413,
-        f"the body is larger than max_request_bytes = {limit}; send less at a time, or start the"
-        " server with a larger one",
-    )
+        why = f"the body's type is {kind or 'not said'}"
+        raise RefusalError(415, f"{why}; send JSON with `Content-Type: application/json`")
+    remedy = "send less at a time, or start the server with a larger one"
+    too_large = RefusalError(413, f"the body is larger than max_request_bytes = {limit}; {remedy}")
     if int(request.headers.get("content-length", "0")) > limit:
         raise too_large
     body = bytearray()
@@ -64,17 +55,10 @@ async def read_body(request: Request, limit: int) -> bytes:
                     raise too_large
                 stall.reschedule(asyncio.get_running_loop().time() + STALL_S)
     except TimeoutError:
-        _LOGGER.warning(
-            "a caller of %r has stalled for %g s after %d bytes of its body",
-            path,
-            STALL_S,
-            len(body),
-        )
-        raise RefusalError(
-            408,
-            f"no more of the body has come for {STALL_S:g} s after {len(body)} bytes; send it"
-            " again, without a pause",
-        ) from None
+        stalled = "a caller of %r has stalled for %g s after %d bytes of its body"
+        _LOGGER.warning(stalled, path, STALL_S, len(body))
+        why = f"no more of the body has come for {STALL_S:g} s after {len(body)} bytes"
+        raise RefusalError(408, f"{why}; send it again, without a pause") from None
     except ClientDisconnect:
         # One line: a traceback for each of thousands would keep the server from its other callers.
         _LOGGER.warning("a caller of %r has gone after %d bytes of its body", path, len(body))

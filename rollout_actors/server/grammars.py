@@ -125,11 +125,8 @@ class GrammarTrial:
                     async with asyncio.timeout(TURN_S):
                         outcome = await loop.run_in_executor(self._line, self._try, grammar)
                 except TimeoutError as error:
-                    raise RefusalError(
-                        503,
-                        f"the grammars of other calls are being compiled for {TURN_S:g} s; ask"
-                        " again",
-                    ) from error
+                    why = f"the grammars of other calls are being compiled for {TURN_S:g} s"
+                    raise RefusalError(503, f"{why}; ask again") from error
                 self._outcomes[key] = outcome
                 while len(self._outcomes) > NUM_KNOWN:
                     del self._outcomes[next(iter(self._outcomes))]
@@ -150,22 +147,18 @@ class GrammarTrial:
         if has_ended:
             return None
         self._end()
-        return RefusalError(
-            400,
-            f"the {grammar.kind} of this call takes more than {self._compile_s:g} s or too much"
-            " memory to compile; send a simpler one",
-        )
+        limit = f"{self._compile_s:g} s or too much memory"
+        why = f"the {grammar.kind} of this call takes more than {limit} to compile"
+        return RefusalError(400, f"{why}; send a simpler one")
 
     def _connected(self) -> Connection:
         if self._pipe is not None and self._process is not None and self._process.is_alive():
             return self._pipe
         context = multiprocessing.get_context("spawn")
         self._pipe, its_end = context.Pipe()
+        arguments = (its_end, self._make_compile, self._compile_s)
         self._process = context.Process(
-            target=_compile_all,
-            args=(its_end, self._make_compile, self._compile_s),
-            name="grammars",
-            daemon=True,
+            target=_compile_all, args=arguments, name="grammars", daemon=True
         )
         self._process.start()
         its_end.close()
@@ -175,11 +168,8 @@ class GrammarTrial:
             is_ready = False
         if not is_ready:
             self._end()
-            raise RefusalError(
-                503,
-                "the process that compiles grammars did not start; see the server's output, or send"
-                " no grammar",
-            )
+            why = "the process that compiles grammars did not start; see the server's output"
+            raise RefusalError(503, f"{why}, or send no grammar")
         return self._pipe
 
     def _end(self) -> None:

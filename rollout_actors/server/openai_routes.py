@@ -85,11 +85,8 @@ class OpenAIRoutes:
         call = await asyncio.to_thread(_read_call, body, limits.max_image_pixels)
         number = _num_sequences(call)
         if number > limits.max_requests:
-            raise RefusalError(
-                400,
-                f"the call asks for {number} answers, one call may ask for {limits.max_requests};"
-                " split it, or start the server with max_requests=N",
-            )
+            why = f"the call asks for {number} answers, one call may ask for {limits.max_requests}"
+            raise RefusalError(400, f"{why}; split it, or start the server with max_requests=N")
         with self._service.running(1):
             answer = await while_there(request, self._serving.answer(route, call), admission.check)
         if isinstance(answer.content, dict):
@@ -133,23 +130,16 @@ def _read_call(body: bytes, max_image_pixels: int) -> dict[str, Any]:
     try:
         call = json.loads(body, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise RefusalError(
-            400, f"the body cannot be read as JSON: {error}; send the JSON of the OpenAI API"
-        ) from error
+        why = f"the body cannot be read as JSON: {error}; send the JSON of the OpenAI API"
+        raise RefusalError(400, why) from error
     if not isinstance(call, dict):
-        raise RefusalError(
-            400,
-            f"the body is a JSON {type(call).__name__}; send an object, as the OpenAI API has it",
-        )
+        raise RefusalError(400, f"the body is a JSON {type(call).__name__}; send an object")
     for holder, name in _addresses(call.get("messages")):
         url = holder[name]
         # As on /infer/. vLLM itself would fetch it from anywhere, in this server's name.
         if not url[:5].lower() == "data:":
-            raise RefusalError(
-                403,
-                f"messages: name {url[:100]!r}, and this server fetches nothing; send images as"
-                " data:image/png;base64,...",
-            )
+            why = f"messages: name {url[:100]!r}, and this server fetches nothing"
+            raise RefusalError(403, f"{why}; send images as data:image/png;base64,...")
         holder[name] = _as_learner_sees(url, max_image_pixels)
     return call
 
@@ -183,9 +173,8 @@ def _as_learner_sees(url: str, max_image_pixels: int) -> str:
         return url
     except ValueError as error:
         if isinstance(error.__cause__, Image.DecompressionBombError):
-            raise RefusalError(
-                400, f"messages: an image is too large ({error}); send a smaller one"
-            ) from error
+            why = f"messages: an image is too large ({error}); send a smaller one"
+            raise RefusalError(400, why) from error
         return url
     width, height = image.size
     if width * height > max_image_pixels:

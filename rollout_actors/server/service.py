@@ -36,6 +36,7 @@ MAX_SEED = 2**63 - 1
 """Largest seed of vLLM, which takes -1 for none at all."""
 MAX_PROBLEMS = 20
 """Most problems of one call that its answer tells."""
+OWN_SERVERS = "give every run servers of its own"
 
 
 class RefusalError(Exception):
@@ -70,27 +71,22 @@ class SyncState:
     def enter(self, phase: SyncPhase, call: messages.SyncCall) -> SyncState:
         """Return the state while the phase runs. Raises RefusalError for one that is not due."""
         offer = call.weight_offer()
+        name = f"phase {phase} of version {call.version}"
         if phase is SyncPhase.PAUSE:
             if offer is None:
-                raise RefusalError(
-                    400, f"offer: is null; phase {phase} begins a sync, send its offer"
-                )
+                raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send it")
             return replace(self, syncing=call.run, offer=offer, due=SyncPhase.PAUSE)
         is_others = None not in (self.syncing, call.run) and self.syncing != call.run
         if is_others and self.due is not SyncPhase.PAUSE:
-            raise RefusalError(
-                409,
-                f"phase {phase} of version {call.version}: another run's sync is under way; give"
-                " every run servers of its own",
-            )
+            raise RefusalError(409, f"{name}: another run's sync is under way; {OWN_SERVERS}")
         if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
             expected = str(SyncPhase.PAUSE)
             if self.offer is not None and self.due is not SyncPhase.PAUSE:
                 expected = f"{self.due} of version {self.offer.version}"
             raise RefusalError(
                 409,
-                f"phase {phase} of version {call.version} is out of turn, the server waits for"
-                f" {expected}; begin with {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}",
+                f"{name} is out of turn, the server waits for {expected}; begin with"
+                f" {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}",
             )
         return replace(self, offer=offer or self.offer, due=SyncPhase.PAUSE)
 
@@ -123,20 +119,18 @@ def _problems(
         yield "prompt_token_ids: is empty; send at least one token"
     if len(prompt) >= settings.max_model_len:
         yield (
-            f"prompt_token_ids: has {len(prompt)} tokens, and the server's max_model_len is"
-            f" {settings.max_model_len} with the response; send a shorter prompt, or start the"
-            " server with a larger max_model_len"
+            f"prompt_token_ids: has {len(prompt)} tokens, prompt and response may have"
+            f" {settings.max_model_len}; shorten it, or start the server with max_model_len=N"
         )
     if num_images > settings.max_images_per_prompt:
         yield (
-            f"images: has {num_images} images, the server takes {settings.max_images_per_prompt};"
-            f" start it with max_images_per_prompt={num_images}"
+            f"images: has {num_images}, the server takes {settings.max_images_per_prompt}; start"
+            f" it with max_images_per_prompt={num_images}"
         )
     if image_token_id is not None and prompt.count(image_token_id) < num_images:
         yield (
-            f"images: has {num_images} images, and prompt_token_ids has"
-            f" {prompt.count(image_token_id)} of the placeholder {image_token_id} that stands for"
-            " one; send one placeholder for each image"
+            f"images: has {num_images}, and prompt_token_ids {prompt.count(image_token_id)} of the"
+            f" placeholder {image_token_id}; send one placeholder for each image"
         )
     for key, token_ids in (
         ("prompt_token_ids", prompt),
@@ -147,8 +141,8 @@ def _problems(
             yield f"{key}: has {wrong[0]}, which is no token; send ids of the model's tokenizer"
     if decode.mode is DecodeMode.BEAM:
         yield (
-            "decode.mode: 'beam' is not served; send greedy or sample, or decode beams with"
-            " rollout_backend: hf or vllm.mode: colocate"
+            "decode.mode: 'beam' is not served; send greedy or sample, or decode beams with hf or"
+            " colocate"
         )
     if not 0 < decode.top_p <= 1:
         yield f"decode.top_p: is {decode.top_p}; send a value within (0, 1]"
@@ -251,10 +245,7 @@ class RolloutService:
     def world_size(self) -> int:
         """Rollout devices. Raises RefusalError while the engine loads, and when it has died."""
         if self._engine.is_dead:
-            raise RefusalError(
-                503,
-                f"the engine of {self._name} has died; see the server's output, and start it again",
-            )
+            raise RefusalError(503, f"{self._name} has died; see its output, and start it again")
         if self._world_size is None:
             raise RefusalError(503, f"{self._name} is starting; ask /health/ until it answers 200")
         return self._world_size
@@ -315,11 +306,8 @@ class RolloutService:
         def check() -> None:
             assert self.world_size
             if self._num_arrivals != arrivals:
-                raise RefusalError(
-                    409,
-                    f"{self._name} was given other weights than version {held} before it had"
-                    " answered; ask again",
-                )
+                why = f"was given other weights than version {held} before it had answered"
+                raise RefusalError(409, f"{self._name} {why}; ask again")
 
         return Admission(held, check)
 
@@ -341,8 +329,8 @@ class RolloutService:
         problems = list(request_problems(call.requests, self._settings, self._image_token_id))
         if len(call.requests) > self.limits.max_requests:
             problems.append(
-                f"requests: has {len(call.requests)}, one call may have {self.limits.max_requests};"
-                " split it, or start the server with max_requests=N"
+                f"requests: has {len(call.requests)}, one call may have"
+                f" {self.limits.max_requests}; split it, or start the server with max_requests=N"
             )
         if problems:
             raise RefusalError(400, "\n".join(problems[:MAX_PROBLEMS]))
@@ -371,11 +359,8 @@ class RolloutService:
         if call.offer is not None and call.offer.terms is not None:
             sizes = [group.world_size for group in call.offer.terms.groups]
             if sizes != [1 + num_workers]:
-                raise RefusalError(
-                    400,
-                    f"offer.terms.groups: have {sizes} ranks; this server's group is the sender and"
-                    f" {num_workers} of its workers, and no other server's",
-                )
+                group = f"this server's group is the sender and its {num_workers} workers"
+                raise RefusalError(400, f"offer.terms.groups: have {sizes} ranks; {group}")
         state = self._sync = self._sync.enter(phase, call)
         assert state.offer is not None
         # The pause has ended what was running; what was queued would be answered under the weights
@@ -383,9 +368,7 @@ class RolloutService:
         self._num_arrivals += phase is SyncPhase.WIRE
         report = await self._engine.run_sync_phase(phase, state.offer)
         if self._sync is not state:
-            raise RefusalError(
-                409, f"the sync to version {call.version} was given up: another one has begun"
-            )
+            raise RefusalError(409, f"the sync to version {call.version} was given up for another")
         self._sync = state.finish(phase)
         return report
 
@@ -398,11 +381,8 @@ class RolloutService:
             if rule == self._guard:
                 return
             if self._num_guarded:
-                raise RefusalError(
-                    409,
-                    f"repeat_terminate: {self._name} answers {self._num_guarded} requests under"
-                    " another one; give every run servers of its own, or ask when these are done",
-                )
+                busy = f"{self._name} answers {self._num_guarded} requests under another one"
+                raise RefusalError(409, f"repeat_terminate: {busy}; {OWN_SERVERS}, or wait")
             self._guard = None  # not known until the engine has it: this call may be cancelled
             await self._engine.guard_by(rule.settings())
             self._guard = rule
@@ -411,17 +391,15 @@ class RolloutService:
         assert self.world_size
         if shut := self._engine.shut:
             raise RefusalError(409, f"{self._name} serves no rollouts: {shut}; complete a sync")
+        held = f"{self._name} holds version {self.version}"
         if None not in (self._sync.run, run) and self._sync.run != run:
-            raise RefusalError(
-                409,
-                f"{self._name} holds version {self.version} of another run's weights; sync first,"
-                " and give every run servers of its own",
-            )
+            why = f"{held} of another run's weights; sync first, and {OWN_SERVERS}"
+            raise RefusalError(409, why)
         if version is not None and version != self.version:
             raise RefusalError(
                 409,
-                f"{self._name} holds version {self.version} of the weights, not {version}: if it"
-                " was started again, start the run again, too, from its last checkpoint",
+                f"{held} of the weights, not {version}: if it was started again, start the run"
+                " again, too, from its last checkpoint",
             )
 
     def _with_image_data(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
@@ -443,10 +421,8 @@ class RolloutService:
             # Its header alone: a small file can decode to more memory than there is.
             width, height = open_image(image.data).size
         except ValueError as error:
-            raise RefusalError(
-                400,
-                f"{path}: is no image that can be read ({error}); send a PNG, JPEG or WebP file",
-            ) from error
+            message = f"{path}: is no image that can be read ({error}); send PNG, JPEG or WebP"
+            raise RefusalError(400, message) from error
         if width * height > self.limits.max_image_pixels:
             raise RefusalError(
                 413,
@@ -457,42 +433,24 @@ class RolloutService:
 
     def _read_file(self, image: ImageRef, path: str) -> ImageRef:
         root = self._image_root
+        send_data = "send data (base64)"
         if image.path is None:
-            raise RefusalError(
-                400,
-                f"{path}: has neither data nor path; send data (base64), or a path under the"
-                " server's image_root",
-            )
+            raise RefusalError(400, f"{path}: has neither data nor path; {send_data}")
         if root is None:
-            raise RefusalError(
-                403,
-                f"{path}.path: this server reads no files; send data (base64), or start it with"
-                " image_root=FOLDER",
-            )
+            why = "this server reads no files; start it with image_root=FOLDER"
+            raise RefusalError(403, f"{path}.path: {why}, or {send_data}")
         try:
             # Resolved first: neither `..` nor a link leads out of the root.
             resolved = (root / image.path).resolve()
             if not resolved.is_relative_to(root):
-                raise RefusalError(
-                    403,
-                    f"{path}.path: is outside the server's image_root; name a file inside, or send"
-                    " data (base64)",
-                )
+                raise RefusalError(403, f"{path}.path: is outside image_root; {send_data}")
             if not resolved.is_file():
-                raise RefusalError(
-                    400,
-                    f"{path}.path: {image.path} is no file under the server's image_root; correct"
-                    " it, or send data (base64)",
-                )
-            if resolved.stat().st_size > self.limits.max_request_bytes:
-                raise RefusalError(
-                    413,
-                    f"{path}.path: {image.path} is larger than max_request_bytes ="
-                    f" {self.limits.max_request_bytes}; send a smaller image",
-                )
+                raise RefusalError(400, f"{path}.path: no file under image_root; {send_data}")
+            limit = self.limits.max_request_bytes
+            if resolved.stat().st_size > limit:
+                why = f"is larger than max_request_bytes = {limit}; send a smaller image"
+                raise RefusalError(413, f"{path}.path: {why}")
             return replace(image, path=resolved).with_data()
         # No permission, a name that no file can have, or bytes that are not the digest's.
         except (OSError, ValueError) as error:
-            raise RefusalError(
-                400, f"{path}.path: {error}; correct it, or send data (base64)"
-            ) from error
+            raise RefusalError(400, f"{path}.path: {error}; correct it, or {send_data}") from error

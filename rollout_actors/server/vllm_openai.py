@@ -62,7 +62,7 @@ GRAMMAR_FIELDS = ("response_format", "structured_outputs")
 FREE_TOOL_CHOICES = (None, "none", "auto")
 """Choices of a tool that force no call of one."""
 
-_NO_TOOL_CALLS = (
+NO_TOOL_CALLS = (
     "tools: this server was not told how the model writes calls of tools; start it with"
     " tool_call_parser=NAME (vLLM's name of what reads them, hermes for Qwen's models), or send"
     " tool_choice: none"
@@ -165,14 +165,13 @@ class VllmOpenAI:
         is_chat = isinstance(request, ChatCompletionRequest)
         if is_chat and request.tool_choice not in (None, "none") and not self._reads_tool_calls:
             # vLLM would name arguments of its own server's.
-            return create_error_response(_NO_TOOL_CALLS)
+            return create_error_response(NO_TOOL_CALLS)
         least, most = REPETITION_PENALTIES
         penalty = request.repetition_penalty
         # As on /infer/: vLLM takes any value above 0, and divides by it.
         if penalty is not None and not least <= penalty <= most:
-            raise VLLMValidationError(
-                f"repetition_penalty: is {penalty}; send a value from {least:g} to {most:g}"
-            )
+            wanted = f"a value from {least:g} to {most:g}"
+            raise VLLMValidationError(f"repetition_penalty: is {penalty}; send {wanted}")
         if self._grammars is not None:
             await self._grammars.require(grammars_of(request))
         if isinstance(request, ChatCompletionRequest):
@@ -187,14 +186,11 @@ def _require_small_grammars(call: Mapping[str, Any]) -> None:
     try:
         size = sum(len(json.dumps(call.get(name))) for name in fields)
     except RecursionError as error:
-        raise VLLMValidationError(
-            f"{', '.join(fields)}: is nested too deeply; send a simpler one"
-        ) from error
+        why = "is nested too deeply; send a simpler one"
+        raise VLLMValidationError(f"{', '.join(fields)}: {why}") from error
     if size > MAX_CHARS:
-        raise VLLMValidationError(
-            f"{', '.join(fields)}: a grammar of {size} characters, a call may bring {MAX_CHARS};"
-            " send a smaller one"
-        )
+        why = f"a grammar of {size} characters, a call may bring {MAX_CHARS}; send a smaller one"
+        raise VLLMValidationError(f"{', '.join(fields)}: {why}")
 
 
 def grammars_of(request: ChatCompletionRequest | CompletionRequest) -> Iterator[Grammar]:
@@ -289,10 +285,8 @@ class GuardedClient:
         if shut := self._engine.shut:
             raise RefusalError(409, f"{name} serves no rollouts: {shut}; complete a sync")
         if sampling_params.prompt_logprobs is not None and self._dies_of_prompt_logprobs:
-            raise VLLMValidationError(
-                "prompt_logprobs: a server with enable_lora has none on CPU; leave it out (and echo"
-                " with logprobs)"
-            )
+            why = "a server with enable_lora has none on CPU; leave it out (and echo with logprobs)"
+            raise VLLMValidationError(f"prompt_logprobs: {why}")
         options["lora_request"] = self._engine.adapter
         outputs = self._engine.llm.generate(prompt, sampling_params, request_id, **options)
         num_tokens = 0
@@ -301,11 +295,8 @@ class GuardedClient:
             async for output in outputs:
                 num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                 if any(completion.finish_reason == "abort" for completion in output.outputs):
-                    raise RefusalError(
-                        409,
-                        f"{name} was given other weights before it had begun with the call; ask"
-                        " again",
-                    )
+                    why = "was given other weights before it had begun with the call; ask again"
+                    raise RefusalError(409, f"{name} {why}")
                 yield output
         finally:
             self._engine.count(num_tokens)

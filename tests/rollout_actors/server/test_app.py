@@ -358,8 +358,8 @@ class TestBadRequests:
         (problem,) = request_problems(asked, settings, image_token_id=7)
         assert (
             problem
-            == "requests[0].images: has 1 images, and prompt_token_ids has 0 of the placeholder 7"
-            " that stands for one; send one placeholder for each image"
+            == "requests[0].images: has 1, and prompt_token_ids 0 of the placeholder 7; send one"
+            " placeholder for each image"
         )
 
     def test_beams_too_many_images_and_a_prompt_that_is_too_long_are_refused_at_once(
