@@ -137,7 +137,7 @@ def _read_call(body: bytes, max_image_pixels: int) -> dict[str, Any]:
     for holder, name in _addresses(call.get("messages")):
         url = holder[name]
         # As on /infer/. vLLM itself would fetch it from anywhere, in this server's name.
-        if not url[:5].lower() == "data:":
+        if url[:5].lower() != "data:":
             why = f"messages: name {url[:100]!r}, and this server fetches nothing"
             raise RefusalError(403, f"{why}; send images as data:image/png;base64,...")
         holder[name] = _as_learner_sees(url, max_image_pixels)
