@@ -117,7 +117,7 @@ INTAKE = (
     "tests/rollout_actors/weight_sync/test_weight_intake.py",
     "tests/rollout_actors/test_engine_sync.py",
 )
-CACHES = (*INTAKE, "tests/rollout_actors/backends/test_stock_client.py")
+CACHES = (*INTAKE, "tests/rollout_actors/backends/test_stock_server.py")
 RECEIPTS = ("tests/rollout_actors/weight_sync/test_receipt.py", *INTAKE)
 
 # fmt: off
@@ -269,7 +269,7 @@ MUTANTS = (
         ("tests/shared/test_chunking.py",)),
     Mutant("engine-stuck-behind-a-server-waited-for", "rollout_actors/backends/http.py",
         "if now is None or now != last:", "if True:",
-        ("tests/rollout_actors/backends/test_vllm_server.py",)),
+        ("tests/rollout_actors/backends/test_http.py",)),
     # Environments.
     Mutant("failed-rollout-in-the-groups-mean", "rollout_actors/environments/rubric.py",
         'sound = [state for state in states if state.get("error") is None]', "sound = list(states)",
