@@ -18,8 +18,6 @@ from shared.config.rollout import RepeatTerminateSection
 from shared.errors import RolloutError, WeightSyncError
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings
-from shared.weight_sync.canary import CanaryProbe
-from shared.weight_sync.offer import AdapterOffer, FullOffer
 from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import TransportKind
 
@@ -115,57 +113,37 @@ class InferAnswer(WireMessage):
     """One for each request, in order."""
 
 
-class Offer(WireMessage):
-    """A `WeightOffer`. An adapter is in it; full weights travel by the group in the terms."""
-
-    transport: str
-    terms: FullOffer | None
-    """Terms of full weights, with the one group of this server."""
-    adapter: AdapterOffer | None
-    """An adapter, in place of `terms`."""
-    canary: CanaryProbe
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        if (self.terms is None) == (self.adapter is None):
-            raise ValueError("needs either terms or adapter")
-        if (self.adapter is None) == (self.transport == TransportKind.ADAPTER):
-            raise ValueError("needs an adapter exactly where that is the transport")
-        return self
-
-
 class SyncCall(WireMessage):
     """One phase of a sync."""
 
     version: int
-    offer: Offer | None
-    """At the first phase, and again at the rendezvous, which so brings host, port and world size;
-    null: as it was.
+    offer: WeightOffer | None
+    """At the first phase, and for full weights again at the rendezvous, which so brings host, port
+    and world size; null: as it was. Full weights travel by the group in its terms, an adapter is in
+    it.
     """
     run: str | None = None
     """Run whose weights these are. Afterwards the server answers this run's requests, and another's
     only when that has sent its own.
     """
 
+    @model_validator(mode="after")
+    def _check_offer(self) -> Self:
+        offer = self.offer
+        if offer is None:
+            return self
+        if offer.version != self.version:
+            raise ValueError("needs an offer of its own version")
+        if offer.sends_adapter != (offer.transport == TransportKind.ADAPTER):
+            raise ValueError("needs an adapter exactly where that is the transport")
+        return self
+
     @classmethod
     def of(cls, phase: SyncPhase, offer: WeightOffer, run: str | None) -> SyncCall:
         """Make the call of a phase, with the offer where the phase needs it."""
-        terms = offer.terms
-        full = terms if isinstance(terms, FullOffer) else None
-        adapter = terms if isinstance(terms, AdapterOffer) else None
-        form = None
-        if phase is SyncPhase.PAUSE or (phase is SyncPhase.RENDEZVOUS and full is not None):
-            form = Offer(
-                transport=offer.transport, terms=full, adapter=adapter, canary=offer.canary
-            )
-        return cls(version=offer.version, offer=form, run=run)
-
-    def weight_offer(self) -> WeightOffer | None:
-        if self.offer is None:
-            return None
-        terms = self.offer.terms or self.offer.adapter
-        assert terms is not None, "the validator wants one of both"
-        return WeightOffer(self.version, self.offer.transport, terms, self.offer.canary)
+        joins = phase is SyncPhase.RENDEZVOUS and not offer.sends_adapter
+        needed = offer if joins or phase is SyncPhase.PAUSE else None
+        return cls(version=offer.version, offer=needed, run=run)
 
 
 class SyncAnswer(WireMessage):

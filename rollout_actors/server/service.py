@@ -27,6 +27,7 @@ from shared.rollouts import (
     WeightOffer,
 )
 from shared.tokens.repeat_guard import RepeatGuardSettings
+from shared.weight_sync.offer import FullOffer
 from shared.weight_sync.phases import SyncPhase
 
 PHASES = tuple(SyncPhase)
@@ -70,7 +71,7 @@ class SyncState:
 
     def enter(self, phase: SyncPhase, call: messages.SyncCall) -> SyncState:
         """Return the state while the phase runs. Raises RefusalError for one that is not due."""
-        offer = call.weight_offer()
+        offer = call.offer
         name = f"phase {phase} of version {call.version}"
         if phase is SyncPhase.PAUSE:
             if offer is None:
@@ -356,7 +357,7 @@ class RolloutService:
         Raises RefusalError for a phase that is not due, and what the engine raises.
         """
         num_workers = self.world_size
-        if call.offer is not None and call.offer.terms is not None:
+        if call.offer is not None and isinstance(call.offer.terms, FullOffer):
             sizes = [group.world_size for group in call.offer.terms.groups]
             if sizes != [1 + num_workers]:
                 group = f"this server's group is the sender and its {num_workers} workers"

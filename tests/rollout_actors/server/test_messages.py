@@ -177,7 +177,7 @@ def test_rollouts_arrive_as_they_were_sent(sent: tuple[Rollout, ...]) -> None:
 @given(offers)
 def test_offers_arrive_as_they_were_made(sent: WeightOffer) -> None:
     arrived = there_and_back(messages.SyncCall.of(SyncPhase.PAUSE, sent, "a run"))
-    assert arrived.weight_offer() == sent
+    assert arrived.offer == sent
 
 
 @settings(max_examples=30, deadline=None)
@@ -199,7 +199,7 @@ def test_a_canary_that_met_no_number_arrives_so() -> None:
     call = messages.SyncCall.of(
         SyncPhase.PAUSE, WeightOffer(1, full.transport, full.terms, probe), None
     )
-    arrived = there_and_back(call).weight_offer()
+    arrived = there_and_back(call).offer
     assert arrived is not None
     assert str(arrived.canary.expected_logprobs) == "(nan, -inf)"
 
