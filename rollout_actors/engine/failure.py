@@ -2,7 +2,7 @@
 started it.
 
 vLLM logs the exception that ends one of its processes (EngineCore, and a worker for each of several
-devices) wherever that process writes, and tells the process that started it no more than to look
+devices) in that process's output, and raises in the other process no more than a hint to look
 there. No vllm here.
 """
 
@@ -24,21 +24,17 @@ from multiprocessing import current_process
 from pathlib import Path
 
 FILE = "ROLLMATCH_ENGINE_FAILURE"
-"""Environment variable of an engine's processes: the file in which they write their errors down.
-Nobody has made it before there is one.
-"""
+"""Environment variable of an engine's processes: the file for their errors, made by the first."""
 MAX_BYTES = 1 << 20
-"""Largest size of that file, which then begins anew: the errors that end a process are the last
-ones.
-"""
+"""Largest size of that file, which then begins anew: the last errors are those that matter."""
 RECENT_S = 3600.0
-"""Age at which an error is no longer taken for what ended a process: the engine has survived it."""
+"""Age from which an error did not end a process: the engine has survived it."""
 POINTS_ELSEWHERE = re.compile("root cause|stack trace", re.IGNORECASE)
-"""Words in an error of vLLM's that only says that another process has failed."""
+"""Words in an error of vLLM's that only points to another process."""
 PROCESS_ENDED = "Failed core proc(s)"
 EXIT_CODES = re.compile(r"'(\w*(?:EngineCore|Worker)\w*)': (-?\d+)")
-"""Two parts of what vLLM raises where a process ended during the start: `Failed core proc(s):
-{'EngineCore': -9}`, or `{}` where the code is not there yet.
+"""Parts of vLLM's error where a process ended during the start: `Failed core proc(s):
+{'EngineCore': -9}`, or `{}` where the code is not known yet.
 """
 KEYS = {
     "gpu_memory_utilization": (
@@ -48,11 +44,11 @@ KEYS = {
     "max_model_len": "rollout_matching.vllm.max_model_len, or global_max_length where that is null",
     "max_num_seqs": "rollout_matching.decode_batch_size",
 }
-"""How the configuration of a run calls what vLLM's errors advise to change."""
+"""The run's keys for the options that vLLM's errors advise to change."""
 
 
 class EngineEndedError(RuntimeError):
-    """The engine's process is there no more. The message is why."""
+    """The engine's process has ended; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +63,6 @@ class Failure:
     logged_s: float
     """Unix time."""
 
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        return cls(
-            current_process().name,
-            f"{type(error).__name__}: {error}",
-            "".join(traceback.format_exception(error)),
-            time.time(),
-        )
-
 
 class FailureLog(logging.Handler):
     """Writes down every exception that is logged, with the name of this process."""
@@ -89,91 +76,87 @@ class FailureLog(logging.Handler):
         if error is None:
             return
         try:
+            failure = Failure(
+                current_process().name,
+                f"{type(error).__name__}: {error}",
+                "".join(traceback.format_exception(error)),
+                time.time(),
+            )
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o600)
             with os.fdopen(descriptor, "ab") as file:
                 if file.tell() > MAX_BYTES:
                     file.truncate(0)
-                file.write((json.dumps(asdict(Failure.of(error))) + "\n").encode())
+                file.write((json.dumps(asdict(failure)) + "\n").encode())
         except OSError:  # no space left: the process's own output still has it
             self.handleError(record)
 
 
 def write_failures_down() -> None:
-    """Have this process, one of vLLM's, write down what it logs, if it was asked to."""
+    """Have this process, one of vLLM's, write down the errors that it logs, if FILE is set."""
     if FILE in os.environ:
         logging.getLogger("vllm").addHandler(FailureLog(Path(os.environ[FILE])))
 
 
 class EngineFailures:
-    """The errors that the processes of one engine wrote, for the process that starts them with
-    `environment`.
-    """
+    """The errors of one engine's processes, for the process that starts them with `environment`."""
 
     def __init__(self) -> None:
         self._file = Path(tempfile.gettempdir()) / f"rollmatch-engine-{uuid.uuid4().hex}.jsonl"
         self.environment = {FILE: str(self._file)}
 
     def first_cause(self) -> Failure | None:
-        """Return the error that ended the engine: the last one, unless that says to look at
-        another. None where no process has written one down of late.
+        """Return the error that ended the engine: the last recent one that does not point to
+        another. None where no process has written one.
         """
         try:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
             return None
-        failures: list[Failure] = []
+        recent: list[Failure] = []
         for line in lines:
             with suppress(json.JSONDecodeError):  # a process that was killed while it wrote
-                failures.append(Failure(**json.loads(line)))
-        failures = [failure for failure in failures if time.time() - failure.logged_s < RECENT_S]
-        return next(
-            (
-                failure
-                for failure in reversed(failures)
-                if not POINTS_ELSEWHERE.search(failure.error)
-            ),
-            failures[-1] if failures else None,
-        )
+                failure = Failure(**json.loads(line))
+                if time.time() - failure.logged_s < RECENT_S:
+                    recent.append(failure)
+        for failure in reversed(recent):
+            if not POINTS_ELSEWHERE.search(failure.error):
+                return failure
+        return recent[-1] if recent else None
 
     def of_error(self, error: Exception) -> tuple[str, str]:
-        """Return what was wrong, in short, and the whole story. `error` is what vLLM has raised in
-        this process.
+        """Return the reason for an error that vLLM raised in this process: in short, and the whole
+        story.
         """
-        if not POINTS_ELSEWHERE.search(str(error)) or not (
-            PROCESS_ENDED in str(error) or self.first_cause()
-        ):
-            return f"{type(error).__name__}: {error}", ""
-        return self.of_end({name: int(code) for name, code in EXIT_CODES.findall(str(error))})
+        text = str(error)
+        points_to_process = POINTS_ELSEWHERE.search(text) is not None
+        if points_to_process and (PROCESS_ENDED in text or self.first_cause()):
+            return self.of_end({name: int(code) for name, code in EXIT_CODES.findall(text)})
+        return f"{type(error).__name__}: {error}", ""
 
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:
-        """Return why the engine's process has ended, in short, and the whole story. `exit_codes`,
-        by name: None where it has not ended yet.
+        """Return why the engine's process has ended, in short, and the whole story.
+
+        `exit_codes` are by process name; None: it has not ended yet.
         """
-        killed = {
-            name: -code
-            for name, code in exit_codes.items()
-            if code is not None and code < 0 and code != -signal.SIGTERM
-        }
-        if killed:
-            name, number = next(iter(killed.items()))
-            hint = ", as the system does where memory runs out" if number == signal.SIGKILL else ""
-            return f"{name} was ended by {signal.Signals(number).name}{hint}", ""
+        for name, code in exit_codes.items():
+            # SIGTERM is this engine's own end.
+            if code is not None and code < 0 and code != -signal.SIGTERM:
+                hint = ""
+                if code == -signal.SIGKILL:
+                    hint = ", as the system does where memory runs out"
+                return f"{name} was ended by {signal.Signals(-code).name}{hint}", ""
         cause = self.first_cause()
         if cause is None:
             ends = ", ".join(
                 f"{name} ended{'' if code is None else f' with status {code}'}"
                 for name, code in exit_codes.items()
             )
-            return (
-                (
-                    f"{ends or 'EngineCore ended'} and wrote no error, as where it is killed; see"
-                    " what it printed"
-                ),
-                "",
-            )
+            ends = ends or "EngineCore ended"
+            return f"{ends} and wrote no error, as where it is killed; see what it printed", ""
+        reason = f"{cause.process}: {cause.error}"
         meant = "; ".join(f"{name} is {key}" for name, key in KEYS.items() if name in cause.error)
-        return f"{cause.process}: {cause.error}" + (f" ({meant})" if meant else ""), cause.traceback
+        return f"{reason} ({meant})" if meant else reason, cause.traceback
 
     def remove(self) -> None:
-        """Delete what was written down. Twice is harmless."""
+        """Delete the file. Twice is harmless."""
         self._file.unlink(missing_ok=True)

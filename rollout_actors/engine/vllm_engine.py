@@ -1,8 +1,6 @@
-"""One vLLM engine: requests in, token ids out, weights from the learner in between (DESIGN 4 and 9,
-FACTS 2 to 4).
+"""One vLLM engine: requests in, token ids out, weights from the learner in between.
 
-No Ray here: `rollout_actors.engine.actor` is the shell that puts an engine into a process of its
-own.
+No Ray here: `rollout_actors.engine.actor` gives an engine a process.
 """
 
 from __future__ import annotations
@@ -45,17 +43,20 @@ from shared.weight_sync.phases import SyncPhase
 T = TypeVar("T")
 
 WATCH_S = 1.0
-"""How often a waiting call looks whether vLLM's process is alive."""
+"""Seconds between two looks of a waiting call at vLLM's process."""
 
 
 class VllmEngine:
-    """An `AsyncLLM` with a name, a weight version, and a door that is shut while its weights are
-    not verified.
+    """An `AsyncLLM` with a name and a weight version, which serves no rollouts while its weights
+    are not verified.
     """
 
+    process = ""
+    """`RolloutEngine.process`: nobody else can ask this engine."""
+
     def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
-        """`index` is the engine's place among the engines of the run: it decides the ranks of its
-        workers in a weight sync.
+        """`index` is the engine's number among the engines of the run, from which the ranks of its
+        workers in a weight sync follow.
         """
         self.name = name
         self._settings = settings
@@ -63,37 +64,35 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._failures = EngineFailures()
         self._ended: tuple[str, str] | None = None
-        """What `_end` has found."""
+        """The result of `_end`."""
         self.intake: WeightReceiver | None = None
-        """Since the start."""
+        """None before the start."""
         self._num_probes = 0
         self._num_finished_tokens = 0
         self._rule: RepeatRule | None = None
-        """The rule that guards what is generated, as `guard_by` has set it."""
+        """The repeat guard's rule, as `guard_by` has set it."""
 
     async def start(self) -> int:
-        """Load the model; blocks this event loop for 10 s or more. The environment must hold
-        `engine_environment(settings)` already. Returns its devices.
+        """Load the model, which blocks this event loop for 10 s or more. Returns the devices.
 
-        Raises RolloutError with what vLLM has failed with, and where the repeat guard is configured
-        and not active.
+        The environment must hold `engine_environment(settings)` already.
+
+        Raises:
+            RolloutError: vLLM's reason, or the repeat guard is configured and not active.
         """
         os.environ.update(self._failures.environment)
         try:
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**engine_arguments(self._settings))
             )
-        # vLLM reports whatever it does not like about a model or a machine as some exception or
-        # other
-        except Exception as error:
-            why, story = self._failures.of_error(error)
+        except Exception as error:  # vLLM has no class of its own for a bad model or machine
+            reason, story = self._failures.of_error(error)
             self._failures.remove()
-            failed = RolloutError(
-                f"the engine did not start: {why}", actor=self.name, phase="start"
-            )
+            message = f"the engine did not start: {reason}"
+            failure = RolloutError(message, actor=self.name, phase="start")
             # Not in the message: it is for error.txt.
-            failed.add_note(story)
-            raise failed from error
+            failure.add_note(story)
+            raise failure from error
         await self.guard_by(self._settings.repeat_guard)
         # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
         await self._llm.update_weight_version("0")
@@ -112,32 +111,28 @@ class VllmEngine:
         return self._settings.tensor_parallel_size
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Guard what begins from now on by these settings; None: not at all. For an engine that
-        generates nothing.
+        """Guard what begins from now on by these settings; None: not at all. The engine must be
+        idle.
 
-        Raises RolloutError where a worker does not hold the guard, or refuses the settings; and
-        vLLM's EngineDeadError when its process is gone.
+        Raises:
+            RolloutError: a worker does not hold the guard, or refuses the settings.
+            EngineDeadError: vLLM's process is gone.
         """
         try:
             answers = await self.collective_rpc(*guard_call(settings))
         except EngineDeadError:
             raise
-        # vLLM reports whatever failed in its worker as a plain Exception
-        except Exception as error:
-            told = f"its workers refuse rollout_matching.repeat_terminate: {error}"
-            raise RolloutError(told, actor=self.name, phase="start") from error
+        except Exception as error:  # vLLM's only class for a failure in its worker
+            message = f"its workers refuse rollout_matching.repeat_terminate: {error}"
+            raise RolloutError(message, actor=self.name, phase="start") from error
         require_guard(answers, settings, self.name)
         # Seconds where a tokenizer is loaded, in which this loop has other calls to answer.
         self._rule = await asyncio.to_thread(engine_rule, settings, self._settings.model_path)
 
     async def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """What this method of its workers returns, one for each device."""
+        """Call a method of every worker. Returns one answer for each device."""
         answers: list[Any] = await self.llm.collective_rpc(method, args=arguments)
         return answers
-
-    @property
-    def process(self) -> str:
-        return ""
 
     @property
     def model_path(self) -> str:
@@ -145,14 +140,13 @@ class VllmEngine:
 
     @property
     def llm(self) -> AsyncLLM:
-        """vLLM's own, for its own code beside ours. After `start`."""
+        """vLLM's engine, after `start`; vLLM's own OpenAI code uses it beside ours."""
         assert self._llm is not None, "start comes first"
         return self._llm
 
     @property
     def adapter(self) -> LoRARequest | None:
-        """What is served on top of the base weights, and belongs to every request; None:
-        nothing."""
+        """The adapter on top of the base weights, which belongs to every request; None: none."""
         return None if self.intake is None else self.intake.lora_request
 
     @property
@@ -161,7 +155,7 @@ class VllmEngine:
 
     @property
     def why_dead(self) -> str:
-        """What ended the engine's process, where `is_dead`."""
+        """Reason why the engine's process ended, where `is_dead`."""
         return self._end()[0]
 
     @property
@@ -171,47 +165,54 @@ class VllmEngine:
 
     @property
     def shut(self) -> str:
-        """Why no rollouts are served; empty: they are."""
+        """Reason why no rollouts are served; empty: they are."""
         return "it is not running" if self.intake is None else self.intake.unavailable_reason
 
     @property
     def num_tokens(self) -> int:
-        """Sampled since the start, as far as vLLM's process has told: it stands still where that is
-        stuck. May be asked from any thread.
-        """
-        if self._llm is None:
-            return self._num_finished_tokens
-        # A copy, taken in one go: the engine's own thread adds and removes.
-        running = [
-            state.detokenizer for state in tuple(self._llm.output_processor.request_states.values())
-        ]
-        return self._num_finished_tokens + sum(
-            tokens.num_output_tokens() for tokens in running if tokens is not None
-        )
+        """Tokens sampled since the start, by vLLM's last report. May be asked from any thread."""
+        num_tokens = self._num_finished_tokens
+        if self._llm is not None:
+            # A copy, taken in one go: the engine's own thread adds and removes.
+            for state in tuple(self._llm.output_processor.request_states.values()):
+                if state.detokenizer is not None:
+                    num_tokens += state.detokenizer.num_output_tokens()
+        return num_tokens
 
     def count(self, num_tokens: int) -> None:
-        """Sampled by a request to `llm` that has ended."""
+        """Add the tokens of a request to `llm` that has ended."""
         self._num_finished_tokens += num_tokens
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """One rollout per request, in order. Raises RolloutError, and EngineEndedError when its
-        process is gone.
+        """Generate one rollout per request, in order.
+
+        Raises:
+            RolloutError: the engine serves none, or a request was refused.
+            EngineEndedError: vLLM's process is gone.
         """
         if not requests:
             return []
         if self.shut:
-            raise RolloutError(
-                f"the engine serves no rollouts: {self.shut}", actor=self.name, phase="generate"
-            )
+            message = f"the engine serves no rollouts: {self.shut}"
+            raise RolloutError(message, actor=self.name, phase="generate")
         origin = EngineInfo(self.name, self.version, self._rule, StartTime.now())
         return await self._all([self._rollout(request, origin) for request in requests])
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """One phase of `SyncPhase`, which must come in order: for a pool that keeps its engines in
-        step. The last one gives the report. Raises EngineEndedError when its process is gone."""
+        """Run one phase; they must come in the order of `SyncPhase`. The last one gives the report.
+
+        Raises:
+            WeightSyncError: naming phase and engine.
+            EngineEndedError: vLLM's process is gone.
+        """
         assert self.intake is not None, "start comes first"
         if phase is SyncPhase.CANARY:
-            await self._send_away()
+            # vLLM has kept them queued since the pause, and would begin with them beside the
+            # canary, under weights that are not verified. With adapters on CPU its process would
+            # die of that: it takes a prompt's log-probabilities for those of the whole batch.
+            queued = list(self.llm.output_processor.request_states)
+            if queued:
+                await self.llm.abort(queued, internal=True)
         return (await self._all([self.intake.run_phase(phase, offer)]))[0]
 
     def close(self) -> None:
@@ -222,20 +223,13 @@ class VllmEngine:
             self._failures.remove()
         self._llm = self.intake = None
 
-    async def _send_away(self) -> None:
-        """Whatever vLLM has kept queued since the pause: it would begin with it beside the canary,
-        under weights that are not verified. With adapters on CPU its process would die of that,
-        because it takes the log-probabilities of a prompt for those of every request of the batch.
-        """
-        queued = list(self.llm.output_processor.request_states)
-        if queued:
-            await self.llm.abort(queued, internal=True)
-
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Every result, or the first error, which is EngineEndedError where the engine's process
-        has ended. What vLLM is asked for while its process is dying is never answered: hence the
-        watch."""
-        llm, tasks = self.llm, [asyncio.create_task(work) for work in works]
+        """Return every result, or raise the first error: EngineEndedError if vLLM's process ended.
+
+        What vLLM is asked for while its process is dying is never answered: hence the watch.
+        """
+        llm = self.llm
+        tasks = [asyncio.create_task(work) for work in works]
         pending: set[asyncio.Task[T]] = set(tasks)
         try:
             while pending:
@@ -248,8 +242,8 @@ class VllmEngine:
                     raise llm.dead_error
             return [task.result() for task in tasks]
         except EngineDeadError as error:
-            why, story = self._end()
-            ended = EngineEndedError(why)
+            reason, story = self._end()
+            ended = EngineEndedError(reason)
             # Not in the message: it is for error.txt.
             ended.add_note(story)
             raise ended from error
@@ -260,56 +254,45 @@ class VllmEngine:
             await asyncio.wait(tasks, timeout=WATCH_S)
 
     def _end(self) -> tuple[str, str]:
-        """Return why the engine's process is not there any more, which vLLM does not say, in short,
-        and the whole story. Removes the file that it is from: whoever has an engine that is dead
-        may end without closing it."""
+        """Return why the engine's process ended, which vLLM does not say: in short, and the whole
+        story.
+        """
         if self._ended is None:
             manager = self.llm.engine_core.resources.engine_manager
-            self._ended = self._failures.of_end(
-                {}
-                if manager is None
-                else {process.name: process.exitcode for process in manager.processes}
-            )
+            processes = [] if manager is None else manager.processes
+            exit_codes = {process.name: process.exitcode for process in processes}
+            self._ended = self._failures.of_end(exit_codes)
+            # Now: a dead engine may never be closed.
             self._failures.remove()
         return self._ended
 
     async def _rollout(self, request: RolloutRequest, origin: EngineInfo) -> Rollout:
-        prompt, params = (
-            request_prompt(request, self.name),
-            sampling_params(request.decode, request.seed),
-        )
+        prompt = request_prompt(request, self.name)
+        params = sampling_params(request.decode, request.seed)
         try:
             output = await self._complete(prompt, params, f"{request.step}/{request.position}")
         except VLLMClientError as error:
-            raise RolloutError(
-                f"sample {request.sample_id} was refused: {error}",
-                actor=self.name,
-                phase="generate",
-            ) from error
-        end = time.perf_counter()
+            message = f"sample {request.sample_id} was refused: {error}"
+            raise RolloutError(message, actor=self.name, phase="generate") from error
+        end_s = time.perf_counter()
         self.count(len(output.outputs[0].token_ids))
-        return to_completion(output, request, actor=self.name, version=origin.version).rollout(
-            request, origin, end
-        )
+        completion = to_completion(output, request, actor=self.name, version=origin.version)
+        return completion.rollout(request, origin, end_s)
 
     async def _complete(
         self, prompt: TokensPrompt, params: SamplingParams, request_id: str, *, adapted: bool = True
     ) -> RequestOutput:
-        """With the adapter that is served, if there is one, or without."""
+        """Run one request, with the adapter that is served, if there is one, or without."""
+        adapter = self.adapter if adapted else None
         # FINAL_ONLY: exactly one output.
-        async for output in self.llm.generate(
-            prompt, params, request_id, lora_request=self.adapter if adapted else None
-        ):
+        async for output in self.llm.generate(prompt, params, request_id, lora_request=adapter):
             return output
         raise AssertionError("vLLM ends a request with an output")
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         self._num_probes += 1
+        prompt = probe_prompt(probe, self.name)
+        request_id = f"canary/{self._num_probes}"
         return probe_scores(
-            await self._complete(
-                probe_prompt(probe, self.name),
-                probe_params(),
-                f"canary/{self._num_probes}",
-                adapted=adapted,
-            )
+            await self._complete(prompt, probe_params(), request_id, adapted=adapted)
         )

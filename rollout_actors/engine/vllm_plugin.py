@@ -18,11 +18,11 @@ from rollout_actors.engine.warm_python import end_at_once
 from shared.weight_sync.transports import TransportKind
 
 ENGINE_CORE = "EngineCore"
-"""How vLLM names the process of an engine."""
+"""vLLM's name for the process of an engine."""
 SEVERAL_DEVICES = "vllm.v1.executor.multiproc_executor"
-"""What such a process has imported if its devices have processes of their own."""
+"""A module that such a process imports only if its devices have processes of their own."""
 LAST = -1000
-"""The priority of what multiprocessing calls last of all when a process ends."""
+"""Priority of a finalizer that multiprocessing calls last of all when a process ends."""
 
 
 @cache
@@ -30,10 +30,8 @@ def register() -> None:
     """Make this package's weight transports known, and have an engine's processes write their
     errors down.
 
-    vLLM may call its plugins again, and refuses a name twice: only the first call acts.
-
-    In a forked process none would: they are started anew
-    (`rollout_actors.engine.settings.engine_environment`).
+    vLLM may call its plugins again, and refuses a name twice: only the first call acts. In a forked
+    process none would, so they are started anew (`engine.settings.engine_environment`).
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -53,8 +51,8 @@ def register() -> None:
 
 
 def _end_with(parent: BaseProcess) -> None:
-    """A server that was killed tells its engine nothing, which would hold the device for minutes,
-    until vLLM notices.
+    """End this process with its parent. Without this the engine of a killed server would hold the
+    device for minutes, until vLLM notices.
     """
     parent.join()
     os._exit(1)
@@ -64,22 +62,18 @@ _python_unfreeze = gc.unfreeze
 
 
 def _unfreeze() -> None:
-    """Take the place of `gc.unfreeze` in an engine's process, where vLLM calls it before a last
-    full collection, for programs that go on.
+    """Replace `gc.unfreeze` in an engine's process, where vLLM calls it before a last collection.
 
-    This process ends then. In a fork of the warm server a collection would copy every page with an
-    object on it.
+    The process ends then anyway, and in a fork of the warm server a collection would copy every
+    page with an object on it.
     """
     if SEVERAL_DEVICES in sys.modules:
         _python_unfreeze()
 
 
 def _end_at_once() -> None:
-    """End one of vLLM's processes, whose work is done. `sys.exception()` is still the error that
-    ended it, if one did.
-
-    With several devices it ends as Python does, because it gives back named memory only while its
-    modules are taken apart.
-    """
+    """End one of vLLM's processes, whose work is done."""
+    # With several devices it ends as Python does: only then does it give back named memory.
     if SEVERAL_DEVICES not in sys.modules:
+        # Still the error that ended the process, if one did.
         end_at_once(sys.exception())

@@ -1,24 +1,22 @@
-"""A Python that starts with vLLM's imports done: what a run on CPU consists of is forked, not
-started anew.
+"""A Python that starts with vLLM's imports done: the processes of a run on CPU are forked from it.
 
 An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a
 core on the same imports; so do a learner rank and an actor for environments. So the first one of a
 run on a machine starts a *warm server*, which imports torch, transformers and vllm once, has no
 threads, and from then on does nothing but fork. The parts of this file:
 
-- The *shim* is what runs in place of `python`: Ray starts it for an actor (`py_executable` of a
-  runtime environment), multiprocessing for EngineCore (`set_executable`). It asks the server for a
-  fork and hands over arguments, environment, working folder and open files. It stays as the process
-  that its parent knows: it ends with the fork's exit status, passes signals on, and when it is
-  killed, so is the fork.
-- The *server* ends by itself when nothing has been connected to it for `IDLE_S`; forks end with it.
+- The *shim* runs in place of `python`: Ray starts it for an actor (`py_executable` of a runtime
+  environment), multiprocessing for EngineCore (`set_executable`). It sends the server arguments,
+  environment, working folder and open files, and asks for a fork. It stays as the process that its
+  parent knows: it ends with the fork's exit status, passes signals on, and when it is killed, so is
+  the fork.
+- The *server* ends when nothing has been connected to it for `IDLE_S`; forks end with it.
 - The *fork* does what a new interpreter would do with these arguments. It has the server's limits,
   nice value and processors, and no effect of a new `LD_PRELOAD`.
 
 The environment variable `ROLLMATCH_WARM_FOLDER` names the server's folder, one for each run: no two
-runs share a server, and none outlives an upgrade. Where no server can be had, the shim says so and
-becomes an ordinary `python`. Engines on a GPU are always started anew, because a fork cannot use
-CUDA.
+runs share a server, and none outlives an upgrade. Where no server can be had, the shim reports it
+and becomes an ordinary `python`. Engines on a GPU are always started anew: a fork cannot use CUDA.
 
 Example:
     ROLLMATCH_WARM_FOLDER=/tmp/warm python -IS rollout_actors/engine/warm_python.py -c "import vllm"
@@ -55,37 +53,38 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3_vl",
 )
-"""What the server imports. Nothing of this project: a fork runs the code that is on the disk when
-it starts.
+"""Modules that the server imports. None of this project: a fork runs the code on the disk when it
+starts.
 """
 HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
-"""What vllm and transformers would import beside. Ray reads its settings from the environment when
-it is imported, so each fork imports it anew; the others are for functions that nothing here calls,
-take 2 s, and pyarrow starts a thread. A user's environment may import them; transformers goes on as
-if they were not installed."""
+"""Modules that vllm and transformers would import too, and that the server leaves out. Ray reads
+its settings from the environment when it is imported, so each fork imports it anew; nothing here
+needs the others, which take 2 s, and pyarrow starts a thread. A fork may import them.
+"""
 IDLE_S = 3.0
-"""How long a server without connections stays."""
+"""Seconds that a server without connections stays."""
 START_S = 240.0
-"""For a server to import everything, on a machine where others do the same."""
+"""Seconds for a server to import everything, on a machine where others do the same."""
 REQUEST_S = 10.0
-"""For a shim that has begun to ask."""
+"""Seconds for a shim that has begun to ask."""
 FOLDER = "ROLLMATCH_WARM_FOLDER"
 """Environment variable: the folder of the server to ask. A fork's own children use the fork's
 server.
 """
 VARIABLES = "ROLLMATCH_WARM_VARIABLES"
-"""Environment variable: a JSON object of variables that the server is started with. They have to be
-there when it imports torch and vllm; no fork gets them.
+"""Environment variable: a JSON object of variables for the server's own imports of torch and vllm.
+No fork gets them.
 """
 NAME = "warm"
-"""`ps -o comm` shows a shim as this word and the process id of its fork. (The fork's parent is the
-server.)
+"""First word of a shim in `ps -o comm`, before the process id of its fork, whose parent is the
+server.
 """
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Variables that every server has. OpenMP reads the second one when torch is imported, for all
-forks: a learner whose threads spin while they wait for each other, beside engines on the same
-cores, takes tens of times as long for a step."""
+"""Variables of every server. OpenMP reads the second one when torch is imported, for all forks:
+threads that spin while they wait would make a step of a learner beside engines tens of times as
+long.
+"""
 _THIS_FILE = Path(__file__).resolve()
 _MAX_FILES = 253
 """The most that Linux sends over a socket at once."""
@@ -100,13 +99,10 @@ def command() -> list[str]:
 
 
 def run_folder() -> str:
-    """Return the folder of this run's servers, one on each machine. It is made by the first shim
-    there and removed by the server at its end.
+    """Return the folder of this run's servers, one on each machine. The first shim makes it, and
+    the server removes it at its end.
     """
     return os.environ.setdefault(FOLDER, f"/tmp/rollmatch-warm-{uuid.uuid4().hex[:16]}")
-
-
-# The shim
 
 
 def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoReturn:
@@ -146,8 +142,7 @@ def connect(
 ) -> socket.socket:
     """Return a connection to the folder's server, which stays as long as it has one.
 
-    Where there is no server, one is started with this environment and what `VARIABLES` in it says,
-    and imports `preloaded`.
+    Starts one where there is none, with this environment and what `VARIABLES` in it adds.
 
     Raises:
         OSError: the folder is somebody else's, or no socket can be made there.
@@ -170,15 +165,9 @@ def connect(
         with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("ab") as log:
             listener.bind(address)
             listener.listen(128)
+            server = [sys.executable, str(_THIS_FILE), "--server", str(folder)]
             subprocess.Popen(
-                [
-                    sys.executable,
-                    str(_THIS_FILE),
-                    "--server",
-                    str(folder),
-                    str(listener.fileno()),
-                    *preloaded,
-                ],
+                [*server, str(listener.fileno()), *preloaded],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -193,7 +182,7 @@ def connect(
 
 
 def _open_files(connection: socket.socket) -> list[int]:
-    """Numbers of the files that this process has inherited."""
+    """Return the numbers of the files that this process has inherited."""
     files = []
     for number in sorted(int(file.name) for file in Path("/proc/self/fd").iterdir()):
         with suppress(OSError):  # the listing's own
@@ -215,18 +204,14 @@ def _ask_for_fork(
         "files": files,
     }
     text = json.dumps(request).encode("utf-8")
-    connection.sendmsg(
-        [_LENGTH.pack(len(text))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
-    )
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+    connection.sendmsg([_LENGTH.pack(len(text))], [rights])
     connection.sendall(text)
 
 
-def _become_plain(arguments: Sequence[str], why: str) -> NoReturn:
-    print(
-        f"rollmatch: {why}; starting without it, which takes 10 s longer",
-        file=sys.stderr,
-        flush=True,
-    )
+def _become_plain(arguments: Sequence[str], reason: str) -> NoReturn:
+    message = f"rollmatch: {reason}; starting without it, which takes 10 s longer"
+    print(message, file=sys.stderr, flush=True)
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
@@ -241,7 +226,7 @@ def _receive_number(connection: socket.socket) -> int | None:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes | None:
-    """None where the other end has closed."""
+    """Return so many bytes; None where the other end has closed."""
     data = b""
     while len(data) < size:
         try:
@@ -254,11 +239,8 @@ def _receive(connection: socket.socket, size: int) -> bytes | None:
     return data
 
 
-# The server
-
-
 def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> None:
-    """Import everything, then fork for whoever asks, until nothing is connected any more."""
+    """Import everything, then fork on request, until nothing is connected any more."""
     import gc
     import importlib
     import shutil
@@ -295,9 +277,7 @@ class _Server:
         self._forks: dict[socket.socket, int | None] = {}
         """Process of every connection; None before its request."""
         self._woken, self._wake = os.pipe()
-        """Something arrives here when a fork has ended: the signal interrupts no `select` by
-        itself.
-        """
+        """A pipe that wakes `select` when a fork has ended, which the signal alone does not."""
 
     def run(self) -> None:
         import select
@@ -311,32 +291,34 @@ class _Server:
             waited_for: list[Any] = [self._listener, self._woken, *self._forks]
             ready = select.select(waited_for, [], [], 1.0)[0]
             if self._listener in ready:
-                self._accept()
+                with suppress(OSError):  # too many open files: tried again in the next round
+                    connection = self._listener.accept()[0]
+                    connection.settimeout(REQUEST_S)
+                    self._forks[connection] = None
             if self._woken in ready:
                 os.read(self._woken, 4096)
             self._report_ended()
-            for connection in [one for one in ready if one in self._forks]:
-                self._answer(connection)
+            for connection in ready:
+                if connection in self._forks:
+                    self._answer(connection)
             if self._forks:
                 idle_since_s = time.monotonic()
             elif time.monotonic() - idle_since_s > IDLE_S and self._has_closed():
                 return
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # too many open files: it is asked again in the next round
-            connection = self._listener.accept()[0]
-            connection.settimeout(REQUEST_S)
-            self._forks[connection] = None
-
     def _report_ended(self) -> None:
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
-                for connection in [one for one, fork in self._forks.items() if fork == ended[0]]:
-                    self._tell(connection, os.waitstatus_to_exitcode(ended[1]))
-                    self._forget(connection)
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                for connection, fork in list(self._forks.items()):
+                    if fork == pid:
+                        self._send(connection, os.waitstatus_to_exitcode(status))
+                        self._forget(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        """A request, or the end of a shim: which takes its fork with it."""
+        """Handle a request, or the end of a shim, which takes its fork with it."""
         fork = self._forks[connection]
         if fork is not None:
             _kill(fork, signal.SIGKILL)
@@ -351,20 +333,16 @@ class _Server:
         sys.stderr.flush()
         try:
             fork = os.fork()
-        # no more processes, or no memory: its shim becomes an ordinary python
-        except OSError as error:
+        except OSError as error:  # no processes or memory left: the shim becomes plain python
             print(f"cannot fork: {error}", flush=True)
             fork = None
         if fork == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for own in (
-                self._woken,
-                self._wake,
-                self._listener.detach(),
-                *(each.detach() for each in self._forks),
-            ):
-                os.close(own)
+            # A fork that held the server's files would keep its shims from seeing its end.
+            sockets = [self._listener, *self._forks]
+            for file in (self._woken, self._wake, *(each.detach() for each in sockets)):
+                os.close(file)
             _run_as(self._folder, request, files)
         for file in files:
             os.close(file)
@@ -372,10 +350,10 @@ class _Server:
             self._forget(connection)
             return
         self._forks[connection] = fork
-        self._tell(connection, fork)
+        self._send(connection, fork)
 
-    def _tell(self, connection: socket.socket, number: int) -> None:
-        with suppress(OSError):  # it has ended
+    def _send(self, connection: socket.socket, number: int) -> None:
+        with suppress(OSError):  # the shim has ended
             connection.sendall(_STATUS.pack(number))
 
     def _forget(self, connection: socket.socket) -> None:
@@ -383,8 +361,8 @@ class _Server:
         connection.close()
 
     def _has_closed(self) -> bool:
-        """Whether nobody has come meanwhile. From then on nobody can: whoever wants to connect
-        waits for the lock, and finds no socket.
+        """Close for good, unless a shim has come meanwhile. Later ones wait for the lock, and find
+        no socket.
         """
         import select
 
@@ -400,7 +378,7 @@ class _Server:
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """None where the shim has ended, or says no more."""
+    """Return a shim's request and files; None where the shim has ended or stopped sending."""
     files = array.array("i")
     try:
         head, ancillary, _, _ = connection.recvmsg(
@@ -418,11 +396,8 @@ def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[in
     return None
 
 
-# The fork
-
-
 def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoReturn:
-    """Be the process that was asked for."""
+    """Be the requested process, in the fork."""
     import threading
 
     error: BaseException | None = None
@@ -438,8 +413,8 @@ def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoRe
 
 
 def end_at_once(error: BaseException | None) -> NoReturn:
-    """End this process as Python does after `error`, but for the last part: taking apart all that
-    was imported holds a core for 4 s.
+    """End this process as Python does after `error`, without taking apart all modules, which would
+    hold a core for 4 s.
     """
     import atexit
 
@@ -460,20 +435,18 @@ def end_at_once(error: BaseException | None) -> NoReturn:
 
 
 def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> None:
-    """Take the files under their numbers, the environment and the working folder, and a session and
-    a random state of its own.
-    """
+    """Take over files, environment and working folder, and begin a session and a random state."""
     import multiprocessing.spawn
     import random
 
-    # Ray's worker is a file, and its own way to set a title would no longer work
+    # Not for Ray's worker, which is a file: its own way to set a title would no longer work.
     if request["arguments"][0].startswith("-"):
         import setproctitle
 
         setproctitle.setproctitle(shlex.join([sys.executable, *request["arguments"]]))
     os.setsid()  # Ray kills a worker's process group, which must not be the server's
+    # Moved out of the way of the numbers that they get.
     free = max([*request["files"], *files], default=2) + 1
-    # out of the way of the numbers that they get
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, free) for file in files]
     for file in files:
         os.close(file)
@@ -503,8 +476,8 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
 
 
 def _program(arguments: Sequence[str]) -> Callable[[], object]:
-    """What these arguments of `python` ask for: `-c CODE`, `-m MODULE` or a file, behind flags that
-    mean nothing here.
+    """Return the program that these arguments of `python` name: `-c CODE`, `-m MODULE` or a file,
+    behind flags that mean nothing here.
     """
     import runpy
     import types
