@@ -97,7 +97,7 @@ class LearnerActor:
     def start(
         self,
         config: RunConfig,
-        place: RankTopology,
+        topology: RankTopology,
         make_backend: MakeBackend | None,
         examples: ExampleCounts | None,
     ) -> int:
@@ -110,7 +110,7 @@ class LearnerActor:
         from learner.learner import Learner
 
         self._learner = Learner(
-            config, replace(place, address=_node_address(config)), self._rendezvous, examples
+            config, replace(topology, address=_node_address(config)), self._rendezvous, examples
         )
         if make_backend is not None:
             self._backend = make_backend(EngineHost(config, self._learner))

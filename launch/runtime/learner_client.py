@@ -97,14 +97,14 @@ class RayLearner:
     def start(
         self,
         config: RunConfig,
-        places: Sequence[RankTopology],
+        topologies: Sequence[RankTopology],
         make_backend: MakeBackend | None = None,
         examples: ExampleCounts | None = None,
     ) -> None:
         """Load model and data on every rank and, where there is one, its backend.
 
         Args:
-            places: one for each rank.
+            topologies: one for each rank.
             make_backend: makes the backend beside each rank; None: engines are elsewhere.
             examples: those of the run's environment, where it has one.
 
@@ -114,15 +114,15 @@ class RayLearner:
         self._has_backends = make_backend is not None
         self.offers_adapter = resolved_sync_mode(config) == "adapter"
         self.falls_back = config.rollout_matching.vllm.sync.fallback_to_full
-        self._waits_by_nccl = len(places) > 1 and places[0].device is Device.CUDA
+        self._waits_by_nccl = len(topologies) > 1 and topologies[0].device is Device.CUDA
         limit = self._timeouts.limit("start_s")
-        if len(places) > 1:
+        if len(topologies) > 1:
             opening = self._actors[0].open_rendezvous.remote(config)
             (endpoint,) = self._wait("start", limit, [opening])
-            places = [replace(place, rendezvous=endpoint) for place in places]
+            topologies = [replace(rank, rendezvous=endpoint) for rank in topologies]
         starting = [
-            actor.start.remote(config, place, make_backend, examples)
-            for actor, place in zip(self._actors, places, strict=True)
+            actor.start.remote(config, topology, make_backend, examples)
+            for actor, topology in zip(self._actors, topologies, strict=True)
         ]
         self.num_threads = self._wait("start", limit, starting)[0]
 

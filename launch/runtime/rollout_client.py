@@ -351,7 +351,7 @@ class RankRolloutClient(RolloutClient):
 
 
 class RoundQueue:
-    """Who is asked for which part of a round, and who instead when an engine fails (no Ray here).
+    """The parts of one round that each engine still has to do, or is asked for. No Ray here.
 
     No engine is asked for more than `decode_batch_size` per device at a time: what it takes over
     from another waits for its own part.
