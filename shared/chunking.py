@@ -1,5 +1,7 @@
-"""How a step's requests are cut into rounds and shares (DESIGN 5, decisions 5, 15 and 16), and
-tensors into buckets.
+"""The split of a step's requests into rounds and shares (DESIGN 5, decisions 5, 15 and 16).
+
+A *round* is generated at once over all engines; a *share* is one engine's part of it. Tensors are
+cut into buckets here too.
 """
 
 from __future__ import annotations
@@ -13,9 +15,7 @@ T = TypeVar("T")
 
 
 def split_contiguous(n: int, num_servers: int) -> list[range]:
-    """`ceil(n / num_servers)` requests to each server in order; the last servers may get fewer or
-    none.
-    """
+    """Give `ceil(n / num_servers)` requests to each server in order; the last may get fewer."""
     if n < 0 or num_servers < 1:
         raise ValueError(
             f"cannot split {n} requests over {num_servers} servers; both counts must be positive"
@@ -25,8 +25,11 @@ def split_contiguous(n: int, num_servers: int) -> list[range]:
 
 
 def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
-    """Contiguous ranges proportional to `weights`: the floor each, then the largest remainders,
-    ties to the lower index.
+    """Cut contiguous ranges in proportion to `weights`.
+
+    Each gets the floor, then the largest remainders one more, ties to the lower index.
+
+    Example: 5 requests by weights 1 and 2 are `range(0, 2)` and `range(2, 5)`.
     """
     if n < 0 or not weights or min(weights) < 1:
         raise ValueError(
@@ -37,13 +40,24 @@ def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
     by_remainder = sorted(range(len(weights)), key=lambda i: (-(n * weights[i] % total), i))
     for i in by_remainder[: n - sum(counts)]:
         counts[i] += 1
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def split_over(n: int, devices: Sequence[int]) -> list[range]:
+    """Split a round over engines: evenly where all have as many devices, else in proportion."""
+    if len(set(devices)) == 1:
+        return split_contiguous(n, len(devices))
+    return split_weighted(n, devices)
 
 
 def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> range:
-    """The contiguous part of `total` that `rank` owns; the first ranks have one more, or where so
-    many stay `together`, so many more.
+    """Return the contiguous part of `total` that `rank` owns; the first ranks have one more.
+
+    Args:
+        together: requests of one group, which is never cut; `total` is a multiple of it.
+
+    Example: 5 over 2 ranks are `range(0, 3)` and `range(3, 5)`.
     """
     if together != 1:
         assert total % together == 0, f"{total} are no groups of {together}"
@@ -62,17 +76,19 @@ def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> 
 def chunk_size(
     decode_batch_size: int, server_world_sizes: Sequence[int], learner_world_size: int
 ) -> int:
-    """Requests per learner rank and round, so that no rollout device decodes more than
-    `decode_batch_size` at a time.
+    """Return the requests per learner rank and round.
 
-    `server_world_sizes` are the devices of each server. Raises ValueError where a count is under 1
-    or there is no server, and where `decode_batch_size * devices < learner ranks`: then not every
-    rank could have one request.
+    No rollout device then decodes more than `decode_batch_size` at a time.
+
+    Args:
+        server_world_sizes: the devices of each server.
+
+    Raises:
+        ValueError: a count is under 1, there is no server, or `decode_batch_size * devices` is
+            less than the learner ranks, so that one of them would have no request.
     """
-    if (
-        min(decode_batch_size, learner_world_size, *server_world_sizes) < 1
-        or not server_world_sizes
-    ):
+    counts = (decode_batch_size, learner_world_size, *server_world_sizes)
+    if min(counts) < 1 or not server_world_sizes:
         raise ValueError(
             f"decode_batch_size {decode_batch_size} over servers of {list(server_world_sizes)}"
             f" devices cannot serve {learner_world_size} learner ranks; give at least one server,"
@@ -89,41 +105,6 @@ def chunk_size(
     return chunk
 
 
-def split_over(n: int, devices: Sequence[int]) -> list[range]:
-    """A round over engines: contiguous where all have the same number of devices, else in
-    proportion to it.
-    """
-    return (
-        split_contiguous(n, len(devices)) if len(set(devices)) == 1 else split_weighted(n, devices)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class RoundPart:
-    """What one engine generates for one learner rank in a round."""
-
-    engine: int
-    rank: int
-    requests: range
-    """Places among the rank's requests of the round; never empty."""
-    num_failed: int = 0
-    """Engines that failed to answer it before this one."""
-
-
-def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]:
-    """How engines share out a round of `sizes` requests of each learner rank: in rank order, so
-    that a part crosses from one rank to the next as two parts.
-    """
-    ends = list(accumulate(sizes))
-    starts = [0, *ends[:-1]]
-    return [
-        RoundPart(engine, rank, range(overlap.start - start, overlap.stop - start))
-        for engine, part in enumerate(split_over(ends[-1], devices))
-        for rank, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if (overlap := range(max(part.start, start), min(part.stop, end)))
-    ]
-
-
 def round_chunk(
     decode_batch_size: int,
     server_world_sizes: Sequence[int],
@@ -131,20 +112,51 @@ def round_chunk(
     *,
     together: int = 1,
 ) -> int:
-    """`chunk_size`, of which where so many stay `together` only whole groups are taken: at least
-    one, whose rollouts then take turns in the engines.
-    """
+    """Return `chunk_size` in whole groups of `together`: at least one, whose rollouts may queue."""
     chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
     return max(together, chunk - chunk % together)
 
 
-def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list[list[range]]:
-    """The fewest rounds in which each learner rank learns its share of a step, at most `chunk`
-    requests of each rank in a round.
+@dataclass(frozen=True, slots=True)
+class RoundPart:
+    """The requests that one engine generates for one learner rank in a round."""
 
-    `[round][rank]`; each range counts within the rank's share. A share is contiguous in order over
-    the rounds, and as even as `split_contiguous` makes it. Where so many requests stay `together`,
-    shares and `chunk` are multiples of that, and so are all ranges.
+    engine: int
+    rank: int
+    requests: range
+    """Indices of the rank's requests in the round; never empty."""
+    num_failed: int = 0
+    """Engines that failed to answer it before this one."""
+
+
+def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]:
+    """Share a round of `sizes` requests of each learner rank out over engines, in rank order.
+
+    Example: 2 ranks with 3 requests each, 2 engines of one device: engine 0 generates requests
+    0, 1, 2 of rank 0, engine 1 those of rank 1. With 3 engines, engine 1 has one part of each rank.
+    """
+    ends = list(accumulate(sizes))
+    parts = []
+    for engine, share in enumerate(split_over(ends[-1], devices)):
+        for rank, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            start = end - size
+            first, last = max(share.start, start), min(share.stop, end)
+            if first < last:
+                parts.append(RoundPart(engine, rank, range(first - start, last - start)))
+    return parts
+
+
+def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list[list[range]]:
+    """Cut each rank's share of a step into the fewest rounds of at most `chunk` requests a rank.
+
+    Args:
+        together: requests of one group, which is never cut; shares and `chunk` are multiples.
+
+    Returns:
+        `[round][rank]`, ranges within the rank's share: in order, and as even as
+        `split_contiguous` makes them.
+
+    Example: shares of 5 and 4 with a chunk of 3 are 2 rounds: `[0:3], [0:2]` and `[3:5], [2:4]`.
     """
     if together != 1:
         groups = rank_rounds([share // together for share in shares], chunk // together)
@@ -158,22 +170,14 @@ def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list
             " rank; chunk must be at least 1"
         )
     num_rounds = max((-(-share // chunk) for share in shares), default=0)
-    return (
-        [
-            list(round_)
-            for round_ in zip(
-                *(split_contiguous(share, num_rounds) for share in shares), strict=True
-            )
-        ]
-        if num_rounds
-        else []
-    )
+    if not num_rounds:
+        return []
+    by_rank = [split_contiguous(share, num_rounds) for share in shares]
+    return [list(round_) for round_ in zip(*by_rank, strict=True)]
 
 
 def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]]]:
-    """The rounds of a step whose requests are those of each learner rank, `[round][rank]`, as
-    `rank_rounds` says.
-    """
+    """Cut the requests of each learner rank into rounds: `[round][rank]`, as `rank_rounds` says."""
     rounds = rank_rounds([len(share) for share in requests], chunk)
     return [
         [list(share[part.start : part.stop]) for share, part in zip(requests, round_, strict=True)]
@@ -184,7 +188,7 @@ def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]
 def cut_past(
     items: Iterable[T], limit: int, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, ...]]:
-    """The items in order, cut behind each that takes a bucket past `limit`."""
+    """Yield the items in order in buckets, each cut behind the item that takes it past `limit`."""
     bucket: list[T] = []
     size = 0
     for item in items:

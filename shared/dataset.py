@@ -1,4 +1,4 @@
-"""The data file, and the order in which a run goes through it."""
+"""The data file, and the order in which a run goes through its samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dataset(Sequence[Sample]):
     path: Path
     samples: tuple[Sample, ...]
     skipped: tuple[str, ...] = ()
-    """Why each bad row was left out: file, line, field and problem."""
+    """The reason why each bad row was left out: file, line, field and problem."""
 
     @property
     def num_skipped(self) -> int:
@@ -47,16 +47,13 @@ class Dataset(Sequence[Sample]):
 
     @classmethod
     def of(cls, path: Path, samples: Sequence[Sample], skipped: Sequence[str]) -> Dataset:
-        """Raises RecordError where no row is usable."""
+        """Make a data set of the usable rows. Raises RecordError where there is none."""
         if not samples:
-            problem = (
-                f"has no usable row: {len(skipped)} were bad, the first: {skipped[0]}"
-                if skipped
-                else "is empty"
-            )
-            raise RecordError(
-                problem, field="file", remedy="write one JSON object per line", file=str(path)
-            )
+            problem = "is empty"
+            if skipped:
+                problem = f"has no usable row: {len(skipped)} were bad, the first: {skipped[0]}"
+            remedy = "write one JSON object per line"
+            raise RecordError(problem, field="file", remedy=remedy, file=str(path))
         return cls(path, tuple(samples), tuple(skipped))
 
 
@@ -76,14 +73,17 @@ def load_dataset(
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Dataset:
-    """Reads a JSONL file of records (DESIGN 7.1); blank lines mean nothing, image paths are
-    relative to the file.
+    """Read a JSONL file of records (DESIGN 7.1); blank lines mean nothing.
 
-    RecordError names file, line, field and remedy: of the first 20 bad rows, with the number of
-    all, or, where `on_bad_row` is "skip" (which logs and counts every bad row), of a file that
-    cannot be read or has no usable row. `check_images`, `image_size`, `known_images` and `geometry`
-    say what a row must be, as `load_record` does. A row without an id is called after its file and
-    line.
+    Image paths are relative to the file. A row without an id is called after its file and line.
+
+    Args:
+        on_bad_row: "error": a bad row stops the load; "skip": it is logged and counted.
+        check_images: `require_images` of `load_record`, which the other arguments are of too.
+
+    Raises:
+        RecordError: names file, line, field and remedy of the first 20 bad rows, with the number
+            of all. With "skip" only for a file that cannot be read or has no usable row.
     """
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'")
@@ -125,9 +125,7 @@ def load_dataset(
 
 
 def image_names(path: Path) -> set[str]:
-    """Collect each image path of a JSONL file of records, once. Rows that cannot be read are passed
-    over: `load_dataset` says what is wrong with them.
-    """
+    """Collect the image paths of a JSONL file of records; `load_dataset` reports bad rows."""
     names: set[str] = set()
     for _, line in _lines(path):
         try:
@@ -140,14 +138,12 @@ def image_names(path: Path) -> set[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, without their ends, numbered from 1."""
+    """Yield the lines that are not blank, without their ends, numbered from 1."""
     try:
         with path.open("rb") as file:
-            yield from (
-                (number, line.rstrip(b"\r\n"))
-                for number, line in enumerate(file, 1)
-                if line.strip()
-            )
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line.rstrip(b"\r\n")
     except OSError as error:
         remedy = "correct the path, or make the data first"
         raise RecordError(
@@ -156,32 +152,26 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _decode(path: Path, line: bytes) -> Any:
+    """Parse one line strictly: no byte order mark, no key twice, no absurd number."""
     if line.startswith(codecs.BOM_UTF8):
-        remedy = (
-            "save the file as UTF-8 without it: sed -i '1s/^\\xEF\\xBB\\xBF//'"
-            f" {shlex.quote(str(path))}"
-        )
-        raise RecordError(
-            "begins with a byte order mark, which JSON does not have", field="row", remedy=remedy
-        )
+        command = f"sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}"
+        problem = "begins with a byte order mark, which JSON does not have"
+        raise _bad_row(problem, f"save the file as UTF-8 without it: {command}")
     try:
         return json.loads(line.decode(), object_pairs_hook=_object, parse_int=_integer)
     except UnicodeDecodeError as error:
-        raise RecordError(
-            f"is not UTF-8 at byte {error.start + 1}", field="row", remedy="save the file as UTF-8"
-        ) from error
+        problem, remedy = f"is not UTF-8 at byte {error.start + 1}", "save the file as UTF-8"
+        raise _bad_row(problem, remedy) from error
     except json.JSONDecodeError as error:
-        raise RecordError(
-            f"is not JSON at column {error.colno}: {error.msg}",
-            field="row",
-            remedy="write one JSON object per line",
-        ) from error
+        problem = f"is not JSON at column {error.colno}: {error.msg}"
+        raise _bad_row(problem, "write one JSON object per line") from error
     except RecursionError as error:
-        raise RecordError(
-            "is nested too deeply to be read",
-            field="row",
-            remedy="flatten it; a row needs three levels",
-        ) from error
+        problem = "is nested too deeply to be read"
+        raise _bad_row(problem, "flatten it; a row needs three levels") from error
+
+
+def _bad_row(problem: str, remedy: str) -> RecordError:
+    return RecordError(problem, field="row", remedy=remedy)
 
 
 def _integer(digits: str) -> int:
@@ -189,11 +179,8 @@ def _integer(digits: str) -> int:
         return int(digits)
     except ValueError as error:
         # Python reads integers of 4,300 digits at most (sys.set_int_max_str_digits).
-        raise RecordError(
-            f"has an integer of {len(digits)} digits, {digits[:8]}...",
-            field="row",
-            remedy="write a number of sensible size",
-        ) from error
+        problem = f"has an integer of {len(digits)} digits, {digits[:8]}..."
+        raise _bad_row(problem, "write a number of sensible size") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -206,39 +193,44 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class SampleStream(Iterator[int]):
-    """Indices 0 .. num_samples - 1 without end, epoch by epoch: each epoch has every index once.
+    """Indices 0 .. num_samples - 1 without end; each epoch has every index once.
 
-    With `shuffle` the order of an epoch depends on `seed` and the epoch's number alone. ValueError
-    for an empty dataset or a negative seed.
+    With `shuffle` the order of an epoch depends on `seed` and the epoch's number alone.
+
+    Example: `SampleStream(3, seed=0, shuffle=False).take(4)` is `[0, 1, 2, 0]`.
+
+    Raises:
+        ValueError: the data set is empty, or the seed negative.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
         if num_samples < 1:
-            raise ValueError(
-                "there is no sample to draw from; give a dataset with at least one row"
-            )
+            raise ValueError("there is no sample to draw from; give a dataset with a row")
         if seed < 0:
             raise ValueError(f"seed is {seed}; use 0 or more")
-        self._num_samples, self._seed, self._shuffle = num_samples, seed, shuffle
-        self._epoch, self._offset = 0, 0
+        self._num_samples = num_samples
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._offset = 0
         self._order = self._epoch_order()
 
     def __next__(self) -> int:
         if self._offset == self._num_samples:
-            self._epoch, self._offset = self._epoch + 1, 0
+            self._epoch += 1
+            self._offset = 0
             self._order = self._epoch_order()
         index = int(self._order[self._offset])
         self._offset += 1
         return index
 
     def take(self, n: int) -> list[int]:
-        """The next `n` indices."""
+        """Return the next `n` indices."""
         return [next(self) for _ in range(n)]
 
     def _epoch_order(self) -> np.ndarray:
-        """int64 [num_samples]."""
+        """Return the indices of the epoch in order: int64 [num_samples]."""
         if not self._shuffle:
             return np.arange(self._num_samples)
-        return np.random.Generator(np.random.PCG64((self._seed, self._epoch))).permutation(
-            self._num_samples
-        )
+        generator = np.random.Generator(np.random.PCG64((self._seed, self._epoch)))
+        return generator.permutation(self._num_samples)

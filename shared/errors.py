@@ -1,54 +1,69 @@
-"""What can go wrong for a user, one class per remedy.
+"""The errors that a user can act on, one class per remedy.
 
-`ConfigError` and `RecordError` are `ValueError`s: the user's input is at fault, and the message
-says where and what to do. The others are failures of a running system. All of them cross process
-boundaries, so they pickle with every field.
+`ConfigError` and `RecordError` are `ValueError`s: the input is at fault, and the message says where
+and what to do. The others are failures of a running system.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEARNER, ENGINES = "learner", "rollout engines"
-"""Whose an error is where it is the learner's, or that of all engines together."""
+"""The source of an error where it is the learner, or all engines together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """The longest that a wait may take, and what the configuration calls it."""
+    """The longest that a wait may take, and the configuration's name for it."""
 
     seconds: float
     key: str
 
 
 def late(who: str, limit: Timeout, check: str) -> str:
-    """What is said of a wait that came to its limit."""
+    """Word the message about a wait that came to its limit."""
     return f"no answer from {who} after {limit.key} = {round(limit.seconds, 1):g} s; check {check}"
 
 
 def ended(whose: str, reason: object = None) -> str:
-    """What is said of a process that is not there any more."""
+    """Word the message about a process that has died."""
     why = "" if reason is None else f" ({reason})"
     return f"{whose} process has ended{why}; check its log and the machine's memory"
 
 
-class ConfigError(ValueError):
+class PortableError(Exception):
+    """An error that crosses process boundaries with every field.
+
+    A subclass keeps each argument of its `__init__` in an attribute of the same name.
+    """
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # Ray raises local subclasses of its own, which cannot be pickled: the first importable
+        # class is the one that was raised.
+        kind = next(kind for kind in type(self).__mro__ if "<locals>" not in kind.__qualname__)
+        fields = {name: getattr(self, name) for name in inspect.signature(kind).parameters}
+        return _rebuild, (kind, fields)
+
+
+def _rebuild(kind: type[PortableError], fields: dict[str, object]) -> PortableError:
+    return kind(**fields)
+
+
+class ConfigError(PortableError, ValueError):
     """The configuration is wrong. One problem per line: `a.b[0].c: what is wrong; what to do`."""
 
     def __init__(self, problems: Sequence[str] | str) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
 
-    def __reduce__(self) -> tuple[type, tuple[tuple[str, ...]]]:
-        return type(self), (self.problems,)
 
-
-class RecordError(ValueError):
+class RecordError(PortableError, ValueError):
     """A dataset row is wrong: names the file, the line, the field and the remedy.
 
-    `line` is 1-based; `file` and `line` are None where the row did not come from a file. `more` are
-    lines about further bad rows of the same file.
+    Example: `RecordError("is missing", field="width", remedy="add it", file="a.jsonl", line=3)`
+    reads "a.jsonl:3: width: is missing; add it".
     """
 
     def __init__(
@@ -61,41 +76,30 @@ class RecordError(ValueError):
         line: int | None = None,
         more: Sequence[str] = (),
     ) -> None:
-        self.problem, self.field, self.remedy, self.file, self.line, self.more = (
-            problem,
-            field,
-            remedy,
-            file,
-            line,
-            tuple(more),
+        """Args:
+        file: None where the row did not come from a file.
+        line: from 1.
+        more: lines about further bad rows of the same file.
+        """
+        self.problem = problem
+        self.field = field
+        self.remedy = remedy
+        self.file = file
+        self.line = line
+        self.more = tuple(more)
+        where = ":".join(str(part) for part in (file, line) if part is not None)
+        prefix = f"{where}: " if where else ""
+        super().__init__("\n".join((f"{prefix}{field}: {problem}; {remedy}", *self.more)))
+
+    def at(self, file: str | None, line: int | None, more: Sequence[str] = ()) -> RecordError:
+        """Return the same problem at its place in a file, with lines about others."""
+        return RecordError(
+            self.problem, field=self.field, remedy=self.remedy, file=file, line=line, more=more
         )
-        where = "" if file is None else f"{file}:{line}: " if line is not None else f"{file}: "
-        super().__init__("\n".join((f"{where}{field}: {problem}; {remedy}", *self.more)))
-
-    def at(self, file: str, line: int) -> RecordError:
-        """The same problem, located."""
-        return RecordError(self.problem, field=self.field, remedy=self.remedy, file=file, line=line)
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _record_error, (
-            self.problem,
-            self.field,
-            self.remedy,
-            self.file,
-            self.line,
-            self.more,
-        )
-
-
-def _record_error(
-    problem: str, field: str, remedy: str, file: str | None, line: int | None, more: tuple[str, ...]
-) -> RecordError:
-    return RecordError(problem, field=field, remedy=remedy, file=file, line=line, more=more)
 
 
 class BadRows:
-    """The bad rows of one file, as they are found: the first of them are kept, and all are
-    counted."""
+    """The bad rows of one file: all are counted, and the first 20 are kept."""
 
     SHOWN = 20
 
@@ -109,145 +113,86 @@ class BadRows:
             self._shown.append(error)
 
     def raise_if_any(self) -> None:
-        """Raise one RecordError that tells of all: where there are several it ends with their
-        number.
-        """
+        """Raise one RecordError about all of them; several end with their number."""
         if not self.count:
             return
         first, *others = self._shown
         if self.count == 1:
             raise first
-        what = (
-            f"these {self.count}"
-            if self.count <= self.SHOWN
-            else f"{self.count}, of which the first {self.SHOWN} are above"
-        )
+        what = f"these {self.count}"
+        if self.count > self.SHOWN:
+            what = f"{self.count}, of which the first {self.SHOWN} are above"
         more = [*map(str, others), f"{first.file}: bad rows: {what}"]
-        raise RecordError(
-            first.problem,
-            field=first.field,
-            remedy=first.remedy,
-            file=first.file,
-            line=first.line,
-            more=more,
-        )
+        raise first.at(first.file, first.line, more)
 
 
-class RolloutError(RuntimeError):
-    """A rollout engine failed, timed out, or answered something that contradicts the learner.
-
-    `actor` is the engine's name, `phase` is what was being done (`start`, `generate`, `check`,
-    ...).
-    """
+class RolloutError(PortableError, RuntimeError):
+    """A rollout engine failed, timed out, or answered something that contradicts the learner."""
 
     def __init__(self, message: str, *, actor: str, phase: str) -> None:
-        self.message, self.actor, self.phase = message, actor, phase
+        """Args:
+        actor: the engine's name.
+        phase: the work it was doing (`start`, `generate`, `check`, ...).
+        """
+        self.message = message
+        self.actor = actor
+        self.phase = phase
         super().__init__(f"{phase} on {actor}: {message}")
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _rollout_error, (self.message, self.actor, self.phase)
-
-
-def _rollout_error(message: str, actor: str, phase: str) -> RolloutError:
-    return RolloutError(message, actor=actor, phase=phase)
 
 
 class UnreachableError(RolloutError):
-    """A rollout server that could not be reached, or failed at what it was asked, however often:
-    another one may be asked the same. What a server *answers* and contradicts the run is a plain
-    RolloutError, and would be no better elsewhere."""
+    """A rollout server could not be reached, or failed at every try; another one may be asked.
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _unreachable_error, (self.message, self.actor, self.phase)
-
-
-def _unreachable_error(message: str, actor: str, phase: str) -> UnreachableError:
-    return UnreachableError(message, actor=actor, phase=phase)
-
-
-class WeightSyncError(RuntimeError):
-    """A weight transfer failed or could not be verified.
-
-    `phase` is one of `shared.weight_sync.phases.SyncPhase`, on either side, or its `OFFER`;
-    `quantity` is what differed (a name set, a checksum, log-probabilities) and `size` by how much
-    (None where a size has no meaning, as for a timeout).
+    An *answer* that contradicts the run is a plain RolloutError: it would be no better elsewhere.
     """
+
+
+class WeightSyncError(PortableError, RuntimeError):
+    """A weight transfer failed or could not be verified."""
 
     def __init__(
         self, message: str, *, actor: str, phase: str, quantity: str = "", size: float | None = None
     ) -> None:
-        self.message, self.actor, self.phase, self.quantity, self.size = (
-            message,
-            actor,
-            phase,
-            quantity,
-            size,
-        )
-        difference = (
-            f" ({quantity} differs by {size:.3g})"
-            if quantity and size is not None
-            else f" ({quantity})"
-            if quantity
-            else ""
-        )
+        """Args:
+        phase: a `shared.weight_sync.phases.SyncPhase`, on either side, or its `OFFER`.
+        quantity: the thing that differed (a name set, a checksum, log-probabilities).
+        size: by how much; None where a size has no meaning, as for a timeout.
+        """
+        self.message = message
+        self.actor = actor
+        self.phase = phase
+        self.quantity = quantity
+        self.size = size
+        difference = ""
+        if quantity:
+            amount = "" if size is None else f" differs by {size:.3g}"
+            difference = f" ({quantity}{amount})"
         super().__init__(f"weight sync, {phase} on {actor}: {message}{difference}")
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _weight_sync_error, (self.message, self.actor, self.phase, self.quantity, self.size)
 
-
-def _weight_sync_error(
-    message: str, actor: str, phase: str, quantity: str, size: float | None
-) -> WeightSyncError:
-    return WeightSyncError(message, actor=actor, phase=phase, quantity=quantity, size=size)
-
-
-class LearnerError(RuntimeError):
-    """The learner cannot go on, or its process ended or did not answer in time; `phase` is what it
-    was doing.
-    """
+class LearnerError(PortableError, RuntimeError):
+    """The learner cannot go on, its process died, or it did not answer in time."""
 
     def __init__(self, message: str, *, phase: str) -> None:
-        self.message, self.phase = message, phase
+        self.message = message
+        self.phase = phase
         super().__init__(f"{phase} on the learner: {message}")
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _learner_error, (self.message, self.phase)
-
-
-def _learner_error(message: str, phase: str) -> LearnerError:
-    return LearnerError(message, phase=phase)
 
 
 class CollectiveError(LearnerError):
-    """A learner rank waited for the others in vain. What became of them is for their own errors to
-    say.
-    """
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _collective_error, (self.message, self.phase)
+    """A learner rank waited for the others in vain; their own errors say why."""
 
 
-def _collective_error(message: str, phase: str) -> CollectiveError:
-    return CollectiveError(message, phase=phase)
-
-
-class StorageError(RuntimeError):
-    """Something could not be written, or deleted: `path` is where, `reason` why. No space left and
-    no permission are the usual ones.
-    """
+class StorageError(PortableError, RuntimeError):
+    """A file could not be written or deleted, mostly for want of space or of permission."""
 
     REMEDY = "free space or permit writing there, or choose another folder with telemetry.run_dir"
 
     def __init__(
         self, path: str, reason: str, *, action: str = "write", remedy: str = REMEDY
     ) -> None:
-        self.path, self.reason, self.action, self.remedy = path, reason, action, remedy
+        self.path = path
+        self.reason = reason
+        self.action = action
+        self.remedy = remedy
         super().__init__(f"cannot {action} {path}: {reason}; {remedy}")
-
-    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
-        return _storage_error, (self.path, self.reason, self.action, self.remedy)
-
-
-def _storage_error(path: str, reason: str, action: str, remedy: str) -> StorageError:
-    return StorageError(path, reason, action=action, remedy=remedy)

@@ -1,5 +1,4 @@
-"""Every number of `metrics.jsonl`: its name, what it means, and how parts of a step become one
-number.
+"""The numbers of `metrics.jsonl`: their names, meanings, and how parts of a step become one.
 
 `python -m shared.metrics` prints the table of docs/metrics.md. A name that is not here cannot be
 logged. None of them is an IoU: those are used to match, and reported by evaluations (spec:
@@ -18,7 +17,7 @@ from shared.run_files import Span
 
 
 class Reduction(StrEnum):
-    """How the values of rows, rollouts and learner ranks become the step's."""
+    """The way in which values of rows, rollouts and learner ranks become the step's."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -32,6 +31,11 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
+    """One row of the table.
+
+    Example: `packing/fill_ratio` is a RATIO of `("packing/num_tokens", "packing/capacity")`.
+    """
+
     name: str
     reduction: Reduction
     meaning: str
@@ -39,387 +43,175 @@ class Metric:
     """Numerator and denominator of a RATIO."""
 
 
-def _ratio(name: str, numerator: str, denominator: str, meaning: str) -> Metric:
-    return Metric(name, Reduction.RATIO, meaning, (numerator, denominator))
-
-
-def _sync_phases() -> Iterator[Metric]:
-    engines = {
-        "pause": "finishing what runs and starting nothing",
-        "rendezvous": "joining the process group: the first time, and after a failure",
-        "wire": "receiving",
-        "load": "putting tensors into the engine",
-        "verify": "comparing names and checksums",
-        "reset": "emptying the prefix, multimodal and encoder caches",
-        "canary": "scoring the probe",
-        "gather": "putting the weights together, where engine and learner share a process",
-    }
-    learner = {
-        "gather": "putting its weights together, while the engines receive",
-        "verify": "its checksums",
-        "rendezvous": "joining the group",
-        "wire": "sending, until every engine has loaded the last bucket",
-        "canary": (
-            "scoring the probe, while the engines load (0 where ranks hold parts of the model: then"
-            " it is scored before the offer)"
-        ),
-    }
-    yield from (
-        Metric(f"sync/{phase}_s", Reduction.STEP, f"Seconds of {meaning}, of the slowest engine.")
-        for phase, meaning in engines.items()
-    )
-    yield from (
-        Metric(f"sync/send_{phase}_s", Reduction.STEP, f"The learner's seconds of {meaning}.")
-        for phase, meaning in learner.items()
-    )
-
-
 REWARD_FAMILY = "reward/"
-"""What the names of reward functions, which environments choose, stand behind."""
+"""Prefix of the names of reward functions, which environments choose."""
 
-METRICS: tuple[Metric, ...] = (
-    # The objective. Every term is a mean within its segment, then over the segments that the step
-    # divides by.
-    Metric(
-        "loss/total",
-        Reduction.SUM,
-        "The step's loss: weighted modules, summed. What the update descends.",
-    ),
-    Metric(
-        "loss/token_ce",
-        Reduction.SUM,
-        "Cross-entropy of supervised text tokens, in nats, unweighted by the module's weight.",
-    ),
-    Metric(
-        "loss/coord_reg.coord_ce",
-        Reduction.SUM,
-        "Cross-entropy within the coord vocabulary, in nats.",
-    ),
-    Metric(
-        "loss/coord_reg.soft_ce", Reduction.SUM, "Cross-entropy against the soft target, in nats."
-    ),
-    Metric(
-        "loss/coord_reg.w1",
-        Reduction.SUM,
-        "Wasserstein-1 distance to the soft target, as a fraction of the axis.",
-    ),
-    Metric(
-        "loss/coord_reg.coord_gate",
-        Reduction.SUM,
-        "Probability that leaks out of the coord vocabulary at coord slots, in nats.",
-    ),
-    Metric(
-        "loss/coord_reg.text_gate",
-        Reduction.SUM,
-        "Probability of coord tokens at supervised text tokens, in nats.",
-    ),
-    Metric(
-        "loss/bbox_geo",
-        Reduction.SUM,
-        "Weighted smooth-L1 and CIoU losses of decoded boxes, as one number.",
-    ),
-    Metric(
-        "loss/policy_gradient",
-        Reduction.SUM,
-        "Ratio times advantage of sampled tokens, negated. No measure of progress: near 0 where"
-        " engine and learner agree.",
-    ),
-    # How far the learner is from the engines that sampled; with `policy_gradient` alone.
-    Metric(
-        "policy/ratio",
-        Reduction.MEAN,
-        "Probability of a sampled token in the learner over the engine's, truncated at"
-        " `ratio_cap`.",
-    ),
-    Metric(
-        "policy/clipped_share",
-        Reduction.MEAN,
-        "Share of sampled tokens that the clip keeps from being learned.",
-    ),
-    Metric(
-        "policy/logprob_difference",
-        Reduction.MEAN,
-        "Absolute difference between the learner's and the engine's log-probability of a sampled"
-        " token, in nats.",
-    ),
-    Metric(
-        "policy/entropy",
-        Reduction.MEAN,
-        "Of the learner's next token, in nats, estimated from the tokens that were sampled.",
-    ),
-    # Diagnostics.
-    Metric(
-        "coord_diag/expected_bin_error",
-        Reduction.MEAN,
-        "Distance of the expected bin from the target, in bins, over supervised coord slots.",
-    ),
-    Metric(
-        "coord_diag/top5_accuracy",
-        Reduction.MEAN,
-        "Share of supervised coord slots whose target is among the five most probable bins.",
-    ),
-    Metric(
-        "coord_diag/coord_mass",
-        Reduction.MEAN,
-        "Probability of the coord vocabulary at supervised coord slots.",
-    ),
-    # What became of the rollouts.
-    Metric("rollout/num", Reduction.SUM, "Raw rollouts."),
-    Metric(
-        "rollout/num_tokens",
-        Reduction.SUM,
-        "Response tokens, without the stop token; of environments, all that were sampled.",
-    ),
-    Metric("rollout/decode_mode", Reduction.STEP, "greedy, sample or beam."),
-    Metric(
-        "rollout/num_length_limited",
-        Reduction.SUM,
-        "Rollouts that ended at `max_new_tokens`; of environments, those with such an answer.",
-    ),
-    Metric("rollout/num_repeat_terminated", Reduction.SUM, "Rollouts that the repeat guard ended."),
-    Metric(
-        "rollout/num_truncated",
-        Reduction.SUM,
-        "Rollouts whose container did not close; of environments, those that were ended for their"
-        " length.",
-    ),
-    _ratio(
-        "rollout/truncated_rate",
-        "rollout/num_truncated",
-        "rollout/num",
-        "Share of truncated rollouts.",
-    ),
-    Metric(
-        "rollout/num_fallback",
-        Reduction.SUM,
-        "Rollouts of which nothing could be kept: the prefix is `{`.",
-    ),
-    Metric("rollout/num_valid_objects", Reduction.SUM, "Predicted objects that parsed as valid."),
-    Metric("rollout/num_dropped_objects", Reduction.SUM, "Predicted entries that were dropped."),
-    *(
-        Metric(
-            f"rollout/num_dropped.{reason}",
-            Reduction.SUM,
-            f"Entries dropped as `{reason}`; absent at 0.",
-        )
-        for reason in DropReason
-    ),
-    Metric(
-        "rollout/num_excluded",
-        Reduction.SUM,
-        "Matched objects whose slots cannot be supervised (not aligned beyond doubt, or no finite"
-        " transport): neutral, ground truth appended.",
-    ),
-    Metric(
-        "rollout/num_ground_truth", Reduction.SUM, "Ground-truth objects of the step's samples."
-    ),
-    Metric("rollout/num_matched", Reduction.SUM, "Matched pairs, excluded ones included."),
-    _ratio(
-        "rollout/match_rate",
-        "rollout/num_matched",
-        "rollout/num_ground_truth",
-        "Matched among the ground truth.",
-    ),
-    Metric(
-        "rollout/num_appended",
-        Reduction.SUM,
-        "Ground-truth objects appended (false negatives, and those of excluded pairs).",
-    ),
-    Metric("rollout/num_gating_rejections", Reduction.SUM, "Candidate pairs under `maskiou_gate`."),
-    Metric(
-        "rollout/staleness",
-        Reduction.MEAN,
-        "Updates between the weights that generated a rollout and those that learn from it.",
-    ),
-    Metric(
-        "rollout/staleness_max",
-        Reduction.MAX,
-        "The same of the oldest rollout; 0 without `rollout_matching.max_staleness`.",
-    ),
-    # Of environments.
-    Metric("rollout/reward", Reduction.MEAN, "Reward of the rollouts that did not fail."),
-    Metric(
-        f"{REWARD_FAMILY}<function>",
-        Reduction.MEAN,
-        "What a reward function of the environment's rubric gave, under its name; its weight is not"
-        " in it.",
-    ),
-    Metric(
-        "rollout/num_failed",
-        Reduction.SUM,
-        "Rollouts that ended with an error, of which nothing is learned.",
-    ),
-    Metric(
-        "rollout/num_reward_errors",
-        Reduction.SUM,
-        "Reward functions that failed, each once for every rollout; the log of rollouts says of"
-        " what.",
-    ),
-    Metric(
-        "rollout/num_given_up",
-        Reduction.SUM,
-        "Plain tools and reward functions that still ran at a limit of time: their threads were"
-        " given up and replaced.",
-    ),
-    Metric(
-        "rollout/num_tool_calls",
-        Reduction.SUM,
-        "Calls of tools by the model; absent where it is offered none.",
-    ),
-    Metric("rollout/turns", Reduction.MEAN, "Calls of the model in a rollout."),
-    Metric(
-        "rollout/num_splits",
-        Reduction.SUM,
-        "Calls whose prompt did not go on from the tokens of the one before: each begins a segment"
-        " of its own.",
-    ),
-    Metric("rollout/num_groups", Reduction.SUM, "Examples, each with the rollouts of it."),
-    Metric(
-        "rollout/num_groups_without_signal",
-        Reduction.SUM,
-        "Of these, those whose rewards are all equal.",
-    ),
-    _ratio(
-        "rollout/no_signal_share",
-        "rollout/num_groups_without_signal",
-        "rollout/num_groups",
-        "Share of groups without signal.",
-    ),
-    Metric(
-        "rollout/num_left_out",
-        Reduction.SUM,
-        "Rollouts of such groups that were left out (`environment.drop_equal_groups`).",
-    ),
-    Metric(
-        "rollout/num_compared_tokens",
-        Reduction.SUM,
-        "Sampled tokens whose log-probability was compared; absent where none was.",
-    ),
-    Metric(
-        "rollout/logprob_max_abs",
-        Reduction.MAX,
-        "Largest difference between the learner's and the engine's log-probability of a sampled"
-        " token, in nats.",
-    ),
-    Metric(
-        "rollout/num_logprob_outliers",
-        Reduction.SUM,
-        "Compared tokens that differ by more than `rollout_matching.logprob_tolerance`.",
-    ),
-    _ratio(
-        "rollout/logprob_outlier_rate",
-        "rollout/num_logprob_outliers",
-        "rollout/num_compared_tokens",
-        "Their share of the compared ones.",
-    ),
-    # Rows.
-    Metric("packing/num_segments", Reduction.SUM, "Segments learned."),
-    Metric("packing/num_rows", Reduction.SUM, "Rows: forwards."),
-    Metric("packing/num_tokens", Reduction.SUM, "Tokens of those rows."),
-    Metric(
-        "packing/capacity",
-        Reduction.SUM,
-        "Tokens that they could have held: `global_max_length` each.",
-    ),
-    _ratio(
-        "packing/fill_ratio", "packing/num_tokens", "packing/capacity", "How full the rows were."
-    ),
-    Metric(
-        "packing/num_underfilled_rows",
-        Reduction.SUM,
-        "Rows under `training.packing_min_fill_ratio`.",
-    ),
-    Metric(
-        "packing/num_carried",
-        Reduction.SUM,
-        "Segments left in the buffer for later steps; always 0 where a step is learned to"
-        " completion.",
-    ),
-    Metric(
-        "packing/learned_age", Reduction.MEAN, "Steps between a segment's rollout and its learning."
-    ),
-    Metric("packing/learned_age_max", Reduction.MAX, "The same of the oldest segment learned."),
-    # The update.
-    Metric(
-        "optim/learning_rate",
-        Reduction.STEP,
-        "Of this update, for the parts of the model without a rate of their own.",
-    ),
-    Metric(
-        "optim/learning_rate.vision_tower",
-        Reduction.STEP,
-        "Of the vision tower, where it has a rate of its own.",
-    ),
-    Metric("optim/learning_rate.aligner", Reduction.STEP, "Of the aligner, likewise."),
-    Metric(
-        "optim/learning_rate.language_model", Reduction.STEP, "Of the language model, likewise."
-    ),
-    Metric(
-        "optim/grad_norm",
-        Reduction.STEP,
-        "L2 norm of the gradient before clipping; absent where it was not finite.",
-    ),
-    Metric(
-        "optim/num_skipped",
-        Reduction.STEP,
-        "1 where the update was skipped, because the gradient was not finite; else 0.",
-    ),
-    Metric(
-        "optim/num_skipped_in_a_row",
-        Reduction.STEP,
-        "Skipped updates up to this one, since the last that was not.",
-    ),
-    # Weights.
-    Metric(
-        "sync/version", Reduction.STEP, "Weight version that the sync after this step made current."
-    ),
-    Metric("sync/mode", Reduction.STEP, "full or adapter: what was sent."),
-    Metric("sync/bytes", Reduction.STEP, "Bytes of the weights."),
-    Metric(
-        "sync/wire_gb_per_s", Reduction.STEP, "Bytes over the seconds of the wire phase, in GB/s."
-    ),
-    Metric(
-        "sync/canary_max_abs",
-        Reduction.STEP,
-        "Largest difference of a canary log-probability between the learner and an engine, in"
-        " nats.",
-    ),
-    Metric(
-        "sync/canary_mean_abs",
-        Reduction.STEP,
-        "Mean difference of a canary log-probability, likewise, of the engine farthest from the"
-        " learner.",
-    ),
-    Metric(
-        "sync/adapter_effect",
-        Reduction.STEP,
-        "The adapter's effect on the canary's log-probabilities: an engine's divided by the"
-        " learner's, of the engine farthest from 1; absent with full weights, and where the effect"
-        " is too small to tell.",
-    ),
-    *_sync_phases(),
-    # Time.
-    Metric("time/step_s", Reduction.STEP, "Seconds of the step, sync included."),
-    Metric(
-        "time/generate_s",
-        Reduction.MAX,
-        "Seconds in which at least one engine generated, rounds added up.",
-    ),
-    Metric("time/learn_s", Reduction.MAX, "Seconds of the learner's own work."),
-    Metric(
-        "time/reduce_s",
-        Reduction.MAX,
-        "Seconds in which a learner rank waited for the others at the step's end, and summed"
-        " gradients; absent with one.",
-    ),
-    Metric("time/sync_s", Reduction.STEP, "Seconds of the sync."),
-    Metric(
-        "time/queue_wait_s",
-        Reduction.STEP,
-        "Seconds in which the learner had nothing to do because the next round was not there.",
-    ),
-)
+_TABLE = """
+# The objective. Every term is a mean within its segment, then over the segments that the step
+# divides by.
+loss/total | sum | The step's loss: weighted modules, summed. What the update descends.
+loss/token_ce | sum | Cross-entropy of supervised text tokens, in nats, unweighted by the module's
+    weight.
+loss/coord_reg.coord_ce | sum | Cross-entropy within the coord vocabulary, in nats.
+loss/coord_reg.soft_ce | sum | Cross-entropy against the soft target, in nats.
+loss/coord_reg.w1 | sum | Wasserstein-1 distance to the soft target, as a fraction of the axis.
+loss/coord_reg.coord_gate | sum | Probability that leaks out of the coord vocabulary at coord
+    slots, in nats.
+loss/coord_reg.text_gate | sum | Probability of coord tokens at supervised text tokens, in nats.
+loss/bbox_geo | sum | Weighted smooth-L1 and CIoU losses of decoded boxes, as one number.
+loss/policy_gradient | sum | Ratio times advantage of sampled tokens, negated. No measure of
+    progress: near 0 where engine and learner agree.
+# The distance of the learner from the engines that sampled; with `policy_gradient` alone.
+policy/ratio | mean | Probability of a sampled token in the learner over the engine's, truncated at
+    `ratio_cap`.
+policy/clipped_share | mean | Share of sampled tokens that the clip keeps from being learned.
+policy/logprob_difference | mean | Absolute difference between the learner's and the engine's
+    log-probability of a sampled token, in nats.
+policy/entropy | mean | Of the learner's next token, in nats, estimated from the tokens that were
+    sampled.
+# Diagnostics.
+coord_diag/expected_bin_error | mean | Distance of the expected bin from the target, in bins, over
+    supervised coord slots.
+coord_diag/top5_accuracy | mean | Share of supervised coord slots whose target is among the five
+    most probable bins.
+coord_diag/coord_mass | mean | Probability of the coord vocabulary at supervised coord slots.
+# Rollouts.
+rollout/num | sum | Raw rollouts.
+rollout/num_tokens | sum | Response tokens, without the stop token; of environments, all that were
+    sampled.
+rollout/decode_mode | step | greedy, sample or beam.
+rollout/num_length_limited | sum | Rollouts that ended at `max_new_tokens`; of environments, those
+    with such an answer.
+rollout/num_repeat_terminated | sum | Rollouts that the repeat guard ended.
+rollout/num_truncated | sum | Rollouts whose container did not close; of environments, those that
+    were ended for their length.
+rollout/truncated_rate | rollout/num_truncated / rollout/num | Share of truncated rollouts.
+rollout/num_fallback | sum | Rollouts of which nothing could be kept: the prefix is `{`.
+rollout/num_valid_objects | sum | Predicted objects that parsed as valid.
+rollout/num_dropped_objects | sum | Predicted entries that were dropped.
+rollout/num_dropped.<reason> | sum | Entries dropped as `<reason>`; absent at 0.
+rollout/num_excluded | sum | Matched objects whose slots cannot be supervised (not aligned beyond
+    doubt, or no finite transport): neutral, ground truth appended.
+rollout/num_ground_truth | sum | Ground-truth objects of the step's samples.
+rollout/num_matched | sum | Matched pairs, excluded ones included.
+rollout/match_rate | rollout/num_matched / rollout/num_ground_truth | Matched among the ground
+    truth.
+rollout/num_appended | sum | Ground-truth objects appended (false negatives, and those of excluded
+    pairs).
+rollout/num_gating_rejections | sum | Candidate pairs under `maskiou_gate`.
+rollout/staleness | mean | Updates between the weights that generated a rollout and those that
+    learn from it.
+rollout/staleness_max | max | The same of the oldest rollout; 0 without
+    `rollout_matching.max_staleness`.
+rollout/reward | mean | Reward of the rollouts that did not fail.
+reward/<function> | mean | What a reward function of the environment's rubric gave, under its name;
+    its weight is not in it.
+rollout/num_failed | sum | Rollouts that ended with an error, of which nothing is learned.
+rollout/num_reward_errors | sum | Reward functions that failed, each once for every rollout; the
+    log of rollouts says of what.
+rollout/num_given_up | sum | Plain tools and reward functions that still ran at a limit of time:
+    their threads were given up and replaced.
+rollout/num_tool_calls | sum | Calls of tools by the model; absent where it is offered none.
+rollout/turns | mean | Calls of the model in a rollout.
+rollout/num_splits | sum | Calls whose prompt did not go on from the tokens of the one before: each
+    begins a segment of its own.
+rollout/num_groups | sum | Examples, each with the rollouts of it.
+rollout/num_groups_without_signal | sum | Of these, those whose rewards are all equal.
+rollout/no_signal_share | rollout/num_groups_without_signal / rollout/num_groups | Share of groups
+    without signal.
+rollout/num_left_out | sum | Rollouts of such groups that were left out
+    (`environment.drop_equal_groups`).
+rollout/num_compared_tokens | sum | Sampled tokens whose log-probability was compared; absent where
+    none was.
+rollout/logprob_max_abs | max | Largest difference between the learner's and the engine's
+    log-probability of a sampled token, in nats.
+rollout/num_logprob_outliers | sum | Compared tokens that differ by more than
+    `rollout_matching.logprob_tolerance`.
+rollout/logprob_outlier_rate | rollout/num_logprob_outliers / rollout/num_compared_tokens | Their
+    share of the compared ones.
+# Rows.
+packing/num_segments | sum | Segments learned.
+packing/num_rows | sum | Rows: forwards.
+packing/num_tokens | sum | Tokens of those rows.
+packing/capacity | sum | Tokens that they could have held: `global_max_length` each.
+packing/fill_ratio | packing/num_tokens / packing/capacity | How full the rows were.
+packing/num_underfilled_rows | sum | Rows under `training.packing_min_fill_ratio`.
+packing/num_carried | sum | Segments left in the buffer for later steps; always 0 where a step is
+    learned to completion.
+packing/learned_age | mean | Steps between a segment's rollout and its learning.
+packing/learned_age_max | max | The same of the oldest segment learned.
+# The update.
+optim/learning_rate | step | Of this update, for the parts of the model without a rate of their
+    own.
+optim/learning_rate.vision_tower | step | Of the vision tower, where it has a rate of its own.
+optim/learning_rate.aligner | step | Of the aligner, likewise.
+optim/learning_rate.language_model | step | Of the language model, likewise.
+optim/grad_norm | step | L2 norm of the gradient before clipping; absent where it was not finite.
+optim/num_skipped | step | 1 where the update was skipped, because the gradient was not finite;
+    else 0.
+optim/num_skipped_in_a_row | step | Skipped updates up to this one, since the last that was not.
+# Weights.
+sync/version | step | Weight version that the sync after this step made current.
+sync/mode | step | full or adapter: what was sent.
+sync/bytes | step | Bytes of the weights.
+sync/wire_gb_per_s | step | Bytes over the seconds of the wire phase, in GB/s.
+sync/canary_max_abs | step | Largest difference of a canary log-probability between the learner and
+    an engine, in nats.
+sync/canary_mean_abs | step | Mean difference of a canary log-probability, likewise, of the engine
+    farthest from the learner.
+sync/adapter_effect | step | The adapter's effect on the canary's log-probabilities: an engine's
+    divided by the learner's, of the engine farthest from 1; absent with full weights, and where
+    the effect is too small to tell.
+sync/pause_s | step | Seconds of finishing what runs and starting nothing, of the slowest engine.
+sync/rendezvous_s | step | Seconds of joining the process group: the first time, and after a
+    failure, of the slowest engine.
+sync/wire_s | step | Seconds of receiving, of the slowest engine.
+sync/load_s | step | Seconds of putting tensors into the engine, of the slowest engine.
+sync/verify_s | step | Seconds of comparing names and checksums, of the slowest engine.
+sync/reset_s | step | Seconds of emptying the prefix, multimodal and encoder caches, of the slowest
+    engine.
+sync/canary_s | step | Seconds of scoring the probe, of the slowest engine.
+sync/gather_s | step | Seconds of putting the weights together, where engine and learner share a
+    process, of the slowest engine.
+sync/send_gather_s | step | The learner's seconds of putting its weights together, while the
+    engines receive.
+sync/send_verify_s | step | The learner's seconds of its checksums.
+sync/send_rendezvous_s | step | The learner's seconds of joining the group.
+sync/send_wire_s | step | The learner's seconds of sending, until every engine has loaded the last
+    bucket.
+sync/send_canary_s | step | The learner's seconds of scoring the probe, while the engines load (0
+    where ranks hold parts of the model: then it is scored before the offer).
+# Time.
+time/step_s | step | Seconds of the step, sync included.
+time/generate_s | max | Seconds in which at least one engine generated, rounds added up.
+time/learn_s | max | Seconds of the learner's own work.
+time/reduce_s | max | Seconds in which a learner rank waited for the others at the step's end, and
+    summed gradients; absent with one.
+time/sync_s | step | Seconds of the sync.
+time/queue_wait_s | step | Seconds in which the learner had nothing to do because the next round
+    was not there.
+"""
+"""One metric per line: name, reduction (or numerator / denominator), meaning."""
 
+
+def _read(table: str) -> Iterator[Metric]:
+    """Parse the table; a row with `<reason>` stands for one of every drop reason."""
+    lines: list[str] = []
+    for line in table.replace("\n    ", " ").strip().splitlines():
+        reasons = tuple(DropReason) if "<reason>" in line else ("",)
+        lines += [line.replace("<reason>", reason) for reason in reasons]
+    for line in lines:
+        if line.startswith("#"):
+            continue
+        name, reduction, meaning = line.split(" | ")
+        if " / " in reduction:
+            above, below = reduction.split(" / ")
+            yield Metric(name, Reduction.RATIO, meaning, (above, below))
+        else:
+            yield Metric(name, Reduction(reduction), meaning)
+
+
+METRICS: tuple[Metric, ...] = tuple(_read(_TABLE))
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
@@ -436,10 +228,11 @@ def metric_of(name: str) -> Metric | None:
 
 
 class MetricAccumulator:
-    """The numbers of a step while it runs; those of several ranks can be merged before they are
-    read.
+    """The numbers of a step while it runs; several ranks' are merged before they are read.
 
     An unknown name, or one of another reduction, is a programmer's error.
+
+    Example: `add_mean("packing/learned_age", total=3.0, count=2)` reads as 1.5.
     """
 
     def __init__(self) -> None:
@@ -447,16 +240,16 @@ class MetricAccumulator:
         self._counts: dict[str, float] = {}
 
     def add(self, name: str, value: float) -> None:
-        """To a SUM."""
+        """Add to a SUM."""
         self._fold(name, value, Reduction.SUM)
 
     def add_mean(self, name: str, total: float, count: float) -> None:
-        """`count` values of a MEAN that total `total`."""
+        """Add `count` values that total `total` to a MEAN."""
         self._fold(name, total, Reduction.MEAN)
-        self._counts[name] = self._counts[name] + count if name in self._counts else count
+        self._counts[name] = self._counts.get(name, 0) + count
 
     def add_max(self, name: str, value: float) -> None:
-        """A MAX, to at least `value`."""
+        """Raise a MAX to at least `value`."""
         self._fold(name, value, Reduction.MAX)
 
     def merge(self, others: Iterable[MetricAccumulator]) -> None:
@@ -465,10 +258,10 @@ class MetricAccumulator:
             for name, total in other._totals.items():
                 self._fold(name, total, _reduction_of(name))
             for name, count in other._counts.items():
-                self._counts[name] = self._counts[name] + count if name in self._counts else count
+                self._counts[name] = self._counts.get(name, 0) + count
 
     def as_dict(self) -> dict[str, float]:
-        """Values by name, in the table's order; a mean or ratio over nothing is absent."""
+        """Return values by name in the table's order; a mean or ratio over nothing is absent."""
         values: dict[str, float] = {}
         for metric in self._metrics():
             if metric.ratio_of is not None:
@@ -484,16 +277,17 @@ class MetricAccumulator:
         return values
 
     def _metrics(self) -> Iterator[Metric]:
-        """The table, with the members of a family in its place, by name."""
+        """Yield the table, with the rewards in the place of their family, then further terms."""
+        names = sorted(self._totals.keys() - BY_NAME.keys())
         for metric in METRICS:
-            if not metric.name.startswith(REWARD_FAMILY):
+            if metric.name.startswith(REWARD_FAMILY):
+                rewards = [name for name in names if name.startswith(REWARD_FAMILY)]
+                yield from (replace(metric, name=name) for name in rewards)
+            else:
                 yield metric
-                continue
-            yield from (
-                replace(metric, name=name)
-                for name in sorted(self._totals)
-                if name.startswith(REWARD_FAMILY)
-            )
+        for name in names:
+            if not name.startswith(REWARD_FAMILY):
+                yield Metric(name, _reduction_of(name), "")
 
     def _fold(self, name: str, value: float, reduction: Reduction) -> None:
         assert _reduction_of(name) is reduction, (
@@ -514,64 +308,56 @@ def _reduction_of(name: str) -> Reduction:
 
 
 def markdown() -> str:
-    """The table as docs/metrics.md shows it."""
-    rows = [f"| `{metric.name}` | {_reduction(metric)} | {metric.meaning} |" for metric in METRICS]
-    return "\n".join(["| name | of rows and ranks | meaning |", "|---|---|---|", *rows]) + "\n"
-
-
-def _reduction(metric: Metric) -> str:
-    return (
-        metric.reduction
-        if metric.ratio_of is None
-        else f"ratio: `{metric.ratio_of[0]}` / `{metric.ratio_of[1]}`"
-    )
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
-
-
-# What a step says, as a value that travels from the learner to the driver.
+    """Write the table as docs/metrics.md shows it."""
+    lines = ["| name | of rows and ranks | meaning |", "|---|---|---|"]
+    for metric in METRICS:
+        reduction: str = metric.reduction
+        if metric.ratio_of is not None:
+            reduction = f"ratio: `{metric.ratio_of[0]}` / `{metric.ratio_of[1]}`"
+        lines.append(f"| `{metric.name}` | {reduction} | {metric.meaning} |")
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One learner rank's part of a step."""
+    """One learner rank's part of a step, on its way to the driver."""
 
     step: int
     channel: Channel
     weight_version: int
-    """Of the learner's weights when it took the step."""
+    """Version of the learner's weights when it took the step."""
     totals: MetricAccumulator
-    """What this rank did, to be merged with the others' before it is read."""
+    """This rank's numbers, to be merged with the others' before they are read."""
     step_metrics: Mapping[str, float]
-    """What is the same on every rank."""
+    """The numbers that are the same on every rank."""
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A step of the run: its ranks' reports, merged."""
+    """A step of the run: its ranks' reports, merged.
+
+    Example: `StepReport(0, Channel.B, 4, {"loss/total": 0.7}, ())` is step 1 for a reader.
+    """
 
     step: int
     """From 0."""
     channel: Channel
     weight_version: int
-    """Of the learner's weights when it took the step. Its rollouts came from them or, by at most
-    `rollout/staleness_max` updates, from older ones.
-    """
+    """Version of the learner's weights when it took the step; its rollouts may be older by at most
+    `rollout/staleness_max` updates."""
     metrics: Mapping[str, float]
     """`loss/...`, `rollout/...`, `packing/...`, `optim/...`, `time/...`; no IoU, ever."""
     spans: tuple[Span, ...]
 
     @property
     def number(self) -> int:
-        """As `StepPlan.number`: from 1."""
+        """The step's number as a reader sees it: from 1."""
         return self.step + 1
 
 
 def merge_reports(reports: Sequence[RankReport]) -> StepReport:
-    """A step as all its ranks report it, which come in rank order."""
+    """Merge the reports of all ranks, which come in rank order."""
     first = reports[0]
     kinds = {(report.step, report.channel, report.weight_version) for report in reports}
     assert len(kinds) == 1, f"the learner ranks report different steps: {sorted(kinds)}"
@@ -585,3 +371,7 @@ def merge_reports(reports: Sequence[RankReport]) -> StepReport:
         {**totals.as_dict(), **first.step_metrics},
         spans,
     )
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,4 +1,4 @@
-"""What the model is asked."""
+"""The question that a model is asked: chat messages, and pictures as it is shown them."""
 
 from __future__ import annotations
 
@@ -16,41 +16,36 @@ DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON ob
 def detection_messages(
     num_images: int, *, system_prompt: str | None, user_prompt: str
 ) -> list[dict[str, Any]]:
-    """The chat of one sample, as Hugging Face processors read it: an optional system message, then
-    the images followed by the text.
+    """Write the chat of one sample as Hugging Face processors read it.
 
-    An image is a bare `{"type": "image"}` in its place; the pixels are given to the processor
-    beside the messages, in the same order.
+    An image is a bare `{"type": "image"}`; the processor gets the pixels beside the messages, in
+    the same order.
     """
-    system = (
-        []
-        if system_prompt is None
-        else [{"role": "system", "content": [{"type": "text", "text": system_prompt}]}]
-    )
+    messages: list[dict[str, Any]] = []
+    if system_prompt is not None:
+        messages.append({"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     images = [{"type": "image"} for _ in range(num_images)]
-    return [*system, {"role": "user", "content": [*images, {"type": "text", "text": user_prompt}]}]
-
-
-# Pictures as a model is shown them: one rule for engines and learner. No imaging library here; who
-# calls this has opened the picture with his.
+    content = [*images, {"type": "text", "text": user_prompt}]
+    return [*messages, {"role": "user", "content": content}]
 
 
 WHITE = (255, 255, 255)
 WITHOUT_RANGE = {"I": "integers of 32 bits", "F": "floating-point numbers"}
-"""By Pillow's mode: pixels of which no file says what is white."""
+"""Pillow modes of pixels without a known range, so that no value is white."""
 BITS_PER_SAMPLE = 258
-"""A TIFF file's tag: 12 bits are read as 16."""
+"""Tag of a TIFF file; 12 bits are read as 16."""
 
 
 def on_white(picture: Image) -> Image:
-    """Return RGB pixels of 8 bits, with white behind what is transparent, as vLLM's own loader
-    shows it. Of an opaque picture of 8 bits that is what `convert("RGB")` gives; deeper pixels lose
-    their lower bits, in grey as in colour.
+    """Return RGB pixels of 8 bits, with white behind transparent ones, as vLLM's loader does.
+
+    Engines and learner share this rule; the caller has opened the picture with Pillow, which is
+    not imported here. Deeper pixels lose their lower bits, in grey as in colour.
 
     Raises:
-        ValueError: what is white in this picture is not known.
+        ValueError: no range says which value is white.
     """
-    # Pillow scales a PPM's to 16 bits
+    # Pillow scales the pixels of a PPM to 16 bits.
     if picture.mode.startswith("I;16") or (picture.mode, picture.format) == ("I", "PPM"):
         picture = _of_8_bits(picture)
     if picture.mode in WITHOUT_RANGE:
@@ -71,9 +66,7 @@ def on_white(picture: Image) -> Image:
 
 
 def _of_8_bits(picture: Image) -> Image:
-    """Return the grey of a deeper picture. Pillow's own `convert` shows everything above 255 as
-    white.
-    """
+    """Scale a deeper grey picture to 8 bits; Pillow's `convert` makes all above 255 white."""
     tags: Mapping[int, tuple[int, ...]] = getattr(picture, "tag_v2", {})  # a TIFF's alone
     below = tags.get(BITS_PER_SAMPLE, (16,))[0] - 8
     pixels = picture.convert("I")

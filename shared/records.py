@@ -19,22 +19,18 @@ from shared.errors import ConfigError, RecordError
 from shared.model_families import END_OF_TURN
 from shared.tokens.vocabulary import NUM_BINS, parse_coord_token
 
-# A small file of one JSON object that a folder may hold, read with every field checked.
-
-
 T = TypeVar("T")
 
 
 def read_record(file: Path, kind: type[T], *, key: str, remedy: str) -> T | None:
-    """Return what the file says, as the dataclass `kind`; None where there is no such file.
+    """Read a file of one JSON object into the dataclass `kind`; None where there is no file.
 
     Args:
-        key: of the configuration, by which the file was found.
-        remedy: what to do about a file that is damaged.
+        key: the key of the configuration by which the file was found.
+        remedy: the thing to do about a damaged file.
 
     Raises:
-        ConfigError: it names the file, and the first field that is missing, unknown, of another
-            type or out of range.
+        ConfigError: names the file and the first field that does not fit.
     """
     try:
         return TypeAdapter(kind).validate_json(file.read_bytes())
@@ -58,13 +54,17 @@ class GeometryKind(StrEnum):
 ALL_GEOMETRY = frozenset(GeometryKind)
 
 ImageSize = Callable[[bytes], tuple[int, int]]
-"""Decodes an encoded image and returns (width, height) in pixels. ValueError, with the reason,
-where it cannot.
-"""
+"""Decodes an encoded image into (width, height) in pixels; ValueError, with the reason, where it
+cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroundTruthObject:
+    """One labelled object.
+
+    Example: `GroundTruthObject(GeometryKind.BBOX, (10, 20, 300, 400), "a cat")`.
+    """
+
     kind: GeometryKind
     bins: tuple[int, ...]
     """Integers 0..999 (norm1000): (x1, y1, x2, y2), or x, y per polygon vertex."""
@@ -73,18 +73,18 @@ class GroundTruthObject:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """One encoded image file. `sha256` (hex) is of the encoded bytes; empty where the file was not
-    read (`require_images=False`).
+    """One encoded image file: by its path, or with its bytes.
+
+    Example: `ImageRef(Path("a.png"), None, "9f86d0...")` names a file; `with_data()` reads it.
     """
 
     path: Path | None
     data: bytes | None
     sha256: str
+    """Hex digest of the encoded bytes; empty where the file was not read."""
 
     def with_data(self) -> ImageRef:
-        """The same image with its bytes, read from `path` where they are not held. RecordError when
-        the file is gone or has changed.
-        """
+        """Return the image with its bytes. RecordError when its file is gone or has changed."""
         if self.data is not None:
             return self
         assert self.path is not None, "an ImageRef has a path or data"
@@ -108,16 +108,20 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """An image file that is sound, as whoever read and decoded it found it."""
+    """The digest (hex, of the encoded bytes) and size of an image file that decodes."""
 
     sha256: str
-    """Of the encoded bytes, hex."""
     width: int
     height: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
+    """One dataset row.
+
+    Example: `Sample("coco-7", (ImageRef(...),), 640, 480, (GroundTruthObject(...),))`.
+    """
+
     sample_id: str
     images: tuple[ImageRef, ...]
     width: int
@@ -126,9 +130,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def with_image_data(self) -> Sample:
-        """The same sample whose images hold their bytes. RecordError when a file is gone or has
-        changed.
-        """
+        """Return the sample with its images' bytes. Raises RecordError as `ImageRef.with_data`."""
         return replace(self, images=tuple(image.with_data() for image in self.images))
 
 
@@ -143,16 +145,23 @@ def load_record(
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Sample:
-    """One dataset row, checked (DESIGN 7.1). RecordError names the field, such as
-    `objects[1].bbox_2d`, and the remedy.
+    """Check one dataset row and return it as a sample (DESIGN 7.1).
 
-    Image paths are relative to `root`. With `require_images` every file is read once: it must be an
-    image, and its digest is kept. With `image_size` too, each must decode and have the row's width
-    and height: the boxes are relative to that size on every image of the row. What is in
-    `known_images`, by its path as the row writes it, is neither read nor decoded again. Objects
-    must be of a kind in `geometry`. They are brought into reading order (least y, then least x), or
-    have to be in it already where `sort_objects` is false. The id is the row's `sample_id` or `id`,
-    else `default_id`, else a digest of the row. Keys that mean nothing here become `metadata`.
+    Args:
+        root: folder that image paths are relative to.
+        require_images: read every file once: it must be an image, and its digest is kept.
+        sort_objects: bring objects into reading order (least y, then least x); false: they must
+            be in it.
+        default_id: id of a row without `sample_id` and `id`; None: a digest of the row.
+        geometry: kinds that objects may be of.
+        image_size: every image must decode too, and have the row's width and height, which the
+            boxes of the row are relative to.
+        known_images: facts by path as the row writes it; these files are not read again.
+
+    Keys that mean nothing here become `metadata`.
+
+    Raises:
+        RecordError: names the field, such as `objects[1].bbox_2d`, and the remedy.
     """
     if not isinstance(mapping, Mapping):
         _refuse(
@@ -186,7 +195,7 @@ def load_record(
 
 @dataclass(frozen=True, slots=True)
 class _ImageCheck:
-    """What the images of one row must be."""
+    """The conditions that the images of one row must meet."""
 
     root: Path
     require: bool
@@ -197,11 +206,8 @@ class _ImageCheck:
 
     def load(self, field: str, value: object) -> ImageRef:
         if not isinstance(value, str) or not value.strip():
-            _refuse(
-                field,
-                f"is {_kind(value) if not isinstance(value, str) else 'empty'}",
-                "write the path of an image file, relative to the data file",
-            )
+            remedy = "write the path of an image file, relative to the data file"
+            _refuse(field, f"is {_kind(value)}", remedy)
         path = self.root / value
         if not self.require:
             return ImageRef(path=path, data=None, sha256="")
@@ -223,12 +229,9 @@ class _ImageCheck:
 
     def _require_size(self, field: str, path: Path, width: int, height: int) -> None:
         if (width, height) != (self.width, self.height):
-            problem = (
-                f"{path} is {width} x {height} pixels, the row says {self.width} x {self.height}"
-            )
             _refuse(
                 field,
-                problem,
+                f"{path} is {width} x {height} pixels, the row says {self.width} x {self.height}",
                 "correct width and height, or the file; boxes are relative to this size, on every"
                 " image of the row",
             )
@@ -246,22 +249,26 @@ _SIGNATURES = (
 )
 
 
+_KINDS = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
 def _refuse(field: str, problem: str, remedy: str) -> NoReturn:
     raise RecordError(problem, field=field, remedy=remedy)
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is, for a message."""
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
-    return names[type(value)] if type(value) in names else type(value).__name__
+    """Name a JSON value in a message."""
+    if isinstance(value, str) and not value.strip():
+        return "empty"
+    return _KINDS[type(value)] if type(value) in _KINDS else type(value).__name__
 
 
 def _list(field: str, value: object, wanted: str, *, least: int = 0) -> Sequence[Any]:
@@ -281,42 +288,36 @@ def _size(field: str, value: object) -> int:
 
 
 def _sample_id(mapping: Mapping[str, Any], default_id: str | None) -> str:
-    given = [key for key in ("sample_id", "id") if key in mapping]
-    if len(given) == 2 and mapping["sample_id"] != mapping["id"]:
-        _refuse(
-            "sample_id",
-            f"is {mapping['sample_id']!r} but id is {mapping['id']!r}",
-            "keep one of the two",
-        )
-    if given:
-        value = mapping[given[0]]
+    keys = [key for key in ("sample_id", "id") if key in mapping]
+    if len(keys) == 2 and mapping["sample_id"] != mapping["id"]:
+        problem = f"is {mapping['sample_id']!r} but id is {mapping['id']!r}"
+        _refuse("sample_id", problem, "keep one of the two")
+    if keys:
+        value = mapping[keys[0]]
         if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-            _refuse(
-                given[0],
-                f"is {_kind(value) if value != '' else 'empty'}",
-                "write a string or an integer, or leave it out",
-            )
+            remedy = "write a string or an integer, or leave it out"
+            _refuse(keys[0], f"is {_kind(value)}", remedy)
         return str(value)
     if default_id is not None:
         return default_id
-    return hashlib.sha256(json.dumps(mapping, sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    text = json.dumps(mapping, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_image(path: Path) -> bytes:
-    """Return the bytes of an image file. OSError where it cannot be read, and for a pipe, a socket
-    or a device, which is not opened: it might never end.
+    """Return the bytes of an image file. Raises OSError.
+
+    A pipe, a socket or a device is not opened: reading it might never end.
     """
-    mode = path.stat().st_mode
-    for is_kind, kind in (
-        (stat.S_ISFIFO, "a named pipe"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-    ):
-        if is_kind(mode):
-            raise OSError(errno.EINVAL, f"it is {kind}, not a file")
+    kinds = {
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind in kinds:
+        raise OSError(errno.EINVAL, f"it is {kinds[kind]}, not a file")
     return path.read_bytes()
 
 
@@ -332,11 +333,8 @@ def _read_image(field: str, path: Path) -> bytes:
         ) from error
     if not data.startswith(_SIGNATURES) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
         what = "is empty" if not data else f"begins with {data[:8]!r}"
-        _refuse(
-            field,
-            f"{path} is not an image: it {what}",
-            "use a PNG, JPEG, WebP, BMP, GIF or TIFF file",
-        )
+        remedy = "use a PNG, JPEG, WebP, BMP, GIF or TIFF file"
+        _refuse(field, f"{path} is not an image: it {what}", remedy)
     return data
 
 
@@ -366,26 +364,19 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
             )
     kinds = [kind for kind in GeometryKind if kind in value]
     if len(kinds) != 1:
-        _refuse(
-            field,
-            "has two geometries" if kinds else "has no geometry",
-            "give it exactly one of bbox_2d, poly",
-        )
-    kind = kinds[0]
+        problem = "has two geometries" if kinds else "has no geometry"
+        _refuse(field, problem, "give it exactly one of bbox_2d, poly")
+    kind, path = kinds[0], f"{field}.{kinds[0]}"
     if kind not in geometry:
         remedy = (
             f"write it as {', '.join(sorted(geometry))} (`launch.coco import geometry=bbox` does so"
             " for a whole file), remove the object, or choose a custom.trainer_variant that learns"
             " polygons: stage1_sft or stage2_rollout_aligned"
         )
-        _refuse(f"{field}.{kind}", "is a kind of geometry that this run does not learn", remedy)
-    bins = tuple(
-        _load_bin(f"{field}.{kind}", i, item)
-        for i, item in enumerate(
-            _list(f"{field}.{kind}", value[kind], "a flat list of coordinates")
-        )
-    )
-    _check_bins(f"{field}.{kind}", kind, bins)
+        _refuse(path, "is a kind of geometry that this run does not learn", remedy)
+    items = _list(path, value[kind], "a flat list of coordinates")
+    bins = tuple(_load_bin(path, i, item) for i, item in enumerate(items))
+    _check_bins(path, kind, bins)
     if "desc" not in value:
         _refuse(f"{field}.desc", "is missing", "write what the object is")
     return GroundTruthObject(kind, bins, _load_desc(f"{field}.desc", value["desc"]))
@@ -394,12 +385,8 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
 def _load_bin(field: str, i: int, value: object) -> int:
     bin = parse_coord_token(value) if isinstance(value, str) else value
     if isinstance(bin, bool) or not isinstance(bin, int) or not 0 <= bin < NUM_BINS:
-        _refuse(
-            field,
-            f"value {i} is {value!r}",
-            f"write an integer 0..{NUM_BINS - 1} (norm1000) or its coord token, such as"
-            ' "<|coord_5|>"',
-        )
+        remedy = f"write an integer 0..{NUM_BINS - 1} (norm1000) or its coord token, such as"
+        _refuse(field, f"value {i} is {value!r}", f'{remedy} "<|coord_5|>"')
     return bin
 
 
@@ -410,30 +397,20 @@ def _check_bins(field: str, kind: GeometryKind, bins: tuple[int, ...]) -> None:
     elif len(bins) != 4:
         _refuse(field, f"has {len(bins)} values", "write x1, y1, x2, y2")
     elif bins[0] > bins[2] or bins[1] > bins[3]:
-        _refuse(
-            field,
-            f"is {list(bins)}: x1 > x2 or y1 > y2",
-            "write the upper left corner first, then the lower right one",
-        )
+        remedy = "write the upper left corner first, then the lower right one"
+        _refuse(field, f"is {list(bins)}: x1 > x2 or y1 > y2", remedy)
 
 
 def _load_desc(field: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        _refuse(
-            field,
-            "is empty" if isinstance(value, str) else f"is {_kind(value)}",
-            "write what the object is",
-        )
+        _refuse(field, f"is {_kind(value)}", "write what the object is")
     if END_OF_TURN in value:
         _refuse(field, f"contains {END_OF_TURN}, which ends an answer", "remove it")
     try:
         value.encode()
     except UnicodeEncodeError:
-        _refuse(
-            field,
-            f"is {value!r}, which is not text: half of a surrogate pair",
-            "write the character itself, or both halves",
-        )
+        problem = f"is {value!r}, which is not text: half of a surrogate pair"
+        _refuse(field, problem, "write the character itself, or both halves")
     return value
 
 

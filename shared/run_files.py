@@ -1,4 +1,4 @@
-"""Spans of time, and the trace file that Perfetto and chrome://tracing open."""
+"""Files of a run's folder, and the trace that Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from typing import IO, Any
 
 from shared.errors import StorageError
 
-# Files that grow while a command runs, and what is said where the disk is full.
-
-
-ODD = "backslashreplace"
-"""For half a surrogate pair, as in the name of a file that is no UTF-8: it must not keep the rest
-from being written.
-"""
+_ENCODING_ERRORS = "backslashreplace"
+"""Half a surrogate pair, as in a file name that is no UTF-8, must not keep the rest from disk."""
 
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
-    """Of a run's folder."""
+    """Make the error about a file of a run's folder."""
     return StorageError(str(path), str(error))
 
 
 class RunFile:
-    """What was written is on its way to the disk when `write` returns: a command that dies keeps
-    it. And nothing is left in a buffer for `close`, which would fail once more where the disk is
-    full, in place of the error that ended the command."""
+    """A file that grows while a command runs, and survives the command's death.
+
+    Text is on its way to the disk when `write` returns. Nothing is left in a buffer for `close`,
+    which would fail again on a full disk and hide the error that ended the command.
+    """
 
     def __init__(
         self,
@@ -36,22 +33,17 @@ class RunFile:
         mode: str = "wb",
         error_of: Callable[[Path, OSError], StorageError] = cannot_write,
     ) -> None:
-        """Args:
-            mode: "wb", or "ab" to go on with the file.
-            error_of: what is raised for an OSError.
-
-        Raises:
-            StorageError: it cannot be opened.
-        """
-        self.path, self._error_of = path, error_of
+        """Open the file; `mode` is "wb", or "ab" to append. Raises what `error_of` makes."""
+        self.path = path
+        self._error_of = error_of
         try:
             self.file: IO[bytes] = path.open(mode, buffering=0)
         except OSError as error:
             raise error_of(path, error) from error
 
     def write(self, text: str) -> None:
-        """All of it. Raises StorageError."""
-        data = memoryview(text.encode(errors=ODD))
+        """Write all of the text. Raises StorageError."""
+        data = memoryview(text.encode(errors=_ENCODING_ERRORS))
         try:
             # A disk that is almost full takes a part, and refuses the rest at the next call.
             while data:
@@ -64,16 +56,16 @@ class RunFile:
 
 
 def write_run_file(path: Path, text: str) -> None:
-    """In place of what was there. Raises StorageError."""
+    """Replace the content of a file. Raises StorageError."""
     try:
-        path.write_text(text, encoding="utf-8", errors=ODD)
+        path.write_text(text, encoding="utf-8", errors=_ENCODING_ERRORS)
     except OSError as error:
         raise cannot_write(path, error) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on one track (an engine, the learner, the driver). Unix seconds."""
+    """A stretch of time on one track (an engine, the learner, the driver), in Unix seconds."""
 
     track: str
     name: str
@@ -90,61 +82,44 @@ class Span:
 
 
 class TraceWriter:
-    """Writes spans as they come, in the JSON array form of the Trace Event Format: one thread per
-    track, times in microseconds.
+    """Writes spans as they come, in the JSON array form of the Trace Event Format.
 
-    The format does not need the closing bracket, so the file of a run that was killed opens as
-    well.
+    There is one thread per track; times are in microseconds. The format does not need the closing
+    bracket, so the file of a killed run opens as well.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises StorageError."""
+        """Open the file. Raises StorageError."""
         self._file = RunFile(path)
         self._tracks: dict[str, int] = {}
-        self._file.write(
-            "[\n"
-            + json.dumps(
-                {
-                    "ph": "M",
-                    "pid": 1,
-                    "tid": 0,
-                    "name": "process_name",
-                    "args": {"name": "rollmatch"},
-                }
-            )
-        )
+        self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Raises StorageError."""
-        events: list[dict[str, Any]] = []
+        """Append the spans. Raises StorageError."""
         for span in spans:
             if span.track not in self._tracks:
                 self._tracks[span.track] = len(self._tracks) + 1
-                events.append(
-                    {
-                        "ph": "M",
-                        "pid": 1,
-                        "tid": self._tracks[span.track],
-                        "name": "thread_name",
-                        "args": {"name": span.track},
-                    }
-                )
-            times = {"ts": round(span.start_s * 1e6), "dur": round(span.duration_s * 1e6)}
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 1,
-                    "tid": self._tracks[span.track],
-                    "name": span.name,
-                    **times,
-                    "args": dict(span.args),
-                }
-            )
-        self._file.write("".join(",\n" + json.dumps(event) for event in events))
+                name = _name_event("thread_name", self._tracks[span.track], span.track)
+                self._file.write(",\n" + name)
+            event = {
+                "ph": "X",
+                "pid": 1,
+                "tid": self._tracks[span.track],
+                "name": span.name,
+                "ts": round(span.start_s * 1e6),
+                "dur": round(span.duration_s * 1e6),
+                "args": dict(span.args),
+            }
+            self._file.write(",\n" + json.dumps(event))
 
     def complete(self) -> None:
-        """The closing bracket, with which the file is JSON as well. Raises StorageError."""
+        """Write the closing bracket, with which the file is JSON as well. Raises StorageError."""
         self._file.write("\n]\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _name_event(kind: str, thread: int, name: str) -> str:
+    event = {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}
+    return json.dumps(event)

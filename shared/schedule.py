@@ -1,4 +1,4 @@
-"""What the driver knows of every step before it happens: a pure function of the configuration."""
+"""The plan of every step before it happens: a pure function of the configuration."""
 
 from __future__ import annotations
 
@@ -19,29 +19,27 @@ from shared.seeds import request_seed
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One optimizer step before it happens."""
+    """One optimizer step before it happens.
+
+    Example: the step after 20 warm-up steps with 32 rollouts per step is
+    `StepPlan(step=20, channel=Channel.B, num_samples=32, ...)`, whose `number` is 21.
+    """
 
     step: int
     """From 0, as rules and seeds count."""
     channel: Channel
     num_samples: int
-    """Samples of the step over all learner ranks; the denominator of its loss (DESIGN 5, decision
-    6).
-    """
+    """Samples over all learner ranks; the denominator of its loss (DESIGN 5, decision 6)."""
     rollout_seed_base: int
     """`request_seed(run_seed, step, 0)`, logged with the plan."""
     evaluate_before: bool
     """The held-out report is due with the weights this step starts from."""
     sync_after: bool
-    """The weights this step leaves behind are going to generate: the next step's rollouts, or a
-    report.
-    """
+    """The weights this step leaves behind generate the next step's rollouts, or a report."""
 
     @property
     def number(self) -> int:
-        """The step's number wherever a person reads it: from 1. Step 10 is the tenth update, and
-        the checkpoint behind it is `step_000010`.
-        """
+        """The step's number as a reader sees it: from 1. The tenth saves `step_000010`."""
         return self.step + 1
 
 
@@ -62,38 +60,40 @@ class RunSchedule:
         return (self.plan(step) for step in range(self.max_steps))
 
     def windows(self) -> Iterator[list[StepPlan]]:
-        """The steps in order, in stretches over which the queue of rounds runs on: single steps, or
-        under `max_staleness` all channel-B steps in a row.
+        """Yield the steps over which the queue of rounds runs on.
+
+        These are single steps, or under `max_staleness` all channel-B steps in a row.
+
+        Example: of the channels A B B A B they are A, BB, A, B with `max_staleness: 1`.
         """
-        stretch: list[StepPlan] = []
+        window: list[StepPlan] = []
         for plan in self.plans():
             runs_on = self._config.rollout_matching.max_staleness > 0 and plan.channel is Channel.B
-            if stretch and not (runs_on and stretch[-1].channel is Channel.B):
-                yield stretch
-                stretch = []
-            stretch.append(plan)
-        yield stretch
+            if window and not (runs_on and window[-1].channel is Channel.B):
+                yield window
+                window = []
+            window.append(plan)
+        yield window
 
     def plan(self, step: int) -> StepPlan:
         channel = self._config.channel(step)
+        generates_next = step + 1 < self.max_steps and self._config.channel(step + 1) is Channel.B
         return StepPlan(
             step=step,
             channel=channel,
             num_samples=self._num_samples[channel],
             rollout_seed_base=request_seed(self._config.training.seed, step, 0),
             evaluate_before=self.evaluates_before(step),
-            sync_after=self._generates(step + 1) or self.evaluates_before(step + 1),
+            sync_after=generates_next or self.evaluates_before(step + 1),
         )
 
     def evaluates_before(self, step: int) -> bool:
-        """Where there are held-out samples: when the warm-up ends, after every
-        `training.eval_steps` updates, at the end of the run.
+        """Tell whether a held-out report is due with the weights that the step starts from.
+
+        It is when the warm-up ends, after every `training.eval_steps` updates, and at the end.
         """
         every = self._config.training.eval_steps
         due = step in (self._warmup_steps, self.max_steps) or (
             every is not None and step > 0 and step % every == 0
         )
         return has_held_out(self._config) and due
-
-    def _generates(self, step: int) -> bool:
-        return step < self.max_steps and self._config.channel(step) is Channel.B

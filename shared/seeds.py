@@ -6,10 +6,10 @@ import hashlib
 
 
 def request_seed(run_seed: int, step: int, position: int, turn: int = 0, path: str = "") -> int:
-    """The sampling seed of one request: 1..2**31 - 1, a function of its place in the run alone.
+    """Return the sampling seed of one request, 1..2**31 - 1.
 
-    Neither chunking nor the number of actors nor the actor that answers enters. A hash rather than
-    arithmetic, so that neighbouring steps, positions and turns share no seeds.
+    It depends on the request's place in the run alone, not on chunking or on the answering actor.
+    A hash rather than arithmetic, so that neighbouring steps, positions and turns share no seeds.
     """
     digest = hashlib.sha256(f"{run_seed}/{step}/{position}/{turn}{path}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % (2**31 - 1) + 1
