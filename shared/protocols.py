@@ -1,4 +1,4 @@
-"""The plugs between the packages."""
+"""The interfaces between the packages: what generates rollouts, and its host."""
 
 from __future__ import annotations
 
@@ -10,40 +10,35 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.phases import SyncPhase
 
 PerRank = list[list[Any]]
-"""References to requests (`RequestRef`), or to rollouts, of a step or of one of its rounds: those
-of each learner rank, in position order.
-"""
+"""References to requests or rollouts of a step or a round: `[rank][i]`, in position order."""
 
 CLOSE_S = 15.0
-"""Given to engines to end in order, before their processes are killed: what has a name in the
-system, such as the memory that the processes of an engine over several devices share, is left
-behind by a kill. vLLM gives each of those processes up to 9 s; an engine of one device ends at
-once."""
+"""Time that engines have to end in order before their processes are killed.
+
+A kill leaves behind what has a name in the system, such as the memory that the processes of an
+engine over several devices share. vLLM gives each of those up to 9 s."""
 
 CLOSED_S = CLOSE_S + 3.0
-"""Longest wait of whoever has told an engine to end: what is left after `CLOSE_S` the engine kills
-itself, with all its processes.
-"""
+"""Longest wait for an engine that was told to end; what `CLOSE_S` leaves it kills itself."""
 
 
 class RolloutBackend(Protocol):
-    """Something that turns requests into rollouts and takes weights."""
+    """A generator of rollouts that takes the learner's weights."""
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """One rollout per request, in the same order. No requests: no call to any engine. Raises
-        RolloutError.
-        """
+        """Return one rollout per request, in order; no requests, no call. Raises RolloutError."""
         ...
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
-        """Take and verify the offered weights; afterwards `version` is the offer's. Raises
-        WeightSyncError.
+        """Load and verify the offered weights, whose version becomes ours.
+
+        Raises WeightSyncError.
         """
         ...
 
     @property
     def version(self) -> int:
-        """The version of the weights being served; 0 before the first sync."""
+        """Version of the weights being served; 0 before the first sync."""
         ...
 
     def close(self) -> None:
@@ -52,23 +47,26 @@ class RolloutBackend(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """One engine on an event loop: a vLLM engine of this process, or a server reached over HTTP. A
-    Ray actor gives it a process (`EngineActor`).
+    """One engine on an event loop: vLLM in this process, or a server reached over HTTP.
+
+    A Ray actor gives it a process (`EngineActor`).
     """
 
     async def start(self) -> int:
-        """Load the model, or wait for the server. Returns the engine's rollout devices. Raises
-        RolloutError(phase="start").
+        """Load the model, or wait for the server, and return the number of rollout devices.
+
+        Raises RolloutError(phase="start").
         """
         ...
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """As `RolloutBackend.generate`. Cancelling it aborts its requests."""
+        """Generate as `RolloutBackend.generate` does; cancelling aborts the requests."""
         ...
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """One phase of a sync, in the order of `SyncPhase`; the last one gives the report. Raises
-        WeightSyncError.
+        """Run one phase of a sync, in the order of `SyncPhase`; the last returns the report.
+
+        Raises WeightSyncError.
         """
         ...
 
@@ -82,46 +80,44 @@ class RolloutEngine(Protocol):
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine's process has ended, so that nothing can come of it any more."""
+        """Tell whether the engine's process has died."""
         ...
 
     def close(self) -> None: ...
 
 
 class BackendHost(Protocol):
-    """What a learner rank offers to a backend that lives in its process (`hf`, and `vllm.mode:
-    colocate`).
-    """
+    """A learner rank, as the backend in its process sees it (`hf`, or `vllm.mode: colocate`)."""
 
     @property
     def name(self) -> str:
-        """Of the rank, and so of the backend in it (`Rollout.actor`)."""
+        """Name of the rank, and so of the backend in it (`Rollout.actor`)."""
         ...
 
     @property
     def model(self) -> Any:
-        """transformers' model, as it is trained: an adapter is part of it."""
+        """The transformers model as it is trained, with its adapter."""
         ...
 
     @property
     def processor(self) -> Any: ...
 
     def raise_if_stopping(self) -> None:
-        """To be called between tokens, in the thread that generates: RolloutError(phase="generate")
-        once the run is being ended. Nobody waits for the rollouts then, and the learner's weights,
-        which the same thread saves, are waited for.
+        """Call between tokens: raises RolloutError(phase="generate") once the run is ending.
+
+        The thread that generates is the one that saves the learner's weights then.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        """Name and tensor of everything the engine loads: adapters merged (out of place), under the
-        names of an ordinary checkpoint.
+        """Yield name and tensor of all that an engine loads, under an ordinary checkpoint's names.
+
+        Adapters are merged, out of place.
         """
         ...
 
     def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
-        """While it is open, what `rollout_matching.offload` names is not on the device; afterwards
-        it is again, whatever happened.
+        """Keep what `rollout_matching.offload` names off the device while the context is open.
 
         `model` False: the model stays, because the engine is about to read it.
         """
@@ -129,4 +125,4 @@ class BackendHost(Protocol):
 
 
 MakeBackend = Callable[[BackendHost], RolloutBackend]
-"""Called in the learner's process once its model is loaded; travels there, so it is picklable."""
+"""Makes the backend in the learner's process once its model is loaded; it is picklable."""

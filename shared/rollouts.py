@@ -1,4 +1,4 @@
-"""What is asked of a rollout engine, and what it answers."""
+"""The values that travel between learner and engines: requests, rollouts, offers, reports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.offer import AdapterOffer, FullOffer
 
 MAX_TEMPERATURE = 2.0
-"""vLLM takes no higher one."""
+"""The highest that vLLM takes."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Beyond these a logit that is divided or multiplied by it may be no number any more, and nothing
-says so.
-"""
+"""Range outside which a scaled logit may silently be no number any more."""
 
 
 class DecodeMode(StrEnum):
@@ -27,7 +25,11 @@ class DecodeMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How one response is decoded; the same for every request of a step."""
+    """The way a response is decoded; the same for every request of a step.
+
+    Example: greedy decoding is `DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 84, 1,
+    (151645,), (151655,), True)`.
+    """
 
     mode: DecodeMode
     temperature: float
@@ -40,25 +42,28 @@ class DecodeSettings:
     num_beams: int
     stop_token_ids: tuple[int, ...]
     banned_token_ids: tuple[int, ...]
-    """Never sampled (vision placeholders); the learner masks the same ids when it compares
-    log-probabilities.
-    """
+    """Never sampled (vision placeholders); the learner masks them when it compares log-probs."""
     return_logprobs: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
+    """One prompt for an engine.
+
+    Example: the third request of the first step is `RolloutRequest(step=0, position=2,
+    sample_id="coco-7", prompt_token_ids=(151644, ...), images=(ImageRef(...),), decode=...,
+    seed=request_seed(17, 0, 2))`.
+    """
+
     step: int
     """From 0, as seeds count; people and files count from 1."""
     position: int
-    """The request's place in the step over all learner ranks: 0 .. rollouts_per_step - 1."""
+    """Index in the step over all learner ranks: 0 .. rollouts_per_step - 1."""
     sample_id: str
     prompt_token_ids: tuple[int, ...]
     """Unexpanded: one image placeholder per image; the engine expands it."""
     images: tuple[ImageRef, ...]
-    """An engine gets each with `data`; on the way to it the bytes are objects of their own
-    (`shared.sent_requests`).
-    """
+    """Engines get each with `data`; the bytes travel apart (`shared.sent_requests`)."""
     decode: DecodeSettings
     seed: int
     """`request_seed(run_seed, step, position)`; used by sampling, recorded always."""
@@ -73,11 +78,18 @@ class FinishReason(StrEnum):
 
 
 TRIES = 2
-"""Of one server; whoever has another server asks that one next (DESIGN 5, decision 14)."""
+"""Tries per server before another one is asked (DESIGN 5, decision 14)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
+    """The engine's answer to one request.
+
+    Example: to a request for 3 tokens that ended by itself: `Rollout(step=0, position=2,
+    sample_id="coco-7", prompt_token_ids=(...), response_token_ids=(90, 3, 7), stop_token_id=151645,
+    logprobs=(-0.1, -0.3, -0.2), stop_token_logprob=-0.01, finish_reason=FinishReason.STOP, ...)`.
+    """
+
     step: int
     position: int
     sample_id: str
@@ -92,25 +104,25 @@ class Rollout:
     """None where it was forced: nothing was sampled."""
     finish_reason: FinishReason
     forced_positions: tuple[int, ...]
-    """Response positions set by the repeat guard, not sampled. It forces the stop token alone,
-    whose position is `len(response_token_ids)`.
-    """
+    """Response positions that the repeat guard set; only the stop token's, `len(response)`."""
     weight_version: int
     actor: str
     attempt: int
-    """0 for the first try; each server before this one counts for `TRIES`."""
+    """0 for the first try; each server before this one adds `TRIES`."""
     seed: int
     generate_s: float
-    """Seconds from the share's arrival at the engine to this response's own end; beams that are
-    searched together end together.
-    """
+    """Seconds from the share's arrival at the engine to this response's own end."""
     started_s: float = 0.0
     """Unix time at which the share arrived at the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOffer:
-    """The learner's invitation to one sync: what will come, over which transport, and its proof."""
+    """The learner's offer of weights: which, over which transport, and the canary that proves them.
+
+    Example: `WeightOffer(version=3, transport="rollmatch_gloo", terms=FullOffer(...),
+    canary=CanaryProbe(...))`.
+    """
 
     version: int
     transport: str
@@ -120,7 +132,7 @@ class WeightOffer:
 
     @property
     def sends_adapter(self) -> bool:
-        """Whether an adapter is sent rather than full weights."""
+        """Tell whether an adapter is sent rather than full weights."""
         return isinstance(self.terms, AdapterOffer)
 
     def for_group(self, index: int) -> WeightOffer:
@@ -132,71 +144,66 @@ class WeightOffer:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One verified sync. `phase_s` maps a phase (pause, wire, load, verify, canary, ...) to the
-    slowest engine's seconds.
+    """One verified sync.
+
+    Example: `SyncReport(3, 8_000_000, {"pause": 0.1, "wire": 0.5, "load": 0.2}, 2e-5)`.
     """
 
     version: int
     bytes: int
     phase_s: Mapping[str, float]
+    """Seconds of the slowest engine by phase (pause, wire, load, verify, canary, ...)."""
     canary_max_abs: float
-    """Largest absolute difference of a canary log-probability between the learner and any engine.
+    """Largest difference of a canary log-probability between the learner and any engine, in nats.
     """
     mode: Literal["full", "adapter"] = "full"
-    """What was sent."""
     fell_back: str | None = None
-    """Why a sync of the adapter failed before this one, which, like all that follow it, sent full
-    weights; None: none failed.
+    """Reason why an adapter sync failed before this one, which sent full weights; None: none did.
     """
     adapter_effect: float | None = None
-    """Of an adapter: the engine's effect of it over the learner's (`shared.weight_sync.canary`), of
-    the engine that is farthest from 1. None: full weights, or too small an effect to tell."""
+    """The engine's effect of an adapter over the learner's, farthest from 1; None: full weights, or
+    too small to tell (`shared.weight_sync.canary`)."""
     canary_mean_abs: float = 0.0
-    """Mean absolute difference of a canary log-probability, of the engine that is farthest away."""
+    """Mean difference of a canary log-probability, of the engine that is farthest away."""
     canary_noise: Differences | None = None
-    """What rounding alone made of the same at version 0, where that was measured in this sync."""
+    """The same differences by rounding alone, at version 0, where this sync measured them."""
 
     @classmethod
     def of_slowest(cls, reports: Sequence[SyncReport]) -> SyncReport:
-        """One sync as several engines report it: each phase is the slowest one's, the bytes are
-        those that one of them took.
-        """
+        """Merge the reports of several engines: each phase is the slowest one's."""
+        first = reports[0]
         phases = {
-            phase: max(report.phase_s[phase] for report in reports) for phase in reports[0].phase_s
+            phase: max(report.phase_s[phase] for report in reports) for phase in first.phase_s
         }
         noises = [report.canary_noise for report in reports if report.canary_noise is not None]
         effects = [report.adapter_effect for report in reports if report.adapter_effect is not None]
+        farthest = None
+        if len(effects) == len(reports):
+            farthest = max(effects, key=lambda effect: abs(effect - 1))
         return cls(
-            reports[0].version,
-            reports[0].bytes,
+            first.version,
+            first.bytes,
             phases,
             max(report.canary_max_abs for report in reports),
-            mode=reports[0].mode,
-            adapter_effect=(
-                max(effects, key=lambda effect: abs(effect - 1))
-                if len(effects) == len(reports)
-                else None
-            ),
+            mode=first.mode,
+            adapter_effect=farthest,
             canary_mean_abs=max(report.canary_mean_abs for report in reports),
             canary_noise=Differences.worst(noises) if noises else None,
         )
 
     @property
     def total_s(self) -> float:
-        """Of the engines' phases; the sender's (`send_...`) run beside them."""
-        return sum(
-            seconds for phase, seconds in self.phase_s.items() if not phase.startswith("send_")
-        )
+        """Seconds of the engines' phases; the sender's (`send_...`) run beside them."""
+        phases = self.phase_s.items()
+        return sum(seconds for phase, seconds in phases if not phase.startswith("send_"))
 
     @property
     def wire_gb_per_s(self) -> float | None:
-        """What one engine received per second of the slowest one's wire phase, in 1e9 bytes; None
-        where nothing went over a wire.
-        """
+        """Rate of the slowest engine's wire phase in 1e9 bytes/s; None where there was no wire."""
         return self.bytes / self.phase_s["wire"] / 1e9 if "wire" in self.phase_s else None
 
     def metrics(self) -> dict[str, float | str]:
-        """As `shared.metrics` names them; what there is none of is absent."""
+        """Return the values by their names in `shared.metrics`, without those that are None."""
         values = {
             "sync/version": self.version,
             "sync/mode": self.mode,

@@ -1,11 +1,9 @@
-"""Requests on their way to engines, without the bytes of their pictures, which are sent once,
-whoever shows them and however often.
+"""Requests on their way to engines; the bytes of a picture are sent once, however often shown.
 
 Several requests are one object, and the pictures among them that were not sent before are another,
 a box. An engine reads the boxes that its requests name from its node's part of Ray's object store,
-without a copy; where a box is not there yet, or not any more, the store fetches it from the
-sender's. So a node is sent a picture again only after it has left the sender's shelf, or the node's
-store. No Ray here: who sends brings `put`.
+without a copy. So a node gets a picture again only after it has left the sender's shelf, or the
+node's store. No Ray here: the sender brings `put`.
 """
 
 from __future__ import annotations
@@ -22,56 +20,49 @@ from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
 
 REQUESTS_TOGETHER = 32
-"""Requests of one object. The first engine waits for as many; an object for each would cost the
-driver as much as it costs the sender.
+"""Requests per object: the first engine waits for as many, and every object costs the driver time.
 """
 
 SHELF_BYTES = 1 << 29
-"""Of pictures that a sender holds for later requests: 3,500 of 150 kB."""
+"""Pictures that a sender holds for later requests: 3,500 of 150 kB."""
 
 
 class RequestRef(NamedTuple):
-    """Where a request is."""
+    """The place of a request: the `place`-th one of the `SentRequests` that `sent` refers to."""
 
     sent: Any
-    """Reference to a `SentRequests`."""
     place: int
-    """Among its requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentRequests:
-    """Some requests in order.
+    """Requests in order, with references to their pictures.
 
-    Example:
-        Of two requests for one picture, `pictures` has one entry: `SentRequests((first, second),
-        {sha256: box})`.
+    Example: of two requests for one picture, `pictures` has one entry:
+    `SentRequests((first, second), {sha256: box})`.
     """
 
     requests: tuple[Any, ...]
-    """`RolloutRequest`s whose images have no `data`, or what environments are asked, which has no
-    images.
-    """
+    """`RolloutRequest`s whose images have no `data`, or `EnvironmentRequest`s."""
     pictures: Mapping[str, Any]
-    """By its sha256 a reference to each picture's box, a dictionary of uint8 arrays by sha256."""
+    """Reference to each picture's box, by sha256. A box maps sha256 to uint8 arrays."""
 
     @classmethod
     def chosen(cls, objects: Sequence[SentRequests], places: range | None) -> SentRequests:
-        """The requests at these places of all the objects' requests, one object behind the other,
-        and their pictures; None: all of them.
-        """
-        requests = tuple(request for one in objects for request in one.requests)
+        """Join objects, take the requests at these places (None: all), and their pictures."""
+        requests = tuple(request for part in objects for request in part.requests)
         if places is not None:
             requests = requests[places.start : places.stop]
-        pictures = {sha256: picture for one in objects for sha256, picture in one.pictures.items()}
+        pictures: dict[str, Any] = {}
+        for part in objects:
+            pictures |= part.pictures
         shown = dict.fromkeys(image.sha256 for request in requests for image in _images(request))
         return cls(requests, {sha256: pictures[sha256] for sha256 in shown})
 
     def with_data(
         self, get: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
     ) -> list[RolloutRequest]:
-        """The requests with the bytes of their images; `get` gives the boxes for their
-        references."""
+        """Return the requests with the bytes of their images; `get` resolves box references."""
         refs = list(dict.fromkeys(self.pictures.values()))
         boxes = dict(zip(refs, get(refs), strict=True))
         data = {sha256: boxes[ref][sha256].tobytes() for sha256, ref in self.pictures.items()}
@@ -85,36 +76,37 @@ class SentRequests:
 
 
 def in_objects(refs: Sequence[RequestRef]) -> tuple[list[Any], range]:
-    """References to the objects that hold these requests, which follow each other, and the places
-    that `SentRequests.chosen` takes.
-    """
+    """Return the objects that hold these successive requests, and the `places` of them there."""
     first = refs[0].place
     return list(dict.fromkeys(ref.sent for ref in refs)), range(first, first + len(refs))
 
 
 class PictureShelf:
-    """Pictures that a process has sent, by their hashes: who shows one of them again sends no
-    bytes. Bounded: those that were not shown for longest leave, though requests under way keep
-    theirs. May be used from several threads."""
+    """Pictures that this process has sent: a picture that is shown again costs no bytes.
+
+    The shelf is bounded. Those not shown for longest leave; requests under way keep theirs. May be
+    used from several threads.
+    """
 
     def __init__(self, put: Callable[[Any], Any], max_bytes: int = SHELF_BYTES) -> None:
-        """`put` makes an object of a value and returns its reference."""
+        """Start empty; `put` makes an object of a value and returns its reference."""
         self._put = put
         self._free = max_bytes
         self._boxes: OrderedDict[Any, dict[str, int]] = OrderedDict()
-        """The size of each picture, by box; the last one was used last."""
+        """Size of each picture by box; the box used last is last."""
         self._box_of: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def send(self, requests: Sequence[Any]) -> SentRequests:
-        """Reads the files of pictures that are not held. RecordError where one is gone or has
-        changed.
+        """Send pictures that are new, and return the requests with references to all of theirs.
+
+        Raises RecordError where a picture's file is gone or has changed.
         """
         with self._lock:
             new: dict[str, np.ndarray] = {}
             sent = tuple(self._without_data(request, new) for request in requests)
             if new:
-                # One for all of them: an object costs a millisecond, whatever its size.
+                # One box for all: an object costs a millisecond, whatever its size.
                 box = self._put(new)
                 self._boxes[box] = {sha256: len(data) for sha256, data in new.items()}
                 self._box_of.update(dict.fromkeys(new, box))
@@ -134,7 +126,7 @@ class PictureShelf:
         return SentRequests(sent, pictures)
 
     def put_each(self, requests: Sequence[Any]) -> list[RequestRef]:
-        """Send all of them from this process, in order."""
+        """Send all of them from this process; return their places in order."""
         refs = []
         for first in range(0, len(requests), REQUESTS_TOGETHER):
             some = requests[first : first + REQUESTS_TOGETHER]
@@ -143,9 +135,7 @@ class PictureShelf:
         return refs
 
     def _without_data(self, request: Any, new: dict[str, np.ndarray]) -> Any:
-        """The request without the bytes of its images, of which those that are not held are in
-        `new`.
-        """
+        """Return the request without its images' bytes; those of new pictures go into `new`."""
         images = []
         for image in _images(request):
             if image.sha256 not in self._box_of and image.sha256 not in new:
