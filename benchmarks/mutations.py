@@ -114,11 +114,10 @@ class Found:
 
 
 INTAKE = (
-    "tests/rollout_actors/weight_sync/test_weight_intake.py",
+    "tests/rollout_actors/weight_sync/test_receiver.py",
     "tests/rollout_actors/test_engine_sync.py",
 )
 CACHES = (*INTAKE, "tests/rollout_actors/backends/test_stock_server.py")
-RECEIPTS = ("tests/rollout_actors/weight_sync/test_receipt.py", *INTAKE)
 
 # fmt: off
 MUTANTS = (
@@ -210,17 +209,17 @@ MUTANTS = (
     # Weight sync.
     Mutant("last-buckets-checksum-not-compared", "rollout_actors/weight_sync/receiver.py",
         "zip(report.checksums, report.sent, strict=True)",
-        "zip(report.checksums[:-1], report.sent[:-1], strict=True)", RECEIPTS),
+        "zip(report.checksums[:-1], report.sent[:-1], strict=True)", INTAKE),
     Mutant("parameter-that-was-not-loaded-not-reported", "rollout_actors/weight_sync/receiver.py",
-        'names = [f"not loaded: {name}" for name in report.missing]\n', "names = []\n", RECEIPTS),
+        'names = [f"not loaded: {name}" for name in report.missing]\n', "names = []\n", INTAKE),
     Mutant("name-that-is-no-parameter-not-reported", "rollout_actors/weight_sync/receiver.py",
-        "for name in report.unexpected]", "for name in ()]", RECEIPTS),
+        "for name in report.unexpected]", "for name in ()]", INTAKE),
     Mutant("receipts-of-other-workers-not-read", "rollout_actors/weight_sync/receiver.py",
         "for report in reports:", "for report in reports[:1]:",
-        ("tests/rollout_actors/weight_sync/test_receipt.py", "tests/rollout_actors/weight_sync/test_weight_intake.py")),
+        ("tests/rollout_actors/weight_sync/test_receiver.py",)),
     Mutant("bucket-of-exactly-its-size-closed", "rollout_actors/weight_sync/worker.py",
         "if self._size > self._bucket_bytes:", "if self._size >= self._bucket_bytes:",
-        ("tests/rollout_actors/test_load_watch.py", "tests/rollout_actors/test_engine_sync.py")),
+        ("tests/rollout_actors/weight_sync/test_worker.py", "tests/rollout_actors/test_engine_sync.py")),
     Mutant("refused-cache-reset-accepted", "rollout_actors/weight_sync/receiver.py",
         "if not await self._llm.reset_prefix_cache():",
         "if await self._llm.reset_prefix_cache() is None:", CACHES),
@@ -231,7 +230,7 @@ MUTANTS = (
     Mutant("engines-phase-without-a-limit", "rollout_actors/weight_sync/receiver.py",
         "await asyncio.wait_for(work, limit.seconds + ENGINE_MARGIN_S)", "await work", INTAKE),
     Mutant("adapter-served-on-top-of-merged-weights", "rollout_actors/weight_sync/receiver.py",
-        "await self.adapter.drop()", "pass", ("tests/rollout_actors/weight_sync/test_weight_intake.py",)),
+        "await self.adapter.drop()", "pass", ("tests/rollout_actors/weight_sync/test_receiver.py",)),
     Mutant("group-under-another-key-not-joined", "rollout_actors/weight_sync/receiver.py",
         "if self._joined == group.key:", "if self._joined:", INTAKE),
     Mutant("other-canary-tokens-of-the-same-number-accepted", "shared/weight_sync/canary.py",
@@ -243,7 +242,7 @@ MUTANTS = (
         ("tests/learner/model/test_adapters.py", "tests/learner/test_adapter_learner.py")),
     Mutant("whole-sync-without-a-limit", "shared/weight_sync/phases.py",
         "wait(sides, timeout=limit.seconds, return_when", "wait(sides, return_when",
-        ("tests/shared/weight_sync/test_weight_sync.py",)),
+        ("tests/shared/weight_sync/test_phases.py",)),
     # Driver, pool, queue and servers.
     Mutant("server-of-newer-weights-answers", "rollout_actors/server/service.py",
         "version is not None and version != self.version",

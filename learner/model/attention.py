@@ -56,14 +56,8 @@ def attend_by_segments(model: Any) -> None:
 
 def segments_or_mask(
     *,
-    batch_size: int,
     q_length: int,
-    kv_length: int,
     mask_function: Callable[..., torch.Tensor],
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> RowBorders | torch.Tensor | None:
@@ -73,20 +67,16 @@ def segments_or_mask(
     transformers calls this once in each forward, and forbids `allow_is_causal_skip` without a
     padding mask where it has found a packed row.
     """
-    is_packed = not allow_is_causal_skip and attention_mask is None and q_length == kv_length
+    is_packed = (
+        not options.get("allow_is_causal_skip", True)
+        and options.get("attention_mask") is None
+        and q_length == options["kv_length"]
+    )
     # A window, or a mask of somebody's own, is no matter of borders.
-    if not is_packed or batch_size != 1 or local_size is not None or use_vmap:
+    has_borders = options.get("local_size") is None and not options.get("use_vmap", False)
+    if not is_packed or not has_borders or options["batch_size"] != 1:
         mask: torch.Tensor | None = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip,
-            use_vmap=use_vmap,
-            device=device,
-            **options,
+            q_length=q_length, mask_function=mask_function, device=device, **options
         )
         return mask
     zero = torch.zeros((), dtype=torch.int64, device=device)

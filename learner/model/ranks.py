@@ -44,7 +44,7 @@ class ReceiverGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """Where one learner rank is, and who is around it. It follows from the cluster.
+    """The place of one learner rank in the run, which follows from the cluster.
 
     Example: `RankTopology(TransportKind.GLOO, (ReceiverGroup(3),))` is the only rank of a run with
     three actors on CPU.

@@ -1,4 +1,4 @@
-"""How a learner rank holds the model: all of it, or a part (`learner.parallel: ddp | fsdp`).
+"""The model in a learner rank: all of it, or a part (`learner.parallel: ddp | fsdp`).
 
 ddp     A rank's rows are its own affair; gradients are summed once, at the step's end. The ranks
         must not drift apart: `check` compares them.

@@ -99,9 +99,9 @@ class UpdateRequest:
 
 
 class UpdatedEngine(Protocol):
-    """What a sync asks of any engine: these methods of vLLM's `AsyncLLM`.
+    """The methods of vLLM's `AsyncLLM` that a sync calls, which raise what went wrong.
 
-    By itself, by the routes of a server, or by its `LLM`. They raise what went wrong.
+    Its own, or the same by the routes of a server or by vLLM's `LLM`.
     """
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...

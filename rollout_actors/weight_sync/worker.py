@@ -94,7 +94,7 @@ class ChecksumLoader(nn.Module):
 
 
 class VerifyingWorker(GuardedWorker):
-    """What a rollout engine asks of its worker besides vLLM's own update calls.
+    """The calls of a sync on an engine's worker besides vLLM's own.
 
     Becomes a base class of vLLM's `Worker` (`worker_extension_cls`).
     """

@@ -210,8 +210,10 @@ class CanaryProbe:
         effect = self._differences(self._expected, self.base_logprobs)
         served = self._differences(adapted[1], base[1])
         noise = self._differences(base[1], self.base_logprobs)
-        least = max(EFFECT_OVER_NOISE * _norm(noise), SMALLEST_EFFECT * math.sqrt(len(effect)))
-        if _norm(effect) < least:
+        least = max(
+            EFFECT_OVER_NOISE * math.hypot(*noise), SMALLEST_EFFECT * math.sqrt(len(effect))
+        )
+        if math.hypot(*effect) < least:
             return None
         projection = math.fsum(e * s for e, s in zip(effect, served, strict=True))
         slope = projection / math.fsum(e * e for e in effect)
@@ -314,7 +316,3 @@ class CanaryProbe:
             quantity="canary token ids",
             size=float(num_missing + num_wrong),
         )
-
-
-def _norm(values: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(value * value for value in values))

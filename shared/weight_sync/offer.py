@@ -143,7 +143,7 @@ class AdapterOffer:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the files are those that were digested."""
+        """True where the files are those that were digested."""
         return _digest(self.files) == self.sha256
 
 

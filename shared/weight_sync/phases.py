@@ -97,12 +97,12 @@ class SendingLearner(Protocol):
 
     @property
     def offers_adapter(self) -> bool:
-        """Whether the next offer is of an adapter."""
+        """True where the next offer is of an adapter."""
         ...
 
     @property
     def falls_back(self) -> bool:
-        """Whether full syncs follow a failed adapter sync (`sync.fallback_to_full`)."""
+        """True where full syncs follow a failed adapter sync (`sync.fallback_to_full`)."""
         ...
 
     def offer_weights(self) -> WeightOffer: ...

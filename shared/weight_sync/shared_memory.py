@@ -1,5 +1,6 @@
-"""Memory that processes of one machine have in common. It has no name anywhere, so that nothing is
-left behind by a process that is killed at any time.
+"""Memory that processes of one machine share.
+
+It has no name anywhere, so that nothing is left behind by a process that is killed at any time.
 """
 
 from __future__ import annotations
@@ -25,19 +26,18 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where another process finds the memory: plain numbers, no path."""
+    """The way to a memory for another process, in plain numbers."""
 
     process: int
     """Its id, which may be another process's on another machine or in another container: hence the
-    last two.
-    """
+    last two."""
     descriptor: int
     num_bytes: int
     device: int
     inode: int
 
     def numbers(self) -> tuple[int, ...]:
-        """The fields in order; `Address(*numbers)` is this address."""
+        """Return the fields in order; `Address(*numbers)` is this address."""
         numbers: tuple[int, ...] = astuple(self)
         return numbers
 
@@ -45,25 +45,32 @@ class Address:
     def path(self) -> Path:
         return Path(f"/proc/{self.process}/fd/{self.descriptor}")
 
+    def is_of(self, descriptor: int) -> bool:
+        """Return whether the open file is the memory that was made at this address, as it was."""
+        found = os.fstat(descriptor)
+        return (
+            (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.num_bytes)
+            and found.st_uid == os.geteuid()
+            and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+        )
+
 
 NOWHERE = Address(0, 0, 0, 0, 0)
-"""Of memory that is not there."""
+"""The address of no memory."""
 
 
 class SharedMemory:
     """A mapping that lives as long as `memory` is referred to."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes over the open file. Raises OSError where it cannot be mapped; then the file is
-        still the caller's.
-        """
+        """Take over the open file. Raises OSError where it cannot be mapped: it stays open then."""
         self.memory = mmap.mmap(descriptor, 0)
         self._descriptor = descriptor
         self._closing = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory | None:
-        """None where the system has no such memory, or too little to leave half of it free."""
+        """Make memory; None where the system has none, or too little to leave half of it free."""
         if available_bytes() < 2 * num_bytes:
             return None
         try:
@@ -82,8 +89,9 @@ class SharedMemory:
 
     @classmethod
     def open(cls, address: Address) -> SharedMemory | None:
-        """What another process of this user created; None where this one cannot open it, because it
-        runs elsewhere, or where anything else is there.
+        """Open what another process of this user created.
+
+        None where this one cannot, because it runs elsewhere, or where anything else is there.
         """
         try:
             # Looked at before it is opened: whoever may name an address may not have any other file
@@ -94,7 +102,7 @@ class SharedMemory:
         except OSError:
             return None
         with suppress(OSError):
-            if _is(descriptor, address):
+            if address.is_of(descriptor):
                 return cls(descriptor)
         os.close(descriptor)
         return None
@@ -106,52 +114,42 @@ class SharedMemory:
         return Address(os.getpid(), self._descriptor, found.st_size, found.st_dev, found.st_ino)
 
     def forget(self) -> None:
-        """Take the address away: nobody comes any more, whoever has come goes on. Twice is
-        harmless.
-        """
+        """Take the address away: nobody comes any more, whoever has come goes on."""
         self._closing()
 
 
 def this_machine() -> tuple[int, ...]:
-    """The same numbers for all processes that can find each other's memory, and for no others: of
-    one start of one system, and of one container.
+    """Return numbers that only processes share that can find each other's memory.
 
-    Zeros where the system does not say; then trying to open it tells.
+    They are of one start of one system, and of one container. Zeros where the system does not say;
+    then trying to open memory tells.
     """
     try:
-        boot, container = uuid.UUID(BOOT_ID.read_text().strip()), OWN_PROCESSES.stat().st_ino
+        boot = uuid.UUID(BOOT_ID.read_text().strip())
+        container = OWN_PROCESSES.stat().st_ino
     except OSError:
         return 0, 0, 0
     return (*struct.unpack("<qq", boot.bytes), container)
 
 
 def available_bytes() -> int:
-    """What the system could still give to this process, by its own estimate and by the limit of the
-    container, if there is one; 0 where it does not say.
+    """Return what the system could still give to this process, by its own estimate.
+
+    The limit of the container counts too, if there is one. 0 where the system does not say.
     """
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return 0
     (kib,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(min(int(kib) * 1024, _left_in_container()))
-
-
-def _left_in_container() -> float:
+    available = int(kib) * 1024
     try:
         limit = (CONTAINER / "memory.max").read_text().strip()
-        held = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        usage = (CONTAINER / "memory.stat").read_text().splitlines()
     except OSError:
-        return float("inf")
+        return available
+    if limit == "max":
+        return available
     # Files that are cached make room when it is needed, so they do not count.
-    return float("inf") if limit == "max" else int(limit) - int(held["anon"]) - int(held["shmem"])
-
-
-def _is(descriptor: int, address: Address) -> bool:
-    found = os.fstat(descriptor)
-    return (
-        (found.st_dev, found.st_ino, found.st_size)
-        == (address.device, address.inode, address.num_bytes)
-        and found.st_uid == os.geteuid()
-        and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
-    )
+    used = dict(line.split() for line in usage)
+    return min(available, int(limit) - int(used["anon"]) - int(used["shmem"]))

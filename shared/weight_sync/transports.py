@@ -45,7 +45,7 @@ first (benchmarks/load_buckets.py); over gloo it is called once, and larger buck
 
 
 class Sharing(StrEnum):
-    """What an engine shares with the learner rank that feeds it; each includes the one before."""
+    """An engine's share in the learner rank that feeds it; each includes the one before."""
 
     NOTHING = "nothing"
     """Another process, which has a device of its own, on this node or elsewhere."""

@@ -1,6 +1,4 @@
-"""What an engine serves before, during and after a sync, and how it accounts for one, without an
-engine.
-"""
+"""A receiver before, during and after a sync, and its account of one, without an engine."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from rollout_actors.weight_sync.receiver import (
     TransferGroup,
     UpdateRequest,
     WeightReceiver,
+    check_load_reports,
 )
 from shared.errors import Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
@@ -28,7 +27,7 @@ from shared.weight_sync.phases import ENGINE_MARGIN_S, SyncPhase
 from shared.weight_sync.transports import TransportKind
 
 PROBE = CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.25), 1e-4)
-RECEIPT = LoadReport([5], [5], [], [], load_s=30.0, verify_s=20.0, logprobs=[])
+REPORT = LoadReport([5], [5], [], [], load_s=30.0, verify_s=20.0, logprobs=[])
 """Seconds that nobody has waited for: what a slow machine adds is told from them."""
 
 
@@ -37,7 +36,7 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.trouble: Exception | None = None
-        self.receipt = RECEIPT
+        self.report = REPORT
         self.joined: list[dict[str, Any]] = []
         self.asked: list[str] = []
 
@@ -63,7 +62,7 @@ class FakeLLM:
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         self.asked.append(method)
-        return [asdict(self.receipt)] if method == "load_report" else [None]
+        return [asdict(self.report)] if method == "load_report" else [None]
 
 
 class Engine:
@@ -81,6 +80,9 @@ class Engine:
     async def score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         await asyncio.sleep(self.score_s)
         return (1, 2, 7), self.scored
+
+    def sync(self, offer: WeightOffer, handed: ChecksummedWeights | None = None) -> SyncReport:
+        return asyncio.run(self.intake.run_all_phases(offer, handed))
 
     @property
     def served(self) -> tuple[int, str]:
@@ -111,14 +113,14 @@ def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_
     None
 ):
     engine = Engine()
-    asyncio.run(engine.intake.run_all_phases(an_offer(1)))
+    engine.sync(an_offer(1))
     engine.llm.trouble = ZeroDivisionError("told to fail")
     with pytest.raises(WeightSyncError, match="wire on actor-0: told to fail"):
-        asyncio.run(engine.intake.run_all_phases(an_offer(2)))
+        engine.sync(an_offer(2))
     assert engine.served == (1, "its sync to version 2 is under way, or was not completed")
     assert engine.llm.asked[-1] == "abandon_update"
-    asyncio.run(engine.intake.run_all_phases(an_offer(3)))
-    asyncio.run(engine.intake.run_all_phases(an_offer(4)))
+    engine.sync(an_offer(3))
+    engine.sync(an_offer(4))
     assert engine.served == (4, "")
     assert [info["rank_offset"] for info in engine.llm.joined] == [3, 3], (
         "once at the start, and once more after the failure"
@@ -127,12 +129,12 @@ def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_
 
 def test_a_sender_that_has_opened_its_group_anew_is_joined_anew_without_any_failure() -> None:
     engine = Engine()
-    asyncio.run(engine.intake.run_all_phases(an_offer(1)))
-    asyncio.run(engine.intake.run_all_phases(an_offer(2)))
+    engine.sync(an_offer(1))
+    engine.sync(an_offer(2))
     assert len(engine.llm.joined) == 1, "the group is kept from sync to sync"
     terms = an_offer(3).terms
     anew = replace(terms, groups=(replace(terms.group, key="opened again"),))
-    asyncio.run(engine.intake.run_all_phases(replace(an_offer(3), terms=anew)))
+    engine.sync(replace(an_offer(3), terms=anew))
     assert len(engine.llm.joined) == 2
 
 
@@ -160,7 +162,7 @@ def test_an_engine_that_keeps_what_a_cache_holds_of_the_old_weights_serves_nothi
     engine = Engine()
     setattr(engine.llm, f"reset_{cache}_cache", reset)
     with pytest.raises(WeightSyncError, match=f"reset on actor-0: {told}"):
-        asyncio.run(engine.intake.run_all_phases(an_offer()))
+        engine.sync(an_offer())
     assert engine.served == (0, "its sync to version 1 is under way, or was not completed")
 
 
@@ -250,26 +252,16 @@ def test_the_door_that_a_later_sync_has_shut_is_not_opened_by_the_one_before_it(
 def test_nothing_of_the_sync_before_is_reported_for_this_one() -> None:
     engine = Engine()
     engine.scored = (-0.5, -0.25005)
-    assert asyncio.run(engine.intake.run_all_phases(an_offer(1))).canary_max_abs == pytest.approx(
-        5e-5
-    )
+    assert engine.sync(an_offer(1)).canary_max_abs == pytest.approx(5e-5)
     engine.scored = PROBE.expected_logprobs or ()
-    engine.llm.receipt = replace(RECEIPT, load_s=10.0)
-    report = asyncio.run(engine.intake.run_all_phases(an_offer(2)))
+    engine.llm.report = replace(REPORT, load_s=10.0)
+    report = engine.sync(an_offer(2))
     assert (report.canary_max_abs, report.phase_s["load"]) == (0.0, pytest.approx(10.0, abs=2.0))
 
 
 def test_the_time_of_an_update_is_taken_apart_by_the_workers_account() -> None:
-    report = asyncio.run(Engine().intake.run_all_phases(an_offer()))
-    assert set(report.phase_s) == {
-        "pause",
-        "rendezvous",
-        "wire",
-        "load",
-        "verify",
-        "reset",
-        "canary",
-    }
+    report = Engine().sync(an_offer())
+    assert set(report.phase_s) == {*map(str, SyncPhase), "load"}
     told = {"wire": -50.0, "load": 30.0, "verify": 20.0}
     assert {phase: report.phase_s[phase] for phase in told} == pytest.approx(told, abs=2.0)
     assert report.bytes == 24
@@ -281,16 +273,8 @@ def test_from_hand_to_hand_the_senders_own_times_stand_for_the_wire_and_no_group
     engine, what = Engine(joins=False), an_offer()
     handed = ChecksummedWeights([], what.terms)
     handed.gather_s, handed.verify_s = 5.0, 100.0
-    report = asyncio.run(engine.intake.run_all_phases(what, handed))
-    assert set(report.phase_s) == {
-        "pause",
-        "rendezvous",
-        "gather",
-        "load",
-        "verify",
-        "reset",
-        "canary",
-    }
+    report = engine.sync(what, handed)
+    assert set(report.phase_s) == {*map(str, SyncPhase), "gather", "load"} - {"wire"}
     assert (report.phase_s["gather"], report.phase_s["verify"]) == (
         5.0,
         pytest.approx(120.0, abs=2.0),
@@ -329,23 +313,23 @@ class NoisyEngine(Engine):
         self.asked_before.append(list(self.llm.asked))
         return (1, 2, 7), self.answers.pop(0)
 
-    def sync(self, version: int, probe: CanaryProbe) -> SyncReport:
-        return asyncio.run(self.intake.run_all_phases(replace(an_offer(version), canary=probe)))
+    def sync_with(self, version: int, probe: CanaryProbe) -> SyncReport:
+        return self.sync(replace(an_offer(version), canary=probe))
 
 
 def test_noise_is_measured_once_before_the_first_weights_and_bounds_every_later_sync() -> None:
     engine = NoisyEngine()
-    report = engine.sync(1, IN_BFLOAT16)
+    report = engine.sync_with(1, IN_BFLOAT16)
     assert report.canary_noise == Differences.from_values([0.52 - 0.5, 0.26 - 0.25])
     assert report.canary_mean_abs == 0.0
     before, after = engine.asked_before
     assert (before, "load_report" in after) == ([], True)
-    report = engine.sync(2, IN_BFLOAT16)
+    report = engine.sync_with(2, IN_BFLOAT16)
     assert (report.canary_noise, report.canary_mean_abs) == (None, pytest.approx(0.02))
     assert len(engine.asked_before) == 3
     engine.answers = [(-0.6, -0.3)]
     with pytest.raises(WeightSyncError, match=r"on average by 0\.0750 \(0\.0450 is allowed\)"):
-        engine.sync(3, IN_BFLOAT16)
+        engine.sync_with(3, IN_BFLOAT16)
 
 
 @pytest.mark.parametrize(
@@ -361,35 +345,35 @@ def test_noise_is_not_measured_where_it_is_known_or_would_be_more_than_noise(
 ) -> None:
     engine = NoisyEngine()
     engine.answers = [probe.expected_logprobs or ()]
-    assert engine.sync(version, probe).canary_noise is None
+    assert engine.sync_with(version, probe).canary_noise is None
     assert len(engine.asked_before) == 1
 
 
 def test_the_noise_of_a_run_ends_with_it_on_a_server_that_goes_on() -> None:
     engine = NoisyEngine()
-    engine.sync(1, IN_BFLOAT16)
+    engine.sync_with(1, IN_BFLOAT16)
     other_run = replace(IN_BFLOAT16, expected_logprobs=(-0.7, -0.25))
     engine.answers = [(-0.58, -0.25)]
-    assert engine.sync(1, other_run).canary_mean_abs == pytest.approx(0.06)
+    assert engine.sync_with(1, other_run).canary_mean_abs == pytest.approx(0.06)
     engine.answers = [(-0.58, -0.13)]
     with pytest.raises(WeightSyncError, match=r"\(0\.1000 is allowed\)"):
-        engine.sync(2, replace(other_run, expected_logprobs=(-0.9, -0.25)))
+        engine.sync_with(2, replace(other_run, expected_logprobs=(-0.9, -0.25)))
 
 
-def test_full_weights_in_place_of_the_first_sync_that_failed_are_held_to_the_usual_bounds() -> None:
+def test_full_weights_in_index_of_the_first_sync_that_failed_are_held_to_the_usual_bounds() -> None:
     engine = NoisyEngine()
     engine.answers = [(-0.51, -0.25), (-0.9, -0.25), (-0.58, -0.25)]
     with pytest.raises(WeightSyncError, match=r"canary on actor-0: .*\(0\.0150 is allowed\)"):
-        engine.sync(1, IN_BFLOAT16)
-    report = engine.sync(1, IN_BFLOAT16)
+        engine.sync_with(1, IN_BFLOAT16)
+    report = engine.sync_with(1, IN_BFLOAT16)
     assert (report.canary_noise, report.canary_mean_abs) == (None, pytest.approx(0.04))
 
 
 def test_the_noise_of_the_run_counts_and_not_the_engines_own() -> None:
     engine = NoisyEngine()
-    engine.sync(1, IN_BFLOAT16)
+    engine.sync_with(1, IN_BFLOAT16)
     with pytest.raises(WeightSyncError, match=r"\(0\.0120 is allowed\)"):
-        engine.sync(2, replace(IN_BFLOAT16, noise=Differences(0.004, 0.02)))
+        engine.sync_with(2, replace(IN_BFLOAT16, noise=Differences(0.004, 0.02)))
 
 
 def test_what_a_server_with_other_weights_differs_by_before_the_first_sync_is_not_taken_for_noise() -> (
@@ -397,6 +381,63 @@ def test_what_a_server_with_other_weights_differs_by_before_the_first_sync_is_no
 ):
     engine = NoisyEngine()
     engine.answers = [(-1.5, -0.25), (-0.5, -0.25), (-0.75, -0.25)]
-    assert engine.sync(1, IN_BFLOAT16).canary_noise is None
+    assert engine.sync_with(1, IN_BFLOAT16).canary_noise is None
     with pytest.raises(WeightSyncError, match=r"on average by 0\.1250 \(0\.1000 is allowed\)"):
-        engine.sync(2, IN_BFLOAT16)
+        engine.sync_with(2, IN_BFLOAT16)
+
+
+GOOD = LoadReport([1, 2], [1, 2], [], [], load_s=0.0, verify_s=0.0, logprobs=[])
+
+BAD = [
+    (
+        {"checksums": [1, 3]},
+        "buckets [1] of 2 did not arrive as they were sent",
+        "bucket checksums",
+        1,
+    ),
+    (
+        {"checksums": [3, 2]},
+        "buckets [0] of 2 did not arrive as they were sent",
+        "bucket checksums",
+        1,
+    ),
+    (
+        {"checksums": [2, 1]},
+        "buckets [0, 1] of 2 did not arrive as they were sent",
+        "bucket checksums",
+        2,
+    ),
+    ({"checksums": [1]}, "1 buckets arrived with 2 checksums", "number of buckets", None),
+    ({"missing": ["a"]}, "not loaded: a", "set of loaded names", 1),
+    ({"unexpected": ["b"]}, "not a parameter: b", "set of loaded names", 1),
+    (
+        {"missing": ["a", "c"], "unexpected": ["b", "d"]},
+        "not loaded: a, not loaded: c, not a parameter: b, ...",
+        "set of loaded names",
+        4,
+    ),
+]
+
+
+def test_workers_that_have_loaded_everything_as_it_was_sent_are_believed() -> None:
+    check_load_reports([GOOD, GOOD], "actor-0")
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["of the first worker", "of another worker"])
+@pytest.mark.parametrize(
+    ("changes", "told", "quantity", "size"), BAD, ids=[told for _, told, _, _ in BAD]
+)
+def test_an_account_that_is_not_as_it_should_be_is_an_error_that_names_what_differs(
+    changes: dict[str, Any], told: str, quantity: str, size: int | None, index: int
+) -> None:
+    reports = [GOOD, GOOD]
+    reports[index] = replace(GOOD, **changes)
+    with pytest.raises(WeightSyncError) as caught:
+        check_load_reports(reports, "actor-0")
+    assert caught.value.message.startswith(told)
+    assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == (
+        "actor-0",
+        SyncPhase.VERIFY,
+        quantity,
+        size,
+    )

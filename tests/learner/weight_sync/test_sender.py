@@ -19,7 +19,7 @@ import torch
 from config_support import configuration
 from torch import nn
 
-from learner.model.checkpoint import CheckpointWeights
+from learner.model.checkpoint import CheckpointWeights, WeightSource
 from learner.model.ranks import RankTopology, ReceiverGroup
 from learner.weight_sync.publisher import make_sender as make_configured_sender
 from learner.weight_sync.sender import WeightSender
@@ -51,20 +51,22 @@ class TiedModel(nn.Module):
 
 
 def make_sender(
-    model: nn.Module, timeout_s: float = 0.5, join: Timeout | None = None
+    *receivers: ReceiverGroup,
+    source: WeightSource | None = None,
+    timeout_s: float = 0.5,
+    **settings: Any,
 ) -> WeightSender:
+    """Over gloo, to one receiver unless said otherwise; of a small model."""
     return WeightSender(
-        CheckpointWeights(model),
-        transport="rollmatch_gloo",
-        receivers=(ReceiverGroup(1),),
+        source or CheckpointWeights(TiedModel()),
+        **{"transport": "rollmatch_gloo", "bucket_bytes": 10, **settings},
+        receivers=receivers or (ReceiverGroup(1),),
         timeout_s=timeout_s,
-        join=join,
-        bucket_bytes=10,
     )
 
 
 def test_an_offer_names_every_parameter_once_with_its_size() -> None:
-    sender = make_sender(TiedModel())
+    sender = make_sender()
     terms = sender.offer(3, QUESTION, score).terms
     assert [
         (tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in terms.tensors
@@ -97,16 +99,14 @@ class Counted:
 
 def test_an_offer_computes_nothing_of_the_weights() -> None:
     source = Counted(TiedModel())
-    sender = WeightSender(
-        source, transport="rollmatch_gloo", receivers=(ReceiverGroup(1),), timeout_s=0.5
-    )
+    sender = make_sender(source=source)
     sender.offer(1, QUESTION, score)
     assert source.passes == 0
     sender.close()
 
 
 def test_a_port_is_bound_before_it_is_offered_and_kept_for_the_next_offer() -> None:
-    sender = make_sender(TiedModel())
+    sender = make_sender()
     first, second = (
         sender.offer(1, QUESTION, score).terms.group,
         sender.offer(2, QUESTION, score).terms.group,
@@ -126,13 +126,7 @@ def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again
     None
 ):
     port = free_port()
-    sender = WeightSender(
-        CheckpointWeights(TiedModel()),
-        transport="rollmatch_gloo",
-        receivers=(ReceiverGroup(2, port), ReceiverGroup(1)),
-        timeout_s=0.5,
-        bucket_bytes=10,
-    )
+    sender = make_sender(ReceiverGroup(2, port), ReceiverGroup(1))
     terms = sender.offer(1, QUESTION, score).terms
     assert [group.world_size for group in terms.groups] == [3, 2]
     assert terms.groups[0].port == port != terms.groups[1].port
@@ -145,13 +139,7 @@ def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again
 def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        sender = WeightSender(
-            CheckpointWeights(TiedModel()),
-            transport="rollmatch_gloo",
-            receivers=(ReceiverGroup(1), ReceiverGroup(1, port)),
-            timeout_s=0.5,
-            bucket_bytes=10,
-        )
+        sender = make_sender(ReceiverGroup(1), ReceiverGroup(1, port))
         with pytest.raises(
             ConfigError,
             match=(
@@ -218,12 +206,8 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
     remote: set[int],
 ) -> None:
     model = TiedModel()
-    sender = WeightSender(
-        CheckpointWeights(model),
-        transport="rollmatch_gloo",
-        receivers=(ReceiverGroup(2), ReceiverGroup(1)),
-        timeout_s=20.0,
-        bucket_bytes=10,
+    sender = make_sender(
+        ReceiverGroup(2), ReceiverGroup(1), source=CheckpointWeights(model), timeout_s=20.0
     )
     places = {1: (0, 1), 2: (0, 2), 3: (1, 1)}
     joined: dict[int, GlooReceiver] = {}
@@ -273,7 +257,7 @@ def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_l
     None
 ):
     before = set(FOLDER.iterdir())
-    sender = make_sender(TiedModel(), timeout_s=2.0)
+    sender = make_sender(timeout_s=2.0)
     offer = sender.offer(1, QUESTION, score)
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(sender.send, offer)
@@ -286,13 +270,7 @@ def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_l
 
 @pytest.mark.slow
 def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
-    sender = WeightSender(
-        CheckpointWeights(TiedModel()),
-        transport="rollmatch_gloo",
-        receivers=(ReceiverGroup(1), ReceiverGroup(1)),
-        timeout_s=2.0,
-        bucket_bytes=10,
-    )
+    sender = make_sender(ReceiverGroup(1), ReceiverGroup(1), timeout_s=2.0)
     offer = sender.offer(1, QUESTION, score)
     terms = offer.terms
     with ThreadPoolExecutor(1) as threads:
@@ -386,7 +364,7 @@ def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from
 def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(
     is_elsewhere: bool,
 ) -> None:
-    sender = make_sender(TiedModel(), timeout_s=20.0)
+    sender = make_sender(timeout_s=20.0)
     arrived = threading.Event()
 
     def wait() -> tuple[float, ...]:
@@ -421,7 +399,7 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
     def fail() -> tuple[float, ...]:
         raise RuntimeError("out of memory")
 
-    sender = make_sender(TiedModel(), timeout_s=5.0)
+    sender = make_sender(timeout_s=5.0)
     offer = sender.offer(1, QUESTION, fail)
     terms = offer.terms
     with ThreadPoolExecutor(1) as threads:
@@ -437,7 +415,7 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
 
 @pytest.mark.slow
 def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_engine() -> None:
-    sender = make_sender(TiedModel(), timeout_s=2.0)
+    sender = make_sender(timeout_s=2.0)
 
     def score_slowly() -> tuple[float, ...]:
         time.sleep(2.2)
@@ -461,12 +439,7 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
 def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_kept() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    sender = WeightSender(
-        CheckpointWeights(TiedModel()),
-        transport="rollmatch_gloo",
-        receivers=(ReceiverGroup(1, port),),
-        timeout_s=1.0,
-    )
+    sender = make_sender(ReceiverGroup(1, port), timeout_s=1.0)
     with pytest.raises(WeightSyncError, match="rendezvous on learner") as kept:
         sender.send(sender.offer(1, QUESTION, score))
     assert sender.offer(2, QUESTION, score).terms.group.port == port, kept.value
@@ -475,13 +448,7 @@ def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_ke
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool) -> None:
-    sender = WeightSender(
-        CheckpointWeights(TiedModel()),
-        transport="rollmatch_gloo",
-        receivers=(ReceiverGroup(1), ReceiverGroup(1)),
-        timeout_s=20.0,
-        bucket_bytes=10,
-    )
+    sender = make_sender(ReceiverGroup(1), ReceiverGroup(1), timeout_s=20.0)
     offer = sender.offer(1, QUESTION, score)
     terms = offer.terms
     with ThreadPoolExecutor(2) as threads:
@@ -506,13 +473,7 @@ def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_er
 ) -> None:
     """Gloo's broadcast goes from receiver to receiver, so each that is told has to tell the
     next."""
-    sender = WeightSender(
-        CheckpointWeights(TiedModel()),
-        transport="rollmatch_gloo",
-        receivers=(ReceiverGroup(3),),
-        timeout_s=60.0,
-        bucket_bytes=10,
-    )
+    sender = make_sender(ReceiverGroup(3), timeout_s=60.0)
     offer = sender.offer(1, QUESTION, score)
     terms = offer.terms
     kept = []
@@ -541,9 +502,7 @@ def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_er
 
 
 def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
-    sender = WeightSender(
-        CheckpointWeights(TiedModel()), transport="inproc", receivers=(), timeout_s=0.5
-    )
+    sender = make_sender(transport="inproc")
     offer = sender.offer(1, QUESTION, score)
     assert (
         offer.transport,
@@ -557,7 +516,7 @@ def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
 def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_has_a_new_port() -> (
     None
 ):
-    sender = make_sender(TiedModel())
+    sender = make_sender()
     offer = sender.offer(1, QUESTION, score)
     started = time.monotonic()
     with pytest.raises(
@@ -573,7 +532,7 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_
 
 def test_the_joining_of_servers_has_a_limit_of_its_own() -> None:
     join = Timeout(0.05, "rollout_matching.vllm.server.timeout_s")
-    sender = make_sender(TiedModel(), timeout_s=3600.0, join=join)
+    sender = make_sender(timeout_s=3600.0, join=join)
     offer = sender.offer(1, QUESTION, score)
     assert (offer.terms.join, offer.terms.timeout_s) == (join, 3600.0)
     with pytest.raises(WeightSyncError, match="rendezvous on learner"):
@@ -619,9 +578,4 @@ def test_servers_are_waited_for_by_their_own_key(tmp_path: Path) -> None:
 
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="'carrier_pigeon' is not a valid TransportKind"):
-        WeightSender(
-            CheckpointWeights(TiedModel()),
-            transport="carrier_pigeon",
-            receivers=(ReceiverGroup(1),),
-            timeout_s=1.0,
-        )
+        make_sender(transport="carrier_pigeon")
