@@ -82,13 +82,21 @@ def apply_adapter(
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
     """Return the adapted layers by their path, in the model's order."""
-    if "peft" not in sys.modules:
-        return {}  # a layer of peft's comes with its module
-    from peft.tuners.lora import Linear as LoraLinear
+    return _peft_layers(model, "lora", "Linear")
 
-    return {
-        path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
-    }
+
+def embeddings_with_trained_rows(model: nn.Module) -> dict[str, TrainableTokensLayer]:
+    """Return the embedding and the head, by their path, where some of their rows are trained."""
+    return _peft_layers(model, "trainable_tokens", "TrainableTokensLayer")
+
+
+def _peft_layers(model: nn.Module, tuner: str, kind: str) -> dict[str, Any]:
+    # A layer of peft's comes with its module.
+    module = sys.modules.get(f"peft.tuners.{tuner}")
+    if module is None:
+        return {}
+    layer_type = getattr(module, kind)
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, layer_type)}
 
 
 def merged_weight(layer: LoraLinear) -> torch.Tensor:
@@ -106,19 +114,6 @@ def merged_weight(layer: LoraLinear) -> torch.Tensor:
         factor = (magnitude.weight / norm).view(-1, 1)
         merged: torch.Tensor = (factor * (weight + delta)).to(weight.dtype)
         return merged
-
-
-def embeddings_with_trained_rows(model: nn.Module) -> dict[str, TrainableTokensLayer]:
-    """Return the embedding and the head, by their path, where some of their rows are trained."""
-    if "peft" not in sys.modules:
-        return {}
-    from peft.tuners.trainable_tokens import TrainableTokensLayer
-
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, TrainableTokensLayer)
-    }
 
 
 def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:

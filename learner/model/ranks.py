@@ -267,9 +267,7 @@ def join_ranks(
 
     Args:
         rendezvous: rank 0's, opened before `place` was made.
-        device: where the gradients are.
-        timeout_s: of every collective, the configuration's timeouts.learn_s.
-        sums_in_backward: the backward of every row sums gradients over the ranks already.
+        timeout_s: the configuration's timeouts.learn_s, of this and of every collective.
     """
     if place.world_size == 1:
         return Ranks()

@@ -12,7 +12,6 @@ Weights leave, for a sync or a checkpoint, between two calls:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -42,83 +41,53 @@ CHECKED_ELEMENTS = 4096
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Parallel(ABC):
-    """A model as one rank holds it.
+class Parallel:
+    """A model as one rank holds it: whole, alone or among others that hold it too.
 
-    `forward`, `rows_of_all_ranks`, `any_of_row`, `check` and `gather` are collectives under fsdp:
-    all ranks come to them, in the same order.
+    In `ShardedModel`, a part of it. `forward`, `rows_of_all_ranks`, `any_of_row`, `check` and
+    `gather` are collectives there: all ranks come to them, in the same order.
     """
 
-    weights: WeightSource
-    """Weights for a sync or a checkpoint; read them only between `gather` and `release`."""
-    holds_parts: bool
-    """Whether the model's parameters are this rank's shards (DTensor) and not ordinary tensors."""
-
-    @abstractmethod
-    def forward(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return `function(*arguments)`, which is one forward of the model, or of parts of it."""
-
-    @abstractmethod
-    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
-        """Yield the rows in order, then None for each that another rank has more."""
-
-    @abstractmethod
-    def any_of_row(self, flag: bool) -> bool:
-        """Return whether the flag is set on a rank that this row is a row of: here, or anywhere."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise LearnerError where the ranks do not hold the same weights."""
-
-    @abstractmethod
-    def gather(self) -> None:
-        """Make `weights` readable: they do not change until `release`."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return the whole weights in host memory, on rank 0, between `gather` and `release`.
-
-        None where the model itself holds them.
-        """
-
-    @abstractmethod
-    def release(self) -> None:
-        """Drop what was gathered."""
-
-
-class WholeModel(Parallel):
-    """All of the model in one rank, alone or among others that hold it too."""
-
     holds_parts = False
+    """Whether the model's parameters are this rank's shards (DTensor) and not ordinary tensors."""
 
     def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
         self.weights = weights
+        """Weights for a sync or a checkpoint; read them only between `gather` and `release`."""
         self._model = model
         self._ranks = ranks
 
     def forward(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return `function(*arguments)`, which is one forward of the model, or of parts of it."""
         return function(*arguments)
 
     def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
+        """Yield the rows in order, then None for each that another rank has more."""
         return iter(rows)
 
     def any_of_row(self, flag: bool) -> bool:
+        """Return whether the flag is set on a rank that this row is a row of: here, or anywhere."""
         return flag
 
     def check(self) -> None:
+        """Raise LearnerError where the ranks do not hold the same weights."""
         # A sample of every parameter's bits is enough: an update that went another way shows in all
         # of them.
         if self._ranks.world_size > 1:
             _require_same(self._ranks, self._model, _sampled_sum)
 
     def gather(self) -> None:
-        pass
+        """Make `weights` readable: they do not change until `release`."""
 
-    def state_dict(self) -> None:
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return the whole weights in host memory, on rank 0, between `gather` and `release`.
+
+        None where the model itself holds them.
+        """
         return None
 
     def release(self) -> None:
-        pass
+        """Drop what was gathered."""
 
 
 class ShardedModel(Parallel):
@@ -151,10 +120,10 @@ class ShardedModel(Parallel):
             weights: what the whole model would send.
             every_rank_sends: each to an engine beside it; else rank 0 alone sends.
         """
-        self.weights: GatheredWeights = GatheredWeights(
+        self._gathered = GatheredWeights(
             weights, is_kept=every_rank_sends or ranks.rank == 0, device=device, dtype=dtype
         )
-        self._ranks = ranks
+        super().__init__(model, self._gathered, ranks)
         self._root = _Root(model)
         mesh = _mesh(ranks, device)
         # cast_forward_inputs would round the rotary embeddings, which the model computes in
@@ -202,13 +171,13 @@ class ShardedModel(Parallel):
         pass  # each value is held once
 
     def gather(self) -> None:
-        self.weights.gather()
+        self._gathered.gather()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.weights.state_dict()
+        return self._gathered.state_dict()
 
     def release(self) -> None:
-        self.weights.release()
+        self._gathered.release()
 
 
 class _Root(nn.Module):
@@ -291,7 +260,7 @@ def load_parallel(
         _require_same(ranks, loaded.model, _whole_checksum)
     source = CheckpointWeights(loaded.model)
     if not is_sharded(config):
-        return loaded, WholeModel(loaded.model, source, ranks)
+        return loaded, Parallel(loaded.model, source, ranks)
     parallel = ShardedModel(
         loaded.model,
         source,

@@ -168,16 +168,14 @@ def _adapter_error(error: Exception) -> WeightSyncError:
         "set rollout_matching.vllm.sync.fallback_to_full: true to go on with full weights, or"
         " sync.mode: full to begin with them"
     )
-    if isinstance(error, WeightSyncError):
-        return WeightSyncError(
-            f"of the adapter: {error.message}; {remedy}",
-            actor=error.actor,
-            phase=error.phase,
-            quantity=error.quantity,
-            size=error.size,
-        )
+    if not isinstance(error, WeightSyncError):
+        error = WeightSyncError(f"{type(error).__name__}: {error}", actor=ENGINES, phase=OFFER)
     return WeightSyncError(
-        f"of the adapter: {type(error).__name__}: {error}; {remedy}", actor=ENGINES, phase=OFFER
+        f"of the adapter: {error.message}; {remedy}",
+        actor=error.actor,
+        phase=error.phase,
+        quantity=error.quantity,
+        size=error.size,
     )
 
 

@@ -27,7 +27,7 @@ from learner.model.ranks import (
     RankTopology,
     ReceiverGroup,
 )
-from learner.model.sharding import WholeModel
+from learner.model.sharding import Parallel
 from learner.segments import EncodedPrompt
 from learner.weight_sync.canary import Canary
 from learner.weight_sync.publisher import WeightPublisher
@@ -100,7 +100,7 @@ def publisher(transport: str = "rollmatch_gloo", *, offers_adapter: bool = False
     canary = Canary(
         loaded, prompt, (), (3, 4), tolerance=1e-4, proves_adapter=False, run_dir=Path("unused")
     )
-    parallel = WholeModel(model, CheckpointWeights(model), Ranks())
+    parallel = Parallel(model, CheckpointWeights(model), Ranks())
     sender = WeightSender(
         CheckpointWeights(model),
         transport=transport,

@@ -360,7 +360,7 @@ def test_the_noise_of_a_run_ends_with_it_on_a_server_that_goes_on() -> None:
         engine.sync_with(2, replace(other_run, expected_logprobs=(-0.9, -0.25)))
 
 
-def test_full_weights_in_index_of_the_first_sync_that_failed_are_held_to_the_usual_bounds() -> None:
+def test_full_weights_in_place_of_the_first_sync_that_failed_are_held_to_the_usual_bounds() -> None:
     engine = NoisyEngine()
     engine.answers = [(-0.51, -0.25), (-0.9, -0.25), (-0.58, -0.25)]
     with pytest.raises(WeightSyncError, match=r"canary on actor-0: .*\(0\.0150 is allowed\)"):
