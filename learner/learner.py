@@ -37,20 +37,15 @@ from learner.packing import Row, packing_policy
 from learner.segments import Segment
 from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
-from learner.weight_sync.canary import Canary
-from learner.weight_sync.publisher import WeightPublisher, make_sender
+from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
 from shared.config.algorithm import TrainerVariant
-from shared.config.derive import is_sharded, rank_name, resolved_sync_mode
+from shared.config.derive import is_sharded, rank_name
 from shared.errors import CollectiveError, LearnerError, RolloutError
 from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
 from shared.schedule import StepPlan
 from shared.trajectory import ExampleCounts
-
-# Tokens of the canary's response: enough to pass every layer and the head, little enough to cost
-# one short prefill per sync.
-_CANARY_TOKENS = 32
 
 
 class Learner:
@@ -103,25 +98,15 @@ class Learner:
         self._trainer = RowTrainer(config, self.loaded, self.parallel, decode)
         self._packing = packing_policy(config)
         self.optimizer = Optimizer(self.loaded.model, config.training, self._ranks)
-        fixed = self.algorithm.fixed
-        sends_adapter = resolved_sync_mode(config) == "adapter"
-        canary = Canary(
-            self.loaded,
-            fixed.prompt,
-            self.algorithm.fixed_images,
-            fixed.target.token_ids[:_CANARY_TOKENS],
-            tolerance=config.canary_tolerance,
-            proves_adapter=sends_adapter,
-            run_dir=config.telemetry.run_dir,
-        )
-        self.publisher = WeightPublisher(
+        self.publisher = WeightPublisher.from_config(
+            config,
+            place,
             self._ranks,
             device,
             self.loaded,
             self.parallel,
-            make_sender(config, place, self.parallel),
-            canary,
-            offers_adapter=sends_adapter,
+            self.algorithm.fixed,
+            self.algorithm.fixed_images,
         )
         self.num_updates = 0
         """Finished updates: the weights are theirs."""

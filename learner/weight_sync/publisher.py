@@ -15,16 +15,22 @@ from learner.model.checkpoint import save_checkpoint
 from learner.model.loading import LoadedModel
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology
 from learner.model.sharding import Parallel
+from learner.segments import Segment
 from learner.weight_sync.canary import Canary
 from learner.weight_sync.sender import WeightSender
 from shared.config import RunConfig
-from shared.config.derive import rollout_servers
+from shared.config.derive import resolved_sync_mode, rollout_servers
 from shared.errors import LEARNER, WeightSyncError
+from shared.records import ImageRef
 from shared.rollouts import WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.offer import AdapterOffer
 from shared.weight_sync.phases import OFFER, SendReport
 from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
+
+CANARY_TOKENS = 32
+"""Tokens of the canary's response: enough to pass every layer and the head, little enough to cost
+one short prefill per sync."""
 
 
 class WeightPublisher:
@@ -57,6 +63,32 @@ class WeightPublisher:
         self.canary = canary
         self.version = 0
         """The version that the engines serve; 0 before the first sync."""
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RunConfig,
+        place: RankTopology,
+        ranks: Ranks,
+        device: LearnerDevice,
+        loaded: LoadedModel,
+        parallel: Parallel,
+        fixed: Segment,
+        images: tuple[ImageRef, ...],
+    ) -> WeightPublisher:
+        """Make the publisher whose canary is the segment `fixed` with its `images`."""
+        offers_adapter = resolved_sync_mode(config) == "adapter"
+        canary = Canary(
+            loaded,
+            fixed.prompt,
+            images,
+            fixed.target.token_ids[:CANARY_TOKENS],
+            tolerance=config.canary_tolerance,
+            proves_adapter=offers_adapter,
+            run_dir=config.telemetry.run_dir,
+        )
+        sender = make_sender(config, place, parallel)
+        return cls(ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter)
 
     def offer(self) -> WeightOffer | None:
         """Offer the next version, with the probe that proves its arrival; None but on rank 0.
