@@ -13,10 +13,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from learner.model.checkpoint_folder import MODEL_TYPES
 from learner.model.parts import freeze_parts, model_part, trained_parameters
 from shared.config.training import PartsSection
-from shared.model_families import ModelPart
+from shared.model_families import VISION_MODEL_TYPES, ModelPart
 
 CLASSES = {
     "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig),
@@ -26,7 +25,7 @@ CLASSES = {
 
 @pytest.fixture(
     scope="module",
-    params=[(family, tied) for family in MODEL_TYPES for tied in (True, False)],
+    params=[(family, tied) for family in VISION_MODEL_TYPES for tied in (True, False)],
     ids=lambda case: f"{case[0]}-{case[1]}",
 )
 def model(request):
@@ -45,7 +44,7 @@ def model(request):
 
 
 def test_every_family_that_is_trained_is_tested_here():
-    assert set(MODEL_TYPES) == set(CLASSES) == set(FAMILIES)
+    assert set(VISION_MODEL_TYPES) == set(CLASSES) == set(FAMILIES)
 
 
 @pytest.mark.slow
