@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from started_processes import SESSION, StartedProcesses
@@ -149,6 +149,29 @@ def ray_cluster() -> Iterator[None]:
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def _fake_actors(ray_cluster: None) -> Iterator[list[Any]]:
+    import ray
+    from fake_actors import create_fake_actor
+
+    actors = [create_fake_actor(name) for name in ("actor-0", "actor-1")]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.fixture
+def fake_actors(_fake_actors: list[Any]) -> Iterator[list[Any]]:
+    """`FakeActor`s actor-0 and actor-1, which know of no trouble yet. Other tests have them too, so
+    no test ends one.
+    """
+    import ray
+
+    ray.get([actor.become.remote() for actor in _fake_actors])
+    yield _fake_actors
+    ray.get([actor.become.remote() for actor in _fake_actors])
 
 
 @pytest.fixture(scope="session")

@@ -318,7 +318,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
 
 def test_vllm_server_mode_fails_fast_when_cap_is_infeasible(load, problems):
     """Actors are known before the start; servers are asked for their devices first, and then the
-    same is found (tests/rollout_actors/test_pool.py).
+    same is found (tests/launch/runtime/test_rollout_client.py).
     """
     four_ranks = {f"{MATCHING}.decode_batch_size": 1, "learner.world_size": 4}
     (line,) = problems({**four_ranks, f"{MATCHING}.vllm.actors.num_actors": 2})

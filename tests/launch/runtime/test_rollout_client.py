@@ -1,4 +1,4 @@
-"""The pool shares out, keeps order, waits for nobody forever, and names who did not answer."""
+"""The client shares out, keeps order, waits for nobody forever, and names the actor that is late."""
 
 from __future__ import annotations
 
