@@ -175,7 +175,7 @@ MUTANTS = (
         ".clamp(max=math.log(cap)).exp()", ".exp()",
         ("tests/learner/objectives/test_policy_gradient.py",)),
     Mutant("rollout-of-weights-yet-to-come-learned", "learner/checks.py",
-        "<= rollout.weight_version <= version:", "<= rollout.weight_version:",
+        "<= one.weight_version <= version:", "<= one.weight_version:",
         ("tests/learner/test_checks.py",)),
     # The grounding core.
     Mutant("box-not-rounded-outwards", "shared/grounding/geometry.py",

@@ -144,7 +144,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     with start_up.stage("checks"):
         # `ray.init` would wait for minutes for a cluster that does not answer.
         cluster_nodes(config)
-        held_out = HeldOut.from_config(config, dataset, load_tokens(config))
+        held_out = HeldOut(config, dataset, load_tokens(config))
     if skipped := held_out.samples.num_skipped:
         show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")
     with Cluster(config, ImageNeeds.from_datasets(held_out.samples), start_up) as cluster:

@@ -195,7 +195,7 @@ def _learnable(
     fitting = require_train_lengths(config, train, encoder, tokens.codec)
     answered = [fitting] if num_b_steps(config) else []
     if val is not None:
-        val = HeldOut.from_config(config, val, tokens).samples
+        val = HeldOut(config, val, tokens).samples
         answered.append(Fitting(val, []))
     for samples in answered:
         warning = describe_cut_answers(

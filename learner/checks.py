@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -40,20 +40,15 @@ def _around(token_ids: Sequence[int], index: int) -> str:
     return f"...{list(token_ids[max(0, index - 2) : index + 3])}..."
 
 
-class Sampling(Protocol):
-    """Something that an engine sampled: a rollout, or an environment's training example."""
+class Sampling(NamedTuple):
+    """The origin of sampled tokens: a rollout's, or an environment's training example's."""
 
-    @property
-    def sample_id(self) -> str: ...
-    @property
-    def actor(self) -> str: ...
-    @property
-    def weight_version(self) -> int: ...
+    sample_id: str
+    actor: str
+    weight_version: int
 
 
-def check_weight_versions(
-    rollouts: Sequence[Sampling], version: int, *, max_staleness: int
-) -> None:
+def check_weight_versions(sampled: Sequence[Sampling], version: int, *, max_staleness: int) -> None:
     """Check that a round is of one version of the weights, and not too old.
 
     `version` is the learner's; the round's is at most `max_staleness` older (DESIGN 5, decision
@@ -62,24 +57,24 @@ def check_weight_versions(
     Raises:
         RolloutError: an engine missed a sync.
     """
-    for rollout in rollouts:
+    for one in sampled:
         problem = None
-        if not version - max_staleness <= rollout.weight_version <= version:
+        if not version - max_staleness <= one.weight_version <= version:
             allowed = (
                 f", and rollout_matching.max_staleness is {max_staleness}" if max_staleness else ""
             )
             problem = f"the learner holds {version}{allowed}; a sync was skipped or lost"
-        elif rollout.weight_version != rollouts[0].weight_version:
-            first = rollouts[0]
+        elif one.weight_version != sampled[0].weight_version:
+            first = sampled[0]
             problem = (
                 f"and sample {first.sample_id} of the same round with {first.weight_version} (on"
                 f" {first.actor}); an engine missed a sync"
             )
         if problem is not None:
             raise RolloutError(
-                f"sample {rollout.sample_id}: generated with weight version"
-                f" {rollout.weight_version}, {problem}",
-                actor=rollout.actor,
+                f"sample {one.sample_id}: generated with weight version {one.weight_version},"
+                f" {problem}",
+                actor=one.actor,
                 phase="check",
             )
 

@@ -8,9 +8,9 @@ to compare, M sampled tokens to learn, I images, R image patches, D patch values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,18 +25,8 @@ from learner.objectives.base import (
 from learner.segments import Segment
 from learner.targets import Target, TextWeights, TokenRole
 
-
-class RopeIndex(Protocol):
-    """`get_rope_index` of transformers' Qwen-VL models: M-RoPE positions of one unpacked
-    sequence."""
-
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        *,
-        mm_token_type_ids: torch.Tensor,
-        image_grid_thw: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`get_rope_index` of transformers' Qwen-VL models: M-RoPE positions of one unpacked sequence."""
 
 
 class ModelInputs(NamedTuple):
@@ -172,8 +162,7 @@ def collate(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _TextColumns:
+class _TextColumns(NamedTuple):
     positions: np.ndarray
     weights: np.ndarray
     gate_weights: np.ndarray
@@ -182,10 +171,8 @@ class _TextColumns:
 def _text_supervision(target: Target, text_weights: TextWeights) -> _TextColumns:
     weights_L = text_weights.of(target.roles)
     gate_L = np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)
-    positions = np.flatnonzero(weights_L)
-    return _TextColumns(
-        positions, _mean_weights(weights_L)[positions], _mean_weights(gate_L)[positions]
-    )
+    at = np.flatnonzero(weights_L)
+    return _TextColumns(at, _mean_weights(weights_L)[at], _mean_weights(gate_L)[at])
 
 
 def _mean_weights(weights_L: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 from learner.checks import check_prompt
 from learner.model.loading import LoadedTokens
 from learner.segments import PromptEncoder
-from learner.targets import target_settings
 from shared.config import RunConfig
 from shared.config.derive import num_b_steps
 from shared.dataset import Dataset, note_skipped
@@ -28,14 +27,12 @@ from shared.grounding.evaluation import Scene
 from shared.grounding.objects import ParsedObject
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import SerializedText, layout_append, serialize_objects
-from shared.records import GeometryKind, Sample
-from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
+from shared.records import Sample
+from shared.rollouts import DecodeMode, Rollout, RolloutRequest
 from shared.tokens.hf_codec import HFTokenCodec
 from shared.tokens.pieces import piece_spans
-from shared.tokens.vocabulary import TokenCodec
 
 
-@dataclass(frozen=True, slots=True)
 class HeldOut:
     """The held-out samples: greedy requests for them, and their answers as scenes to be scored.
 
@@ -43,23 +40,16 @@ class HeldOut:
     `score(25 rollouts)` reads its answers strictly, one `Scene` each.
     """
 
-    samples: Dataset
-    """In the order of the validation file; a request's position is its sample's place here."""
-    encoder: PromptEncoder
-    codec: TokenCodec
-    decode: DecodeSettings
-    """Greedy."""
-    geometry: frozenset[GeometryKind]
-    run_seed: int
-    score_by: Literal["constant", "coord_probability"]
-
-    @classmethod
-    def from_config(cls, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> HeldOut:
+    def __init__(self, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> None:
         """Take the first `data.max_val_samples` of `dataset`. Raises as `require_lengths` does."""
-        encoder = PromptEncoder.from_config(config, tokens.processor)
-        samples, _ = require_lengths(
+        self.codec = tokens.codec
+        self.encoder = PromptEncoder.from_config(config, tokens.processor)
+        self._geometry = config.geometry
+        self._run_seed = config.training.seed
+        self._score_by = config.evaluation.score
+        self.samples, _ = require_lengths(
             dataset,
-            encoder,
+            self.encoder,
             tokens.codec,
             max_new_tokens=config.rollout_matching.max_new_tokens,
             global_max_length=config.global_max_length,
@@ -67,27 +57,18 @@ class HeldOut:
             taught=False,
             most=config.data.max_val_samples,
         )
+        """In the order of the validation file; a request's position is its sample's place here."""
         decode = config.rollout_matching.decode_settings(
             stop_token_ids=(tokens.codec.eos_token_id,), banned_token_ids=tokens.banned_token_ids
         )
-        score_by = config.evaluation.score
-        greedy = replace(
+        self._decode = replace(
             decode,
             mode=DecodeMode.GREEDY,
             temperature=0.0,
             top_p=1.0,
             top_k=-1,
             num_beams=1,
-            return_logprobs=score_by == "coord_probability",
-        )
-        return cls(
-            samples,
-            encoder,
-            tokens.codec,
-            greedy,
-            target_settings(config).geometry,
-            config.training.seed,
-            score_by,
+            return_logprobs=self._score_by == "coord_probability",
         )
 
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
@@ -95,10 +76,10 @@ class HeldOut:
         return [
             self.encoder.request(
                 self.samples[position],
-                self.decode,
+                self._decode,
                 step=step,
                 position=position,
-                run_seed=self.run_seed,
+                run_seed=self._run_seed,
             )
             for position in (range(len(self.samples)) if positions is None else positions)
         ]
@@ -113,7 +94,7 @@ class HeldOut:
     def _scene(self, rollout: Rollout) -> Scene:
         sample = self.samples[rollout.position]
         check_prompt(rollout, self.encoder.encode(sample))
-        parsed = parse_rollout(rollout.response_token_ids, self.codec, geometry=self.geometry)
+        parsed = parse_rollout(rollout.response_token_ids, self.codec, geometry=self._geometry)
         text = b"".join(map(self.codec.piece_bytes, rollout.response_token_ids))
         return Scene(
             position=rollout.position,
@@ -129,14 +110,13 @@ class HeldOut:
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
-        """Score an object, 0..1.
+        """Score an object, 0..1, by the engine's log-probabilities at temperature 1.
 
-        The engine's log-probabilities are under the ban of vision placeholders and the repetition
-        penalty, which the report names where there is one; greedy, so at temperature 1.
+        They are under the ban of vision placeholders and the repetition penalty.
         """
-        if self.score_by == "constant":
+        if self._score_by == "constant":
             return 1.0
-        assert rollout.logprobs is not None, "requested by `from_config`"
+        assert rollout.logprobs is not None, "requested so"
         return fmean(math.exp(rollout.logprobs[position]) for position in found.coord_positions)
 
 

@@ -6,7 +6,7 @@ Whatever the policy, rows depend on positions alone: not on arrival, rounds or a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -182,27 +182,19 @@ class CarryBuffer:
 Row = list[Segment]
 
 
-class PackingPolicy(Protocol):
-    """Takes a step's segments in position order and returns the rows that are due."""
+class PackingPolicy:
+    """Takes a step's segments in position order and returns the rows that are due.
 
-    def add(self, segment: Segment) -> list[Row]: ...
-    def finish_step(self) -> list[Row]: ...
-    @property
-    def carries(self) -> bool:
-        """Whether a step may learn fewer or more segments than it drew."""
-        ...
+    This one packs nothing: each segment is a row (`training.packing: false`).
+    """
+
+    carries = False
+    """Whether a step may learn fewer or more segments than it drew."""
 
     @property
     def num_carried(self) -> int:
         """Segments that wait for a later step."""
-        ...
-
-
-class NoPacking:
-    """One segment per row (`training.packing: false`)."""
-
-    carries = False
-    num_carried = 0
+        return 0
 
     def add(self, segment: Segment) -> list[Row]:
         return [[segment]]
@@ -211,14 +203,11 @@ class NoPacking:
         return []
 
 
-class PackWithinStep:
+class PackWithinStep(PackingPolicy):
     """Full rows after every window of segments, the rest at the step's end: nothing is carried.
 
     A row is also taken where the buffer is full.
     """
-
-    carries = False
-    num_carried = 0
 
     def __init__(self, buffer: CarryBuffer, window: int) -> None:
         self._buffer = buffer
@@ -241,7 +230,7 @@ class PackWithinStep:
         return self._buffer.flush()
 
 
-class CarryOver:
+class CarryOver(PackingPolicy):
     """One row after every micro-step's segments (`stage2_rollout_aligned`).
 
     What does not fit waits for a later row, of a later step if need be.
@@ -274,7 +263,7 @@ def packing_policy(config: RunConfig) -> PackingPolicy:
     training = config.training
     rule = row_rule(config)
     if rule is RowRule.SEGMENT:
-        return NoPacking()
+        return PackingPolicy()
     buffer = CarryBuffer(config.global_max_length, training.packing_buffer)
     if rule is RowRule.STEP:
         return PackWithinStep(buffer, training.packing_window)

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 from learner.segments import Segment
 from learner.step_metrics import StepMetrics
 from shared.records import ImageRef
+from shared.rollouts import Rollout
 from shared.run_files import Span
 from shared.schedule import StepPlan
+from shared.trajectory import EnvironmentRollout
 
 
 class AlgorithmStep(Protocol):
@@ -92,3 +94,18 @@ class Algorithm(Protocol):
     def close(self) -> None:
         """End the log of rollouts."""
         ...
+
+
+def generation_span(
+    actor: str,
+    name: str,
+    step: int,
+    rollouts: Sequence[Rollout] | Sequence[EnvironmentRollout],
+    **counts: int,
+) -> Span:
+    """Return from when to when `actor` generated these rollouts, for the timeline."""
+    start_s = min(rollout.started_s for rollout in rollouts)
+    end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
+    first, last = rollouts[0].position, rollouts[-1].position
+    args = {"step": step, "first_position": first, "last_position": last, **counts}
+    return Span(actor, name, start_s, end_s, args)

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from learner.ahead import Ahead
-from learner.checks import check_prompt, check_weight_versions
+from learner.algorithms.base import generation_span
+from learner.checks import Sampling, check_prompt, check_weight_versions
 from learner.held_out import HeldOut, require_train_lengths
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
@@ -65,7 +66,7 @@ class RolloutMatching:
         self.held_out: HeldOut | None = None
         if config.data.val is not None:
             held_out = load_samples(config, config.data.val)
-            self.held_out = HeldOut.from_config(config, held_out, tokens)
+            self.held_out = HeldOut(config, held_out, tokens)
         self._stream = SampleStream(
             len(self.train), seed=config.training.seed, shuffle=config.data.shuffle
         )
@@ -176,22 +177,18 @@ class RolloutMatchingStep:
         spans = []
         for engine, share in groupby(answers, key=lambda rollout: rollout.actor):
             rollouts = list(share)
-            args = {
-                "step": self.plan.number,
-                "first_position": rollouts[0].position,
-                "last_position": rollouts[-1].position,
-                "tokens": sum(len(rollout.response_token_ids) for rollout in rollouts),
-            }
-            start_s = min(rollout.started_s for rollout in rollouts)
-            end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
-            spans.append(Span(engine, "generate", start_s, end_s, args))
+            tokens = sum(len(rollout.response_token_ids) for rollout in rollouts)
+            spans.append(
+                generation_span(engine, "generate", self.plan.number, rollouts, tokens=tokens)
+            )
         return spans
 
     def segments(self, answers: Sequence[Rollout], *, version: int) -> Iterator[Segment]:
         # Whatever is wrong with a rollout is found in here, where no rank waits for this one.
         algorithm = self._algorithm
         max_staleness = algorithm.config.rollout_matching.max_staleness
-        check_weight_versions(answers, version, max_staleness=max_staleness)
+        sampled = [Sampling(one.sample_id, one.actor, one.weight_version) for one in answers]
+        check_weight_versions(sampled, version, max_staleness=max_staleness)
         pairs = zip(answers, self.samples[self._num_targets :], strict=False)
         targets = algorithm.ahead.map(
             lambda pair: rollout_target(*pair, algorithm.tokens.codec, algorithm.settings), pairs

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +27,8 @@ from PIL import Image
 
 from learner.ahead import Ahead
 from learner.algorithms.advantages import AdvantageEstimator, TokenAdvantages
-from learner.checks import check_weight_versions
+from learner.algorithms.base import generation_span
+from learner.checks import Sampling, check_weight_versions
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
 from learner.rollout_logs.trajectories import trajectory_record
@@ -230,52 +232,39 @@ class TrajectoryBatch:
             by_actor.setdefault(rollout.actor, []).append(rollout)
         spans = []
         for actor, rollouts in by_actor.items():
-            args = {
-                "step": self.plan.number,
-                "first_position": rollouts[0].position,
-                "last_position": rollouts[-1].position,
-                "turns": sum(rollout.num_turns for rollout in rollouts),
-                "tokens": sum(rollout.num_tokens for rollout in rollouts),
-            }
-            start_s = min(rollout.started_s for rollout in rollouts)
-            end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
-            spans.append(Span(actor, "rollouts", start_s, end_s, args))
+            turns = sum(rollout.num_turns for rollout in rollouts)
+            tokens = sum(rollout.num_tokens for rollout in rollouts)
+            step = self.plan.number
+            spans.append(
+                generation_span(actor, "rollouts", step, rollouts, turns=turns, tokens=tokens)
+            )
         return spans
 
     def segments(self, answers: Sequence[ExampleRollouts], *, version: int) -> Iterator[Segment]:
         """Yield the segments of each rollout's examples; a failed rollout has none."""
-        algorithm = self._algorithm
-        # The whole round at once: it is of one version, whichever environments and engines it came
-        # from.
-        rollouts = [rollout for group in answers for rollout in group]
-        sampled = [
-            _Sampled.from_example(rollout, example)
-            for rollout in rollouts
-            for example in rollout.examples
-        ]
-        for rollout in rollouts:
+        # The whole round is checked at once: it is of one version, whichever environments and
+        # engines it came from.
+        sampled = []
+        for rollout in (rollout for group in answers for rollout in group):
+            sampled += [_sampled(rollout, example) for example in rollout.examples]
             _require_reward(rollout)
-        max_staleness = algorithm.config.rollout_matching.max_staleness
+        max_staleness = self._algorithm.config.rollout_matching.max_staleness
         check_weight_versions(sampled, version, max_staleness=max_staleness)
-        differs = [
-            has_signal([rollout.reward for rollout in group if rollout.error is None])
-            for group in answers
-        ]
-        is_learned = [
-            differ or not algorithm.environment.drop_equal_groups or _has_own_advantages(group)
-            for group, differ in zip(answers, differs, strict=True)
-        ]
-        learned_rollouts = [
-            rollout
-            for group, learned in zip(answers, is_learned, strict=True)
-            if learned
-            for rollout in group
-        ]
-        segments = algorithm.ahead.map(
-            lambda rollout: list(self._segments_of(rollout)), learned_rollouts
+        drops_equal = self._algorithm.environment.drop_equal_groups
+        differ = []
+        is_learned = []
+        for group in answers:
+            rewards = [rollout.reward for rollout in group if rollout.error is None]
+            differ.append(has_signal(rewards))
+            is_learned.append(differ[-1] or not drops_equal or _has_own_advantages(group))
+        learned_groups = itertools.compress(answers, is_learned)
+        segments = self._algorithm.ahead.map(
+            lambda rollout: list(self._segments_of(rollout)),
+            itertools.chain.from_iterable(learned_groups),
         )
-        for group, differ, learned in zip(answers, differs, is_learned, strict=True):
-            self.metrics.add_group(has_signal=differ, num_left_out=0 if learned else len(group))
+        for group, has_differed, learned in zip(answers, differ, is_learned, strict=True):
+            num_left_out = 0 if learned else len(group)
+            self.metrics.add_group(has_signal=has_differed, num_left_out=num_left_out)
             for rollout in group:
                 self._take(rollout, version)
                 if learned:
@@ -382,23 +371,16 @@ class TrajectoryBatch:
         return prompt, images.modality(target_ids)
 
 
-class _Sampled(NamedTuple):
-    """One example as `learner.checks.Sampling`."""
-
-    sample_id: str
-    actor: str
-    weight_version: int
-
-    @classmethod
-    def from_example(cls, rollout: EnvironmentRollout, example: TrainingExample) -> _Sampled:
-        if example.weight_version is None:
-            raise RolloutError(
-                f"example {rollout.example}: the engine did not say which weights sampled it; use"
-                " engines of the run or `python -m launch.serve`",
-                actor=rollout.actor,
-                phase="check",
-            )
-        return cls(str(rollout.example), example.engine or rollout.actor, example.weight_version)
+def _sampled(rollout: EnvironmentRollout, example: TrainingExample) -> Sampling:
+    """Say which weights sampled an example."""
+    if example.weight_version is None:
+        raise RolloutError(
+            f"example {rollout.example}: the engine did not say which weights sampled it; use"
+            " engines of the run or `python -m launch.serve`",
+            actor=rollout.actor,
+            phase="check",
+        )
+    return Sampling(str(rollout.example), example.engine or rollout.actor, example.weight_version)
 
 
 def _has_own_advantages(group: ExampleRollouts) -> bool:

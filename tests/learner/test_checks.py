@@ -10,6 +10,7 @@ from config_support import configuration
 from learner.checks import (
     Compared,
     LogprobTolerance,
+    Sampling,
     check_logprobs,
     check_prompt,
     check_weight_versions,
@@ -65,6 +66,10 @@ def segment(sample_id, *logprobs):
     )
 
 
+def sampling(sample_id="scene", version=0):
+    return Sampling(sample_id, "rollout-actor-1", version)
+
+
 def test_equal_prompts_pass():
     check_prompt(rollout(), prompt(1, 2, 3))
 
@@ -83,16 +88,16 @@ def test_the_first_differing_prompt_token_is_shown_with_the_samples_id(engine, l
 
 def test_a_rollout_of_other_weights_ends_the_run():
     check_weight_versions([], 4, max_staleness=0)
-    check_weight_versions([rollout(version=4), rollout(version=4)], 4, max_staleness=0)
+    check_weight_versions([sampling(version=4), sampling(version=4)], 4, max_staleness=0)
     with pytest.raises(
         RolloutError,
         match="generated with weight version 4, the learner holds 5; a sync was skipped or lost",
     ):
-        check_weight_versions([rollout(version=4)], 5, max_staleness=0)
+        check_weight_versions([sampling(version=4)], 5, max_staleness=0)
 
 
 def test_a_rollout_may_be_one_version_old_where_the_configuration_allows_it_and_never_newer():
-    check_weight_versions([rollout(version=4)], 5, max_staleness=1)
+    check_weight_versions([sampling(version=4)], 5, max_staleness=1)
     for version in (3, 6):
         with pytest.raises(
             RolloutError,
@@ -101,7 +106,7 @@ def test_a_rollout_may_be_one_version_old_where_the_configuration_allows_it_and_
                 " is 1"
             ),
         ):
-            check_weight_versions([rollout(version=version)], 5, max_staleness=1)
+            check_weight_versions([sampling(version=version)], 5, max_staleness=1)
 
 
 def test_a_round_is_of_one_weight_version():
@@ -112,7 +117,9 @@ def test_a_round_is_of_one_weight_version():
             r" rollout-actor-1\); an engine missed"
         ),
     ):
-        check_weight_versions([rollout(version=5), rollout("late", version=4)], 5, max_staleness=1)
+        check_weight_versions(
+            [sampling(version=5), sampling("late", version=4)], 5, max_staleness=1
+        )
 
 
 EXACT = LogprobTolerance(1e-4)

@@ -37,7 +37,7 @@ def held_out(demo_checkpoint, demo_data, tmp_path_factory):
         )
         if not tokens:
             tokens["loaded"] = load_tokens(config)
-        return HeldOut.from_config(config, load_samples(config, config.data.val), tokens["loaded"])
+        return HeldOut(config, load_samples(config, config.data.val), tokens["loaded"])
 
     return make
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from learner.packing import CarryBuffer, CarryOver, NoPacking, PackWithinStep
+from learner.packing import CarryBuffer, CarryOver, PackingPolicy, PackWithinStep
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def one_step(policy, segments):
 
 
 def test_without_packing_every_segment_is_a_row():
-    assert positions(one_step(NoPacking(), pieces(5, 6, 7))) == [[0], [1], [2]]
+    assert positions(one_step(PackingPolicy(), pieces(5, 6, 7))) == [[0], [1], [2]]
 
 
 def test_rows_are_taken_after_a_window_only_and_the_rest_at_the_steps_end():
