@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from rollout_actors.environments.chat.tools import num_tool_calls
-from rollout_actors.environments.clients.openai import knows_rollouts
+from rollout_actors.environments.clients.openai import is_rollout_client
 from rollout_actors.environments.concurrency import (
     FAILURES,
     GIVEN_UP,
@@ -132,7 +132,7 @@ class _Batch:
         self._bar = bar
         self._inputs = with_positions(examples)
         check_one_row_per_id(examples, self._inputs)
-        if knows_rollouts(call.client):
+        if is_rollout_client(call.client):
             check_positions(self._inputs)
         self._generation = _bound(call.concurrency.generation)
         self._scoring = _bound(call.concurrency.scoring)

@@ -6,7 +6,7 @@ import inspect
 from abc import abstractmethod
 from typing import Any
 
-from rollout_actors.environments.chat.messages import concat_messages, copied, said
+from rollout_actors.environments.chat.messages import checked_messages, concat_messages, copied
 from rollout_actors.environments.chat.responses import (
     parse_response_messages,
     parse_response_tokens,
@@ -70,9 +70,11 @@ class MultiTurnEnv(Environment):
         last = trajectory[-1]
         # A copy: what the environment does to it is said in the next call, not in the last one.
         messages = copied(concat_messages([last["prompt"], last["completion"]]))
-        answer = said(await awaited(self.env_response(messages, state)), "env_response", self)
+        answer = checked_messages(
+            await awaited(self.env_response(messages, state)), "env_response", self
+        )
         if state.get("final_env_response") is not None:
-            state["final_env_response"] = said(
+            state["final_env_response"] = checked_messages(
                 state["final_env_response"], "final_env_response", self
             )
         return concat_messages([messages, answer])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from rollout_actors.environments.clients.openai import client_of, knows_rollouts
+from rollout_actors.environments.clients.openai import is_rollout_client
 from rollout_actors.environments.lifecycle import awaited, finish_cleanup
 from rollout_actors.environments.types import RolloutInput, State
 
@@ -46,13 +46,13 @@ class RolloutScope:
 
     def client(self, client: Any) -> Any:
         """Return the conversation that the calls of this rollout go to, always the same."""
-        if not knows_rollouts(client):
+        if not is_rollout_client(client):
             return client
         for known, conversation in self.clients:
             if known is client:
                 return conversation
         state = State(input=dict(self.input)) if self.state is None else self.state
-        conversation = client_of(client, state, of=self.outermost, path=self.path)
+        conversation = client.conversation(state, of=self.outermost, path=self.path)
         self.clients.append((client, conversation))
         return conversation
 
@@ -64,7 +64,6 @@ class RolloutScope:
         splits = [getattr(conversation, "num_splits", None) for _, conversation in self.clients]
         counted = [number for number in splits if number is not None]
         if counted:
-            # The environment may have returned another state than its conversation counts in.
             self.state["num_splits"] = sum(counted)
         if self.environment._has_cleanup:
             await finish_cleanup(
@@ -121,7 +120,7 @@ def bind_client(client: Any) -> Any:
     Raises:
         RuntimeError: the client has to know the rollout, and none is under way.
     """
-    if not knows_rollouts(client):
+    if not is_rollout_client(client):
         return client
     scope = _SCOPE.get()
     if scope is None:

@@ -41,12 +41,12 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
     return joined if parts else ""
 
 
-def said(value: Any, method: str, environment: Any) -> Messages:
+def checked_messages(value: Any, method: str, environment: Any) -> Messages:
     """Return what an environment's method returned, with every message as a dict.
 
     Raises:
         TypeError: it is neither a conversation nor a text.
-        ValueError: a message has no role.
+        ValueError: a message is none, or has no role.
     """
     if isinstance(value, str):
         return value
@@ -60,12 +60,6 @@ def said(value: Any, method: str, environment: Any) -> Messages:
         raise TypeError(
             f"{by} returned {kind}; return a list of messages, and [] where there is nothing to say"
         )
-    for message in value:
-        if not isinstance(message, Mapping) and not hasattr(message, "model_dump"):
-            raise TypeError(
-                f"{by} returned a list with {type(message).__name__} in it; return a list of"
-                " messages, each with a role and a content"
-            )
     require_roles(value, f"what {by} returned")
     return [
         message if isinstance(message, dict) else dict(as_mapping(message)) for message in value

@@ -15,6 +15,9 @@ from rollout_actors.environments.types import Messages, TrajectoryStepTokens
 TOKEN_ID = "token_id:"
 """Prefix of a token that vLLM writes as its id, when asked for `return_tokens_as_token_ids`."""
 
+SENT_IMAGES = "image_sha256"
+"""Field of our engines' answers: hashes of the prompt's images, in order, as they were sent."""
+
 RETURNS_TOKENS: dict[str, Any] = {
     "logprobs": True,
     "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True},

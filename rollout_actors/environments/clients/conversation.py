@@ -22,21 +22,16 @@ from openai.types.completion_choice import Logprobs
 
 from rollout_actors.environments.chat.images import MessageImages
 from rollout_actors.environments.chat.messages import as_mapping
-from rollout_actors.environments.chat.responses import TOKEN_ID
+from rollout_actors.environments.chat.responses import SENT_IMAGES, TOKEN_ID
 from rollout_actors.environments.chat.template import ChatTemplate, PreviousCall
 from rollout_actors.environments.chat.tools import AssistantMessage, ToolCallReader
 from rollout_actors.environments.clients.openai import LIMITS, overlong_answer
-from rollout_actors.environments.types import State
 from shared.model_families import IMAGE_PLACEHOLDER
 from shared.records import ImageRef
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
 from shared.trajectory import ModelCall
 
-SENT_IMAGES = "image_sha256"
-"""Field of an answer with the hashes of its prompt's images, in order. The environment may change
-the prompt that a step shows later.
-"""
 _ALWAYS_ANSWERED = frozenset(
     {"logprobs", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"}
 )
@@ -171,12 +166,7 @@ class ConversationSettings:
                         f"{name}: {value!r} was asked for, and this run has {self._fixed[name]!r};"
                         " leave it out, or change what the run has"
                     )
-            elif name == "seed":
-                raise ValueError(
-                    "seed: the engines' own follow from the run's seed, the step, the rollout's"
-                    " position in it and the turn; leave it out"
-                )
-            else:
+            else:  # a seed, too: the engines' own follow from the rollout's place in the run
                 known = ", ".join(sorted({*self._fixed, *LIMITS, *_ALWAYS_ANSWERED}))
                 raise ValueError(
                     f"{name}: the engines of a run take no such sampling argument; leave it out."
@@ -205,7 +195,7 @@ class Conversation:
 
     Each prompt begins with exactly the tokens of the call before it where it can. Where the
     messages do not go on from that call, or the template now writes them otherwise, the prompt is
-    tokenised anew, its tokens are read and never learned, and `state["num_splits"]` counts it.
+    tokenised anew, its tokens are read and never learned, and `num_splits` counts it.
 
     Calls take the arguments of `AsyncOpenAI`; `model` chooses nothing, since the engines of a run
     have one. An answer has vLLM's `token_ids` and `prompt_token_ids`, and beside them
@@ -219,7 +209,6 @@ class Conversation:
         key: RolloutKey,
         settings: ConversationSettings,
         generate: Generate,
-        state: State,
         calls: dict[tuple[str, int], ModelCall],
     ) -> None:
         """Begin without a call. `calls` is where each is noted, by its path and turn."""
@@ -227,10 +216,7 @@ class Conversation:
         self._settings = settings
         self._template = settings.template
         self._generate = generate
-        self._state = state
         self._calls = calls
-        # Another client of the same rollout may have counted there already.
-        state.setdefault("num_splits", 0)
         self.num_splits = 0
         """Calls whose prompt did not begin with the tokens of the one before."""
         self._images = MessageImages()
@@ -411,7 +397,6 @@ class Conversation:
         self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
         self._turn += 1
         self.num_splits += prompt.is_split
-        self._state["num_splits"] += prompt.is_split
         return sampled
 
     def _answer(

@@ -30,16 +30,13 @@ T = TypeVar("T")
 
 
 class Engines(Protocol):
-    """The run's engines, in order; `training.actor.RayEngines` are Ray actors."""
+    """The run's engines, in order (`training.actor.RayEngines`, which this may not import)."""
 
     def __len__(self) -> int: ...
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
         """Ask one engine, within a time limit of its own. Cancelling this aborts the request.
-
-        Raises:
-            UnreachableError: another engine may be asked the same.
-            RolloutError: the engine failed.
+        UnreachableError: another engine may be asked the same.
         """
         ...
 
@@ -100,11 +97,10 @@ class EngineClient:
     def conversation(
         self, state: State, *, of: Mapping[str, Any] | None = None, path: str = ""
     ) -> Conversation:
-        """Return a client for the calls of this rollout; it counts `num_splits` in its state.
+        """Return a client for the calls of this rollout.
 
-        The position in the step is `state["input"]["position"]`, which `generate` gives to every
-        rollout. Rollouts without one are numbered as they begin, and only then do their seeds
-        depend on that order.
+        Its seeds follow from the `position` of its input, which `generate` gives to every rollout.
+        Those without one are numbered as they begin.
 
         Args:
             of: the input of the outermost rollout in which this one is begun; None: its own.
@@ -116,7 +112,7 @@ class EngineClient:
         sample_id = str(state.get("example_id", position))
         key = RolloutKey(self._run_seed, self._step, position, sample_id, path)
         calls = self._calls.setdefault(position, {})
-        return Conversation(key, self._settings, self.generate, state, calls)
+        return Conversation(key, self._settings, self.generate, calls)
 
     def calls(self, position: int) -> tuple[ModelCall, ...]:
         """Return the calls of the rollout of this position, by path and turn."""

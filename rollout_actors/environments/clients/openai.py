@@ -52,18 +52,10 @@ A RolloutError of the run's own engines is not among them: they were tried again
 """
 
 
-def knows_rollouts(client: Any) -> bool:
-    """Tell whether a client wants to know which calls belong to one rollout (`EngineClient`).
-
-    The class counts: a mock, which has any attribute that it is asked for, is no such client.
-    """
-    # Asked at every call, so not the slower `inspect.getattr_static`.
+def is_rollout_client(client: Any) -> bool:
+    """Tell whether a client has to know which calls belong to one rollout (`EngineClient`)."""
+    # By its class: a mock has any attribute that it is asked for.
     return getattr(type(client), "conversation", None) is not None
-
-
-def client_of(client: Any, state: Any, *, of: Mapping[str, Any], path: str) -> Any:
-    """Return the client for the calls of this rollout; see `EngineClient.conversation`."""
-    return client.conversation(state, of=of, path=path) if knows_rollouts(client) else client
 
 
 def overlong_answer(model: str) -> ChatCompletion:
@@ -80,18 +72,14 @@ async def ask(
     tools: list[Message] | None,
     sampling_args: SamplingArgs,
 ) -> Any:
-    """Call the model once; again where the way to the endpoint failed.
+    """Call the model once; again where only the way to the endpoint failed.
 
-    An endpoint that takes the limit of new tokens under one of its two names alone gets that name
-    from its first refusal on.
-
-    Returns:
-        The endpoint's answer, with the id `OVERLONG` where the prompt is too long.
+    The answer's id is `OVERLONG` where the prompt is too long. An endpoint that takes the limit of
+    new tokens under one of its two names alone gets that name from its first refusal on.
 
     Raises:
         TypeError: the client is not asynchronous.
-        Exception: what the endpoint has against the call, or after `TRIES`, what was wrong with
-            the way to it.
+        Exception: the endpoint's refusal, or after `TRIES`, what was wrong with the way to it.
     """
     arguments = {name: value for name, value in sampling_args.items() if value is not None}
     is_openai = isinstance(client, openai.AsyncOpenAI)
@@ -122,8 +110,6 @@ async def ask(
                 if is_overlong(error, arguments):
                     return overlong_answer(model)
                 raise
-            if model not in limit_names:
-                _LOGGER.info("%s takes the limit of new tokens as %s alone", model, wanted)
             limit_names[model] = wanted
             arguments = _with_limit_as(wanted, arguments)
             has_renamed = True

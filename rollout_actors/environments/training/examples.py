@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollout_actors.environments.chat.images import shown_in
+from rollout_actors.environments.chat.responses import SENT_IMAGES
 from rollout_actors.environments.rubric import relative_steps
 from rollout_actors.environments.types import State, TrajectoryStep, TrajectoryStepTokens
 from shared.trajectory import TrainingExample
@@ -108,8 +109,9 @@ class _Draft:
         if list(tokens["prompt_ids"][: len(self.token_ids)]) != self.token_ids:
             return False
         _, last, _ = self.steps[-1]
-        before = shown_in(last["prompt"])
-        return not before or shown_in(step["prompt"])[: len(before)] == before
+        before = _shown(last)
+        # The same tokens may stand for other images.
+        return not before or _shown(step)[: len(before)] == before
 
     def extend(
         self,
@@ -180,6 +182,12 @@ class _Draft:
     def _masked(self, values: Sequence[float | None]) -> list[float]:
         pairs = zip(values, self.mask, strict=True)
         return [value if is_learned and value is not None else 0.0 for value, is_learned in pairs]
+
+
+def _shown(step: TrajectoryStep) -> list[Any]:
+    """List a call's images as they were sent; the environment may have changed its prompt since."""
+    sent = getattr(step.get("response"), SENT_IMAGES, None)
+    return shown_in(step["prompt"]) if sent is None else sent
 
 
 def _group(state: State) -> str:

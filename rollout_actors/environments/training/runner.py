@@ -16,9 +16,10 @@ from typing import Any
 
 from rollout_actors.environments.chat.images import without_images
 from rollout_actors.environments.chat.messages import sanitize_messages
+from rollout_actors.environments.chat.responses import SENT_IMAGES
 from rollout_actors.environments.chat.template import ChatTemplate
 from rollout_actors.environments.chat.tools import num_tool_calls, reader_of
-from rollout_actors.environments.clients.conversation import SENT_IMAGES, ConversationSettings
+from rollout_actors.environments.clients.conversation import ConversationSettings
 from rollout_actors.environments.clients.engine import EngineClient, Engines
 from rollout_actors.environments.clients.openai import merged
 from rollout_actors.environments.datasets import Examples, PromptFormat
@@ -26,7 +27,7 @@ from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
-from rollout_actors.environments.types import RolloutInput, State, TrajectoryStep
+from rollout_actors.environments.types import RolloutInput, State
 from shared.errors import RolloutError
 from shared.trajectory import (
     EnvironmentRequest,
@@ -178,12 +179,12 @@ class EnvironmentRunner:
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
         if not request.is_held_out:  # nothing is learned of a report
-            sent_states = [_with_sent_images(state) for state in states]
-            for example in merge_trajectories_for_training(sent_states).examples:
+            for example in merge_trajectories_for_training(states).examples:
                 index = example.rollout
                 # The prompt of its last call, which goes on from those before, shows all images.
                 # The learner notices one that was not sent here.
-                hashes = _sent_images(states[index]["trajectory"][example.steps[-1]])
+                last = states[index]["trajectory"][example.steps[-1]]
+                hashes = getattr(last["response"], SENT_IMAGES, ())
                 images = tuple(
                     client.sent_images[sha256] for sha256 in hashes if sha256 in client.sent_images
                 )
@@ -330,24 +331,6 @@ def _loggable(messages: Any) -> Any:
     if messages is None:  # of a rollout that ended before it had any
         return None
     return json.loads(json.dumps(sanitize_messages(without_images(messages)), default=str))
-
-
-def _with_sent_images(state: State) -> State:
-    """Put the images that calls were sent in place of their prompts, which an environment may have
-    changed since.
-    """
-    sent = state.copy()
-    sent["trajectory"] = []
-    for step in state["trajectory"]:
-        content = [{"image": sha256} for sha256 in _sent_images(step)]
-        sent["trajectory"].append({**step, "prompt": [{"role": "user", "content": content}]})
-    return sent
-
-
-def _sent_images(step: TrajectoryStep) -> Sequence[str]:
-    """Return the hashes of a call's images; none where another client answered."""
-    hashes: Sequence[str] = getattr(step["response"], SENT_IMAGES, ())
-    return hashes
 
 
 def _with_each_example_once(

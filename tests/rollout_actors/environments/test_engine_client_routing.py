@@ -14,7 +14,7 @@ from environment_support import Talk, generated, rows, user
 from scripted_client import ScriptedClient
 from scripted_engines import ScriptedEngines, ask, client_over, demo_tokenizer, says, state_at
 
-from rollout_actors.environments.clients.openai import knows_rollouts
+from rollout_actors.environments.clients.openai import is_rollout_client
 from rollout_actors.environments.types import State
 from shared.errors import RolloutError, UnreachableError
 from shared.seeds import request_seed
@@ -25,11 +25,11 @@ def tokenizer() -> Any:
     return demo_tokenizer()
 
 
-def test_the_client_knows_rollouts(tokenizer: Any) -> None:
-    assert knows_rollouts(client_over(ScriptedEngines([]), tokenizer))
+def test_the_client_is_rollout_client(tokenizer: Any) -> None:
+    assert is_rollout_client(client_over(ScriptedEngines([]), tokenizer))
 
 
-def test_a_stand_in_that_has_every_attribute_it_is_asked_for_is_no_client_that_knows_rollouts() -> (
+def test_a_stand_in_that_has_every_attribute_it_is_asked_for_is_no_client_that_is_rollout_client() -> (
     None
 ):
     client = MagicMock()

@@ -621,8 +621,8 @@ def test_a_step_shares_no_message_with_the_state_or_with_another_step():
         (
             ["yes"],
             (
-                "TypeError: env_response of Silent returned a list with str in it; return a list of"
-                " messages, each with a role and a content"
+                "ValueError: what env_response of Silent returned: message 0 is str; write it like"
+                ' {"role": "user"'
             ),
         ),
         ("text", "TypeError: text cannot be joined"),

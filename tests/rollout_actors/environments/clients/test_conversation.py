@@ -148,17 +148,15 @@ def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_c
 
 def test_edited_messages_are_a_split_and_what_follows_goes_on_from_there() -> None:
     engines = ScriptedEngines(lambda _: says("red"))
-    state = state_at()
-    conversation = client_over(engines, TOKENIZER).conversation(state)
+    conversation = conversation_over(engines)
 
     async def talk() -> None:
         _, messages = await said(conversation, [user("hello")])
         _, messages = await said(conversation, [*messages[:-1], assistant("blue"), user("more")])
         await said(conversation, [*messages, user("more")])
 
-    assert state["num_splits"] == 0
     asyncio.run(talk())
-    assert state["num_splits"] == conversation.num_splits == 1
+    assert conversation.num_splits == 1
     _, second, third = engines.prompts
     assert second == fresh([user("hello"), assistant("blue"), user("more")])
     assert third[: len(second)] == second

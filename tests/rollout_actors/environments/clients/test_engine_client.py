@@ -537,7 +537,7 @@ def test_arguments_that_agree_with_the_run_are_taken_those_of_the_specifications
             r"max_tokens: must be a whole number from 1 to the run's max_new_tokens = 64, got 65",
         ),
         ({"max_tokens": 0}, r"max_tokens: must be a whole number from 1"),
-        ({"seed": 1}, r"seed: the engines' own follow from the run's seed"),
+        ({"seed": 1}, r"seed: the engines of a run take no such sampling argument"),
         (
             {"logit_bias": {"3": 1}},
             (

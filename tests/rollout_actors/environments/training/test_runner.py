@@ -502,7 +502,7 @@ def test_an_environment_may_say_of_the_template_what_the_configuration_says_and_
             "max_tokens: must be a whole number from 1 to the run's max_new_tokens = 16, got 99",
         ),
         ({"extra_body": {"top_k": 4}}, "top_k: 4 was asked for, and this run has -1"),
-        ({"seed": 3}, "seed: the engines' own follow from the run's seed"),
+        ({"seed": 3}, "seed: the engines of a run take no such sampling argument"),
     ],
 )
 @pytest.mark.parametrize("grouped", [False, True])
