@@ -9,7 +9,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -256,7 +256,7 @@ def sender() -> Iterator[WeightSender]:
 
 
 def sync(sender: WeightSender, engines: list[Engine], version: int) -> FullOffer:
-    offer = sender.offer(version, PROBE)
+    offer = sender.offer(version, replace(PROBE, expected_logprobs=None), lambda: LOGPROBS)
     sender.send(offer)
     for index, engine in enumerate(engines):
         engine.take(offer.for_group(index))
@@ -339,5 +339,5 @@ def test_a_learner_without_an_nccl_library_is_told_so_and_sends_nothing(
     with pytest.raises(
         WeightSyncError, match="rendezvous on learner: vLLM has no NCCL library for"
     ):
-        sender.send(sender.offer(1, PROBE))
+        sender.send(sender.offer(1, replace(PROBE, expected_logprobs=None), lambda: LOGPROBS))
     assert [each.sent for each in opened] == [[]]
