@@ -92,6 +92,7 @@ def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights
         receivers=(),
         timeout_s=TIMEOUTS.sync_phase.seconds,
     )
+    learner.offers_adapter = False
     report = backend.receive_weights(learner.offer_weights())
     assert report.mode == "full"
     serves(backend, learner)
