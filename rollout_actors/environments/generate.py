@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -39,6 +39,7 @@ from rollout_actors.environments.datasets import (
 )
 from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.rubric import (
+    Parser,
     Rubric,
     compare_rollouts,
     group_indices,
@@ -67,7 +68,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """How many rollouts are generated and scored at a time; None: all."""
+    """The numbers of rollouts that are generated and scored at a time; None: all."""
 
     generation: int | None
     scoring: int | None
@@ -149,76 +150,54 @@ class _Batch:
         return [self._state(index) for index in range(len(self._inputs))]
 
     async def run(self) -> None:
+        """Generate all rollouts, and score them where the call says so."""
         groups = group_indices((row["task"], row["example_id"]) for row in self._inputs)
         singles = [[index] for index in range(len(self._inputs))]
         if not self._call.scores:
-            await self._for_all(self._generate_and_finish, singles)
+            await self._for_all(singles, self._generate_unit, self._finish)
             return
+        units = self._units(groups)
         if self._call.interleaves:
-            await self._for_all(self._generate_and_score, self._units(groups))
+            await self._for_all(units, self._generate_unit, self._score, self._finish)
         else:
-            await self._for_all(self._generate_unit, singles)
-            rubrics = group_indices(id(self._rubric(index)) for index in range(len(self._inputs)))
-            for indices in rubrics:
-                await self._score_at_the_end(indices)
+            await self._for_all(singles, self._generate_unit)
+            at_once = [index for (index,) in singles if self._rubric(index).scores_all_at_once]
+            one_by_one = [unit for unit in units if not self._rubric(unit[0]).scores_all_at_once]
+            await self._for_all(one_by_one, self._score, self._finish)
+            for same in group_indices(id(self._rubric(index)) for index in at_once):
+                await self._score_at_once([at_once[number] for number in same])
         for group in groups:
             compare_rollouts([self._state(index) for index in group])
 
-    async def _for_all(self, work: Callable[[list[int]], Any], units: Sequence[list[int]]) -> None:
+    def _units(self, groups: Sequence[list[int]]) -> list[list[int]]:
+        """Cut examples into what is scored at once, in input order."""
+        units: list[list[int]] = []
+        for group in groups:
+            if self._rubric(group[0]).compares_rollouts:
+                units.append(group)
+            else:
+                units.extend([index] for index in group)
+        return sorted(units)
+
+    async def _for_all(
+        self, units: Sequence[list[int]], *phases: Callable[[list[int]], Awaitable[None]]
+    ) -> None:
+        """Put each unit through the phases, in a task of its own."""
+
+        async def run_phases(unit: list[int]) -> None:
+            for phase in phases:
+                await phase(unit)
+
         # An error that no rollout can be blamed for, and a cancellation, end all tasks.
         async with asyncio.TaskGroup() as tasks:
             for unit in units:
-                tasks.create_task(work(unit))
-
-    async def _generate_and_finish(self, unit: list[int]) -> None:
-        await self._generate_unit(unit)
-        self._finish(unit)
-
-    async def _generate_and_score(self, unit: list[int]) -> None:
-        await self._generate_unit(unit)
-        await self._score(unit)
-        self._finish(unit)
-
-    async def _score_at_the_end(self, indices: list[int]) -> None:
-        """Score rollouts of one rubric when all are generated."""
-        rubric = self._rubric(indices[0])
-        if not rubric.scores_all_at_once:
-            units = self._units(
-                group_indices(
-                    (self._inputs[index]["task"], self._inputs[index]["example_id"])
-                    for index in indices
-                ),
-                indices,
-            )
-            await self._for_all(self._score_and_finish, units)
-            return
-        states = self._sound(indices)
-        bound = self._call.concurrency.scoring
-        parser = self._environment.member(self._inputs[indices[0]]["task"]).parser
-        began_s = time.perf_counter()
-        try:
-            with lent_parser(parser):
-                await run_in_task(
-                    awaited(rubric.score_rollouts(states, -1 if bound is None else bound))
-                )
-        except FAILURES as error:
-            reraise_cancellation(error)
-            note_failed_rubric(states, error)
-        settle(states, rubric)
-        for state in states:
-            if not state["timing"]["scoring_ms"]:  # nobody knows each one's part of it
-                state["timing"]["scoring_ms"] = 1000 * (time.perf_counter() - began_s)
-        self._finish(indices)
-
-    async def _score_and_finish(self, unit: list[int]) -> None:
-        await self._score(unit)
-        self._finish(unit)
+                tasks.create_task(run_phases(unit))
 
     async def _generate_unit(self, unit: list[int]) -> None:
         if len(unit) == 1:
             await self._generate(unit[0])
         else:
-            await self._for_all(lambda one: self._generate(one[0]), [[index] for index in unit])
+            await self._for_all([[index] for index in unit], self._generate_unit)
 
     async def _generate(self, index: int) -> None:
         async with self._generation or nullcontext():
@@ -279,13 +258,33 @@ class _Batch:
                 state["completion"] = "" if environment.message_type == "completion" else []
 
     async def _score(self, unit: list[int]) -> None:
+        """Score the rollouts of a unit that have not failed."""
         if states := self._sound(unit):
             scope = self._scope(unit[0])
             scope.path += "="  # calls of reward functions have seeds of their own
-            parser = self._environment.member(self._inputs[unit[0]]["task"]).parser
             enter_scope(scope)
-            with lent_parser(parser):
+            with lent_parser(self._parser(unit[0])):
                 await score_unit(self._rubric(unit[0]), states, self._scoring)
+
+    async def _score_at_once(self, indices: list[int]) -> None:
+        """Score the rollouts of a rubric with a `score_rollouts` of its own."""
+        rubric = self._rubric(indices[0])
+        states = self._sound(indices)
+        bound = self._call.concurrency.scoring
+        began_s = time.perf_counter()
+        try:
+            with lent_parser(self._parser(indices[0])):
+                await run_in_task(
+                    awaited(rubric.score_rollouts(states, -1 if bound is None else bound))
+                )
+        except FAILURES as error:
+            reraise_cancellation(error)
+            note_failed_rubric(states, error)
+        settle(states, rubric)
+        for state in states:
+            if not state["timing"]["scoring_ms"]:  # nobody knows each one's part of it
+                state["timing"]["scoring_ms"] = 1000 * (time.perf_counter() - began_s)
+        await self._finish(indices)
 
     def _sound(self, indices: Sequence[int]) -> list[State]:
         """Return the states to be scored. Nobody judges one that failed: it has no metrics."""
@@ -297,7 +296,8 @@ class _Batch:
                 state["metrics"] = {}
         return sound
 
-    def _finish(self, indices: Sequence[int]) -> None:
+    async def _finish(self, indices: Sequence[int]) -> None:
+        """Report rollouts as done."""
         for index in indices:
             state = self._state(index)
             timing = state["timing"]
@@ -308,21 +308,11 @@ class _Batch:
             if self._call.on_rollout is not None:
                 self._call.on_rollout(index, state)
 
-    def _units(
-        self, groups: Sequence[list[int]], indices: Sequence[int] | None = None
-    ) -> list[list[int]]:
-        """Cut examples, given by indices, into what is scored at once, in input order."""
-        units: list[list[int]] = []
-        for group in groups:
-            members = group if indices is None else [indices[number] for number in group]
-            if self._rubric(members[0]).compares_rollouts:
-                units.append(members)
-            else:
-                units.extend([index] for index in members)
-        return sorted(units)
-
     def _rubric(self, index: int) -> Rubric:
         return self._environment.rubric.for_task(self._inputs[index]["task"])
+
+    def _parser(self, index: int) -> Parser:
+        return self._environment.member(self._inputs[index]["task"]).parser
 
     def _state(self, index: int) -> State:
         state = self._finished[index]

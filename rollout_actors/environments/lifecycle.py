@@ -52,48 +52,39 @@ class Event(StrEnum):
     """Once for each environment, when it is closed, or else when the process ends."""
 
 
-@overload
-def stop(func: F) -> F: ...
-@overload
-def stop(func: None = None, *, priority: int = 0) -> Callable[[F], F]: ...
-def stop(func: F | None = None, *, priority: int = 0) -> F | Callable[[F], F]:
-    """Mark a method `(self, state) -> bool` that says whether a rollout is over.
+class _Mark:
+    """A decorator, `@mark` or `@mark(priority=10)`, that marks a method as a handler."""
 
-    Its name becomes the state's `stop_condition`.
-    """
-    return _marked(Event.STOP, func, priority)
+    def __init__(self, event: Event) -> None:
+        self._event = event
 
+    @overload
+    def __call__(self, func: F) -> F: ...
+    @overload
+    def __call__(self, func: None = None, *, priority: int = 0) -> Callable[[F], F]: ...
+    def __call__(self, func: F | None = None, *, priority: int = 0) -> F | Callable[[F], F]:
+        def mark(marked: F) -> F:
+            setattr(marked, _MARK, (self._event, priority))
+            return marked
 
-@overload
-def cleanup(func: F) -> F: ...
-@overload
-def cleanup(func: None = None, *, priority: int = 0) -> Callable[[F], F]: ...
-def cleanup(func: F | None = None, *, priority: int = 0) -> F | Callable[[F], F]:
-    """Mark a method `(self, state)` that gives back what a rollout holds.
-
-    It is called once, also after an exception or a cancellation.
-    """
-    return _marked(Event.CLEANUP, func, priority)
+        return mark if func is None else mark(func)
 
 
-@overload
-def teardown(func: F) -> F: ...
-@overload
-def teardown(func: None = None, *, priority: int = 0) -> Callable[[F], F]: ...
-def teardown(func: F | None = None, *, priority: int = 0) -> F | Callable[[F], F]:
-    """Mark a method `(self)` that gives back what the environment holds.
+stop = _Mark(Event.STOP)
+"""Marks a method `(self, state) -> bool` that says whether a rollout is over.
 
-    It is called once, by `aclose` or at the end of the process.
-    """
-    return _marked(Event.TEARDOWN, func, priority)
+Its name becomes the state's `stop_condition`.
+"""
+cleanup = _Mark(Event.CLEANUP)
+"""Marks a method `(self, state)` that gives back what a rollout holds.
 
+It is called once, also after an exception or a cancellation.
+"""
+teardown = _Mark(Event.TEARDOWN)
+"""Marks a method `(self)` that gives back what the environment holds.
 
-def _marked(event: Event, func: F | None, priority: int) -> F | Callable[[F], F]:
-    def mark(marked: F) -> F:
-        setattr(marked, _MARK, (event, priority))
-        return marked
-
-    return mark if func is None else mark(func)
+It is called once, by `aclose` or at the end of the process.
+"""
 
 
 def handlers(owner: object, event: Event) -> tuple[Handler, ...]:

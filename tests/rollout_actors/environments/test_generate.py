@@ -29,10 +29,6 @@ def uneven(call):
     return Answer(call.text, delay_s=0.05 - 0.01 * int(call.text[1:]))
 
 
-def length(completion):
-    return len(completion[-1]["content"])
-
-
 def counted_of(environment, inputs, client, **kwargs):
     """Outputs of `generate`, and the seconds that it would have taken; nobody waits for them.
     Reward functions are asynchronous.
@@ -57,60 +53,6 @@ class Scorer:
 
 
 # Order and outputs
-
-
-@pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_list_ordering_is_preserved_and_aligned_across_all_columns(interleave_scoring):
-    given = [
-        {
-            "question": f"q{i}",
-            "answer": f"q{i}" if i % 2 else "other",
-            "info": {"i": i},
-            "task": f"t{i}",
-        }
-        for i in range(5)
-    ]
-    env = SingleTurnEnv(rubric=rubric_of(said_the_answer, length))
-    results = generated(env, given, ScriptedClient(uneven), interleave_scoring=interleave_scoring)
-    assert (
-        [prompt[0]["content"] for prompt in results.prompt]
-        == [completion[0]["content"] for completion in results.completion]
-        == [f"q{i}" for i in range(5)]
-    )
-    assert results.answer == [row["answer"] for row in given] and results.info == [
-        row["info"] for row in given
-    ]
-    assert results.task == [f"t{i}" for i in range(5)] and results.example_id == list(range(5))
-    assert results.reward == [2.0, 3.0, 2.0, 3.0, 2.0]
-    assert results.metrics == {"said_the_answer": [0.0, 1.0, 0.0, 1.0, 0.0], "length": [2.0] * 5}
-    assert [state["reward"] for state in results.state] == results.reward
-
-
-def test_interleaved_outputs_match_two_phase_ones_for_deterministic_reward_functions():
-    env = Talk(max_turns=2, rubric=rubric_of(said_the_answer, length, weights=[1.0, 0.5]))
-
-    def script(call):
-        return (
-            status_error(400, "bad")
-            if call.text == "q3"
-            else Answer(call.text, delay_s=0.001 * (call.number % 4))
-        )
-
-    one, other = (
-        generated(
-            env, rows(8), ScriptedClient(script), interleave_scoring=interleaved, max_concurrent=3
-        )
-        for interleaved in (True, False)
-    )
-    assert {name: one[name] for name in COLUMNS} == {name: other[name] for name in COLUMNS}
-    fields = ("id", "stop_condition", "is_completed", "is_truncated", "error", "advantage")
-    assert [[state[name] for name in fields] for state in one.state] == [
-        [state[name] for name in fields] for state in other.state
-    ]
-    assert (one.metadata.avg_reward, one.metadata.num_errors) == (
-        other.metadata.avg_reward,
-        other.metadata.num_errors,
-    )
 
 
 def test_interleaving_is_at_least_25_percent_faster_on_mixed_latency_with_equal_results():
@@ -154,22 +96,6 @@ def test_no_rows_are_no_results():
 
 
 # Bounds
-
-
-@pytest.mark.parametrize("interleave_scoring", [True, False])
-@pytest.mark.parametrize(("generation", "scoring"), [(2, 5), (5, 2), (1, 1)])
-def test_generations_and_scorings_are_bound_separately(generation, scoring, interleave_scoring):
-    scorer, client = Scorer(0.02), ScriptedClient(echo, delay_s=0.01)
-    bounds = {
-        "max_concurrent_generation": generation,
-        "max_concurrent_scoring": scoring,
-        "interleave_scoring": interleave_scoring,
-    }
-    results, _ = counted_of(SingleTurnEnv(rubric=rubric_of(scorer)), rows(12), client, **bounds)
-    assert client.most_under_way == generation
-    # While rollouts trickle in one by one, fewer than the bound may be there to score.
-    assert scorer.most <= scoring and (interleave_scoring or scorer.most == scoring)
-    assert results.reward == [1.0] * 12
 
 
 def test_max_concurrent_holds_for_both_where_they_are_not_set():

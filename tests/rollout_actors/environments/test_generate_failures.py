@@ -3,12 +3,9 @@
 """
 
 import asyncio
-import contextlib
-import math
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 
 import pytest
 from counted_time import counted
@@ -30,7 +27,7 @@ from rollout_actors.environments.concurrency import Threads
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import cleanup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Rubric, RubricGroup
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.tool import ToolEnv
 from rollout_actors.environments.training.examples import (
     merge_trajectories_for_training,
@@ -353,26 +350,6 @@ def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_t
     assert results.metadata.num_given_up == {"hangs": 1}
 
 
-def test_a_timeout_of_an_environments_own_says_what_it_said():
-    class Own(Talk):
-        async def setup_state(self, state):
-            async with asyncio.timeout(0.01):
-                await asyncio.sleep(3600)
-
-    (failed,) = generated(Own(), rows(1), ScriptedClient([]), rollout_timeout_s=60.0).state
-    assert without_place(failed) == "TimeoutError:"
-
-
-def test_info_that_is_no_json_is_one_rollouts_failure():
-    given = [{"question": "q0", "info": '{"k": 1}'}, {"question": "q1", "info": "{k"}]
-    results = generated(SingleTurnEnv(), given, ScriptedClient(echo))
-    assert (
-        results.state[0]["error"] is None
-        and "info: is not JSON" in results.state[1]["error"]
-        and results.example_id == [0, 1]
-    )
-
-
 def test_a_length_mismatch_of_tokens_is_one_rollouts_failure():
     def script(call):
         return Answer("a", completion_ids=[1, 2], logprobs=[-0.1]) if call.text == "q1" else "a"
@@ -434,22 +411,6 @@ def test_averages_are_over_what_there_is_and_a_reward_function_that_fails_is_cou
     assert (
         "reward function picky failed for 1 of 2 rollouts, the first of example 1: RuntimeError: no"
         " idea" in caplog.text
-    )
-
-
-def test_where_every_rollout_failed_there_is_no_average():
-    env = SingleTurnEnv(rubric=rubric_of(said_the_answer))
-    results = generated(env, rows(2), ScriptedClient(lambda call: status_error(400, "bad")))
-    assert (results.reward, results.metrics, results.metadata.avg_metrics) == ([0.0, 0.0], {}, {})
-    assert math.isnan(results.metadata.avg_reward) and results.metadata.num_errors == 2
-
-
-@pytest.mark.slow
-def test_an_endpoint_that_cannot_be_reached_leaves_every_rollout_as_data():
-    client = ScriptedClient(lambda call: connection_error())
-    results = generated(SingleTurnEnv(rubric=rubric_of(said_the_answer)), rows(3), client)
-    assert (
-        results.metadata.num_errors == 3 and results.reward == [0.0] * 3 and client.num_calls == 9
     )
 
 
@@ -685,35 +646,6 @@ def test_rollouts_that_failed_do_not_teach(examples_of):
     assert {(one.rollout, one.advantage) for one in examples} == {(0, -1.0), (2, 1.0)}
 
 
-def test_the_only_sound_rollout_of_a_group_has_nothing_to_be_compared_with():
-    env = Talk(max_turns=2, dataset=rows(1), rubric=rubric_of(lambda state: 1.0))
-    sound, failed = of_one_row(env, lambda call: "a", 2).state
-    assert (sound["reward"], sound["advantage"], failed["reward"], failed["advantage"]) == (
-        1.0,
-        0.0,
-        0.0,
-        None,
-    )
-
-
-def test_what_a_rubric_gave_before_another_one_failed_is_taken_back():
-    def fails(states):
-        raise RuntimeError("no idea")
-
-    group = RubricGroup(
-        [rubric_of(lambda states: [float(place) for place in range(len(states))]), rubric_of(fails)]
-    )
-    env = SingleTurnEnv(dataset=rows(1), rubric=group)
-    results = asyncio.run(
-        env.evaluate(ScriptedClient(echo), "model", rollouts_per_example=2, use_tqdm=False)
-    )
-    assert results.reward == [0.0, 0.0] and results.metadata.num_errors == 2
-    assert [
-        (state["advantage"], state["trajectory"][0]["advantage"], state["trajectory"][0]["reward"])
-        for state in results.state
-    ] == [(None, None, 0.0)] * 2
-
-
 # What an environment of a user's may get wrong
 
 
@@ -813,33 +745,6 @@ def test_the_error_of_an_environments_own_code_says_in_which_line_and_that_of_a_
 # Rollouts that an environment's own asks of others, or makes itself
 
 
-def test_a_rollout_of_an_environments_own_that_fails_behind_one_of_another_environment_keeps_its_own_state():
-    released = []
-
-    class Outer(Talk):
-        async def rollout(self, input, client, model, sampling_args=None):
-            state = await self.init_state(input)
-            state["sandbox"] = "mine"
-            await SingleTurnEnv().rollout(
-                {"prompt": [user("judge")], "example_id": "other", "task": "judge"}, client, model
-            )
-            raise RuntimeError("after")
-
-        @cleanup
-        def release(self, state):
-            released.append(state.get("sandbox"))
-
-    (failed,) = generated(
-        Outer(), [{"question": "q", "example_id": "mine"}], ScriptedClient(["fine"])
-    ).state
-    assert (failed["example_id"], failed["prompt"], failed["sandbox"]) == (
-        "mine",
-        [user("q")],
-        "mine",
-    )
-    assert without_place(failed) == "RuntimeError: after" and released == ["mine"]
-
-
 def cancels_its_own_task():
     asyncio.get_running_loop().call_later(0.01, asyncio.current_task().cancel)
 
@@ -872,45 +777,6 @@ def test_a_rollout_that_cancels_its_own_task_is_one_rollouts_failure(score_rollo
         "RuntimeError: sandbox too slow",
         None,
     ]
-
-
-@pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_scoring_knows_nothing_of_what_its_rollout_has_left_in_its_context(interleave_scoring):
-    colour = ContextVar("colour", default="the caller's")
-
-    class Leaves(SingleTurnEnv):
-        async def setup_state(self, state):
-            colour.set("the rollout's")
-            return state
-
-    async def seen():
-        found.append(colour.get())
-        return 1.0
-
-    found = []
-    generated(
-        Leaves(rubric=rubric_of(seen)),
-        rows(2),
-        ScriptedClient(echo),
-        interleave_scoring=interleave_scoring,
-    )
-    assert found == ["the caller's"] * 2
-
-
-@pytest.mark.parametrize("interleave_scoring", [True, False])
-def test_a_reward_function_that_cancels_its_own_task_is_one_rollouts_failure(interleave_scoring):
-    async def impatient(completion):
-        if completion[-1]["content"] == "q1":
-            cancels_its_own_task()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(30)
-        return float(completion[-1]["content"][1:])
-
-    env = SingleTurnEnv(rubric=rubric_of(impatient))
-    results = generated(
-        env, rows(3), ScriptedClient(lambda call: call.text), interleave_scoring=interleave_scoring
-    )
-    assert (results.reward, results.metadata.num_errors) == ([0.0, 1.0, 2.0], 0)
 
 
 def test_a_rollout_that_keeps_the_cancellation_at_its_limit_to_itself_has_failed_all_the_same():

@@ -151,25 +151,6 @@ def test_group_functions_see_the_rollouts_of_one_example_of_their_own_environmen
     assert sorted(state["advantage"] for state in results.state[4:]) == [-0.5, -0.5, 0.5, 0.5]
 
 
-def test_rows_of_two_environments_with_the_same_id_are_not_one_example():
-    group = EnvGroup([echo_env(rubric=Rubric([longest])), talk_env()], ["echo", "talk"])
-    given = [{"question": "q", "answer": "q", "id": 7, "task": task} for task in ("echo", "talk")]
-    results = generated(group, given, repeat())
-    assert [state["example_id"] for state in results.state] == [7, 7]
-    assert [state["advantage"] for state in results.state] == [0.0, 0.0]
-
-
-def test_a_failing_rollout_has_no_metrics_and_the_others_go_on():
-    def script(call):
-        return RuntimeError("no") if call.text == "q1" else call.text
-
-    group = EnvGroup([echo_env(), talk_env()], ["echo", "talk"])
-    results = generated(group, group.get_dataset(), ScriptedClient(script))
-    assert results.reward == [1.0, 0.0, 1.0, 3.0, 0.0]
-    assert [state["metrics"] for state in results.state if state["error"]] == [{}, {}]
-    assert results.metadata.avg_metrics == {"said_the_answer": 1.0, "length": 3.0}
-
-
 def test_a_reward_function_that_fails_fails_its_own_rollout_alone_where_another_environment_compares_rollouts():
     def picky(completion: Messages) -> float:
         return 1.0 / len(completion[-1]["content"])
@@ -271,14 +252,6 @@ def test_a_task_that_names_no_environment_is_refused_with_those_that_there_are()
         rolled_out(group, {"prompt": [user("q")], "example_id": 0}, repeat())
     with pytest.raises(ValueError, match="task 'sing'"):
         rolled_out(group, {"prompt": [user("q")], "example_id": 0, "task": "sing"}, repeat())
-
-
-def test_texts_make_a_group_too():
-    env = SingleTurnEnv(message_type="completion", dataset=[{"prompt": "go on"}])
-    results = generated(
-        EnvGroup([env], ["text"]), [{"prompt": "go on", "task": "text"}], ScriptedClient(["and on"])
-    )
-    assert results.completion == ["and on"]
 
 
 def test_ids_that_rows_of_an_environment_have_are_carried_through():

@@ -59,13 +59,6 @@ def test_example_id_is_canonical_where_a_row_has_both():
     assert "id" not in inputs([{"question": "a", "example_id": 2}])[0]
 
 
-def test_an_id_of_0_is_an_id():
-    assert [
-        row["example_id"]
-        for row in inputs([{"question": "a", "id": 1}, {"question": "a", "id": 0}])
-    ] == [1, 0]
-
-
 def test_a_selection_keeps_the_ids_of_its_rows():
     examples = Examples([{"question": str(i)} for i in range(4)], PromptFormat())
     assert [row["example_id"] for row in examples.select([2, 2, 0])] == [2, 2, 0]
@@ -105,11 +98,6 @@ def test_columns_of_prompts_are_rows_for_messages_and_for_text():
         "a",
         "b",
     ]
-
-
-def test_one_row_is_a_row():
-    assert inputs({"question": "a", "answer": "1"})[0]["answer"] == "1"
-    assert inputs({"prompt": [user("a")], "answer": "1"})[0]["prompt"] == [user("a")]
 
 
 def test_rows_of_a_generator_are_rows():
@@ -182,10 +170,6 @@ def test_columns_of_a_table_are_columns():
     ]
 
 
-def test_no_rows_are_no_inputs():
-    assert inputs([]) == [] == inputs({"prompt": []})
-
-
 def test_what_an_input_holds_is_not_the_rows_own():
     row = {
         "prompt": [user("a"), {"role": "user", "content": [{"type": "text", "text": "b"}]}],
@@ -232,13 +216,6 @@ def test_a_rows_own_tools_come_out_of_a_table_as_they_were_put_in_and_the_rest_o
         {"oai_tools": own[0], "told": {"a": 1, "b": None}},
         {"oai_tools": own[1], "told": {"a": None, "b": 2}},
     ]
-
-
-@pytest.mark.parametrize(
-    "info", [{"oai_tools": None}, {"k": None}, '{"oai_tools": [{"type": null}]}']
-)
-def test_info_without_a_list_of_tools_stays_as_it_is(info):
-    assert inputs([{"question": "a", "info": info}])[0]["info"] == info
 
 
 def require(*rows):

@@ -1,12 +1,9 @@
 """`@stop`, `@cleanup` and `@teardown` (spec: trajectories, 5)."""
 
 import asyncio
-import contextlib
-import gc
 import signal
 import textwrap
 import threading
-import weakref
 
 import pytest
 from environment_support import Talk, assistant, generated, rolled_out, rows, user, without_place
@@ -16,7 +13,6 @@ from scripted_client import ScriptedClient, status_error
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import Event, cleanup, handlers, stop, teardown
-from rollout_actors.environments.types import State
 
 ROW = {"prompt": [user("hi")], "example_id": 0, "task": "talk"}
 
@@ -392,18 +388,6 @@ def test_teardown_is_called_also_where_what_is_inside_fails():
     assert env.called == ["first", "plain"]
 
 
-@pytest.mark.slow
-def test_an_environment_that_was_closed_is_held_by_nobody():
-    env = Torn()
-    held = weakref.ref(env)
-    gc.collect()
-    assert held() is env
-    asyncio.run(env.aclose())
-    del env
-    gc.collect()
-    assert held() is None
-
-
 PROGRAM = """
     import asyncio, os, signal, sys, threading, time
     sys.path[:0] = ["tests/fakes", "tests/fixtures"]
@@ -444,25 +428,10 @@ def test_teardown_is_called_once_when_the_process_ends():
 
 
 @pytest.mark.slow
-def test_teardown_is_called_when_the_process_ends_by_an_exception():
-    lines, code, complaints = program("env = Env(); raise RuntimeError('oh')")
-    assert lines == ["teardown", "plainly"] and code == 1 and "oh" in complaints
-
-
-@pytest.mark.slow
 def test_an_environment_that_was_closed_is_not_torn_down_again_when_the_process_ends():
     assert program("env = Env(); other = Env(); asyncio.run(env.aclose()); print('end')")[0] == [
         "teardown",
         "plainly",
-        "end",
-        "teardown",
-        "plainly",
-    ]
-
-
-@pytest.mark.slow
-def test_teardown_is_called_for_an_environment_that_nobody_refers_to():
-    assert program("Env(); import gc; gc.collect(); print('end')")[0] == [
         "end",
         "teardown",
         "plainly",
@@ -580,33 +549,6 @@ class OwnRollout(Environment):
         self.cleaned.append(state["example_id"])
 
 
-class DocumentsRollout(Talk):
-    """With the loop of the document, which calls no cleanup."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.cleaned = []
-
-    async def rollout(self, input, client, model, sampling_args=None):
-        state = await self.init_state(input)
-        state = await self.setup_state(state)
-        while not await self.is_completed(state):
-            prompt_messages = await self.get_prompt_messages(state)
-            response = await self.get_model_response(
-                client,
-                model,
-                prompt_messages,
-                oai_tools=state["oai_tools"],
-                sampling_args=sampling_args,
-            )
-            await self.add_model_response(state, prompt_messages, response)
-        return state
-
-    @cleanup
-    def put_away(self, state):
-        self.cleaned.append(state["example_id"])
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_generate_cleans_up_once_after_each_rollout_of_an_environments_own(fails, grouped):
@@ -616,13 +558,6 @@ def test_generate_cleans_up_once_after_each_rollout_of_an_environments_own(fails
     assert sorted(own.cleaned) == [0, 1, 2] and all(
         (without_place(state) == "ValueError: own") is fails for state in results.state
     )
-
-
-def test_generate_cleans_up_once_after_the_documents_own_rollout_and_after_that_of_turns():
-    for kind in (DocumentsRollout, type("Turns", (DocumentsRollout,), {"rollout": Talk.rollout})):
-        environment = kind(max_turns=2)
-        generated(environment, rows(3), ScriptedClient(lambda call: "a"))
-        assert sorted(environment.cleaned) == [0, 1, 2]
 
 
 def test_generate_cleans_up_once_after_a_rollout_of_an_environments_own_that_is_cancelled():
@@ -652,33 +587,6 @@ def test_what_a_cleanup_raises_after_a_rollout_of_an_environments_own_fails_the_
     assert without_place(state) == "OSError: lost"
 
 
-class Boxes(Talk):
-    """Each state has a box."""
-
-    def __init__(self, copies=False, **kwargs):
-        super().__init__(max_turns=1, **kwargs)
-        self.copies, self.opened, self.closed = copies, 0, []
-
-    async def setup_state(self, state):
-        self.opened += 1
-        state["box"] = self.opened
-        return State(state) if self.copies else state
-
-    @cleanup
-    def close(self, state):
-        self.closed.append(state["box"])
-
-
-def test_a_rollout_that_returns_a_copy_of_one_that_was_cleaned_up_is_not_cleaned_up_again():
-    class Copies(Boxes):
-        async def rollout(self, input, client, model, sampling_args=None):
-            return State(await super().rollout(input, client, model, sampling_args))
-
-    env = Copies()
-    generated(env, rows(1), ScriptedClient(lambda call: "a"))
-    assert env.closed == [1]
-
-
 class Clumsy(Talk):
     """Its first cleanup fails."""
 
@@ -698,12 +606,6 @@ class Clumsy(Talk):
     @cleanup
     def release(self, state):
         self.released.append(state["example_id"])
-
-
-def test_a_cleanup_that_waits_for_a_task_that_it_has_cancelled_fails_its_rollout_and_the_other_cleanups_go_on():
-    env = Clumsy(asyncio.CancelledError)
-    (state,) = generated(env, rows(1), ScriptedClient(["a"])).state
-    assert env.released == [0] and without_place(state) == "CancelledError:"
 
 
 def test_a_rollout_that_is_cancelled_stays_cancelled_where_its_cleanup_fails(caplog):
@@ -737,38 +639,6 @@ def test_a_time_limit_around_a_rollout_holds_where_its_cleanup_fails():
                 await Clumsy(OSError).rollout(ROW, ScriptedClient(["a"], delay_s=30), "model")
 
     asyncio.run(limited())
-
-
-HANDLERS = {
-    "an object that is called": (
-        "class H:\n    def __call__(self, s, f): sys.exit(7)\nsignal.signal(signal.SIGTERM, H())"
-    ),
-    "a partial": (
-        "from functools import partial\nsignal.signal(signal.SIGTERM, partial(lambda code, s, f:"
-        " sys.exit(code), 7))"
-    ),
-    "one that ignores the next signal": (
-        "def once(s, f):\n    signal.signal(s, signal.SIG_IGN)\n   "
-        " sys.exit(7)\nsignal.signal(signal.SIGTERM, once)"
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("handler", HANDLERS)
-def test_a_signal_ends_the_process_whatever_its_handler_is_and_wherever_it_comes(handler):
-    body = """
-    class Struck(Env):
-        async def env_response(self, messages, state, **kwargs):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
-            return []
-
-    Struck(max_turns=2).generate_sync(rows(1), ScriptedClient(lambda call: "a"), "m", use_tqdm=False)
-    print("went on")
-    """
-    lines, code, _ = program(textwrap.dedent(HANDLERS[handler]) + "\n" + textwrap.dedent(body))
-    assert code == 7 and "went on" not in lines
 
 
 @pytest.mark.slow
@@ -826,38 +696,6 @@ def test_a_teardown_that_hangs_ends_at_the_environments_limit_and_the_others_go_
     assert done == ["second"]
 
 
-def test_a_teardown_that_keeps_the_end_of_its_time_to_itself_is_told_all_the_same_and_those_behind_it_have_a_limit():
-    class Env(Talk):
-        cleanup_timeout_s = 0.05
-
-        @teardown(priority=1)
-        async def first(self):
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(30)
-
-        @teardown
-        async def second(self):
-            await asyncio.sleep(30)
-
-    with pytest.raises(TimeoutError, match=r"not done after cleanup_timeout_s = 0\.05 s"):
-        asyncio.run(Env().aclose())
-
-
-def test_a_cleanup_that_fails_is_told_where_the_caller_deals_with_a_cancellation_of_something_else():
-    class Falls(Talk):
-        async def setup_state(self, state):
-            helper = asyncio.create_task(asyncio.sleep(30))
-            helper.cancel()
-            try:
-                await helper
-            except asyncio.CancelledError:
-                await Clumsy(OSError).rollout(dict(state["input"]), ScriptedClient(["b"]), "m")
-            return state
-
-    (state,) = generated(Falls(max_turns=1), rows(1), ScriptedClient(["a"])).state
-    assert (state["error"] or "").startswith("OSError: lost")
-
-
 def test_a_teardown_that_hangs_in_one_environment_of_a_group_keeps_no_other_from_its_own():
     done = []
 
@@ -911,16 +749,6 @@ def test_where_the_closing_of_a_group_is_cancelled_its_other_environments_are_cl
     assert done == ["waits", "closed"]
 
 
-def test_a_group_has_the_longest_limit_of_its_environments():
-    class Patient(Talk):
-        cleanup_timeout_s = 900.0
-
-    assert (
-        EnvGroup([Talk(env_id="a"), Patient(env_id="b")]).cleanup_timeout_s == 900.0
-        and Talk.cleanup_timeout_s == 300.0
-    )
-
-
 def test_the_other_teardowns_go_on_where_aclose_is_cancelled_meanwhile():
     done = []
 
@@ -941,18 +769,6 @@ def test_the_other_teardowns_go_on_where_aclose_is_cancelled_meanwhile():
 
     asyncio.run(closed())
     assert done == ["second"]
-
-
-def test_a_cleanup_that_fails_is_told_where_the_rollout_has_kept_a_cancellation_of_its_own_to_itself():
-    class Env(Clumsy):
-        async def setup_state(self, state):
-            asyncio.current_task().cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(1)
-            return state
-
-    (state,) = generated(Env(OSError), rows(1), ScriptedClient(["a"])).state
-    assert without_place(state) == "OSError: lost"
 
 
 @pytest.mark.parametrize("mark", [stop, cleanup])

@@ -4,10 +4,8 @@ to 3 and 7).
 
 import asyncio
 import copy
-import gc
 import pickle
 import re
-import weakref
 from collections import Counter
 
 import openai
@@ -91,11 +89,6 @@ def test_tokens_of_every_step_are_the_engines_own():
         assert step["tokens"]["completion_logprobs"] == [-0.5] * len(
             step["tokens"]["completion_ids"]
         )
-
-
-def test_without_the_flags_that_ask_for_tokens_a_steps_tokens_are_none():
-    state = rolled_out(Talk(), ROW, ScriptedClient(["a", "b", "c"]))
-    assert [step["tokens"] for step in state["trajectory"]] == [None] * 3
 
 
 def test_the_trajectory_is_a_list_always():
@@ -417,20 +410,6 @@ def test_an_over_long_prompt_ends_the_rollout_as_truncated_with_its_steps_kept_a
     assert client.num_calls == 2
 
 
-@pytest.mark.parametrize(
-    ("message_type", "prompt", "nothing"), [("chat", [user("hi")], []), ("completion", "hi", "")]
-)
-def test_a_first_prompt_that_is_too_long_leaves_a_completion_of_nothing(
-    message_type, prompt, nothing
-):
-    state = rolled_out(
-        Talk(message_type=message_type),
-        {**ROW, "prompt": prompt},
-        ScriptedClient([overlong_error()]),
-    )
-    assert state["is_truncated"] and state["trajectory"] == [] and state["completion"] == nothing
-
-
 def seq(prompt: int, sampled: int) -> Answer:
     return Answer("a", prompt_ids=range(prompt), completion_ids=range(100, 100 + sampled))
 
@@ -464,14 +443,6 @@ def test_a_prompt_that_fills_max_seq_len_leaves_nothing_of_its_step_to_learn_and
         False,
         True,
     ]
-
-
-def test_under_max_seq_len_nothing_is_cut():
-    client = ScriptedClient([seq(3, 2), seq(4, 2), seq(5, 4)])
-    state = rolled_out(Talk(max_seq_len=10), ROW, client, sampling_args=RETURNS_TOKENS)
-    assert not state["is_truncated"] and [
-        len(step["tokens"]["completion_ids"]) for step in state["trajectory"]
-    ] == [2, 2, 4]
 
 
 # Failures on the way
@@ -919,103 +890,6 @@ def test_seeds_of_rollouts_inside_rollouts_and_scorings_do_not_depend_on_which_e
     assert len(set(first.values())) == len(first) == 2 * (1 + 4 * (2 + 2) + 2 * 2)
 
 
-def test_reward_functions_that_sample_have_seeds_of_their_own(tokenizer):
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
-    client = client_over(engines, tokenizer)
-    generated(Judge(client), rows(3), client)
-    seeds = [request.seed for _, request in engines.requests]
-    assert len(set(seeds)) == len(seeds) == 3 * (2 + 2 + 2)
-
-
-def test_a_state_that_is_made_in_a_rollout_and_never_rolled_out_takes_no_seeds_from_it(tokenizer):
-    class Plans(Talk):
-        async def env_response(self, messages, state, **kwargs):
-            await self.init_state(dict(state["input"]))
-            await Talk(max_turns=1).generate(rows(2), self.client, "m", use_tqdm=False)
-            return [user("yes")]
-
-    engines, environment = ScriptedEngines(lambda _: says(tokenizer, "no")), Plans(max_turns=2)
-    environment.client = client_over(engines, tokenizer)
-    generated(environment, rows(2), environment.client)
-    seeds = [request.seed for _, request in engines.requests]
-    assert len(set(seeds)) == len(seeds) == 2 * (2 + 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_states_of_rollouts_that_are_called_by_hand_are_not_kept(tokenizer, is_inside):
-    client, kept, alive = (
-        client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer),
-        [],
-        [],
-    )
-    environments = [Documented(max_turns=1), Documented(max_turns=1)]
-
-    async def many():
-        for number in range(20):
-            state = await environments[number % 2].rollout(dict(ROW), client, "m")
-            state["mark"] = mark = Mark()
-            kept.append(weakref.ref(mark))
-            del state, mark
-        gc.collect()
-        alive.append(sum(one() is not None for one in kept))
-
-    class Outer(Talk):
-        async def setup_state(self, state):
-            await many()
-            return state
-
-    if is_inside:
-        assert generated(Outer(max_turns=1), rows(1), client).metadata.num_errors == 0
-    else:
-        asyncio.run(many())
-    assert alive[0] < 5, "however many there were"
-
-
-class Mark:
-    """Something that a weak reference can be made of."""
-
-
-def test_a_client_of_a_users_own_need_not_count_splits():
-    class Routes:
-        def conversation(self, state, *, of=None, path=""):
-            return ScriptedClient(["a"])
-
-    (state,) = generated(Talk(max_turns=1), rows(1), Routes()).state
-    assert state["error"] is None and "num_splits" not in state
-
-
-def test_splits_of_two_clients_of_one_rollout_are_added(tokenizer):
-    class Two(Talk):
-        async def setup_state(self, state):
-            for text in ("one", "another"):
-                await self.get_model_response(self.other, "m", [user(text)])
-            return state
-
-    environment = Two(max_turns=2)
-    environment.other, client = (
-        client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer) for _ in range(2)
-    )
-    (state,) = generated(environment, rows(1), client).state
-    assert (state["error"], state["num_splits"]) == (None, 1)
-
-
-def test_an_environment_that_generates_inside_a_rollout_samples_otherwise_than_those_beside_it(
-    tokenizer,
-):
-    class Generates(Documented):
-        async def setup_state(self, state):
-            await Documented(max_turns=1).generate(rows(2), self.client, "m", use_tqdm=False)
-            return state
-
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
-    environment = Generates(max_turns=1)
-    environment.client = client_over(engines, tokenizer)
-    generated(environment, rows(2), environment.client)
-    seeds = [request.seed for _, request in engines.requests]
-    assert len(set(seeds)) == len(seeds) == 2 * (2 + 1)
-
-
 def test_a_rollout_that_begins_in_another_one_of_the_same_environment_has_seeds_of_its_own(
     tokenizer,
 ):
@@ -1032,24 +906,6 @@ def test_a_rollout_that_begins_in_another_one_of_the_same_environment_has_seeds_
     (state,) = generated(environment, rows(1), environment.client).state
     assert (state["error"], state["num_splits"], len(state["trajectory"])) == (None, 0, 2)
     assert len({request.seed for _, request in engines.requests}) == 6
-
-
-def test_a_call_in_init_state_and_those_after_it_have_seeds_of_their_own_also_where_rollout_is_called_by_hand(
-    tokenizer,
-):
-    class Early(Talk):
-        async def init_state(self, input, **kwargs):
-            state = await super().init_state(input, **kwargs)
-            await self.get_model_response(self.client, "m", [user("early")])
-            return state
-
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
-    environment = Early(max_turns=1)
-    environment.client = client_over(engines, tokenizer)
-    asyncio.run(environment.rollout({**ROW, "position": 0}, environment.client, "m"))
-    assert [request.seed for _, request in engines.requests] == [
-        request_seed(7, 3, 0, turn) for turn in range(2)
-    ]
 
 
 def test_after_a_rollout_that_was_called_by_hand_no_call_is_of_it(tokenizer):
@@ -1075,34 +931,6 @@ def test_splits_are_counted_whatever_state_comes_of_the_rollout(tokenizer):
     environment.client = client_over(engines, tokenizer)
     (state,) = generated(environment, rows(1), environment.client).state
     assert (state["error"], state["num_splits"]) == (None, 1)
-
-
-def test_a_rollout_of_another_environment_inside_leaves_the_tokens_of_this_one_whole(tokenizer):
-    class Asks(Documented):
-        async def env_response(self, messages, state, **kwargs):
-            await Documented(max_turns=1).rollout(
-                {"prompt": [user("judge")], "example_id": 9, "task": "judge"}, self.client, "m"
-            )
-            return [user("yes")]
-
-    environment = Asks(max_turns=3)
-    environment.client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer)
-    (state,) = generated(environment, rows(1), environment.client).state
-    assert (state["error"], state["num_splits"], len(state["trajectory"])) == (None, 0, 3)
-
-
-def test_rollouts_of_an_environments_own_that_nobody_generates_are_each_a_conversation(tokenizer):
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
-    client = client_over(engines, tokenizer)
-
-    async def both():
-        return [
-            await Documented(max_turns=1).rollout({**ROW, "position": place}, client, "m")
-            for place in (4, 5)
-        ]
-
-    assert [state["num_splits"] for state in asyncio.run(both())] == [0, 0]
-    assert [request.position for _, request in engines.requests] == [4, 5]
 
 
 def test_a_call_of_engines_that_is_of_no_rollout_says_what_to_do(tokenizer):

@@ -19,7 +19,6 @@ from rollout_actors.environments.rubric import (
     Rubric,
     RubricGroup,
     relative_steps,
-    set_advantages,
     settle,
 )
 from rollout_actors.environments.types import State
@@ -124,18 +123,6 @@ def test_answer_and_info_are_empty_where_the_row_has_none():
     assert seen == {"answer": "", "info": {}}
 
 
-def test_what_a_function_writes_to_the_info_of_a_row_without_one_reaches_no_other_rollout():
-    def notes(info):
-        info["seen"] = info.get("seen", 0) + 1
-        return info["seen"]
-
-    first, second = state(), state()
-    for one in (first, second):
-        del one["info"]
-        scored(Rubric([notes]), one)
-    assert [first["reward"], second["reward"]] == [1.0, 1.0]
-
-
 def test_the_reward_is_the_weighted_sum_and_the_metrics_are_the_plain_values():
     def right(completion, answer):
         return completion[-1]["content"] == answer
@@ -160,17 +147,6 @@ def test_scoring_again_replaces_the_rollouts_reward_and_that_of_its_steps():
     scored(rubric, one)
     scored(rubric, one)
     assert one["reward"] == 0.25 and one["trajectory"][0]["reward"] == 0.25
-
-
-def test_scoring_again_after_pickling_replaces_what_steps_had_of_the_rollout_and_no_more():
-    one, values = state(steps=3), iter([1.0, 0.25])
-    one["trajectory"][0]["reward"] = 1.0  # its own, which happens to be the rollout's
-    rubric = Rubric([lambda state: next(values)])
-    scored(rubric, one)
-    again = pickle.loads(pickle.dumps(one))
-    again["trajectory"][2]["reward"] = 0.5  # set since
-    scored(rubric, again)
-    assert [step["reward"] for step in again["trajectory"]] == [1.0, 0.25, 0.5]
 
 
 def test_a_rubric_with_a_score_group_of_its_own_is_asked_for_groups():
@@ -215,10 +191,6 @@ def test_a_function_that_takes_states_or_another_plural_is_of_a_group(plural):
     singular = "trajectory" if plural == "trajectories" else plural.removesuffix("s")
     assert seen == [group if plural == "states" else [one[singular] for one in group]]
     assert [one["reward"] for one in group] == [0.0, 1.0]
-
-
-def test_a_function_of_one_rollout_is_of_no_group():
-    assert not Rubric([lambda completion, answer, **kwargs: 1.0]).compares_rollouts
 
 
 def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
@@ -380,21 +352,6 @@ def test_synchronous_reward_functions_run_off_the_loops_thread_and_asynchronous_
 
     scored(Rubric([plain, on_loop]), state())
     assert threads["loop"] is threading.current_thread() is not threads["plain"]
-
-
-def test_a_plain_function_may_return_something_to_await():
-    class Judge:
-        async def __call__(self, completion):
-            return 0.75
-
-    rubric = Rubric([Judge(), lambda state: later(0.5)])
-    assert scored(rubric, state())["reward"] == 1.25
-    assert rubric.reward_names == ["Judge", "<lambda>"]
-
-
-async def later(value: float) -> float:
-    await asyncio.sleep(0)
-    return value
 
 
 def test_a_function_of_one_rollout_is_called_at_once_for_all_rollouts_of_a_group():
@@ -602,23 +559,6 @@ def test_a_plain_function_that_raises_stop_iteration_fails_and_does_not_hang():
     assert "StopIteration" in one["error"]
 
 
-def test_score_rollouts_counts_rollouts_where_functions_compare_them_too():
-    under_way, most = 0, 0
-
-    async def slow(completion):
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0.01)
-        under_way -= 1
-        return 1.0
-
-    states = [state(example_id=place // 3) for place in range(6)]
-    rubric = RubricGroup([Rubric([slow]), Rubric([slow, lambda states: [0.0] * len(states)])])
-    asyncio.run(asyncio.wait_for(rubric.score_rollouts(states, max_concurrent=2), 20))
-    assert most == 2 and [one["reward"] for one in states] == [2.0] * 6
-
-
 # Rubrics of users, which change what they were given
 
 
@@ -721,24 +661,11 @@ def test_an_advantage_that_a_rubric_sets_itself_stays_where_rewards_are_compared
     assert [one["advantage"] for one in states] == [1.5, 0.25]
 
 
-def test_score_rollouts_passes_on_what_a_rubric_changes_as_well():
-    group = [state("a"), state("bbb")]
-    asyncio.run(GroupBonus([length]).score_rollouts(group))
-    assert of_steps(group, "reward") == [6.0, 3.0] and of_steps(group, "advantage") == [1.5, -1.5]
-
-
 @pytest.mark.parametrize("bonus", [Bonus, GroupBonus])
 def test_in_a_group_of_rubrics_steps_have_the_sum_whatever_one_of_them_changes(bonus):
     states = scored_example(RubricGroup([bonus([length]), Rubric([length])]))
     assert [one["reward"] for one in states] == of_steps(states, "reward") == [7.0, 6.0]
     assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [0.5, -0.5]
-
-
-def test_scoring_again_replaces_what_a_rubric_has_changed_too():
-    one = state()
-    asyncio.run(Bonus([lambda state: 1.0]).score_rollouts([one]))
-    scored(Rubric([lambda state: 0.25]), one)
-    assert one["trajectory"][0]["reward"] == 0.25
 
 
 def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_another():
@@ -751,48 +678,6 @@ def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_anoth
     assert relative_steps(again) == relative_steps(compared[0].copy()) == [0]
     again["trajectory"][0]["advantage"] = 9.0
     assert relative_steps(again) == []
-
-
-def test_a_key_inherited_is_the_users():
-    class Heir(SingleTurnEnv):
-        async def setup_state(self, state):
-            state["inherited"] = True
-            return state
-
-    (only,) = generated(Heir(rubric=Rubric([length])), EXAMPLE[:1], ScriptedClient(echo)).state
-    assert (
-        only["inherited"] is True
-        and only["error"] is None
-        and only["trajectory"][0]["reward"] == 1.0
-    )
-
-
-def test_a_score_group_of_a_subclass_may_score_each_rollout_by_itself_first():
-    class Own(Rubric):
-        async def score_group(self, states):
-            for one in states:
-                await self.score_rollout(one)
-            set_advantages(states)
-
-    assert [one["advantage"] for one in scored_example(Own([length]))] == [-1.0, 1.0]
-
-
-def test_a_score_group_of_a_subclass_that_scores_each_by_itself_compares_them_also_beside_a_group_function():
-    class Own(Rubric):
-        async def score_group(self, states):
-            for one in states:
-                await self.score_rollout(one)
-
-    class OwnGroup(RubricGroup):
-        score_group = Own.score_group
-
-    functions = [length, lambda states: [0.0] * len(states)]
-    for rubric in (Own(functions), OwnGroup([Rubric(functions)])):
-        results = generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo))
-        rewards = [one["reward"] for one in results.state]
-        assert [one["advantage"] for one in results.state] == [
-            reward - sum(rewards) / len(rewards) for reward in rewards
-        ] and len(set(rewards)) > 1
 
 
 @pytest.mark.parametrize("made", [lambda score: score, asyncio.ensure_future])
@@ -896,10 +781,6 @@ def test_truth_values_and_numbers_of_numpy_are_numbers():
     results = generated(SingleTurnEnv(rubric=RubricGroup([rubric])), EXAMPLE, ScriptedClient(echo))
     assert [one["error"] for one in results.state] == [None, None] and results.reward == [0.5, 0.5]
     assert results.metadata.avg_metrics == {"right": 1.0, "close": 1.0, "size": 3.0}
-
-
-def test_a_rubric_of_a_group_may_leave_no_metrics():
-    assert scored(RubricGroup([Left(metrics=None)]), state())["metrics"] == {}
 
 
 # All rollouts at once: what `generate` calls with `interleave_scoring=False` (spec: orchestration)
@@ -1017,14 +898,6 @@ def test_what_one_rubric_of_a_group_leaves_unsound_is_one_rollouts_failure_and_t
         {},
         {"length": 4.0},
     ]
-
-
-def test_rollouts_of_a_row_are_compared_by_the_sum_in_the_two_phase_way_too():
-    group = RubricGroup([Ranked(True), Rubric([lambda states: [0.0] * len(states)])])
-    states = [state("a"), state("ccc"), state("bb"), state("x", example_id=1)]
-    asyncio.run(group.score_rollouts(states))
-    assert [one["reward"] for one in states] == [0.0, 3.0, 2.0, 1.0]
-    assert [one["advantage"] for one in states] == pytest.approx([-5 / 3, 4 / 3, 1 / 3, 0.0])
 
 
 def test_rollouts_that_failed_are_not_scored_in_the_two_phase_way_either():

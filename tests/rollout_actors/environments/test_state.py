@@ -175,23 +175,6 @@ def test_update_setdefault_and_joining_forward_too():
     assert type(joined) is State and joined["input"]["answer"] == "7" and one["answer"] == "5"
 
 
-def test_clear_leaves_nothing():
-    one = state(turn=1)
-    one.clear()
-    assert not one and len(one) == 0 and list(one) == []
-
-
-def test_what_is_written_out_is_all_that_it_shows():
-    assert "'example_id': 7" in repr(state()) and repr(state()).startswith("State(")
-
-
-def test_a_state_made_of_another_one_has_an_input_of_its_own():
-    first = State(input={"prompt": "p", "answer": "a"})
-    second = State(first)
-    second["answer"] = "changed"
-    assert first["answer"] == "a"
-
-
 @pytest.mark.parametrize(
     "made",
     [

@@ -244,23 +244,3 @@ def test_the_wait_for_a_thread_is_in_no_limit_of_time(hangs):
         assert str(late) == "hangs is not done after limit_s = 1 s; wait longer"
 
     ran(work)
-
-
-@pytest.mark.slow
-def test_a_limit_goes_on_while_another_call_of_its_task_runs(hangs):
-    """Or two tasks, each with one call that hangs and one that waits, would wait for each other for
-    ever.
-    """
-
-    async def both(threads: Threads) -> None:
-        async with within(0.5, "both are not done after limit_s", "wait longer"):
-            await asyncio.gather(
-                threads.call(hangs, "hangs"), threads.call(lambda: "there", "waits")
-            )
-
-    async def work() -> None:
-        threads = Threads(2)
-        ended = await asyncio.gather(both(threads), both(threads), return_exceptions=True)
-        assert all(isinstance(one, TimeoutError) for one in ended)
-
-    ran(work)

@@ -300,13 +300,6 @@ def test_methods_and_asynchronous_callables_are_tools_too():
     ) == ["2", "5"]
 
 
-def test_a_parameter_may_be_called_as_one_of_what_calls_the_tool():
-    def call(function: str, self: int) -> str:
-        return function * self
-
-    assert contents_after([("call", {"function": "f", "self": 2})], tools=[call]) == ["ff"]
-
-
 # Partials
 
 
@@ -340,44 +333,6 @@ def test_a_partial_is_called_with_what_it_binds_which_a_model_cannot_set(tool):
     assert contents == [
         "10",
         "the arguments of area are wrong: height: Extra inputs are not permitted",
-    ]
-
-
-def test_a_partial_of_an_asynchronous_function_is_waited_for():
-    assert contents_after([("echo", {})], tools=[partial(echo, text="hi")]) == ["hi"]
-
-
-def test_partials_of_one_function_need_names_of_their_own():
-    one, two = partial(area, height=1), partial(area, height=2)
-    with pytest.raises(
-        ValueError,
-        match=(
-            "tool area is there already; tools go by the functions' names: give one of the two a"
-            " __name__ of its own"
-        ),
-    ):
-        ToolEnv([one, two])
-    two.__name__, two.__doc__ = "strip", "The area of a strip."
-    environment = ToolEnv([one, two])
-    assert environment.tool_names == ["area", "strip"]
-    assert [told["function"]["description"] for told in environment.oai_tools] == [
-        Tool.of(area).schema["function"]["description"],
-        "The area of a strip.",
-    ]
-    assert contents_after([("area", {"width": 3}), ("strip", {"width": 3})], tools=[one, two]) == [
-        "3",
-        "6",
-    ]
-    shown = Tool.of(partial(two, 4)).schema["function"]
-    assert shown["name"] == "strip" and shown["parameters"]["properties"] == {}
-
-
-def test_what_a_partial_binds_may_be_skipped_and_set_by_the_environment():
-    environment = StatefulToolEnv()
-    environment.add_tool(partial(take, session=None), args_to_skip=["session"])
-    assert list(environment.oai_tools[0]["function"]["parameters"]["properties"]) == [
-        "name",
-        "limit",
     ]
 
 
@@ -546,15 +501,6 @@ def test_update_tool_args_may_be_plain():
     assert state["session"] == ["x"]
 
 
-def test_a_skipped_argument_may_have_any_type():
-    def locked(lock: threading.Lock, number: int) -> int:
-        return number
-
-    environment = StatefulToolEnv()
-    environment.add_tool(locked, args_to_skip=["lock"])
-    assert list(environment.oai_tools[0]["function"]["parameters"]["properties"]) == ["number"]
-
-
 # Metrics
 
 
@@ -581,18 +527,6 @@ def test_the_tool_rubric_counts_calls_and_errors_and_is_no_part_of_the_reward():
         "num_calls_of_area": 2.0,
         "num_calls_of_echo": 0.0,
     }
-
-
-def test_a_tool_that_raises_stop_iteration_is_told_to_the_model_and_does_not_hang():
-    def first(x: int) -> int:
-        """The first."""
-        return next(iter(()))
-
-    async def asked():
-        return await asyncio.wait_for(Tool.of(first).call({"x": 1}), 20)
-
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        asyncio.run(asked())
 
 
 def test_a_tool_that_calls_exit_is_told_to_the_model_as_any_that_raises():
