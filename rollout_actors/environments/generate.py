@@ -115,7 +115,7 @@ async def generate(
     metadata = _metadata(environment, call, states)
     metadata.date = started.isoformat(timespec="seconds")
     metadata.time_ms = 1000 * (time.perf_counter() - began_s)
-    _warn_of_failures(environment, metadata, states, batch.first_error)
+    _warn_of_failures(environment, metadata, states)
     return GenerateOutputs.from_states(states, metadata)
 
 
@@ -141,8 +141,6 @@ class _Batch:
         self._outermost = None if outer is None else outer.outermost
         self._path = None if outer is None else outer.child_path()
         self._finished: list[State | None] = [None] * len(self._inputs)
-        self.first_error: BaseException | None = None
-        """Error of the first rollout that failed while it was generated."""
 
     @property
     def states(self) -> list[State]:
@@ -211,7 +209,6 @@ class _Batch:
             except FAILURES as error:  # it is data, and the other rollouts go on
                 reraise_cancellation(error)
                 _LOGGER.debug("rollout %d failed", index, exc_info=error)
-                self.first_error = self.first_error or error
                 state = scope.state or new_state({"example_id": row.get("id", 0), **row})
                 state = with_defaults(state, row)
                 await self._note_failure(state, error)
@@ -263,6 +260,7 @@ class _Batch:
             scope = self._scope(unit[0])
             scope.path += "="  # calls of reward functions have seeds of their own
             enter_scope(scope)
+            QUEUE_TIME.set(None)  # of a rollout around this call, which is not scored here
             with lent_parser(self._parser(unit[0])):
                 await score_unit(self._rubric(unit[0]), states, self._scoring)
 
@@ -354,10 +352,7 @@ def _metadata(
 
 
 def _warn_of_failures(
-    environment: Environment,
-    metadata: GenerateMetadata,
-    states: Sequence[State],
-    first_error: BaseException | None,
+    environment: Environment, metadata: GenerateMetadata, states: Sequence[State]
 ) -> None:
     if metadata.num_errors:
         first = next(state for state in states if state["error"] is not None)
@@ -367,7 +362,6 @@ def _warn_of_failures(
             len(states),
             first["example_id"],
             first["error"],
-            exc_info=first_error,
         )
     for name, number in metadata.num_reward_errors.items():
         first = next(state for state in states if name in state.get("reward_errors", {}))

@@ -70,10 +70,12 @@ class EnvGroup(Environment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if own := [handler.__name__ for handler in (*self._stop_conditions, *self._cleanups)]:
+        handlers = (*self._stop_conditions, *self._cleanups)
+        if handlers:
+            names = ", ".join(handler.__name__ for handler in handlers)
             raise TypeError(
-                f"{', '.join(own)}: a group has no @stop and no @cleanup of its own, since its"
-                " environments make its rollouts; mark methods of those"
+                f"{names}: a group has no @stop and no @cleanup of its own, since its environments"
+                " make its rollouts; mark methods of those"
             )
 
     async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
@@ -141,9 +143,9 @@ class _RoutedRubric(Rubric):
     async def score_group(self, states: Sequence[State]) -> None:
         for task in dict.fromkeys(state["task"] for state in states):
             env = self._envs[task]
-            own = [state for state in states if state["task"] == task]
+            of_task = [state for state in states if state["task"] == task]
             with lent_parser(env.parser):
-                await awaited(env.rubric.score_group(own))
+                await awaited(env.rubric.score_group(of_task))
 
 
 @dataclass(frozen=True, slots=True)

@@ -497,15 +497,15 @@ def compare_rollouts(states: Sequence[State]) -> None:
 
     An advantage that a rubric has set itself stays.
     """
-    own = {
+    explicit = {
         id(state): state["advantage"]
         for state in states
         if state.get("advantage") is not None and not state.get("_given", {}).get("is_relative")
     }
     set_advantages(states)
     for state in states:
-        if id(state) in own and state.get("error") is None:
-            _give(state, "advantage", own[id(state)])
+        if id(state) in explicit and state.get("error") is None:
+            _give(state, "advantage", explicit[id(state)])
 
 
 def relative_steps(state: State) -> list[int] | None:

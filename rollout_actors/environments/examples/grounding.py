@@ -214,8 +214,9 @@ class _SampleRows:
     def __init__(
         self, samples: Sequence[Sample], prompt: Callable[[int], list[dict[str, Any]]]
     ) -> None:
-        """`prompt` makes the messages of a number of images, each image a bare part."""
-        self._samples, self._prompt = samples, prompt
+        """Take samples, and a function from a number of images to messages."""
+        self._samples = samples
+        self._prompt = prompt
 
     def __len__(self) -> int:
         return len(self._samples)
