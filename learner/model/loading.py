@@ -68,7 +68,7 @@ class LoadedTokens:
     tokenizer: Any
     codec: HFTokenCodec
     banned_token_ids: tuple[int, ...]
-    """Vision placeholders: sampled, they would stand for features that are not there (FACTS 4)."""
+    """Vision placeholders: sampled, they would stand for features that are not there."""
 
 
 @dataclass(frozen=True, slots=True)

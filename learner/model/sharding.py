@@ -138,7 +138,7 @@ class ShardedModel(Parallel):
             # The root too gives its weights back after a forward: one without a backward, the
             # canary's, would leave them behind for the next update to outdate.
             sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-            # Sums, not means: what a step is divided by is known at its end (DESIGN 5, decisions 6
+            # Sums, not means: what a step is divided by is known at its end (decisions 6
             # and 7). As plain sums, because gloo knows no others.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)

@@ -1,4 +1,4 @@
-"""The learner's half of the canary: its log-probabilities of a fixed sequence (DESIGN 9)."""
+"""The learner's half of the canary: its log-probabilities of a fixed sequence (decision 38)."""
 
 from __future__ import annotations
 

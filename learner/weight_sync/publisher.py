@@ -192,7 +192,7 @@ def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> W
 
 
 def adapter_offer(model: Any, version: int, probe: CanaryProbe, *, timeout_s: float) -> WeightOffer:
-    """Offer the model's adapter itself: nothing is left to send (DESIGN 9, decision 20).
+    """Offer the model's adapter itself: nothing is left to send (decision 20).
 
     Raises WeightSyncError where it cannot be written down.
     """

@@ -1,5 +1,5 @@
 """The learner's end of a sync of full weights: offers its parameters, then sends them to every
-rollout engine (DESIGN 9).
+rollout engine (decision 38).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The senders' ends of transports with a wire: NCCL, and gloo of `shared.weight_sync` (DESIGN 9).
+"""The senders' ends of transports with a wire: NCCL here, gloo in `shared.weight_sync`.
 
 vllm is imported only when a group of GPUs is opened, so the learner's step runs where it is not
 installed.

@@ -1,5 +1,5 @@
 """An adapter's way into one engine: from the offer through files in memory into vLLM, beside base
-weights that stay as they are (DESIGN 9).
+weights that stay as they are (decision 38).
 """
 
 from __future__ import annotations

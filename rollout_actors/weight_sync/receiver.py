@@ -1,5 +1,5 @@
 """One engine's side of a weight sync: the phases of `shared.weight_sync.phases`, driven through
-vLLM's weight-transfer API (DESIGN 9).
+vLLM's weight-transfer API (decision 38).
 """
 
 from __future__ import annotations

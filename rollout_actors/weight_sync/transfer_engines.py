@@ -1,5 +1,5 @@
 """vLLM's transfer engines for weights in host memory and in this very process, which our plugin
-registers (DESIGN 9, FACTS 5).
+registers (decision 38).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """vLLM's worker in a weight sync, whatever the transport: it checks and reports what goes into the
-model (DESIGN 9, FACTS 5).
+model (decision 38).
 """
 
 from __future__ import annotations

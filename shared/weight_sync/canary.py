@@ -1,4 +1,4 @@
-"""A probe that shows whether a rollout engine computes what the learner computes (DESIGN 9.3).
+"""A probe that shows whether a rollout engine computes what the learner computes (decision 38).
 
 Image placeholders are left out: nobody samples them, and their log-probabilities, a thousand per
 image, are the farthest from 0 and so the noisiest.

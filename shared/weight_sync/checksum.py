@@ -3,7 +3,7 @@
 A tensor's memory is read as 8-byte words, 512 to a row and 512 rows to a block. The checksum is a
 hash over the sums of every row and of every column of a block, modulo 2**64, and over the bytes
 that fill no row. Integer sums do not depend on their order, so any parallel reduction agrees
-(DESIGN 9.3).
+(decision 38).
 
 What it tells apart for certain (up to a collision of the hash, 2**-64): any change within one word,
 one bit or all; two words that change places and differ; rows, blocks or tensors that change places

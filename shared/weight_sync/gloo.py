@@ -1,4 +1,4 @@
-"""The transport between processes with their weights in host memory: both ends of it (DESIGN 9).
+"""The transport between processes with their weights in host memory: both ends of it (decision 38).
 
 Where all receivers of a group are on the sender's machine, they read the buckets in memory that
 they share with it, and the group's broadcasts of one byte tell them when. Else the buckets

@@ -1,4 +1,4 @@
-"""A learner's offer of weights, and how full weights are cut into buckets (DESIGN 9)."""
+"""A learner's offer of weights, and how full weights are cut into buckets (decision 38)."""
 
 from __future__ import annotations
 

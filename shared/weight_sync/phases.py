@@ -1,4 +1,4 @@
-"""One weight sync as both ends know it: its phases, limits and conversation (DESIGN 9).
+"""One weight sync as both ends know it: its phases, limits and conversation (decision 38).
 
 ::
 
@@ -138,7 +138,7 @@ def sync_weights(learner: SendingLearner, rollouts: ReceivingEngines) -> SyncRep
     """Run one verified sync; afterwards every engine serves the offered version.
 
     Where an offered adapter fails in any way, a full sync takes its place, now and for the rest of
-    the run, if the configuration permits it (DESIGN 5, decision 20); the report says why. Raises
+    the run, if the configuration permits it (decision 20); the report says why. Raises
     WeightSyncError naming phase and engine.
     """
     rollouts.wait_idle()

@@ -1,5 +1,5 @@
 """A learner with LoRA or DoRA: what is trained, what it amounts to merged, and what is written down
-(DESIGN 9).
+(decision 38).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The group of the learner ranks: sums, waits that end, and one process group that is nobody else's
-(DESIGN 5, decision 14; 9).
+(decision 14).
 """
 
 import socket

@@ -1,4 +1,4 @@
-"""What the canary of a real model in bfloat16 notices, and what is below its noise (DESIGN 9.3).
+"""What the canary of a real model in bfloat16 notices, and what is below its noise (decision 38).
 
 A small model learns a language, and then for fifty steps another dialect of it. The engine is the
 same model computed in another precision or by another attention: the noise of bfloat16, without an
