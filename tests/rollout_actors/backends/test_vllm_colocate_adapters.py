@@ -86,6 +86,7 @@ def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights
         backend.receive_weights(replace(offer, terms=damaged))
     with pytest.raises(RolloutError, match="serves no rollouts"):
         backend.generate([learner.request(0)])
+    learner.offers_adapter = False
     learner.sender = WeightSender(
         CheckpointWeights(learner.model),
         transport="inproc",
