@@ -176,7 +176,10 @@ def _read_parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The memory of one process on one device."""
+    """The memory of one process on one device.
+
+    Example: Estimate("learner rank", {"weights": 2**30, "optimizer": 2**31}) has a total of 3 GiB.
+    """
 
     what: str
     parts: Mapping[str, int]

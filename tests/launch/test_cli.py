@@ -80,7 +80,27 @@ class Options(Section):
     title: str = "none"
     folder: ConfigPath | None = None
     count: int | None = 1
+    """How many."""
     sure: bool = False
+
+
+def test_every_wrong_argument_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        read_arguments(Options, ["name=a", "name=b", "poly", "cuont=5", "title="])
+    assert caught.value.problems == (
+        "name: is given twice; keep one",
+        "poly: is not key=value; the keys are name, title, folder, count, sure",
+        "cuont: is not a known key; did you mean 'count'?",
+    )
+
+
+def test_help_lists_every_key_with_its_default_and_meaning(capsys):
+    with pytest.raises(SystemExit) as caught:
+        read_arguments(Options, ["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("name=null ")
+    assert "count=1       How many." in printed
 
 
 @pytest.mark.parametrize("text", ["5", "true", "1e3", "[a", "a=b", " x ", "2026-11-21", "~"])

@@ -443,7 +443,6 @@ def test_two_categories_of_one_name_are_refused_only_where_both_are_in_use(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"geometri": "poly"}, "geometri: is not a known key; did you mean 'geometry'?"),
         ({"geometry": "polygons"}, "geometry: must be one of bbox, poly, auto"),
         ({"max_objects": "many"}, "max_objects: must be an integer"),
         ({"max_vertices": "2"}, "max_vertices: must be at least 3"),
@@ -461,31 +460,6 @@ def test_wrong_arguments_are_refused_by_name(
     source: Source, capsys: pytest.CaptureFixture[str], options: dict[str, str], message: str
 ) -> None:
     assert message in refused(source.image(1, annotation()), capsys, **options)
-
-
-def test_every_wrong_argument_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["import", "images=a", "images=b", "poly"])
-    error = capsys.readouterr().err
-    for message in (
-        "images: is given twice; keep one",
-        "poly: is not key=value; the keys are annotations, images, out",
-        "annotations: ",
-        "out: ",
-    ):
-        assert f"\n{message}" in error
-
-
-def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["import", "--help"])
-    printed = capsys.readouterr().out
-    assert (
-        caught.value.code == 0
-        and "geometry=bbox " in printed
-        and "max_objects=null " in printed
-        and "annotations=... " in printed
-    )
 
 
 def predictions_of(data: Dataset, path: Path, *extra: dict[str, Any]) -> Path:
