@@ -100,7 +100,7 @@ def test_help_lists_every_key_with_its_default_and_meaning(capsys):
     assert caught.value.code == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("name=null ")
-    assert "count=1       How many." in printed
+    assert "count=1      How many." in printed
 
 
 @pytest.mark.parametrize("text", ["5", "true", "1e3", "[a", "a=b", " x ", "2026-11-21", "~"])
