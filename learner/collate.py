@@ -127,6 +127,7 @@ def collate(
     coord_at = row_positions(target.coord_positions for target in targets)
     sampled_at = row_positions(target.sampled_positions for target in targets)
     learned_at = row_positions(credit.positions for credit in credits_)
+    # Logits exist at these positions alone; everything below indexes into them.
     needed = np.unique(np.concatenate([text_at, coord_at, sampled_at, learned_at]))
 
     def index(row_positions: np.ndarray) -> torch.Tensor:
@@ -177,6 +178,7 @@ def _text_supervision(target: Target, text_weights: TextWeights) -> _TextColumns
 
 def _mean_weights(weights_L: np.ndarray) -> np.ndarray:
     """Scale weights so that a sum is the weighted mean within the segment. All 0 stays 0."""
+    # In float64, so that the sum does not depend on how numpy adds many float32.
     total = weights_L.sum(dtype=np.float64)
     return (weights_L / total if total else weights_L).astype(np.float32)
 
@@ -203,6 +205,7 @@ def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> 
         prompt = segment.prompt
         ids_1L = torch.tensor([[*prompt.token_ids, *segment.target.token_ids]])
         input_ids.append(ids_1L)
+        # From 0 in every segment: by the restarts attention finds the segments' borders.
         positions_1L = torch.arange(ids_1L.shape[1])[None]
         if rope_index is None:
             position_ids.append(positions_1L)

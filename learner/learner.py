@@ -113,6 +113,7 @@ class Learner:
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
         self._stopping = threading.Event()
+        # Last: a rank that fails to load would leave the others waiting in this collective.
         with self._ranks.of_phase("start"):
             self.algorithm.require_same()
 
@@ -135,6 +136,7 @@ class Learner:
         )
         step = self.algorithm.begin_step(plan, metrics)
         self.steps.append(step)
+        # Otherwise a stale step is still being learned, and its log stays open until it ends.
         if len(self.steps) == 1:
             step.become_current()
         requests = step.requests()
@@ -150,6 +152,7 @@ class Learner:
             step = self._current
             started_s = time.time()
             step.metrics.add_generation(step.generation_spans(answers))
+            # Lazy: rows are trained while the following segments are prepared in a thread.
             segments = step.segments(answers, version=self.publisher.version)
             if not self._train_rows(self._rows_of(segments)):
                 raise self._left("accumulate")
@@ -176,6 +179,7 @@ class Learner:
                 denominator = self._ranks.sum(step.metrics.num_segments)
             update = self.optimizer.update(step.plan.step, denominator)
             step.metrics.mark("finish step", started_s)
+            # Only now: a checkpoint that is written after an interruption is of finished updates.
             self.num_updates = step.plan.step + 1
             self.steps.popleft()
             if self.steps:
@@ -253,6 +257,7 @@ class Learner:
                 # Found after the row's backward, where the other ranks are too.
                 self.parallel.any_of_row(True)
                 raise
+            # Asked after every row, so that all ranks leave after the same one.
             if self.parallel.any_of_row(self.is_told_to_stop):
                 return False
         return True

@@ -78,7 +78,8 @@ def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
 
     `fewest[i][c]` is the smallest number of segments among `i..` that total exactly `c` tokens.
     """
-    n, room = len(lengths), capacity - lengths[0]
+    n = len(lengths)
+    room = capacity - lengths[0]  # index 0 is always taken: nothing may starve
     unreachable = np.int16(np.iinfo(np.int16).max)
     fewest = np.full((n + 1, room + 1), unreachable, dtype=np.int16)
     fewest[n, 0] = 0
@@ -108,7 +109,8 @@ def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
 
 
 def _select_fifo(lengths: Sequence[int], capacity: int) -> list[int]:
-    chosen, total = [], 0
+    chosen = []
+    total = 0
     for index, length in enumerate(lengths):
         if total + length <= capacity:
             chosen.append(index)

@@ -221,6 +221,7 @@ class ImageEncoder:
             ValueError: the engine has another number of tokens for them than the learner.
             RecordError: an image cannot be decoded.
         """
+        # Pixels are decoded once for the rollouts of a group; tokens are checked for each.
         key = tuple(image.sha256 for image in images)
         if self._last is None or self._last[0] != key:
             pictures = [decode_image(image) for image in images]

@@ -98,6 +98,7 @@ def train_row(
         weight: factor of the gradient. With 0 the row only joins the other ranks' collectives.
     """
     forward: _RowForward = run(_forward, model, row, objectives, sampled_under, logit_chunk)
+    # Gradients of the rows of a step add in `.grad`; the optimizer divides once, at the step's end.
     (weight * forward.loss).backward()
     names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
     return RowResult(
@@ -174,7 +175,9 @@ class LogitsPass:
         learned = row.supervision.sampled
         coord_at_P = coord.at
         if needs.text_gate is not None:
+            # The gate needs coord logits at text positions too.
             coord_at_P = torch.cat([coord.at, text.at]).sort().values
+        # Each normalizer costs a pass over the vocabulary: the sampling's only where it is used.
         num_sampled = len(row.sampled.at) + (len(learned.at) if needs.sampled else 0)
         normalizers = self._normalizers(num_sampled)
         reading = self._read(hidden_ND, row.token_ids_N, coord_at_P, normalizers)
@@ -234,6 +237,7 @@ class LogitsPass:
     ) -> LogitReading:
         def read(chunk_ND: torch.Tensor, start: int) -> LogitReading:
             stop = start + len(chunk_ND)
+            # Positions within the chunk; the concatenation of all chunks is in the order of P.
             here = coord_at_P[(coord_at_P >= start) & (coord_at_P < stop)] - start
             return coord_math.read_logits(
                 self.lm_head(chunk_ND), token_ids_N[start:stop], here, self.coord_ids_C, normalizers

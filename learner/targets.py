@@ -265,6 +265,7 @@ def parsed_target(
             aims = slot_targets(prediction, truth, settings.transport)
             if aims is not None:
                 supervised[pair] = aims
+    # An excluded pair's ground truth is appended like a missed one: nothing goes untaught.
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
     objects = tuple(sample.objects[index] for index in appended)

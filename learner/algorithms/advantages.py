@@ -90,6 +90,7 @@ class AdvantageEstimator:
         positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
         advantages = token_advantages(example, std_epsilon=self.std_epsilon)
+        # Only learned tokens: others may have any number, which nothing reads.
         for index in positions:
             for name, value, remedy in (
                 ("advantage", advantages[index], "its reward functions must return finite numbers"),
@@ -156,6 +157,7 @@ def _is_relative(example: TrainingExample, advantage: float) -> list[bool]:
     if example.token_is_relative is not None:
         return [bool(flag) for flag in example.token_is_relative]
     if example.token_advantages is not None:
+        # Nobody noted whose they are: taken as they are, the rubric's own.
         return [False] * len(example.token_ids)
     is_of_group = any(
         math.isclose(advantage, of_rollout, rel_tol=1e-9, abs_tol=1e-9)

@@ -106,6 +106,7 @@ def generation_span(
     """Return from when to when `actor` generated these rollouts, for the timeline."""
     start_s = min(rollout.started_s for rollout in rollouts)
     end_s = max(rollout.started_s + rollout.generate_s for rollout in rollouts)
-    first, last = rollouts[0].position, rollouts[-1].position
+    first = rollouts[0].position
+    last = rollouts[-1].position
     args = {"step": step, "first_position": first, "last_position": last, **counts}
     return Span(actor, name, start_s, end_s, args)

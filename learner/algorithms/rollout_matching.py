@@ -72,6 +72,7 @@ class RolloutMatching:
         )
         self.ahead = Ahead()
         first = self.train[0]
+        # Not drawn: the stream of samples stays the same with and without it.
         self.fixed = Segment(
             0, self.encoder.encode(first), ground_truth_target(first, tokens.codec, self.settings)
         )
@@ -198,6 +199,7 @@ class RolloutMatchingStep:
             assert rollout.position == position, (
                 f"expected position {position}, got {rollout.position}: rounds arrive in order"
             )
+            # Prompts were begun with the step, targets with this round: both in position order.
             prompt = next(self._prompts)
             check_prompt(rollout, prompt)
             target = next(targets)

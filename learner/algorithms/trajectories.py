@@ -250,6 +250,7 @@ class TrajectoryBatch:
             _require_reward(rollout)
         max_staleness = self._algorithm.config.rollout_matching.max_staleness
         check_weight_versions(sampled, version, max_staleness=max_staleness)
+        # A group of equal rewards has advantages of 0: its rows would cost a forward for nothing.
         drops_equal = self._algorithm.environment.drop_equal_groups
         differ = []
         is_learned = []

@@ -97,7 +97,7 @@ class PairEntry(TypedDict):
 
 
 class ReadingEntry(TypedDict):
-    """What was made of the response."""
+    """The response as it was parsed and matched."""
 
     prefix_text: Text
     """What was kept of it: an open JSON object, or `{`. Bytes that are not UTF-8 appear as U+FFFD.
@@ -134,7 +134,7 @@ class ReadingEntry(TypedDict):
 
 
 class TargetEntry(TypedDict):
-    """What the sample trains on."""
+    """The tokens that the sample trains on, and their supervision."""
 
     token_ids: Annotated[Sequence[int], Field(min_length=1)]
     """[L], EOS last."""
@@ -193,7 +193,8 @@ class RolloutLog:
 
         `weights_L`: float32 [L], `TextWeights.of(target.roles)`. Raises StorageError.
         """
-        reading, codec = target.reading, self._codec
+        reading = target.reading
+        codec = self._codec
         assert (rollout is None) == (reading is None), "a reading is of a rollout"
         self._lines.write(
             RolloutRecord(

@@ -42,7 +42,7 @@ environment put into it; a tool call is a text, as a rule JSON.
 
 
 class ExampleEntry(TypedDict):
-    """What is learned of one or more calls of the model."""
+    """The tokens that are learned of one or more calls of the model."""
 
     token_ids: Sequence[_Count]
     """[L], as the engine had them."""
