@@ -178,7 +178,7 @@ def _text_supervision(target: Target, text_weights: TextWeights) -> _TextColumns
 
 def _mean_weights(weights_L: np.ndarray) -> np.ndarray:
     """Scale weights so that a sum is the weighted mean within the segment. All 0 stays 0."""
-    # In float64, so that the sum does not depend on how numpy adds many float32.
+    # In float64: the sum's rounding would be in every weight.
     total = weights_L.sum(dtype=np.float64)
     return (weights_L / total if total else weights_L).astype(np.float32)
 

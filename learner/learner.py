@@ -113,7 +113,6 @@ class Learner:
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
         self._stopping = threading.Event()
-        # Last: a rank that fails to load would leave the others waiting in this collective.
         with self._ranks.of_phase("start"):
             self.algorithm.require_same()
 
@@ -236,8 +235,8 @@ class Learner:
     def _train_rows(self, rows: Iterator[Row]) -> bool:
         """Train on the rows, in step with the other ranks.
 
-        Returns False where a rank of whole models or shards left its row: it was told to stop, or
-        its rollouts contradict the learner.
+        Returns False where a rank left after a row: it was told to stop, or its rollouts contradict
+        the learner.
         """
         channel = self._current.plan.channel
         metrics = self._current.metrics

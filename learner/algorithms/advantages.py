@@ -61,7 +61,7 @@ NO_CREDIT = TokenAdvantages((), (), (), ())
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """The rule that credits the tokens of an example, from `policy_gradient`'s configuration."""
+    """Credits the tokens of an example, as `policy_gradient` is configured."""
 
     normalize: Literal["step", "rollout", "constant"]
     max_new_tokens: int

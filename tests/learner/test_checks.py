@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from config_support import configuration
+from rollout_support import make_rollout
 
 from learner.checks import (
     Compared,
@@ -19,28 +20,18 @@ from learner.checks import (
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import Target, TokenRole
 from shared.errors import RolloutError
-from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout
+from shared.rollouts import DecodeMode, DecodeSettings
 
 NOTHING = torch.zeros(0)
 
 
-def rollout(sample_id="scene", prompt=(1, 2, 3), version=4):
-    return Rollout(
-        0,
-        0,
-        sample_id,
-        prompt,
+def rollout(sample_id="scene", prompt=(1, 2, 3)):
+    return make_rollout(
         (7, 8),
-        None,
-        (-0.1, -0.2),
-        None,
-        FinishReason.STOP,
-        (),
-        version,
-        "rollout-actor-1",
-        0,
-        1,
-        0.1,
+        sample_id=sample_id,
+        prompt_token_ids=prompt,
+        logprobs=(-0.1, -0.2),
+        actor="rollout-actor-1",
     )
 
 
@@ -144,11 +135,9 @@ def test_the_first_differing_log_probability_is_shown_with_its_sample_and_token(
     segments = [segment("first", -0.5, -0.6), segment("second", -0.7, -0.8, -0.9)]
     engine = torch.tensor([-0.5, -0.6, -0.7, -0.8, -0.9])
     compared = compare(segments, engine + 5e-5, engine)
-    assert (compared.num_tokens, compared.num_outliers, compared.max_abs) == (
-        5,
-        0,
-        pytest.approx(5e-5, rel=1e-2),
-    )
+    assert compared.num_tokens == 5
+    assert compared.num_outliers == 0
+    assert compared.max_abs == pytest.approx(5e-5, rel=1e-2)
     learner = engine.clone()
     learner[3] -= 0.01
     with pytest.raises(

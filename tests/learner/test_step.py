@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from config_support import configuration
+from rollout_support import make_rollout
 
 from learner.algorithms.advantages import TokenAdvantages
 from learner.collate import collate
@@ -27,7 +28,6 @@ from learner.targets import (
 )
 from shared.config.pipeline import Channel, PipelineSection
 from shared.dataset import load_dataset
-from shared.rollouts import FinishReason, Rollout
 
 pytestmark = pytest.mark.slow
 
@@ -94,24 +94,8 @@ def parts(demo_checkpoint, demo_data, tmp_path_factory):
         ground_truth_target(sample, loaded.codec, rules).token_ids[:-2] for sample in samples
     ]
     rollouts = [
-        Rollout(
-            0,
-            i,
-            s.sample_id,
-            (),
-            r[: len(r) // len(s.objects) + 1],
-            None,
-            None,
-            None,
-            FinishReason.LENGTH,
-            (),
-            0,
-            "a",
-            0,
-            1,
-            0.0,
-        )
-        for i, (s, r) in enumerate(zip(samples, responses, strict=True))
+        make_rollout(response[: len(response) // len(sample.objects) + 1], position=position)
+        for position, (sample, response) in enumerate(zip(samples, responses, strict=True))
     ]
     targets = {
         Channel.A: [ground_truth_target(sample, loaded.codec, rules) for sample in samples],

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rollout_support import make_rollout
+
 from learner.step_metrics import StepMetrics
 from learner.targets import ParsedAndMatched
 from shared.config.pipeline import Channel
 from shared.grounding.matching import MatchResult
 from shared.grounding.objects import ParsedRollout
-from shared.rollouts import FinishReason, Rollout
+from shared.rollouts import FinishReason
 from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRollout
 
-ROLLOUT = Rollout(
-    0, 0, "scene", (), (1, 2), 9, None, None, FinishReason.STOP, (), 0, "actor", 0, 1, 0.1
+ROLLOUT = make_rollout((1, 2))
+SOUND = EnvironmentRollout(
+    position=0,
+    example=0,
+    reward=0.5,
+    metrics={},
+    error=None,
+    is_truncated=False,
+    num_turns=1,
+    num_tokens=2,
+    num_length_limited=0,
+    num_splits=0,
+    examples=(),
+    prompt=None,
+    completion=None,
+    actor="env",
+    started_s=1.0,
+    generate_s=0.5,
 )
 
 
@@ -45,35 +63,16 @@ def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> 
                 replace(ROLLOUT, finish_reason=reason), READING, num_ground_truth=0, staleness=0
             )
     counted = metrics.totals.as_dict()
-    assert (
-        counted["rollout/num"],
-        counted["rollout/num_repeat_terminated"],
-        counted["rollout/num_length_limited"],
-    ) == (10, 3, 2)
+    assert counted["rollout/num"] == 10
+    assert counted["rollout/num_repeat_terminated"] == 3
+    assert counted["rollout/num_length_limited"] == 2
 
 
 def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figures_there_are() -> (
     None
 ):
     """Those of a rollout that failed itself are none: nobody has judged it."""
-    sound = EnvironmentRollout(
-        0,
-        0,
-        0.5,
-        {"right": 1.0, "judge": 0.25},
-        None,
-        False,
-        1,
-        2,
-        0,
-        0,
-        (),
-        None,
-        None,
-        "env",
-        1.0,
-        0.5,
-    )
+    sound = replace(SOUND, metrics={"right": 1.0, "judge": 0.25})
     unjudged = replace(sound, metrics={"right": 0.5}, reward_errors={"judge": "TimeoutError"})
     metrics = step_metrics()
     failed = replace(sound, error="ValueError", metrics={"right": 0.0, "judge": 0.0}, reward=0.0)
@@ -86,25 +85,7 @@ def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figu
 
 
 def test_functions_that_were_given_up_and_tool_calls_are_counted_where_there_are_tools() -> None:
-    plain = EnvironmentRollout(
-        0,
-        0,
-        0.5,
-        {},
-        None,
-        False,
-        1,
-        2,
-        0,
-        0,
-        (),
-        None,
-        None,
-        "env",
-        1.0,
-        0.5,
-        given_up=("judge", "judge"),
-    )
+    plain = replace(SOUND, given_up=("judge", "judge"))
     metrics = step_metrics()
     metrics.add_environment_rollout(plain)
     assert metrics.totals.as_dict()["rollout/num_given_up"] == 2

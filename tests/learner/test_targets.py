@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rollout_support import make_rollout
 from transformers import AutoTokenizer
 
 from learner.ot_targets import OTSettings, barycentric_targets
@@ -22,7 +23,7 @@ from learner.targets import (
 )
 from shared.grounding.parsing import parse_rollout
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
-from shared.rollouts import FinishReason, Rollout
+from shared.rollouts import FinishReason
 from shared.tokens.hf_codec import HFTokenCodec
 
 RULES = TargetSettings(
@@ -46,22 +47,8 @@ def codec(demo_checkpoint):
 
 def response(text, codec, logprobs=True):
     ids = tuple(codec.encode(text))
-    return Rollout(
-        0,
-        0,
-        "scene",
-        (),
-        ids,
-        None,
-        tuple(-0.5 - i for i in range(len(ids))) if logprobs else None,
-        None,
-        FinishReason.STOP,
-        (),
-        1,
-        "actor",
-        0,
-        7,
-        0.0,
+    return make_rollout(
+        ids, logprobs=tuple(-0.5 - i for i in range(len(ids))) if logprobs else None
     )
 
 

@@ -49,11 +49,9 @@ def test_the_prompt_is_all_before_the_first_sampled_token_and_the_target_all_up_
 
 def test_every_sampled_token_is_credited_with_its_advantage_and_the_engines_log_probability():
     credit = of(TWO_TURNS).target.credit
-    assert (credit.positions, credit.engine_logprobs, credit.advantages) == (
-        (0, 1, 4),
-        (-0.25, -0.5, -0.75),
-        (0.5, 0.5, 0.5),
-    )
+    assert credit.positions == (0, 1, 4)
+    assert credit.engine_logprobs == (-0.25, -0.5, -0.75)
+    assert credit.advantages == (0.5, 0.5, 0.5)
 
 
 def test_nothing_else_is_supervised():

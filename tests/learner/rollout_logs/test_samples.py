@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from config_support import configuration
+from rollout_support import make_rollout
 from transformers import AutoTokenizer
 
 from learner.rollout_logs.samples import RolloutLog, read_step
@@ -27,7 +28,7 @@ from shared.errors import RecordError, StorageError
 from shared.grounding.objects import DropReason
 from shared.grounding.parsing import parse_rollout
 from shared.records import GeometryKind, GroundTruthObject, Sample
-from shared.rollouts import FinishReason, Rollout
+from shared.rollouts import FinishReason
 from shared.tokens.hf_codec import HFTokenCodec
 
 RULES = replace(
@@ -46,22 +47,18 @@ def codec(demo_checkpoint):
 
 
 def rollout_of(token_ids):
-    return Rollout(
-        7,
-        3,
-        "scene",
-        (1, 2, 3),
-        tuple(token_ids),
-        None,
-        None,
-        None,
-        FinishReason.LENGTH,
-        (4,),
-        5,
-        "actor-1",
-        1,
-        99,
-        0.25,
+    return make_rollout(
+        token_ids,
+        step=7,
+        position=3,
+        prompt_token_ids=(1, 2, 3),
+        finish_reason=FinishReason.LENGTH,
+        forced_positions=(4,),
+        weight_version=5,
+        actor="actor-1",
+        attempt=1,
+        seed=99,
+        generate_s=0.25,
     )
 
 
@@ -104,12 +101,10 @@ def test_a_line_says_what_the_engine_answered_and_what_became_of_it(tmp_path, co
         ]
     )
     line, rollout, target = logged_response(tmp_path, codec, kept + ', "object_6": {"de')
-    assert (line["step"], line["position"], line["channel"], line["sample_id"]) == (
-        7,
-        0,
-        "B",
-        "scene",
-    )
+    assert line["step"] == 7
+    assert line["position"] == 0
+    assert line["channel"] == "B"
+    assert line["sample_id"] == "scene"
     assert line["ground_truth"] == [
         {"kind": "bbox_2d", "bins": [100, 100, 300, 300], "desc": "seven"},
         {"kind": "bbox_2d", "bins": [500, 500, 800, 900], "desc": "two"},
@@ -153,11 +148,9 @@ def test_a_line_says_what_the_engine_answered_and_what_became_of_it(tmp_path, co
     (pair,) = reading["pairs"]
     assert (pair["prediction"], pair["ground_truth"], pair["supervised"]) == (0, 0, True)
     assert pair["iou"] == target.reading.match.pairs[0].iou
-    assert (reading["excluded"], reading["unmatched_predictions"], reading["appended"]) == (
-        [],
-        [1],
-        [1],
-    )
+    assert reading["excluded"] == []
+    assert reading["unmatched_predictions"] == [1]
+    assert reading["appended"] == [1]
     assert reading["gating_rejections"] == target.reading.match.gating_rejections
     assert reading["appended_text"] == ", " + entry(6, "two", TWO.bins) + "}"
 

@@ -79,14 +79,12 @@ def logged(folder: Path, *rollouts: EnvironmentRollout) -> list[TrajectoryRecord
 def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
     line, failed = logged(tmp_path, ROLLOUT, FAILED)
     assert line == json.loads(json.dumps(trajectory_record(7, ROLLOUT)))
-    assert (
-        line["step"],
-        line["position"],
-        line["example"],
-        line["reward"],
-        line["num_splits"],
-        line["generate_s"],
-    ) == (7, 3, 12, 0.75, 1, 1.5)
+    assert line["step"] == 7
+    assert line["position"] == 3
+    assert line["example"] == 12
+    assert line["reward"] == 0.75
+    assert line["num_splits"] == 1
+    assert line["generate_s"] == 1.5
     assert (line["prompt"], line["completion"]) == (ROLLOUT.prompt, ROLLOUT.completion)
     assert (line["metrics"], line["reward_errors"]) == (ROLLOUT.metrics, ROLLOUT.reward_errors)
     assert line["calls"] == [
@@ -106,11 +104,9 @@ def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
         "images": ["5e" * 32, "f0" * 32],
     }
     assert line["examples"][1]["images"] == []
-    assert (failed["error"], failed["examples"], failed["completion"]) == (
-        "ValueError: no\udcff",
-        [],
-        None,
-    )
+    assert failed["error"] == "ValueError: no\udcff"
+    assert failed["examples"] == []
+    assert failed["completion"] is None
 
 
 def test_an_environment_that_completes_text_has_texts_for_messages(tmp_path: Path) -> None:
