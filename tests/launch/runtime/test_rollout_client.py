@@ -89,8 +89,9 @@ def offer(version: int) -> WeightOffer:
 def test_a_round_is_split_into_contiguous_shares_and_comes_back_in_order(
     make_pool: MakePool,
 ) -> None:
-    pool = make_pool()
+    pool = make_pool(devices=())
     pool.start()
+    assert pool.devices == (1, 1), "they were asked"
     (shares,) = map(ray.get, pool.generate(refs(3)).result())
     assert shares == [
         [("actor-0", "request-0"), ("actor-0", "request-1")],
@@ -129,14 +130,6 @@ def test_engines_of_several_devices_take_in_proportion_to_them(make_pool: MakePo
     (shares,) = map(ray.get, pool.generate(refs(8)).result())
     assert [len(share) for share in shares] == [2, 6]
     assert [len(rank) for round_ in pool.split([list(range(9))]) for rank in round_] == [5, 4]
-
-
-def test_a_pool_that_is_not_told_its_engines_devices_asks_them_at_the_start(
-    make_pool: MakePool,
-) -> None:
-    pool = make_pool(devices=())
-    pool.start()
-    assert pool.devices == (1, 1)
 
 
 def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_the_start(

@@ -34,12 +34,20 @@ METRICS = {
     "time/learn_s": 0.5,
     "time/generate_s": 0.4,
     "rollout/match_rate": 0.25,
-}
-COUNTED = {
     "rollout/num_dropped_objects": 2.0,
     "rollout/num_fallback": 3.0,
     "rollout/num_tokens": 90.0,
     "rollout/logprob_max_abs": 3e-6,
+}
+TRAJECTORIES = {
+    **METRICS,
+    "rollout/num": 12.0,
+    "rollout/reward": 0.5,
+    "rollout/num_groups": 3.0,
+    "rollout/num_groups_without_signal": 1.0,
+    "rollout/num_failed": 0.0,
+    "rollout/num_truncated": 0.0,
+    "rollout/num_splits": 0.0,
 }
 
 
@@ -69,7 +77,7 @@ def take_step(telemetry, config, number=25):
             number,
             plan.channel,
             7,
-            METRICS | COUNTED,
+            METRICS,
             (Span("learner", "learn round", 1.0, 2.0), Span("actor", "generate", 1.5, 2.5)),
         )
         record.sync = SyncReport(
@@ -339,62 +347,39 @@ def test_the_closing_line_of_an_environment_compares_the_first_mean_reward_with_
         assert telemetry.improvement() == "val mean reward first 0.05 -> final 0.81"
 
 
+def environment_step(config, **metrics):
+    """The plan, the metrics and the output of a step of an environment."""
+    output = io.StringIO()
+    with placed(config, devices=(1,), output=output) as telemetry:
+        plan = RunSchedule(config).plan(1)
+        with telemetry.step(plan) as record:
+            spans = (Span("learner", "learn", 1.0, 2.0),)
+            record.report = StepReport(1, plan.channel, 2, TRAJECTORIES | metrics, spans)
+    (written,) = lines(config, "plan.jsonl")
+    (logged,) = lines(config, "metrics.jsonl")
+    return written, logged, output.getvalue()
+
+
 def test_the_plan_of_an_environments_step_has_rounds_of_whole_groups(of_environment):
-    output = io.StringIO()
-    environment = {
-        "rollout/reward": 0.5,
-        "rollout/num_groups": 3.0,
-        "rollout/num_groups_without_signal": 1.0,
-    }
-    none = dict.fromkeys(("rollout/num_failed", "rollout/num_truncated", "rollout/num_splits"), 0.0)
-    with placed(of_environment, devices=(1,), output=output) as telemetry:
-        plan = RunSchedule(of_environment).plan(1)
-        with telemetry.step(plan) as record:
-            record.report = StepReport(
-                1,
-                plan.channel,
-                2,
-                METRICS | COUNTED | environment | none | {"reward/last": 0.25},
-                (Span("learner", "learn", 1.0, 2.0),),
-            )
-        (written,), (metrics,) = (
-            lines(of_environment, "plan.jsonl"),
-            lines(of_environment, "metrics.jsonl"),
-        )
+    plan, metrics, output = environment_step(of_environment, **{"reward/last": 0.25})
     # Six at a time are one whole group of four.
-    assert written["rounds"] == [[[0, 4]], [[4, 8]], [[8, 12]]]
+    assert plan["rounds"] == [[[0, 4]], [[4, 8]], [[8, 12]]]
     assert (metrics["reward/last"], metrics["rollout/decode_mode"]) == (0.25, "sample")
-    assert "reward 0.500  no signal 1/3" in output.getvalue()
+    assert "reward 0.500  no signal 1/3" in output
 
 
-@pytest.mark.parametrize(("num_calls", "is_told"), [(0.0, True), (1.0, False), (None, False)])
-def test_a_step_whose_rollouts_called_no_tool_is_warned_of(of_environment, num_calls, is_told):
-    output = io.StringIO()
-    counted = {
-        "rollout/num": 12.0,
-        "rollout/reward": 0.5,
-        "rollout/num_groups": 3.0,
-        "rollout/num_groups_without_signal": 1.0,
-    }
-    counted |= dict.fromkeys(
-        ("rollout/num_failed", "rollout/num_truncated", "rollout/num_splits"), 0.0
-    )
-    if num_calls is not None:
-        counted["rollout/num_tool_calls"] = num_calls
-    with placed(of_environment, devices=(1,), output=output) as telemetry:
-        plan = RunSchedule(of_environment).plan(1)
-        with telemetry.step(plan) as record:
-            record.report = StepReport(
-                1,
-                plan.channel,
-                2,
-                METRICS | COUNTED | counted,
-                (Span("learner", "learn", 1.0, 2.0),),
-            )
-    assert (
-        "warning   none of 12 rollouts called a tool, though they were offered some"
-        in output.getvalue()
-    ) == is_told
+@pytest.mark.parametrize(
+    ("calls", "is_warned"),
+    [
+        ({"rollout/num_tool_calls": 0.0}, True),
+        ({"rollout/num_tool_calls": 1.0}, False),
+        ({}, False),
+    ],
+)
+def test_a_step_whose_rollouts_called_no_tool_is_warned_of(of_environment, calls, is_warned):
+    _, _, output = environment_step(of_environment, **calls)
+    warning = "warning   none of 12 rollouts called a tool, though they were offered some"
+    assert (warning in output) == is_warned
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(config):
