@@ -357,7 +357,7 @@ def _topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTop
         RankTopology(
             placement.transport,
             receivers if rank == 0 else (),
-            device=placement.learner_device,
+            device=placement.device,
             rank=rank,
             world_size=len(placement.ranks),
         )

@@ -247,7 +247,7 @@ def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -
     device = device_here()
     devices = config.rollout_matching.vllm.actors.tensor_parallel_size
     transport = choose_transport(device, device, Sharing.NOTHING)
-    placement = Placement((), (), devices, device, device, transport)
+    placement = Placement((), (), devices, device, transport)
     model = config.model.model_copy(update={"path": str(checkpoint)})
     settings = settings_of_run(
         config.model_copy(update={"model": model}),

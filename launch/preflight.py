@@ -143,7 +143,7 @@ def preflight(
         report.lines += _describe(config, placement, nodes)
         report.attempt(lambda: _require_offload(config, placement))
         if shape is not None:
-            memory = memory_of(placement.learner_device)
+            memory = memory_of(placement.device)
             report.collect(_memory(config, placement, shape, memory, len(nodes), report.lines))
             images = ImageNeeds() if report.facts is None else report.facts.images
             expected = settings_of_run(config, placement, images)
@@ -214,7 +214,7 @@ def _require_offload(config: RunConfig, placement: Placement) -> None:
 
     from learner.model.offload import require_offload
 
-    require_offload(config, torch.device(placement.learner_device))
+    require_offload(config, torch.device(placement.device))
 
 
 def _require_objectives(config: RunConfig) -> None:
@@ -319,7 +319,7 @@ def _memory(
     lines: list[str],
 ) -> Iterator[str]:
     """Compare the processes' needs with the memory of this machine's devices."""
-    learner = learner_estimate(config, shape, placement.learner_device, placement.transport)
+    learner = learner_estimate(config, shape, placement.device, placement.transport)
     lines.append(f"memory    {learner.describe()}")
     if memory is None:
         lines.append(

@@ -25,7 +25,7 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
     vllm = config.rollout_matching.vllm
     devices = placement.devices_per_engine
     cache = vllm.kv_cache_memory_bytes
-    if cache is None and placement.engine_device is Device.CPU:
+    if cache is None and placement.device is Device.CPU:
         cache = batch_cache_bytes(config, ModelShape.read(Path(config.model.path)), devices)
     return EngineSettings(
         model_path=config.model.path,
@@ -34,7 +34,7 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
         max_num_seqs=config.rollout_matching.decode_batch_size * devices,
         seed=config.training.seed,
         transport=placement.transport,
-        device=placement.engine_device,
+        device=placement.device,
         tensor_parallel_size=devices,
         kv_cache_memory_bytes=cache,
         gpu_memory_utilization=vllm.resolved_gpu_memory_utilization,
@@ -56,6 +56,6 @@ def neighbour_env(
     variables |= {"HF_HUB_OFFLINE": "1"}
     # A warm server for this process alone would cost more than it saves.
     has_server = engines_in(config) is EngineLocation.ACTORS or warm_python.FOLDER in os.environ
-    if placement.learner_device is Device.CPU and has_server:
+    if placement.device is Device.CPU and has_server:
         return neighbour_runtime_env(settings_of_run(config, placement, images), **variables)
     return {"env_vars": variables}

@@ -58,8 +58,8 @@ class Placement:
     """One for each learner rank; none where nothing learns."""
     devices_per_engine: int
     """Tensor-parallel devices of each engine that the run starts."""
-    engine_device: Device
-    learner_device: Device
+    device: Device
+    """Kind of device of engines and learner: weights travel between GPUs or between CPUs."""
     transport: TransportKind
 
     @property
@@ -103,7 +103,7 @@ def plan_placement(
             # Servers live where the learner does: on GPUs or on CPUs.
             device = ranks[0].device
             transport = choose_transport(device, device, Sharing.NOTHING)
-            placement = Placement((), ranks, 1, device, device, transport)
+            placement = Placement((), ranks, 1, device, transport)
     # Each kind of problem only where the kind before it has none, which would be its reason.
     everything = Resources.sum(nodes)
     problems = (
@@ -127,16 +127,15 @@ def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool
         # On CPU a device of a tensor-parallel engine is a process.
         cpus = float(1 if gpus else devices)
     engine = Resources(cpus, gpus)
-    learner_device = ranks[0].device if ranks else engine.device
-    if learner_device is not engine.device:
+    if ranks and ranks[0].device is not engine.device:
         raise ConfigError(
             f"learner.gpus: {ranks[0].gpus:g} GPUs for the learner and {gpus:g} for each actor"
             f" ({_ACTORS}.gpus_per_actor); weights travel between GPUs or between CPUs, give both"
             " sides GPUs or neither"
         )
-    transport = choose_transport(learner_device, engine.device, Sharing.NOTHING)
+    transport = choose_transport(engine.device, engine.device, Sharing.NOTHING)
     engines = (engine,) * actors.num_actors
-    return Placement(engines, ranks, devices, engine.device, learner_device, transport)
+    return Placement(engines, ranks, devices, engine.device, transport)
 
 
 def _in_ranks(
@@ -144,7 +143,7 @@ def _in_ranks(
 ) -> Placement:
     device = ranks[0].device
     if config.rollout_matching.rollout_backend == "hf":
-        return Placement((), ranks, 1, device, device, TransportKind.INPROC)
+        return Placement((), ranks, 1, device, TransportKind.INPROC)
     wanted = config.rollout_matching.vllm.tensor_parallel_size
     if device is Device.CUDA:
         devices = colocate_tensor_parallel(wanted, _gpus_per_rank(nodes, len(ranks)))
@@ -154,7 +153,7 @@ def _in_ranks(
         devices = colocate_tensor_parallel(wanted, 1)
         sharing = Sharing.PROCESS
     transport = choose_transport(device, device, sharing)
-    return Placement((), ranks, devices, device, device, transport)
+    return Placement((), ranks, devices, device, transport)
 
 
 def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:
