@@ -26,7 +26,7 @@ from shared.sent_requests import PictureShelf, RequestRef
 
 pytestmark = pytest.mark.ray
 
-MakePool = Callable[..., RolloutClient]
+MakeClient = Callable[..., RolloutClient]
 
 
 def timeouts(limit_s: float = 30.0) -> RolloutTimeouts:
@@ -36,8 +36,8 @@ def timeouts(limit_s: float = 30.0) -> RolloutTimeouts:
 
 
 @pytest.fixture
-def make_pool(fake_actors: list[Any]) -> MakePool:
-    """A pool of a good actor-0 and an actor-1 with the given trouble. They are not its own, and so
+def make_client(fake_actors: list[Any]) -> MakeClient:
+    """A client of a good actor-0 and an actor-1 with the given trouble. They are not its own, and so
     it is not closed.
     """
 
@@ -55,21 +55,21 @@ def make_pool(fake_actors: list[Any]) -> MakePool:
     return make
 
 
-def own_pool(
+def own_client(
     *troubles: tuple[str, str], limit_s: float = 30.0, closed_s: float = 30.0
 ) -> RolloutClient:
-    """A started pool of an actor of its own for each of these phases and troubles."""
+    """A started client of an actor of its own for each of these phases and troubles."""
     names = [f"actor-{index}" for index in range(len(troubles))]
     actors = [
         create_fake_actor(name, *trouble) for name, trouble in zip(names, troubles, strict=True)
     ]
     # so that no limit counts the start of a process
     ray.get([actor.__ray_ready__.remote() for actor in actors])
-    pool = RolloutClient(
+    client = RolloutClient(
         actors, names, replace(timeouts(limit_s), closed_s=closed_s), decode_batch_size=2
     )
-    pool.start()
-    return pool
+    client.start()
+    return client
 
 
 def refs(*sizes: int) -> PerRank:
@@ -87,53 +87,53 @@ def offer(version: int) -> WeightOffer:
 
 
 def test_a_round_is_split_into_contiguous_shares_and_comes_back_in_order(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
-    pool = make_pool(devices=())
-    pool.start()
-    assert pool.devices == (1, 1), "they were asked"
-    (shares,) = map(ray.get, pool.generate(refs(3)).result())
+    client = make_client(devices=())
+    client.start()
+    assert client.devices == (1, 1), "they were asked"
+    (shares,) = map(ray.get, client.generate(refs(3)).result())
     assert shares == [
         [("actor-0", "request-0"), ("actor-0", "request-1")],
         [("actor-1", "request-2")],
     ]
 
 
-def test_an_empty_share_sends_nothing(make_pool: MakePool) -> None:
-    pool = make_pool("generate", "fail")
-    assert list(map(ray.get, pool.generate(refs(1)).result())) == [[[("actor-0", "request-0")]]]
-    assert pool.generate([[]]).result() == [[]]
+def test_an_empty_share_sends_nothing(make_client: MakeClient) -> None:
+    client = make_client("generate", "fail")
+    assert list(map(ray.get, client.generate(refs(1)).result())) == [[[("actor-0", "request-0")]]]
+    assert client.generate([[]]).result() == [[]]
 
 
-def test_a_step_is_cut_into_even_rounds_of_at_most_the_capacity(make_pool: MakePool) -> None:
-    assert make_pool().split([list(range(9))]) == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
+def test_a_step_is_cut_into_even_rounds_of_at_most_the_capacity(make_client: MakeClient) -> None:
+    assert make_client().split([list(range(9))]) == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
 
 
 def test_a_round_holds_the_next_chunk_of_every_learner_rank_and_engines_share_out_the_whole_of_it(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
     """DESIGN 5, decision 15: W x chunk requests in rank order, that range is split over the
     engines; every rank gets its own back.
     """
-    pool = make_pool(learner_ranks=2)
-    assert pool.split([[0, 1, 2], [3, 4]]) == [[[0, 1], [3]], [[2], [4]]]
-    first, second = map(ray.get, pool.generate(refs(2, 1)).result())
+    client = make_client(learner_ranks=2)
+    assert client.split([[0, 1, 2], [3, 4]]) == [[[0, 1], [3]], [[2], [4]]]
+    first, second = map(ray.get, client.generate(refs(2, 1)).result())
     assert first == [[("actor-0", "request-0"), ("actor-0", "request-1")]]
     assert second == [[("actor-1", "request-2")]]
-    first, second = map(ray.get, pool.generate(refs(1, 2)).result())
+    first, second = map(ray.get, client.generate(refs(1, 2)).result())
     assert first == [[("actor-0", "request-0")]]
     assert second == [[("actor-0", "request-1")], [("actor-1", "request-2")]]
 
 
-def test_engines_of_several_devices_take_in_proportion_to_them(make_pool: MakePool) -> None:
-    pool = make_pool(devices=(1, 3))
-    (shares,) = map(ray.get, pool.generate(refs(8)).result())
+def test_engines_of_several_devices_take_in_proportion_to_them(make_client: MakeClient) -> None:
+    client = make_client(devices=(1, 3))
+    (shares,) = map(ray.get, client.generate(refs(8)).result())
     assert [len(share) for share in shares] == [2, 6]
-    assert [len(rank) for round_ in pool.split([list(range(9))]) for rank in round_] == [5, 4]
+    assert [len(rank) for round_ in client.split([list(range(9))]) for rank in round_] == [5, 4]
 
 
 def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_the_start(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
     """Scenario: vLLM server mode fails fast when cap is infeasible."""
     with pytest.raises(
@@ -143,60 +143,60 @@ def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_th
             r" ranks; raise decode_batch_size"
         ),
     ):
-        make_pool(devices=(), decode_batch_size=1, learner_ranks=4).start()
+        make_client(devices=(), decode_batch_size=1, learner_ranks=4).start()
 
 
 def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wanted(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
-    pool = make_pool("generate", "unreachable", asks_next_on_failure=True)
-    (shares,) = map(ray.get, pool.generate(refs(4)).result())
+    client = make_client("generate", "unreachable", asks_next_on_failure=True)
+    (shares,) = map(ray.get, client.generate(refs(4)).result())
     assert [name for share in shares for name, _ in share] == ["actor-0"] * 4
     assert [request for share in shares for _, request in share] == [
         f"request-{i}" for i in range(4)
     ]
     with pytest.raises(RolloutError, match="gone"):
-        make_pool("generate", "unreachable").generate(refs(4)).result()
+        make_client("generate", "unreachable").generate(refs(4)).result()
 
 
 def test_what_a_server_answered_and_is_wrong_is_not_asked_of_another_one(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
     with pytest.raises(RolloutError, match="told to fail"):
-        make_pool("generate", "fail", asks_next_on_failure=True).generate(refs(4)).result()
+        make_client("generate", "fail", asks_next_on_failure=True).generate(refs(4)).result()
 
 
-def test_a_sync_waits_for_the_round_that_is_being_generated(make_pool: MakePool) -> None:
-    pool = make_pool("generate", "slow")
-    waiting = pool.generate(refs(2))
-    pool.wait_idle()
+def test_a_sync_waits_for_the_round_that_is_being_generated(make_client: MakeClient) -> None:
+    client = make_client("generate", "slow")
+    waiting = client.generate(refs(2))
+    client.wait_idle()
     assert waiting.done()
 
 
-def test_a_round_that_failed_is_raised_before_a_sync_begins(make_pool: MakePool) -> None:
-    pool = make_pool("generate", "fail")
-    pool.generate(refs(2))
+def test_a_round_that_failed_is_raised_before_a_sync_begins(make_client: MakeClient) -> None:
+    client = make_client("generate", "fail")
+    client.generate(refs(2))
     with pytest.raises(RolloutError, match="told to fail"):
-        pool.wait_idle()
+        client.wait_idle()
 
 
-def test_a_sync_raises_the_version_and_reports_the_slowest_actor(make_pool: MakePool) -> None:
-    pool = make_pool()
-    report = pool.receive_weights(offer(7)).result()
+def test_a_sync_raises_the_version_and_reports_the_slowest_actor(make_client: MakeClient) -> None:
+    client = make_client()
+    report = client.receive_weights(offer(7)).result()
     assert (report.version, report.bytes, report.phase_s, report.canary_max_abs) == (
         7,
         10,
         {"wire": 2.0},
         2e-6,
     )
-    assert pool.version == 7
+    assert client.version == 7
 
 
 @pytest.mark.parametrize("phase", ["start", "generate"])
 def test_an_actor_that_does_not_answer_is_named_with_phase_key_and_what_to_check(
-    make_pool: MakePool, phase: str
+    make_client: MakeClient, phase: str
 ) -> None:
-    pool = make_pool(phase, "sleep", limit_s=1.0)
+    client = make_client(phase, "sleep", limit_s=1.0)
     with pytest.raises(
         RolloutError,
         match=(
@@ -204,12 +204,14 @@ def test_an_actor_that_does_not_answer_is_named_with_phase_key_and_what_to_check
             r" engine's log"
         ),
     ) as caught:
-        pool.start() if phase == "start" else pool.generate(refs(2)).result()
+        client.start() if phase == "start" else client.generate(refs(2)).result()
     assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
 
 
-def test_a_sync_phase_without_an_answer_is_named_by_actor_and_phase(make_pool: MakePool) -> None:
-    pool = make_pool("wire", "sleep", limit_s=0.5)
+def test_a_sync_phase_without_an_answer_is_named_by_actor_and_phase(
+    make_client: MakeClient,
+) -> None:
+    client = make_client("wire", "sleep", limit_s=0.5)
     with pytest.raises(
         WeightSyncError,
         match=(
@@ -217,23 +219,23 @@ def test_a_sync_phase_without_an_answer_is_named_by_actor_and_phase(make_pool: M
             r" that the learner"
         ),
     ) as caught:
-        pool.receive_weights(offer(1)).result()
-    assert (caught.value.actor, caught.value.phase, pool.version) == ("actor-1", "wire", 0)
+        client.receive_weights(offer(1)).result()
+    assert (caught.value.actor, caught.value.phase, client.version) == ("actor-1", "wire", 0)
 
 
 def test_an_actor_that_dies_is_reported_at_once(ray_cluster: None) -> None:
-    pool = own_pool(("", ""), ("generate", "die"), limit_s=600.0)
+    client = own_client(("", ""), ("generate", "die"), limit_s=600.0)
     started = time.monotonic()
     with pytest.raises(RolloutError, match="generate on actor-1: its process has ended"):
-        pool.generate(refs(2)).result()
+        client.generate(refs(2)).result()
     assert time.monotonic() - started < 60
-    pool.close()
+    client.close()
 
 
-def test_an_actors_own_error_arrives_as_it_was_raised(make_pool: MakePool) -> None:
-    pool = make_pool("verify", "fail")
+def test_an_actors_own_error_arrives_as_it_was_raised(make_client: MakeClient) -> None:
+    client = make_client("verify", "fail")
     with pytest.raises(WeightSyncError, match="told to fail") as caught:
-        pool.receive_weights(offer(1)).result()
+        client.receive_weights(offer(1)).result()
     assert (caught.value.actor, caught.value.phase, caught.value.quantity, caught.value.size) == (
         "actor-1",
         "verify",
@@ -243,24 +245,24 @@ def test_an_actors_own_error_arrives_as_it_was_raised(make_pool: MakePool) -> No
 
 
 def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told(
-    make_pool: MakePool, fake_actors: list[Any]
+    make_client: MakeClient, fake_actors: list[Any]
 ) -> None:
     """Its own error may come after the others have noticed that it left the group."""
-    pool = make_pool("wire", "fail late")
+    client = make_client("wire", "fail late")
     ray.get(fake_actors[0].become.remote("wire", "lose peer"))
     with pytest.raises(WeightSyncError, match="wire on actor-1: told to fail"):
-        pool.receive_weights(offer(1)).result()
+        client.receive_weights(offer(1)).result()
     ray.get(fake_actors[1].become.remote())
     with pytest.raises(WeightSyncError, match=r"wire on actor-0: .*Connection closed by peer"):
-        pool.receive_weights(offer(2)).result()
+        client.receive_weights(offer(2)).result()
 
 
 def test_requests_that_are_lost_with_the_learner_are_not_laid_on_an_engine(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
     learner = create_fake_actor("learner", "start", "sleep")
     ray.get(learner.__ray_ready__.remote())
-    generating = make_pool().generate([[RequestRef(learner.start.remote(), 0)]])
+    generating = make_client().generate([[RequestRef(learner.start.remote(), 0)]])
     ray.kill(learner)
     with pytest.raises(
         RolloutError,
@@ -277,9 +279,9 @@ def unreadable() -> None:
     raise RecordError("cannot read a.png: gone", field="images", remedy="restore the file")
 
 
-def test_a_picture_that_cannot_be_read_is_told_as_what_it_is(make_pool: MakePool) -> None:
+def test_a_picture_that_cannot_be_read_is_told_as_what_it_is(make_client: MakeClient) -> None:
     with pytest.raises(RecordError, match=r"images: cannot read a\.png: gone; restore the file"):
-        make_pool().generate([[RequestRef(unreadable.remote(), 0)]]).result()
+        make_client().generate([[RequestRef(unreadable.remote(), 0)]]).result()
 
 
 @pytest.fixture
@@ -324,21 +326,21 @@ def picture(number: int) -> ImageRef:
 
 @pytest.mark.parametrize("phase", ["start", "generate"])
 def test_any_other_error_of_an_actor_is_told_with_its_name_and_the_phase(
-    make_pool: MakePool, phase: str
+    make_client: MakeClient, phase: str
 ) -> None:
-    pool = make_pool(phase, "surprise")
+    client = make_client(phase, "surprise")
     with pytest.raises(
         RolloutError, match=f"{phase} on actor-1: OSError: nobody thought of this"
     ) as caught:
-        pool.start() if phase == "start" else pool.generate(refs(2)).result()
+        client.start() if phase == "start" else client.generate(refs(2)).result()
     assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
 
 
 def test_closing_twice_is_harmless_and_ends_whoever_still_waits(ray_cluster: None) -> None:
-    pool = own_pool(("generate", "sleep"), limit_s=600.0)
-    waiting = pool.generate(refs(2))
-    pool.close()
-    pool.close()
+    client = own_client(("generate", "sleep"), limit_s=600.0)
+    waiting = client.generate(refs(2))
+    client.close()
+    client.close()
     with pytest.raises(RolloutError, match="its process has ended"):
         waiting.result(timeout=60)
 
@@ -346,9 +348,11 @@ def test_closing_twice_is_harmless_and_ends_whoever_still_waits(ray_cluster: Non
 def test_every_actor_may_end_its_engine_in_order_whatever_becomes_of_the_others(
     ray_cluster: None,
 ) -> None:
-    pool = own_pool(("", ""), ("close", "fail"), ("close", "die"), ("close", "slow"), closed_s=60.0)
+    client = own_client(
+        ("", ""), ("close", "fail"), ("close", "die"), ("close", "slow"), closed_s=60.0
+    )
     started = time.monotonic()
-    pool.close()
+    client.close()
     assert 0.3 <= time.monotonic() - started < 60
 
 
@@ -356,7 +360,7 @@ def test_no_actor_is_waited_for_longer_than_the_limit_when_the_pool_is_closed(
     ray_cluster: None,
 ) -> None:
     assert timeouts().closed_s == CLOSED_S
-    pool = own_pool(("close", "sleep"), closed_s=0.5)
+    client = own_client(("close", "sleep"), closed_s=0.5)
     started = time.monotonic()
-    pool.close()
+    client.close()
     assert 0.5 <= time.monotonic() - started < 30

@@ -1,4 +1,4 @@
-"""A run's servers as one pool: who is asked what, who is asked instead, and one sync for all. Real
+"""A run's servers as one client: who is asked what, who is asked instead, and one sync for all. Real
 clients in Ray actors, engines that do as they are told.
 """
 
@@ -31,7 +31,7 @@ from shared.weight_sync.phases import SyncPhase
 
 pytestmark = pytest.mark.ray
 
-MakePool = Callable[..., RolloutClient]
+MakeClient = Callable[..., RolloutClient]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def actors(ray_cluster: None) -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
-    """A started pool over a server for each of the engines."""
+def make_client(actors: list[Any], tmp_path: Path) -> Iterator[MakeClient]:
+    """A started client over a server for each of the engines."""
     with ExitStack() as ends:
 
         def make(*engines: ObedientEngine, times: int = 1, **options: Any) -> RolloutClient:
@@ -63,7 +63,7 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
             ]
             used = actors[: len(specs)]
             ray.get([actor.become.remote(spec) for actor, spec in zip(used, specs, strict=True)])
-            pool = RolloutClient(
+            client = RolloutClient(
                 used,
                 names,
                 RolloutTimeouts.for_actors(
@@ -73,14 +73,14 @@ def make_pool(actors: list[Any], tmp_path: Path) -> Iterator[MakePool]:
                 asks_next_on_failure=True,
                 **options,
             )
-            pool.start()
-            return pool
+            client.start()
+            return client
 
         yield make
 
 
-def generated(pool: RolloutClient, num_requests: int) -> list[Rollout]:
-    (shares,) = pool.generate(
+def generated(client: RolloutClient, num_requests: int) -> list[Rollout]:
+    (shares,) = client.generate(
         [
             PictureShelf(ray.put).put_each(
                 [make_request(position) for position in range(num_requests)]
@@ -94,11 +94,11 @@ def positions(engine: ObedientEngine) -> list[list[int]]:
     return [[one.position for one in call] for call in engine.asked]
 
 
-def test_multi_server_request_distribution_is_deterministic(make_pool: MakePool) -> None:
+def test_multi_server_request_distribution_is_deterministic(make_client: MakeClient) -> None:
     engines = [ObedientEngine() for _ in range(3)]
-    pool = make_pool(*engines)
+    client = make_client(*engines)
     for _ in range(2):
-        rollouts = generated(pool, 5)
+        rollouts = generated(client, 5)
         assert [(rollout.position, rollout.seed) for rollout in rollouts] == [
             (position, 100 + position) for position in range(5)
         ]
@@ -113,16 +113,16 @@ def test_multi_server_request_distribution_is_deterministic(make_pool: MakePool)
 
 
 def test_servers_of_several_devices_are_asked_how_many_and_take_in_proportion(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
     engines = [ObedientEngine(devices=1), ObedientEngine(devices=3)]
-    pool = make_pool(*engines)
-    assert pool.devices == (1, 3)
-    generated(pool, 8)
+    client = make_client(*engines)
+    assert client.devices == (1, 3)
+    generated(client, 8)
     assert [positions(engine) for engine in engines] == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
 
 
-def test_one_server_under_two_addresses_is_told_at_the_start(make_pool: MakePool) -> None:
+def test_one_server_under_two_addresses_is_told_at_the_start(make_client: MakeClient) -> None:
     with pytest.raises(
         ConfigError,
         match=(
@@ -130,26 +130,26 @@ def test_one_server_under_two_addresses_is_told_at_the_start(make_pool: MakePool
             r" every server once"
         ),
     ):
-        make_pool(ObedientEngine(), times=2)
+        make_client(ObedientEngine(), times=2)
 
 
 def test_a_server_without_a_share_is_sent_nothing_and_no_requests_are_sent_to_nobody(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
-    pool = make_pool(*engines)
-    generated(pool, 1)
-    assert pool.generate([[]]).result() == [[]]
+    client = make_client(*engines)
+    generated(client, 1)
+    assert client.generate([[]]).result() == [[]]
     assert [positions(engine) for engine in engines] == [[[0]], []]
 
 
 def test_a_server_that_fails_twice_is_replaced_by_the_next_with_the_same_seeds(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
-    pool = make_pool(*engines)
+    client = make_client(*engines)
     engines[0].trouble = [RuntimeError("a"), RuntimeError("b")]
-    rollouts = generated(pool, 4)
+    rollouts = generated(client, 4)
     assert [
         (rollout.position, rollout.seed, rollout.actor, rollout.attempt) for rollout in rollouts
     ] == [
@@ -161,18 +161,18 @@ def test_a_server_that_fails_twice_is_replaced_by_the_next_with_the_same_seeds(
     assert (len(engines[0].asked), positions(engines[1])) == (2, [[2, 3], [0, 1]])
 
 
-def test_a_server_that_takes_over_has_answered_its_own_part_before(make_pool: MakePool) -> None:
+def test_a_server_that_takes_over_has_answered_its_own_part_before(make_client: MakeClient) -> None:
     """`decode_batch_size` is the one bound of a device, whatever fails."""
     engines = [ObedientEngine(), ObedientEngine(latency_s=1.0)]
-    pool = make_pool(*engines)
+    client = make_client(*engines)
     engines[0].trouble = [RuntimeError("a"), RuntimeError("b")]
-    assert [rollout.position for rollout in generated(pool, 4)] == [0, 1, 2, 3]
+    assert [rollout.position for rollout in generated(client, 4)] == [0, 1, 2, 3]
     assert (positions(engines[1]), engines[1].most_at_a_time) == ([[2, 3], [0, 1]], 2)
 
 
-def test_when_no_server_answers_the_run_ends_with_a_name(make_pool: MakePool) -> None:
+def test_when_no_server_answers_the_run_ends_with_a_name(make_client: MakeClient) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
-    pool = make_pool(*engines)
+    client = make_client(*engines)
     for engine in engines:
         engine.trouble = [RuntimeError("no")] * 8
     with pytest.raises(
@@ -182,14 +182,14 @@ def test_when_no_server_answers_the_run_ends_with_a_name(make_pool: MakePool) ->
             r" RuntimeError: no"
         ),
     ):
-        generated(pool, 4)
+        generated(client, 4)
 
 
 def test_what_one_server_finds_wrong_ends_the_run_and_is_asked_of_no_other(
-    make_pool: MakePool,
+    make_client: MakeClient,
 ) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
-    pool = make_pool(*engines)
+    client = make_client(*engines)
     engines[0].trouble = [
         RolloutError("image 0 of sample sample-0 cannot be decoded", actor="x", phase="generate")
     ]
@@ -200,34 +200,34 @@ def test_what_one_server_finds_wrong_ends_the_run_and_is_asked_of_no_other(
             r" be decoded"
         ),
     ):
-        generated(pool, 4)
+        generated(client, 4)
     assert positions(engines[0]) == [[0, 1]]
     assert [0, 1] not in positions(engines[1])
 
 
-def test_one_sync_reaches_every_server_by_its_own_group(make_pool: MakePool) -> None:
+def test_one_sync_reaches_every_server_by_its_own_group(make_client: MakeClient) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
-    pool = make_pool(*engines)
+    client = make_client(*engines)
     made = make_offer(version=4, num_groups=2)
-    assert pool.receive_weights(made).result(timeout=60).version == 4
+    assert client.receive_weights(made).result(timeout=60).version == 4
     for engine, group in zip(engines, made.terms.groups, strict=True):
         assert [phase for phase, _ in engine.phases] == list(SyncPhase)
         assert {kept.terms.groups for _, kept in engine.phases} == {(group,)}
-    assert {rollout.weight_version for rollout in generated(pool, 4)} == {4}
+    assert {rollout.weight_version for rollout in generated(client, 4)} == {4}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(
-    make_pool: MakePool, failing: int
+    make_client: MakeClient, failing: int
 ) -> None:
     engines = [ObedientEngine(), ObedientEngine()]
-    pool = make_pool(*engines)
+    client = make_client(*engines)
     engines[failing].trouble = [None, None, WeightSyncError("it broke", actor="x", phase="wire")]
     with pytest.raises(WeightSyncError, match=rf"wire on server-{failing}: .*it broke"):
-        pool.receive_weights(make_offer(num_groups=2)).result(timeout=60)
+        client.receive_weights(make_offer(num_groups=2)).result(timeout=60)
     with pytest.raises(
         RolloutError, match="its sync to version 1 is under way, or was not completed"
     ):
-        generated(pool, 4)
-    pool.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)
-    assert {rollout.weight_version for rollout in generated(pool, 4)} == {2}
+        generated(client, 4)
+    client.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)
+    assert {rollout.weight_version for rollout in generated(client, 4)} == {2}
