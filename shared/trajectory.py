@@ -18,85 +18,86 @@ from shared.rollouts import DecodeSettings
 
 @dataclass(frozen=True, slots=True)
 class ExampleCounts:
-    """Rows of an environment's data."""
+    """Numbers of rows of an environment's data."""
 
     train: int
     held_out: int
     digest: str = field(default="", compare=False)
-    """Of some of them: every process that loads the environment must find the same."""
+    """Digest of some rows: every process that loads the environment must find the same."""
 
 
 class ExampleGroup(NamedTuple):
-    """The rollouts of one example."""
+    """The rollouts of one example.
+
+    Example: with 8 rollouts per example, row 41 as the second group of a step is
+    `ExampleGroup(41, range(8, 16))`.
+    """
 
     example: int
-    """The row, in the environment's training data or its evaluation data."""
+    """Index of the row in the environment's training or evaluation data."""
     positions: range
-    """Of the rollouts, in the step over all learner ranks; or of the one rollout of a held-out
-    example.
-    """
+    """Positions of the rollouts in the step over all learner ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRequest:
-    """What an environment is asked at a time: in training one group of rollouts, in a held-out
-    report about as many rollouts, of as many examples.
+    """A request to an environment: one group in training, about as many rollouts when held out.
+
+    Example: `EnvironmentRequest(step=0, groups=(ExampleGroup(41, range(8)),), decode=...,
+    run_seed=17)` asks for 8 rollouts of row 41.
     """
 
     step: int
     groups: tuple[ExampleGroup, ...]
     """In the order of positions."""
     decode: DecodeSettings
-    """Of every call of the model."""
+    """Settings of every call of the model."""
     run_seed: int
     is_held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
-    """Tokens as an engine read and sampled them: one call of the model, or several whose prompts
-    extend each other.
+    """Tokens as an engine read and sampled them: one model call, or several merged ones.
+
+    Calls are merged where the prompt of each goes on from the tokens of the one before.
+
+    Example: a prompt of 2 tokens and an answer of 3 are `TrainingExample([9, 8, 5, 6, 7],
+    logprobs=[0, 0, -0.5, -0.1, -0.2], mask=[0, 0, 1, 1, 1], reward=1.0, advantage=0.5)`.
     """
 
     token_ids: list[int]
     """[L]: the prompt's and then the sampled ones; in a merged example, turn after turn."""
     logprobs: list[float]
-    """[L]: the engine's, of the tokens that it sampled; 0 elsewhere."""
+    """[L]: the engine's log-probabilities of sampled tokens; 0 elsewhere."""
     mask: list[int]
     """[L]: 1 where the token is learned. Where prompts are masked, exactly the sampled tokens."""
     reward: float
-    """The step's where it has one, else the rollout's; of a merged example the rollout's. 0 where
-    nothing was scored.
-    """
+    """The step's reward where it has one, else the rollout's, which a merged example always has;
+    0 where nothing was scored."""
     advantage: float | None = None
     """Likewise; None where nothing was scored."""
     example_id: Any = 0
-    """Of the dataset's row. The rollouts of one row are a group."""
+    """Id of the dataset's row, whose rollouts are a group."""
     weight_version: int | None = None
-    """Of the weights that sampled it, the oldest where there were several; None where the endpoint
-    does not say.
-    """
+    """Version of the weights that sampled it, the oldest of several; None where unknown."""
     token_advantages: list[float] | None = None
-    """[L], 0 outside the mask: of a merged example whose steps differ in their advantage; None:
-    `advantage` at every token.
-    """
+    """[L], 0 outside the mask: where merged steps differ in it; None: `advantage` everywhere."""
     token_is_relative: list[int] | None = None
-    """[L]: 1 where that is the group's, the reward less its mean; 0 where the step has one of its
-    own. None: nobody has noted it.
-    """
+    """[L]: 1 where the advantage is the group's, the reward less its mean; 0 where the step has its
+    own. None: not recorded."""
     rollout: int = 0
-    """The place of its rollout among those that it was made of."""
+    """Index of its rollout among those that examples were made of."""
     steps: tuple[int, ...] = ()
-    """The steps of the rollout's trajectory whose sampled tokens it holds, ascending."""
+    """Steps of the trajectory whose sampled tokens it holds, ascending."""
     step_ends: tuple[int, ...] = ()
-    """[steps], ascending to L: where the tokens of each step end. Empty: all are of one step,
-    so it has to be there with several `steps`."""
+    """[steps], ascending to L: the end of each step's tokens; may be empty for a single step."""
     group_rewards: tuple[float, ...] = ()
-    """The rewards of all rollouts of the row, in order; empty where one was not scored."""
+    """Rewards of all rollouts of the row, in order; empty where one was not scored."""
     images: tuple[ImageRef, ...] = ()
-    """That `token_ids` have the placeholders of, in order, each with its data."""
+    """Images behind the placeholders of `token_ids`, in order, each with its data."""
     engine: str | None = field(default=None, compare=False)
-    """That sampled it; None where the endpoint does not say, and where there were several."""
+    """The engine that sampled it; None where unknown, or several."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -115,7 +116,7 @@ class TrainingExample:
 
     @property
     def num_learned(self) -> int:
-        """Tokens under the mask."""
+        """Number of tokens under the mask."""
         return sum(self.mask)
 
 
@@ -124,61 +125,63 @@ class ModelCall:
     """A call of the model, as an engine was asked it."""
 
     path: str
-    """Empty; of a call in a rollout that began inside this one, which of those it was."""
+    """Empty; of a nested rollout, its path below the outer one."""
     turn: int
-    """From 0, of its path."""
+    """From 0 in its path."""
     seed: int
     """`request_seed(run_seed, step, position, turn, path)`"""
     engine: str | None = field(default=None, compare=False)
-    """The engine that answered; None: none did."""
+    """The engine that answered; None where none did."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRollout:
-    """What became of one rollout of an environment."""
+    """The outcome of one rollout of an environment.
+
+    Example: a rollout of one turn that was right: `EnvironmentRollout(position=3, example=41,
+    reward=1.0, metrics={"exact": 1.0}, error=None, num_turns=1, num_tokens=5, ...)`.
+    """
 
     position: int
-    """In its step, or of its example among the held-out ones."""
+    """Position in its step, or of its example among the held-out ones."""
     example: int
-    """The row that it is of."""
+    """Index of its row."""
     reward: float
     """0 where it failed."""
     metrics: Mapping[str, float]
-    """Of the reward functions, by name."""
+    """Figures of the reward functions, by name."""
     error: str | None
-    """Why it failed, and nothing is learned of it; None: it did not."""
+    """Reason why it failed, so that nothing is learned of it; None: it did not."""
     is_truncated: bool
     """It was ended for its length."""
     num_turns: int
     """Calls of the model."""
     num_tokens: int
-    """Sampled in them."""
+    """Tokens sampled in them."""
     num_length_limited: int
     """Calls whose answer ended at `max_new_tokens`."""
     num_splits: int
     """Calls whose prompt did not go on from the tokens of the one before."""
     examples: tuple[TrainingExample, ...]
-    """What is learned of it, in order."""
+    """Examples to learn from, in order."""
     prompt: Any
-    """As the model was told it, messages or text; None where nobody reads it."""
+    """Messages or text for the model; None where nobody reads it."""
     completion: Any
-    """All that came after it, likewise."""
+    """Messages or text after the prompt, likewise."""
     actor: str
-    """In whose process the environment ran."""
+    """The actor in whose process the environment ran."""
     started_s: float
     """Unix time."""
     generate_s: float
-    """Until its end, scoring included."""
+    """Seconds until its end, scoring included."""
     reward_errors: Mapping[str, str] = field(default_factory=dict)
-    """What reward functions failed of, by name: `metrics` goes without their figures. Where one
-    with a weight failed, so has the rollout."""
+    """Errors of reward functions by name; one with a weight fails the rollout."""
     given_up: tuple[str, ...] = ()
-    """The plain tools and reward functions, by name, whose thread was given up at a limit of time.
-    """
+    """Plain tools and reward functions whose thread was given up at a limit of time."""
     num_tool_calls: int | None = None
     """Calls of tools by the model; None where it is offered none."""
     calls: tuple[ModelCall, ...] = ()
-    """Those that were asked in it, by path and turn; also those without an answer."""
+    """Calls that were made, answered or not, by path and turn."""
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:

@@ -1,6 +1,4 @@
-"""`timeouts`: the longest each kind of wait may take, in seconds. A wait that ends so stops the run
-with what to check.
-"""
+"""`cluster`, `timeouts`, `telemetry` and `evaluation`: the job around the training."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat
 from shared.config.base import ConfigPath, Section, refusal
 from shared.errors import Timeout
 
-# `cluster`: the Ray cluster the run lives in.
-
 
 class ClusterSection(Section):
+    """The Ray cluster that the run lives in."""
+
     address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running cluster, or `local`: the run starts one of its own and ends it."""
 
@@ -29,6 +27,8 @@ class ClusterSection(Section):
 
 
 class TimeoutsSection(Section):
+    """The longest each kind of wait may take; a longer one ends the run with what to check."""
+
     start_s: PositiveFloat = 300.0
     """Until the learner and every engine are ready."""
 
@@ -54,13 +54,13 @@ class TimeoutsSection(Section):
     def limit(
         self, key: Literal["start_s", "generate_s", "learn_s", "sync_phase_s", "interrupt_s"]
     ) -> Timeout:
+        """Return a key's limit with the key's name."""
         return Timeout(self.model_dump()[key], f"timeouts.{key}")
 
 
-# `telemetry`: what a run writes down, and where.
-
-
 class TelemetrySection(Section):
+    """The files that a run writes, and where."""
+
     name: str = "run"
     """What the run's closing line calls it."""
 
@@ -81,10 +81,6 @@ class TelemetrySection(Section):
     """
 
 
-# `evaluation`: what the held-out report says, and how predictions are scored. No effect under
-# `trajectory_pg`, whose reports are of rewards.
-
-
 def _rising(thresholds: tuple[float, ...]) -> tuple[float, ...]:
     if not thresholds or list(thresholds) != sorted(set(thresholds)):
         raise refusal(
@@ -95,6 +91,8 @@ def _rising(thresholds: tuple[float, ...]) -> tuple[float, ...]:
 
 
 class EvaluationSection(Section):
+    """The held-out report; no effect under `trajectory_pg`, whose reports are of rewards."""
+
     iou_thresholds: Annotated[
         tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...],
         Field(strict=False),

@@ -1,4 +1,4 @@
-"""`model`: the checkpoint that is trained and served."""
+"""`model` and `data`: the checkpoint, and the samples it learns from."""
 
 from __future__ import annotations
 
@@ -62,10 +62,9 @@ class ModelSection(Section):
     """Train low-rank adapters in place of the weights; null: the weights."""
 
 
-# `data`: the JSONL files and how their rows become samples (DESIGN 7.1).
-
-
 class DataSection(Section):
+    """The JSONL files, and how their rows become samples (DESIGN 7.1)."""
+
     train: ConfigPath | None = None
     """JSONL file of training samples; image paths in it are relative to the file. Required, but
     under `trajectory_pg`, whose environment has its own data.

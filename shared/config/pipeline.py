@@ -1,14 +1,14 @@
-"""`rollout_matching.pipeline`: the objective, and nothing but what is declared here (DESIGN 5,
-decision 2, and section 8).
+"""`rollout_matching.pipeline`: the declared objective, which is all there is (DESIGN 5.2 and 8).
 
-Every entry is written out in full: none of its keys has a default, but for `advantage_epsilon`.
+Every entry is written out in full: no key but `advantage_epsilon` has a default. A new objective
+has its settings and its entry here, and a line in `ObjectiveEntry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,9 +20,6 @@ from pydantic import (
 )
 
 from shared.config.base import Fraction01, Section, refusal
-
-_OBJECTIVES = ("token_ce", "coord_reg", "bbox_geo", "policy_gradient")
-_DIAGNOSTICS = ("coord_diag",)
 
 EXAMPLE_PIPELINE = {
     "objective": [
@@ -54,76 +51,36 @@ EXAMPLE_POLICY_GRADIENT = {
         "advantage_std": True,
     },
 }
-"""All that trajectories are learned by."""
+"""The one module that learns from trajectories."""
 
 
 class Channel(StrEnum):
+    """The kind of a step."""
+
     A = "A"
     """Teacher-forced on ground truth."""
     B = "B"
     """On the model's own rollout."""
 
 
-def _some_channels_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
+def _each_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
     if not channels:
-        raise refusal(
-            "must not be empty", "name A, B or both; to switch an entry off set enabled: false"
-        )
+        remedy = "name A, B or both; to switch an entry off set enabled: false"
+        raise refusal("must not be empty", remedy)
     if len(set(channels)) < len(channels):
         raise refusal(f"names a channel twice: [{', '.join(channels)}]", "name each channel once")
     return channels
 
 
-def _b_alone(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
-    if channels != (Channel.B,):
-        raise refusal(
-            f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has a"
-            " policy gradient",
-            "write [B]",
-        )
-    return channels
-
-
-def _not_by_segment(normalize: Any) -> Any:
-    if normalize == "segment":
-        raise refusal(
-            "'segment' was removed: it depended on which calls of the model had been merged",
-            "use step, where each call is an example, or rollout, where each rollout weighs 1",
-        )
-    return normalize
-
-
-def _module_name(entry: Any) -> str | None:
-    """The `name` of an entry that was not validated yet; None where it has none."""
-    return (
-        entry["name"] if isinstance(entry, Mapping) and isinstance(entry.get("name"), str) else None
-    )
-
-
-def _in_the_objective(entry: Any) -> Any:
-    name = _module_name(entry)
-    if name in _DIAGNOSTICS:
-        raise refusal(
-            f"'{name}' is a diagnostic, which nothing is learned from",
-            "move the entry to rollout_matching.pipeline.diagnostics",
-            key="name",
-        )
-    return entry
-
-
-def _in_the_diagnostics(entry: Any) -> Any:
-    name = _module_name(entry)
-    if name in _OBJECTIVES:
-        raise refusal(
-            f"'{name}' is an objective module, and would not be learned from here",
-            "move the entry to rollout_matching.pipeline.objective",
-            key="name",
-        )
-    return entry
+Channels = Annotated[
+    tuple[Annotated[Channel, Field(strict=False)], ...],
+    Field(strict=False),
+    AfterValidator(_each_once),
+]
 
 
 class PipelineEntry(Section):
-    """What an entry has beside its `name` and `config`."""
+    """The keys that every entry has beside its `name` and `config`."""
 
     enabled: bool
     """False: as if the entry were absent."""
@@ -131,12 +88,13 @@ class PipelineEntry(Section):
     weight: NonNegativeFloat
     """Factor of the module's loss in the step's loss."""
 
-    channels: Annotated[
-        tuple[Annotated[Channel, Field(strict=False)], ...],
-        Field(strict=False),
-        AfterValidator(_some_channels_once),
-    ]
+    channels: Channels
     """The channels in whose steps the module takes part."""
+
+    @property
+    def teaches(self) -> bool:
+        """Tell whether its loss can be other than 0."""
+        return self.weight > 0
 
 
 class TokenCEConfig(Section):
@@ -158,11 +116,6 @@ class TokenCEEntry(PipelineEntry):
 
     config: TokenCEConfig
     """The module's settings."""
-
-    @property
-    def teaches(self) -> bool:
-        """Whether its loss can be other than 0."""
-        return self.weight > 0
 
 
 class CoordRegConfig(Section):
@@ -204,16 +157,8 @@ class CoordRegEntry(PipelineEntry):
 
     @property
     def teaches(self) -> bool:
-        """Whether its loss can be other than 0."""
-        config = self.config
-        terms = (
-            config.coord_ce_weight,
-            config.soft_ce_weight,
-            config.w1_weight,
-            config.coord_gate_weight,
-            config.text_gate_weight,
-        )
-        return self.weight > 0 and max(terms) > 0
+        terms = [value for name, value in self.config if name.endswith("_weight")]
+        return super().teaches and max(terms) > 0
 
 
 class BboxGeoConfig(Section):
@@ -235,8 +180,16 @@ class BboxGeoEntry(PipelineEntry):
 
     @property
     def teaches(self) -> bool:
-        """Whether its loss can be other than 0."""
-        return self.weight > 0 and max(self.config.smoothl1_weight, self.config.ciou_weight) > 0
+        return super().teaches and max(self.config.smoothl1_weight, self.config.ciou_weight) > 0
+
+
+def _not_by_segment(normalize: Any) -> Any:
+    if normalize == "segment":
+        raise refusal(
+            "'segment' was removed: it depended on which calls of the model had been merged",
+            "use step, where each call is an example, or rollout, where each rollout weighs 1",
+        )
+    return normalize
 
 
 class PolicyGradientConfig(Section):
@@ -265,27 +218,27 @@ class PolicyGradientConfig(Section):
     rewards; no effect without `advantage_std`. The default is that of TRL's GRPO."""
 
 
+def _b_alone(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
+    if channels != (Channel.B,):
+        raise refusal(
+            f"must be [B], got [{', '.join(channels)}]: only what the model sampled itself has a"
+            " policy gradient",
+            "write [B]",
+        )
+    return channels
+
+
 class PolicyGradientEntry(PipelineEntry):
     """Policy gradient over the tokens that the model sampled, of trajectories of environments."""
 
     name: Literal["policy_gradient"]
     """The module."""
 
-    channels: Annotated[
-        tuple[Annotated[Channel, Field(strict=False)], ...],
-        Field(strict=False),
-        AfterValidator(_some_channels_once),
-        AfterValidator(_b_alone),
-    ]
+    channels: Annotated[Channels, AfterValidator(_b_alone)]
     """[B]: it learns from the model's own samples."""
 
     config: PolicyGradientConfig
     """The module's settings."""
-
-    @property
-    def teaches(self) -> bool:
-        """Whether its loss can be other than 0."""
-        return self.weight > 0
 
 
 class CoordDiagConfig(Section):
@@ -308,33 +261,49 @@ class CoordDiagEntry(PipelineEntry):
 ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry | PolicyGradientEntry
 
 
+def _no_diagnostic(entry: Any) -> Any:
+    if isinstance(entry, Mapping) and entry.get("name") == "coord_diag":
+        raise refusal(
+            "'coord_diag' is a diagnostic, which nothing is learned from",
+            "move the entry to rollout_matching.pipeline.diagnostics",
+            key="name",
+        )
+    return entry
+
+
+def _no_objective(entry: Any) -> Any:
+    kinds = get_args(ObjectiveEntry)
+    names = [get_args(kind.model_fields["name"].annotation)[0] for kind in kinds]
+    if isinstance(entry, Mapping) and entry.get("name") in names:
+        raise refusal(
+            f"'{entry['name']}' is an objective module, and would not be learned from here",
+            "move the entry to rollout_matching.pipeline.objective",
+            key="name",
+        )
+    return entry
+
+
+_Objective = Annotated[ObjectiveEntry, Field(discriminator="name")]
+
+
 class PipelineSection(Section):
     objective: Annotated[
-        tuple[
-            Annotated[
-                Annotated[ObjectiveEntry, Field(discriminator="name")],
-                BeforeValidator(_in_the_objective),
-            ],
-            ...,
-        ],
-        Field(strict=False),
+        tuple[Annotated[_Objective, BeforeValidator(_no_diagnostic)], ...], Field(strict=False)
     ]
     """The modules whose weighted losses are summed."""
 
     diagnostics: Annotated[
-        tuple[Annotated[CoordDiagEntry, BeforeValidator(_in_the_diagnostics)], ...],
+        tuple[Annotated[CoordDiagEntry, BeforeValidator(_no_objective)], ...],
         Field(strict=False),
     ]
     """Modules that are logged and not learned from."""
 
     def active(self, channel: Channel) -> tuple[ObjectiveEntry, ...]:
-        """The enabled entries of the objective for a step of this channel, as declared."""
-        return tuple(
-            entry for entry in self.objective if entry.enabled and channel in entry.channels
-        )
+        """Return the enabled entries of the objective for a step of this channel."""
+        entries = self.objective
+        return tuple(entry for entry in entries if entry.enabled and channel in entry.channels)
 
     def active_diagnostics(self, channel: Channel) -> tuple[CoordDiagEntry, ...]:
-        """The enabled diagnostics for a step of this channel, as declared."""
-        return tuple(
-            entry for entry in self.diagnostics if entry.enabled and channel in entry.channels
-        )
+        """Return the enabled diagnostics for a step of this channel."""
+        entries = self.diagnostics
+        return tuple(entry for entry in entries if entry.enabled and channel in entry.channels)

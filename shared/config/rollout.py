@@ -86,7 +86,7 @@ class RepeatTerminateSection(Section):
     """More `object_{n}` keys than this are a repetition; null: no limit."""
 
     def settings(self) -> RepeatGuardSettings | None:
-        """What a guard is made with; None where it is off."""
+        """Return the settings of a guard; None where it is off."""
         if not self.enabled:
             return None
         return RepeatGuardSettings(
@@ -99,13 +99,13 @@ class RepeatTerminateSection(Section):
 
 
 _CHARACTERS = re.compile(r"[A-Za-z0-9._~:/!$&'()*+,;=%\[\]-]+")
-"""Of URLs. A name in other letters is written in its ASCII form, `xn--...`."""
+"""Characters of URLs; a name in other letters is written in its ASCII form, `xn--...`."""
 
 
 def _http_url(url: str) -> str:
     remedy = "write it as http://127.0.0.1:8000"
     if "@" in url:
-        # Not repeated: what stands before it may be a secret.
+        # The URL is not repeated: it may hold a secret.
         raise refusal(
             "must hold no user and password, which no server is sent",
             "write it without, and name the variable with the servers' token in token_env",
@@ -113,19 +113,13 @@ def _http_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname or ""
-        # what opens a connection does it, and fails with no error of the network
+        # A connection does so too, and fails with no error of the network.
         host.encode("idna")
     except ValueError as error:
-        raise refusal(
-            f"must be an http(s) URL, got {url!r}: {' '.join(str(error).split())}", remedy
-        ) from error
-    if (
-        parts.scheme not in ("http", "https")
-        or not host
-        or parts.query
-        or parts.fragment
-        or not _CHARACTERS.fullmatch(url)
-    ):
+        reason = " ".join(str(error).split())
+        raise refusal(f"must be an http(s) URL, got {url!r}: {reason}", remedy) from error
+    is_plain = _CHARACTERS.fullmatch(url) and not parts.query and not parts.fragment
+    if parts.scheme not in ("http", "https") or not host or not is_plain:
         raise refusal(f"must be an http(s) URL without query, got {url!r}", remedy)
     if port == 0:
         raise refusal(f"must name a port that can be called, got {url!r}", remedy)
@@ -133,7 +127,7 @@ def _http_url(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine, whoever asks."""
+    """Tell whether a host name or address is the asking machine itself."""
     if host == "localhost":
         return True
     try:
@@ -153,14 +147,14 @@ class ServerEntry(Section):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the server is on the machine that names it so."""
+        """Tell whether the server is on the machine that asks for it."""
         host = urlsplit(self.base_url).hostname
         assert host is not None, "checked when it was read"
         return is_loopback(host)
 
 
 def _addresses(url: str) -> set[tuple[str, int, str]]:
-    """Host, port and path that a URL leads to, without asking for names; two for `localhost`."""
+    """Return host, port and path of a URL, without resolving names; two for `localhost`."""
     parts = urlsplit(url)
     assert parts.hostname is not None, "checked when it was read"
     hosts = ("127.0.0.1", "::1") if parts.hostname == "localhost" else (parts.hostname,)
@@ -221,16 +215,12 @@ class ServerSection(Section):
 
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM samples lower positive temperatures at this one; so does every backend, and the learner
-reads their log-probabilities as of this one."""
+"""vLLM samples lower positive temperatures at this one; so do all backends and the learner."""
 HIGHEST_TEMPERATURE = 5.0
-"""Ids are banned by a logit bias of -100, which the temperature divides: here e^-20 of a token's
-probability is left, at 50 it is e^-2.
-"""
+"""Ids are banned by a logit bias of -100, which the temperature divides: at 5 a banned token keeps
+e^-20 of its probability, at 50 it would keep e^-2."""
 LEAST_BUCKET_BYTES = 1 << 16
-"""A smaller bucket would hold one tensor at most, norms too, and every bucket costs a message and a
-checksum.
-"""
+"""A smaller bucket would hold one tensor at most, and each costs a message and a checksum."""
 DEDICATED_MEMORY_UTILIZATION = 0.85
 """Fraction of the device's memory for an engine that does not share it."""
 
@@ -266,8 +256,7 @@ class DecodingSection(Section):
 
     @property
     def effective_temperature(self) -> float:
-        """The temperature that is sampled at: `LOWEST_TEMPERATURE` in place of lower positive
-        ones."""
+        """The temperature that is sampled at: 0, or at least `LOWEST_TEMPERATURE`."""
         return max(self.temperature, LOWEST_TEMPERATURE) if self.temperature > 0 else 0.0
 
 
@@ -364,9 +353,7 @@ class VllmSection(Section):
 
 
 class OffloadSection(Section):
-    """What leaves the learner's device while rollouts are generated. Only mode `colocate` has it:
-    elsewhere it is ignored.
-    """
+    """The parts that leave the learner's device during generation; mode `colocate` alone."""
 
     enabled: bool = False
     """Move away what the other two keys name; both where they name nothing."""
@@ -379,12 +366,12 @@ class OffloadSection(Section):
 
     @property
     def moves_model(self) -> bool:
-        """Whether the learner's weights leave the device."""
+        """Tell whether the learner's weights leave the device."""
         return self.enabled and (self.offload_model or not self.offload_optimizer)
 
     @property
     def moves_optimizer(self) -> bool:
-        """Whether the optimizer's state leaves the device."""
+        """Tell whether the optimizer's state leaves the device."""
         return self.enabled and (self.offload_optimizer or not self.offload_model)
 
 
@@ -498,9 +485,7 @@ class RolloutMatchingSection(Section):
     def decode_settings(
         self, *, stop_token_ids: tuple[int, ...], banned_token_ids: tuple[int, ...]
     ) -> DecodeSettings:
-        """How every response of the run is decoded, given the ids that end one and the ids that may
-        not occur in one.
-        """
+        """Make the settings of every response from the ids that end one and the banned ids."""
         return DecodeSettings(
             mode=self.resolved_decode_mode,
             temperature=self.decoding.effective_temperature,

@@ -1,4 +1,4 @@
-"""`training`: batch, optimizer, schedule and packing."""
+"""`training`, `learner` and `checkpoint`: how a model is trained, by whom, and what is kept."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from shared.config.base import Fraction01, LearningRate, Section, WholeGPUs
 
-# `learner`: the ranks that train, and what Ray reserves for each.
-
 
 class LearnerSection(Section):
+    """The ranks that train, and the resources that Ray reserves for each."""
+
     world_size: PositiveInt = 1
     """Learner ranks."""
 
@@ -34,10 +34,9 @@ class LearnerSection(Section):
     """
 
 
-# `checkpoint`: what is kept of the weights.
-
-
 class CheckpointSection(Section):
+    """The checkpoints that are saved and kept."""
+
     save_final: bool = True
     """Save the trained model at the end, as an ordinary checkpoint in the run's folder."""
 
