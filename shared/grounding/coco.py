@@ -1,13 +1,10 @@
-"""COCO's numbers and this project's: boxes, polygons, annotations, results. Pure; reading and
-writing files is `launch`'s part.
+"""COCO boxes, polygons, annotations and results to and from ours. Pure: `launch` does the files.
 
-Both ways use one rule, that of DESIGN section 4: a COCO coordinate `v`, in pixels along an axis of
-length `W`, is the bin `v / (W - 1) * 999`. A COCO box `[x, y, w, h]` is the half-open extent `[x, x
-+ w) x [y, y + h)`, and its far edge `x + w` is a coordinate like any other, as it is for the
-vertices of polygons. So boxes and polygons of one object stay aligned, and the overlap of two boxes
-is the same number in bins and in pixels. The price: the last pixel of an axis, `W - 1` to `W`, is
-bin 999 throughout, so a box that ends at the far border of its image comes back up to one pixel
-shorter.
+A COCO coordinate `v`, in pixels along an axis of length `W`, is the bin `v / (W - 1) * 999`
+(DESIGN section 4). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is a coordinate
+like any other. So boxes and polygons of one object stay aligned, and two boxes overlap alike in
+bins and in pixels. The price: the last pixel of an axis is bin 999 throughout, so a box that ends
+at the far border comes back up to one pixel shorter.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ class ScoredObject:
     """Integers 0..999: (x1, y1, x2, y2), or x, y per polygon vertex."""
     desc: str
     score: float
-    """Any finite number; greater is surer."""
+    """Confidence: any finite number; greater is surer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePredictions:
-    """What a model found on one image."""
+    """The objects that a model found on one image."""
 
     image_id: int
     width: int
@@ -47,29 +44,23 @@ class ImagePredictions:
 
 @dataclass(frozen=True, slots=True)
 class CocoResults:
-    """The content of a COCO results file, and what could not go into it."""
+    """The content of a COCO results file, and the names that could not go into it."""
 
     results: list[dict[str, Any]]
-    """`{"image_id", "category_id", "bbox", "segmentation", "score"}` per object, in the order of
-    the predictions.
-    """
+    """One `{"image_id", "category_id", "bbox", "segmentation", "score"}` per object, in order."""
     unknown_names: Mapping[str, int]
     """Objects left out because no category has their name, counted by name."""
 
 
 def coco_box(bins: Sequence[int], width: int, height: int) -> list[float]:
-    """`[x, y, w, h]` in pixels of a box (4 bins), or of the box around a polygon (6 bins or more),
-    on an image of that size.
-    """
+    """Return `[x, y, w, h]` in pixels of a box (4 bins), or of the box around a polygon."""
     pixels = pixels_of(bins, width=width, height=height)
     xs, ys = pixels[::2], pixels[1::2]
     return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
 
 
 def coco_segmentation(bins: Sequence[int], width: int, height: int) -> list[list[float]]:
-    """`[[x, y, ...]]`, one ring in pixels: the vertices of a polygon, or the four corners of a box
-    (4 bins), clockwise from (x1, y1).
-    """
+    """Return one ring in pixels, `[[x, y, ...]]`; of a box its corners, clockwise from (x1, y1)."""
     if len(bins) == 4:
         x1, y1, x2, y2 = bins
         bins = (x1, y1, x2, y1, x2, y2, x1, y2)
@@ -77,7 +68,7 @@ def coco_segmentation(bins: Sequence[int], width: int, height: int) -> list[list
 
 
 def coco_area(bins: Sequence[int], width: int, height: int) -> float:
-    """Square pixels that the ring of `coco_segmentation` encloses."""
+    """Return the square pixels that the ring of `coco_segmentation` encloses."""
     (ring,) = coco_segmentation(bins, width, height)
     xs, ys = ring[::2], ring[1::2]
     turned = zip(xs, ys, [*xs[1:], xs[0]], [*ys[1:], ys[0]], strict=True)
@@ -85,18 +76,19 @@ def coco_area(bins: Sequence[int], width: int, height: int) -> float:
 
 
 def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int, int, int, int]:
-    """(x1, y1, x2, y2) of `[x, y, w, h]`, rounded outwards and clamped to 0..999. ValueError for an
-    image with an axis under 2 pixels.
+    """Turn `[x, y, w, h]` into bins (x1, y1, x2, y2), rounded outwards and clamped to 0..999.
+
+    Raises ValueError for an image with an axis under 2 pixels.
     """
     x, y, w, h = box
     return bin_box(_within((x, y, x + w, y + h), width, height), width=width, height=height)
 
 
 def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[int, ...]:
-    """x, y per vertex of one ring, to the nearest bin and clamped to 0..999. Of neighbours on the
-    same bin one is kept, and a first vertex that is repeated at the end is one vertex.
+    """Turn one ring into bins x, y, ..., to the nearest and clamped to 0..999.
 
-    ValueError for an image with an axis under 2 pixels.
+    Neighbouring vertices on the same bin become one, the last and the first too. Raises ValueError
+    for an image with an axis under 2 pixels.
     """
     bins = bin_points(_within(ring, width, height), width=width, height=height)
     points = list(zip(bins[::2], bins[1::2], strict=True))
@@ -109,51 +101,45 @@ def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[i
 
 
 def _within(pixels: Sequence[float], width: int, height: int) -> list[float]:
-    """x, y, ... moved into the image. Its bins are the same ones; but a number as large as 1e308
-    times 999 would not be finite.
-    """
+    """Move x, y, ... into the image. Their bins stay; but 1e308 times 999 would not be finite."""
     return [min(max(value, 0.0), (width, height)[i % 2]) for i, value in enumerate(pixels)]
 
 
 def has_area(bins: Sequence[int]) -> bool:
-    """Whether the vertices x, y, ... are not all on one line. False for none."""
+    """Tell whether the vertices x, y, ... are not all on one line."""
     points = list(zip(bins[::2], bins[1::2], strict=True))
     directions = [(x - points[0][0], y - points[0][1]) for x, y in points if (x, y) != points[0]]
     return any(dx * directions[0][1] != dy * directions[0][0] for dx, dy in directions)
 
 
 def number_categories(names: Iterable[str]) -> dict[str, int]:
-    """Category ids for a data set that came without any: 1, 2, ... in the order of the names."""
+    """Number categories 1, 2, ... in the order of their names."""
     return {name: number for number, name in enumerate(sorted(set(names)), 1)}
 
 
 def samples_to_coco(
     samples: Sequence[Sample], image_ids: Sequence[int], category_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A COCO data set of the samples' ground truth: `images`, `annotations` (numbered from 1),
-    `categories`. One image per sample.
+    """Return a COCO data set of the samples' ground truth, one image per sample.
 
-    `image_ids` are one per sample. KeyError for an object whose name is not in `category_ids`.
+    `image_ids` are one per sample; annotations are numbered from 1. Raises KeyError for an object
+    whose name is not in `category_ids`.
     """
-    annotations = [
-        {
-            "id": number,
-            "image_id": image_id,
-            "category_id": category_ids[found.desc],
-            "bbox": coco_box(found.bins, sample.width, sample.height),
-            "segmentation": coco_segmentation(found.bins, sample.width, sample.height),
-            "area": coco_area(found.bins, sample.width, sample.height),
-            "iscrowd": 0,
-        }
-        for number, (image_id, sample, found) in enumerate(
-            (
-                (image_id, sample, found)
-                for image_id, sample in zip(image_ids, samples, strict=True)
-                for found in sample.objects
-            ),
-            1,
-        )
-    ]
+    annotations: list[dict[str, Any]] = []
+    for image_id, sample in zip(image_ids, samples, strict=True):
+        size = (sample.width, sample.height)
+        for truth in sample.objects:
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": image_id,
+                    "category_id": category_ids[truth.desc],
+                    "bbox": coco_box(truth.bins, *size),
+                    "segmentation": coco_segmentation(truth.bins, *size),
+                    "area": coco_area(truth.bins, *size),
+                    "iscrowd": 0,
+                }
+            )
     images = [
         {"id": image_id, "width": sample.width, "height": sample.height}
         for image_id, sample in zip(image_ids, samples, strict=True)
@@ -168,9 +154,7 @@ def samples_to_coco(
 def predictions_to_coco(
     predictions: Iterable[ImagePredictions], category_ids: Mapping[str, int]
 ) -> CocoResults:
-    """COCO results of predictions. `category_ids` maps the name that an object's `desc` must equal
-    to the category's id.
-    """
+    """Return COCO results of predictions; `category_ids` maps the names of objects to ids."""
     results: list[dict[str, Any]] = []
     unknown: Counter[str] = Counter()
     for image in predictions:

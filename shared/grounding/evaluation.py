@@ -1,8 +1,7 @@
-"""How well objects are found on held-out scenes: pairs, counts, tables. IoU belongs here and to no
-training-time number (spec: training-time counters).
+"""The quality of detection on held-out scenes: pairs, counts, tables.
 
-Two shapes overlap by the exact areas of their boxes in norm1000 or, where one of them is a polygon,
-by the mask IoU of the matching, on its default canvas.
+IoU belongs here and to no training-time number (spec: training-time counters). Boxes overlap by
+their exact areas in norm1000, polygons by the mask IoU of the matching on its default canvas.
 
 Shape legend: P predictions, G ground truths.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -25,20 +24,20 @@ from shared.rollouts import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One held-out sample, and what the model found on it."""
+    """One held-out sample, and the objects that the model found on it."""
 
     position: int
-    """The sample's place in the validation data."""
+    """Index of the sample in the validation data."""
     sample: Sample
-    """Its images by path, without their bytes."""
+    """The sample, its images by path alone."""
     objects: tuple[ScoredObject, ...]
     """Valid objects, in order of appearance."""
     dropped: tuple[DropReason, ...]
-    """One per complete entry that was no valid object, in order of appearance."""
+    """Reasons of the complete entries that were no valid objects, in order of appearance."""
     truncated: bool
     """No container closed: the response ended before, or it never opened one."""
     text: str = ""
-    """The whole response, without its stop token; bytes that are not UTF-8 appear as U+FFFD."""
+    """The response without its stop token; bytes that are not UTF-8 are U+FFFD."""
     finish_reason: FinishReason = FinishReason.STOP
 
     @property
@@ -48,13 +47,11 @@ class Scene:
 
 
 class Outcome(Protocol):
-    """What became of one held-out sample: a `Scene`, or a rollout of an environment
-    (`shared.trajectory`).
-    """
+    """The outcome of one held-out sample: a `Scene`, or a rollout of an environment."""
 
     @property
     def position(self) -> int:
-        """The sample's place in the held-out data."""
+        """Index of the sample in the held-out data."""
         ...
 
 
@@ -66,13 +63,13 @@ class Evaluation(Generic[OutcomeT]):
     """Greedy rollouts on all held-out samples, by one set of weights."""
 
     step: int | None
-    """Optimizer updates done before it; None where nobody knows."""
+    """Optimizer updates done before it; None where unknown."""
     weight_version: int
-    """Of the engines; 0 is the checkpoint that they loaded."""
+    """Version of the engines' weights; 0 is the checkpoint that they loaded."""
     outcomes: tuple[OutcomeT, ...]
     """By position."""
     wall_s: float
-    """Generation and scoring."""
+    """Seconds of generation and scoring."""
 
 
 class NamedShape(Shape, Protocol):
@@ -90,7 +87,10 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DetectionCounts:
-    """Counts over any number of scenes: add those of single ones. A ratio over nothing is 0."""
+    """Counts over any number of scenes; they can be added. A ratio over nothing is 0.
+
+    Example: 4 predictions of which 3 match, 5 ground truths: precision 0.75, recall 0.6.
+    """
 
     num_predictions: int = 0
     """Valid objects."""
@@ -102,17 +102,12 @@ class DetectionCounts:
     """Matched pairs with equal `desc`."""
 
     def __add__(self, other: DetectionCounts) -> DetectionCounts:
-        return DetectionCounts(
-            self.num_predictions + other.num_predictions,
-            self.num_dropped + other.num_dropped,
-            self.num_ground_truth + other.num_ground_truth,
-            self.num_matched + other.num_matched,
-            self.num_class_correct + other.num_class_correct,
-        )
+        counts = zip(astuple(self), astuple(other), strict=True)
+        return DetectionCounts(*(mine + theirs for mine, theirs in counts))
 
     @property
     def valid_rate(self) -> float:
-        """Valid objects among all complete entries."""
+        """Share of valid objects among all complete entries."""
         return _ratio(self.num_predictions, self.num_predictions + self.num_dropped)
 
     @property
@@ -130,7 +125,7 @@ class DetectionCounts:
 
     @property
     def class_accuracy(self) -> float:
-        """Equal names among matched pairs."""
+        """Share of equal names among matched pairs."""
         return _ratio(self.num_class_correct, self.num_matched)
 
 
@@ -147,40 +142,33 @@ class ThresholdCounts:
 
 @dataclass(frozen=True, slots=True)
 class DetectionSummary:
-    """What the scenes of an evaluation come to."""
+    """The summary of an evaluation's scenes."""
 
     thresholds: tuple[ThresholdCounts, ...]
     """In rising order, at least one."""
     classes: Mapping[str, DetectionCounts]
-    """By name, in alphabetical order: pairs of equal names at the first threshold. Dropped entries
-    have no class.
-    """
+    """Pairs of equal names at the first threshold, by name in alphabetical order."""
     dropped: Mapping[DropReason, int]
     """Reasons that occurred, the most frequent first."""
     num_truncated: int
-    """Responses whose container did not close, those that never opened one included."""
+    """Responses whose container did not close, or never opened."""
     num_never_opened: int
     num_length_limited: int
     """Responses that ended at `max_new_tokens`."""
     scene_f1: tuple[float, ...]
-    """One per scene: F1 at the first threshold whatever the class; 1 where there is nothing to find
-    and nothing was found.
+    """F1 of each scene at the first threshold, whatever the class; 1 for nothing found of nothing.
     """
 
 
 def summarise(scenes: Sequence[Scene], iou_thresholds: Sequence[float]) -> DetectionSummary:
-    """The summary at these thresholds, which rise; at least one."""
-    any_class = [_Overlaps.of(scene) for scene in scenes]
+    """Summarise the scenes at these thresholds, which rise; at least one."""
+    any_class = [_Overlaps(scene, _iou(scene.objects, scene.sample.objects)) for scene in scenes]
     same_class = [overlaps.of_equal_names() for overlaps in any_class]
     first = iou_thresholds[0]
-    f1 = [
-        (
-            overlaps.counts(first).f1
-            if overlaps.scene.objects or overlaps.scene.sample.objects
-            else 1.0
-        )
-        for overlaps in any_class
-    ]
+    f1 = []
+    for overlaps in any_class:
+        is_empty = not overlaps.scene.objects and not overlaps.scene.sample.objects
+        f1.append(1.0 if is_empty else overlaps.counts(first).f1)
     dropped = Counter(reason for scene in scenes for reason in scene.dropped)
     return DetectionSummary(
         thresholds=tuple(
@@ -197,23 +185,18 @@ def summarise(scenes: Sequence[Scene], iou_thresholds: Sequence[float]) -> Detec
 
 
 def worst_scenes(summary: DetectionSummary, count: int) -> list[int]:
-    """The indices of the `count` scenes with the lowest F1, lowest first, ties in their order; none
-    for a scene without a mistake.
-    """
-    ranked = sorted(
-        range(len(summary.scene_f1)), key=lambda index: (summary.scene_f1[index], index)
-    )
+    """Return the `count` scenes with the lowest F1, lowest first; none without a mistake."""
+    ranked = sorted(range(len(summary.scene_f1)), key=summary.scene_f1.__getitem__)
     return [index for index in ranked[:count] if summary.scene_f1[index] < 1.0]
 
 
 def pair_objects(
     predictions: Sequence[Shape], ground_truth: Sequence[Shape], *, iou_threshold: float
 ) -> list[Pair]:
-    """Which prediction found which ground truth, whatever their class: greedily, in order of
-    falling IoU, ties by prediction and then by ground truth.
+    """Pair predictions with ground truth, whatever their class.
 
-    A pair has at least `iou_threshold`, which must be above 0, and both of its objects were free
-    before it.
+    Greedily, in order of falling IoU, ties by prediction and then by ground truth. A pair has at
+    least `iou_threshold`, which must be above 0, and both of its objects were free before it.
     """
     return _greedy_pairs(_iou(predictions, ground_truth), iou_threshold)
 
@@ -225,27 +208,19 @@ class _Overlaps:
     scene: Scene
     iou_PG: np.ndarray
 
-    @classmethod
-    def of(cls, scene: Scene) -> _Overlaps:
-        return cls(scene, _iou(scene.objects, scene.sample.objects))
-
     def of_equal_names(self) -> _Overlaps:
-        """The same where names are equal, and 0 elsewhere."""
-        truth = [one.desc for one in self.scene.sample.objects]
-        same_PG = np.array(
-            [[found.desc == desc for desc in truth] for found in self.scene.objects], dtype=bool
-        ).reshape(self.iou_PG.shape)
+        """Return the overlaps where names are equal, and 0 elsewhere."""
+        found = np.array([found.desc for found in self.scene.objects], dtype=object)
+        truth = np.array([truth.desc for truth in self.scene.sample.objects], dtype=object)
+        same_PG = found[:, None] == truth[None]
         return _Overlaps(self.scene, np.where(same_PG, self.iou_PG, 0.0))
 
     def pairs(self, iou_threshold: float) -> list[Pair]:
         return _greedy_pairs(self.iou_PG, iou_threshold)
 
     def counts(self, iou_threshold: float) -> DetectionCounts:
-        predictions, ground_truth, pairs = (
-            self.scene.objects,
-            self.scene.sample.objects,
-            self.pairs(iou_threshold),
-        )
+        predictions, ground_truth = self.scene.objects, self.scene.sample.objects
+        pairs = self.pairs(iou_threshold)
         return DetectionCounts(
             num_predictions=len(predictions),
             num_dropped=len(self.scene.dropped),
@@ -266,7 +241,7 @@ def _class_table(
     same_class: Sequence[_Overlaps], iou_threshold: float
 ) -> dict[str, DetectionCounts]:
     predicted = Counter(found.desc for overlaps in same_class for found in overlaps.scene.objects)
-    there = Counter(
+    known = Counter(
         truth.desc for overlaps in same_class for truth in overlaps.scene.sample.objects
     )
     matched = Counter(
@@ -277,16 +252,16 @@ def _class_table(
     return {
         name: DetectionCounts(
             num_predictions=predicted[name],
-            num_ground_truth=there[name],
+            num_ground_truth=known[name],
             num_matched=matched[name],
             num_class_correct=matched[name],
         )
-        for name in sorted(predicted | there)
+        for name in sorted(predicted | known)
     }
 
 
 def _iou(predictions: Sequence[Shape], ground_truth: Sequence[Shape]) -> np.ndarray:
-    """float64 [P, G]."""
+    """Return the overlap of every pair: float64 [P, G]."""
     if not predictions or not ground_truth:
         return np.zeros((len(predictions), len(ground_truth)))
     iou_PG = box_iou(
@@ -300,11 +275,11 @@ def _iou(predictions: Sequence[Shape], ground_truth: Sequence[Shape]) -> np.ndar
 
 
 def _greedy_pairs(iou_PG: np.ndarray, iou_threshold: float) -> list[Pair]:
-    candidates = [(i, j) for i, j in np.argwhere(iou_PG >= iou_threshold).tolist()]
+    candidates = [(-iou_PG[i, j], i, j) for i, j in np.argwhere(iou_PG >= iou_threshold).tolist()]
     taken_predictions: set[int] = set()
     taken_ground_truth: set[int] = set()
     pairs: list[Pair] = []
-    for i, j in sorted(candidates, key=lambda place: (-iou_PG[place], *place)):
+    for _, i, j in sorted(candidates):
         if i not in taken_predictions and j not in taken_ground_truth:
             pairs.append(Pair(i, j, float(iou_PG[i, j])))
             taken_predictions.add(i)

@@ -39,8 +39,9 @@ _MAX_CELLS = 1_000_000
 
 
 def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
-    """IoU, 0..1, of the areas that two rings in 0..999 enclose (even-odd rule). Without any area: 1
-    for the same vertices, else 0.
+    """Return the IoU of the areas that two rings in 0..999 enclose (even-odd rule).
+
+    Without any area it is 1 for the same vertices, else 0.
     """
     edges_a, edges_b = _edges(a), _edges(b)
     edges_T4 = np.array(edges_a + edges_b, dtype=np.float64).reshape(-1, 4)
@@ -57,8 +58,9 @@ def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
 
 
 def _edges(ring: Sequence[Point]) -> list[tuple[int, int, int, int]]:
-    """(ax, ay, bx, by) upwards. Left out is what bounds no area: horizontal edges, and those walked
-    an even number of times.
+    """List the edges (ax, ay, bx, by), upwards.
+
+    Edges that bound no area are left out: horizontal ones, and those walked twice.
     """
     times = Counter(
         (*a, *b) if a[1] < b[1] else (*b, *a)
@@ -68,7 +70,7 @@ def _edges(ring: Sequence[Point]) -> list[tuple[int, int, int, int]]:
 
 
 def _levels(edges_T4: np.ndarray) -> np.ndarray:
-    """[L + 1]: the ordinates of all ends and crossings of edges, ascending."""
+    """Return the ordinates of all ends and crossings of edges, ascending: [L + 1]."""
     ax, ay, bx, by = edges_T4.T[:, :, None]
     cx, cy, dx, dy = edges_T4.T[:, None, :]
     determinant_TT = (bx - ax) * (dy - cy) - (by - ay) * (dx - cx)
@@ -84,7 +86,7 @@ def _levels(edges_T4: np.ndarray) -> np.ndarray:
 
 
 def _slab_areas(levels: np.ndarray, edges_T4: np.ndarray, is_a_T: np.ndarray) -> np.ndarray:
-    """The areas of a, of b and of both between the first and the last level."""
+    """Return the areas of a, of b and of both between the first and the last level."""
     # No edges cross inside a slab, so every width is linear there and the middle one is the mean.
     middle_L1 = ((levels[:-1] + levels[1:]) / 2)[:, None]
     ax, ay, bx, by = edges_T4.T
@@ -105,9 +107,6 @@ def _slab_areas(levels: np.ndarray, edges_T4: np.ndarray, is_a_T: np.ndarray) ->
     )
 
 
-# Polygons with fewer vertices: each vertex costs tokens.
-
-
 Number = TypeVar("Number", int, float)
 
 MIN_VERTICES = 3
@@ -116,11 +115,10 @@ MIN_VERTICES = 3
 def simplify_ring(
     points: Sequence[tuple[Number, Number]], max_vertices: int
 ) -> list[tuple[Number, Number]]:
-    """The ring with at most `max_vertices` of its vertices, in their order (Visvalingam and
-    Whyatt).
+    """Keep at most `max_vertices` of a ring, in order (Visvalingam and Whyatt): each costs tokens.
 
-    The vertex whose triangle with its two neighbours is smallest goes first, ties by index; so
-    those that matter least to the area go. ValueError for fewer than 3.
+    The vertex whose triangle with its two neighbours is smallest goes first, ties by index.
+    Raises ValueError for fewer than 3.
     """
     if max_vertices < MIN_VERTICES:
         raise ValueError(
@@ -137,7 +135,7 @@ def simplify_ring(
 
 
 def _area_at(ring: Sequence[tuple[Number, Number]], i: int) -> Number:
-    """Twice the area of the triangle of vertex `i` and its two neighbours."""
+    """Return twice the area of the triangle of vertex `i` and its two neighbours."""
     a, b, c = ring[i - 1], ring[i], ring[(i + 1) % len(ring)]
     return abs((b[0] - a[0]) * (c[1] - a[1]) - (c[0] - a[0]) * (b[1] - a[1]))
 
@@ -150,7 +148,7 @@ Box: TypeAlias = tuple[int, int, int, int]
 
 
 class Shape(Protocol):
-    """What a ground-truth object and a parsed object have in common."""
+    """A ground-truth object or a parsed one."""
 
     @property
     def kind(self) -> GeometryKind: ...
@@ -160,8 +158,9 @@ class Shape(Protocol):
 
 
 def bin_box(box: Sequence[float], *, width: int, height: int) -> Box:
-    """Pixels (x1, y1, x2, y2) of an image to bins, rounded outwards and clamped to 0..999.
-    ValueError for an axis under 2 pixels.
+    """Turn pixels (x1, y1, x2, y2) into bins, rounded outwards and clamped to 0..999.
+
+    Raises ValueError for an axis under 2 pixels.
     """
     x1, y1, x2, y2 = box
     x_scale, y_scale = _last_pixel(width), _last_pixel(height)
@@ -174,8 +173,9 @@ def bin_box(box: Sequence[float], *, width: int, height: int) -> Box:
 
 
 def bin_points(points: Sequence[float], *, width: int, height: int) -> tuple[int, ...]:
-    """Polygon vertices x, y, ... in pixels to the nearest bins (a half goes up), clamped to 0..999.
-    ValueError as for `bin_box`.
+    """Turn polygon vertices x, y, ... in pixels into the nearest bins (a half goes up), clamped.
+
+    Raises ValueError as `bin_box`.
     """
     scales = _last_pixel(width), _last_pixel(height)
     return tuple(
@@ -184,39 +184,38 @@ def bin_points(points: Sequence[float], *, width: int, height: int) -> tuple[int
 
 
 def pixels_of(bins: Sequence[int], *, width: int, height: int) -> tuple[float, ...]:
-    """Bins x, y, ... to pixels of an image of that size, not rounded."""
+    """Turn bins x, y, ... into pixels of an image of that size, not rounded."""
     scales = _last_pixel(width), _last_pixel(height)
     return tuple(bin * scales[i % 2] / MAX_BIN for i, bin in enumerate(bins))
 
 
 def vertices(shape: Shape) -> list[Point]:
-    """The ring of a shape, bins clamped to 0..999; a box as its four corners, clockwise from (x1,
-    y1) as an image shows it.
-    """
+    """Return the ring of a shape, clamped to 0..999; a box clockwise from (x1, y1)."""
     values = [_clamp(bin) for bin in _ring(shape)]
     return list(zip(values[::2], values[1::2], strict=True))
 
 
 def aabb(shape: Shape) -> Box:
-    """The smallest axis-aligned box around a shape, in bins."""
+    """Return the smallest axis-aligned box around a shape, in bins."""
     xs, ys = zip(*vertices(shape), strict=True)
     return min(xs), min(ys), max(xs), max(ys)
 
 
 def box_iou(a_P4: np.ndarray, b_G4: np.ndarray) -> np.ndarray:
-    """[P, 4] and [G, 4] boxes to float64 [P, G]: IoU of their continuous areas. Identical boxes
-    have 1, also without area.
+    """Return the IoU of the areas of [P, 4] and [G, 4] boxes: float64 [P, G].
+
+    Identical boxes have 1, also without area.
     """
     return _paired_box_iou(a_P4[:, None], b_G4[None])
 
 
 def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
-    """IoU of two shapes rasterised on a canvas of `resolution` x `resolution` pixels, 0..1.
-    ValueError for a canvas under 2 pixels.
+    """Return the IoU of two shapes on a canvas of `resolution` x `resolution` pixels.
 
     Bins are scaled by `(resolution - 1) / 999`; a pixel is covered where its centre lies in the
     half-open shape (even-odd rule). Where either shape covers fewer than 16 pixels the ratio of the
-    exact areas takes the place of the raster's; identical shapes have 1.
+    exact areas takes the place of the raster's; identical shapes have 1. Raises ValueError for a
+    canvas under 2 pixels.
     """
     return float(Rasters.of([a, b], resolution).mask_iou(np.array([0]), np.array([[1]]))[0, 0])
 
@@ -242,7 +241,7 @@ class Rasters:
 
     @classmethod
     def of(cls, shapes: Sequence[Shape], resolution: int) -> Rasters:
-        """ValueError for a canvas under 2 pixels per axis."""
+        """Rasterise the shapes. Raises ValueError for a canvas under 2 pixels per axis."""
         if resolution < 2:
             raise ValueError(
                 f"a canvas of {resolution} pixels per axis shows nothing; use at least 2"
@@ -271,9 +270,7 @@ class Rasters:
         )
 
     def mask_iou(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
-        """`mask_iou` of shape `left[p]` with each `right[p, k]`, indices into the shapes: float64
-        [P, K].
-        """
+        """Return the mask IoU of shape `left[p]` with each `right[p, k]`: float64 [P, K]."""
         left_P1 = left_P[:, None]
         common_PK = self._common_pixels(left_P, right_PK)
         union_PK = self.num_pixels_N[left_P1] + self.num_pixels_N[right_PK] - common_PK
@@ -313,25 +310,20 @@ class Rasters:
 def _rasterise(
     points_V2: np.ndarray, starts_N: np.ndarray, stops_N: np.ndarray, resolution: int
 ) -> np.ndarray:
-    """uint64 [N, R, W] of the pixels whose centres lie inside the rings `points[start:stop]`: left
-    of them is an odd number of edges.
+    """Return the pixels whose centres lie inside the rings `points[start:stop]`: uint64 [N, R, W].
 
-    In integers, so without rounding. The unit is 1 / 1998 of a pixel: a bin is `2 * (R - 1)` of
-    them, a pixel's centre `(2 k + 1) * 999`.
+    Left of such a centre is an odd number of edges. All is in integers, so without rounding. The
+    unit is 1 / 1998 of a pixel: a bin is `2 * (R - 1)` of them, a pixel's centre `(2 k + 1) * 999`.
     """
     next_V = np.arange(1, len(points_V2) + 1)
     next_V[stops_N - 1] = starts_N
     ring_V = np.repeat(np.arange(len(starts_N)), stops_N - starts_N)
     is_up_V1 = points_V2[:, 1:] <= points_V2[next_V, 1:]
-    low_V2, high_V2 = (
-        np.where(is_up_V1, points_V2, points_V2[next_V]),
-        np.where(is_up_V1, points_V2[next_V], points_V2),
-    )
+    low_V2 = np.where(is_up_V1, points_V2, points_V2[next_V])
+    high_V2 = np.where(is_up_V1, points_V2[next_V], points_V2)
 
-    first_V, last_V = (
-        _first_pixel(low_V2[:, 1], resolution),
-        _first_pixel(high_V2[:, 1], resolution),
-    )
+    first_V = _first_pixel(low_V2[:, 1], resolution)
+    last_V = _first_pixel(high_V2[:, 1], resolution)
     edge_C = np.repeat(np.arange(len(points_V2)), last_V - first_V)
     row_C = np.arange(len(edge_C)) - np.repeat(
         np.cumsum(last_V - first_V) - last_V, last_V - first_V
@@ -356,40 +348,41 @@ def _rasterise(
 
 @lru_cache(maxsize=4)
 def _words_left_of(resolution: int) -> np.ndarray:
-    """uint64 [R + 1, W]: the pixels of a canvas row left of each column."""
+    """Return the pixels of a canvas row left of each column: uint64 [R + 1, W]."""
     num_words = -(-resolution // 64)
     bits = np.arange(64 * num_words) < np.arange(resolution + 1)[:, None]
     return np.packbits(bits, axis=1, bitorder="little").view("<u8").astype(np.uint64)
 
 
 def _first_pixel(bins: np.ndarray, resolution: int) -> np.ndarray:
-    """The first pixels whose centres are not before `bins`: ceil(bin * (R - 1) / 999 - 1/2), in
-    integers.
+    """Return the first pixels whose centres are not before `bins`, in integers.
+
+    That is ceil(bin * (R - 1) / 999 - 1/2).
     """
     return -((MAX_BIN - 2 * bins * (resolution - 1)) // (2 * MAX_BIN))
 
 
 def _paired_box_iou(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[..., 4] and [..., 4] to float64 [...]: `box_iou` of each with its partner."""
+    """Return the `box_iou` of each box with its partner: [..., 4] and [..., 4] to float64 [...]."""
     common = _box_area(_intersection(a, b))
     union = _box_area(a) + _box_area(b) - common
     return np.divide(common, union, out=(a == b).all(axis=-1).astype(np.float64), where=union > 0)
 
 
 def _intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """[..., 4]: what two boxes have in common; x1 > x2 or y1 > y2 where that is nothing."""
+    """Intersect boxes [..., 4]; x1 > x2 or y1 > y2 where they have nothing in common."""
     return np.concatenate(
         [np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])], axis=-1
     )
 
 
 def _box_area(boxes: np.ndarray) -> np.ndarray:
-    """[..., 4] to [...]"""
+    """Return the areas of boxes: [..., 4] to [...]."""
     return (boxes[..., 2] - boxes[..., 0]).clip(min=0) * (boxes[..., 3] - boxes[..., 1]).clip(min=0)
 
 
 def _ring(shape: Shape) -> Sequence[int]:
-    """x, y, ... of the vertices as written; a box's corners in the order of `vertices`."""
+    """Return x, y, ... as written; of a box its corners in the order of `vertices`."""
     if shape.kind is GeometryKind.POLY:
         return shape.bins
     x1, y1, x2, y2 = shape.bins

@@ -1,5 +1,4 @@
-"""Which prediction is which ground truth: Hungarian assignment by maskIoU, whatever the class
-(DESIGN 7.4).
+"""The match of predictions with ground truth: Hungarian by maskIoU of any class (DESIGN 7.4).
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N = P + G.
 """
@@ -27,7 +26,11 @@ class MatchedPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """Indices are those of the arguments of `match_objects`."""
+    """The assignment; indices are those of the arguments of `match_objects`.
+
+    Example: of 2 predictions and 1 ground truth the second matched: `MatchResult((MatchedPair(1, 0,
+    0.8),), unmatched_predictions=(0,), unmatched_ground_truth=(), gating_rejections=1)`.
+    """
 
     pairs: tuple[MatchedPair, ...]
     """By prediction."""
@@ -47,11 +50,11 @@ def match_objects(
     fp_cost: float = 1.0,
     fn_cost: float = 1.0,
 ) -> MatchResult:
-    """The assignment of least cost: `1 - maskIoU` for a pair, `fp_cost` for a prediction and
-    `fn_cost` for a ground truth left alone.
+    """Find the assignment of least cost.
 
-    Only the `candidate_top_k` nearest ground truths of each prediction are compared, and of those
-    only pairs with maskIoU of at least `maskiou_gate` are possible. ValueError for a top k under 1.
+    A pair costs `1 - maskIoU`, a prediction alone `fp_cost`, a ground truth alone `fn_cost`. Only
+    the `candidate_top_k` nearest ground truths of each prediction are compared, and only pairs with
+    a maskIoU of at least `maskiou_gate` are possible. Raises ValueError for a top k under 1.
     """
     if candidate_top_k < 1:
         raise ValueError(
@@ -60,10 +63,8 @@ def match_objects(
     num_predictions, num_ground_truth = len(predictions), len(ground_truth)
     iou_PG = np.full((num_predictions, num_ground_truth), np.nan)
     if iou_PG.size:
-        rasters, predictions_P = (
-            Rasters.of([*predictions, *ground_truth], maskiou_resolution),
-            np.arange(num_predictions),
-        )
+        rasters = Rasters.of([*predictions, *ground_truth], maskiou_resolution)
+        predictions_P = np.arange(num_predictions)
         candidates_PK = candidates(
             rasters.boxes_N4[:num_predictions], rasters.boxes_N4[num_predictions:], candidate_top_k
         )
@@ -91,12 +92,14 @@ def match_objects(
 
 
 def candidates(boxes_P4: np.ndarray, boxes_G4: np.ndarray, top_k: int) -> np.ndarray:
-    """int [P, K]: the ground truths to compare each prediction with: overlapping boxes by IoU, then
-    the others by distance; ties by index.
+    """Choose the ground truths to compare each prediction with: int [P, K].
+
+    Overlapping boxes come first, by IoU, then the others by distance; ties by index.
     """
     iou_PG = box_iou(boxes_P4, boxes_G4)
     # Twice the centres, in integers: equal distances are ties, not rounding.
-    centres_P2, centres_G2 = boxes_P4[:, :2] + boxes_P4[:, 2:], boxes_G4[:, :2] + boxes_G4[:, 2:]
+    centres_P2 = boxes_P4[:, :2] + boxes_P4[:, 2:]
+    centres_G2 = boxes_G4[:, :2] + boxes_G4[:, 2:]
     distance_PG = ((centres_P2[:, None] - centres_G2[None]) ** 2).sum(axis=-1)
     return np.argsort(np.where(iou_PG > 0, -iou_PG, distance_PG), axis=-1, kind="stable")[:, :top_k]
 

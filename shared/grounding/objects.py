@@ -1,4 +1,4 @@
-"""What a response says, as values (DESIGN 7.2)."""
+"""The objects of a response, as values (DESIGN 7.2)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from shared.records import GeometryKind
 
 
 class DropReason(StrEnum):
-    """Why a complete entry is not an object. An entry has the first reason, in this order, that
-    holds.
-    """
+    """The first reason, in this order, why a complete entry is not an object."""
 
     MALFORMED = "malformed"
-    """Not JSON apart from unquoted coord tokens, not an object, or without one comma in front of
-    it.
-    """
+    """Not JSON apart from unquoted coord tokens, no object, or without one comma before it."""
     KEY_INVALID = "key_invalid"
     """A key that does not belong there, `desc` twice, two geometries, or a nested object."""
     UNKNOWN_GEOM = "unknown_geom"
@@ -37,8 +33,10 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParsedObject:
-    """One valid object. All positions count tokens of `ParsedRollout.prefix_token_ids`, which are
-    those of the response up to `num_unchanged`.
+    """One valid object. Positions count tokens of `ParsedRollout.prefix_token_ids`.
+
+    Example: the first object of an answer is `ParsedObject("object_1", 1, GeometryKind.BBOX,
+    desc="cat", bins=(10, 20, 300, 400), coord_positions=(14, 18, 22, 26), span=(4, 29))`.
     """
 
     key: str
@@ -61,9 +59,7 @@ class ParsedObject:
 
 @dataclass(frozen=True, slots=True)
 class DroppedObject:
-    """An entry of the kept prefix that is no valid object. What lies behind the cut is not kept and
-    not counted.
-    """
+    """An entry of the kept prefix that is no valid object."""
 
     key: str
     reason: DropReason
@@ -71,13 +67,11 @@ class DroppedObject:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
-    """A response as far as it can be used. `prefix_token_ids` is an open JSON object that ground
-    truth can be appended to.
-    """
+    """A response as far as it can be used: an open JSON object that objects can be appended to."""
 
     prefix_token_ids: tuple[int, ...]
     prefix_text: str
-    """Of the prefix; bytes that are not UTF-8 appear as U+FFFD."""
+    """Text of the prefix; bytes that are not UTF-8 are U+FFFD."""
     objects: tuple[ParsedObject, ...]
     """In order of appearance."""
     dropped: tuple[DroppedObject, ...]
@@ -89,6 +83,5 @@ class ParsedRollout:
     fallback: bool
     """Nothing could be kept: the prefix is `{`."""
     num_unchanged: int = 0
-    """How many leading prefix tokens are the response's own; the replaced end of a fused token, and
-    the fallback's `{`, are not.
-    """
+    """Leading prefix tokens that are the response's own; the replaced end of a fused token, and the
+    fallback's `{`, are not."""

@@ -1,8 +1,7 @@
-"""Token ids of a response to the objects it names and the prefix that is kept of it (DESIGN 7.2).
+"""The strict parser: token ids of a response to its objects and the prefix to keep (DESIGN 7.2).
 
 The bytes of the tokens are scanned as one text; offsets lead back to tokens, so nothing is decoded
-and encoded again except the end of one fused token. A malformed response is data: nothing here
-raises on account of what a model wrote.
+and encoded again except the end of one fused token. A malformed response is data, never an error.
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ class _Prefix:
 def parse_rollout(
     token_ids: Sequence[int], codec: TokenCodec, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY
 ) -> ParsedRollout:
-    """The valid objects of a response and the prefix to append to. Linear in the response's bytes;
-    never raises on its content.
+    """Read the valid objects of a response and the prefix to append to, in linear time.
 
-    `token_ids` is the response, with or without its stop token. `geometry` says which kinds are
-    wanted; boxes always are, and without `poly` every sound polygon is dropped. ValueError for a
-    set without boxes.
+    Args:
+        token_ids: the response, with or without its stop token.
+        geometry: kinds that are wanted; without `poly` every sound polygon is dropped.
+
+    Raises:
+        ValueError: `geometry` lacks boxes. The response itself never raises.
     """
     if GeometryKind.BBOX not in geometry:
         raise ValueError(
@@ -56,7 +57,11 @@ def parse_rollout(
             dropped.append(DroppedObject(entry.key, shape))
             continue
         assert entry.value is not None
-        span = _tokens(prefix.ends, entry.value)
+        # Half-open range of the tokens that overlap the value.
+        span = (
+            bisect_right(prefix.ends, entry.value[0]),
+            bisect_left(prefix.ends, entry.value[1]) + 1,
+        )
         objects.append(
             ParsedObject(
                 entry.key,
@@ -84,9 +89,7 @@ def parse_rollout(
 
 
 def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec) -> _Prefix:
-    """The response up to the brace that ends its last complete entry; only the token that the cut
-    falls into is replaced.
-    """
+    """Cut the response behind its last complete entry; only the token that is cut is replaced."""
     for entry in reversed(entries):
         if entry.value is None:
             continue
@@ -108,14 +111,10 @@ def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec) -> 
     return _Prefix(codec.encode("{"), [], 0, 0)
 
 
-def _tokens(ends: list[int], span: tuple[int, int]) -> tuple[int, int]:
-    """Half-open range of the tokens that overlap a span of bytes that is not empty."""
-    return bisect_right(ends, span[0]), bisect_left(ends, span[1]) + 1
-
-
 def _max_index(text: bytes, entries: Sequence[Entry]) -> int | None:
-    """The largest n of an `object_{n}` key in the kept text, at any depth, or of one of its
-    entries, which need no colon.
+    """Return the largest n of an `object_{n}` key in the kept text, at any depth.
+
+    The key of an entry counts without its colon too.
     """
     others: list[bytes] = []
     position = 0

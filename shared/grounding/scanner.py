@@ -1,9 +1,14 @@
-"""One pass over a response's bytes: where the container opens and closes, and where its entries lie
-(DESIGN 7.2).
+"""One pass over a response's bytes: the container's ends and its entries (DESIGN 7.2).
 
-Only strings, braces and what stands between entries are looked at; an entry's inside is the
-business of `members`. Every pattern is possessive or atomic (`entries` says in which form) and
-every offset only grows, so the pass is linear whatever the response holds.
+Only strings, braces and what stands between entries are looked at; the inside of an entry is read
+by `shared.grounding.validation`. A *plain* entry, as models mostly write them, has a key without
+escapes, one `desc` and one array of coord tokens, in any field order and spacing: one match reads
+it whole, and finds what the scan and the validation would find. Everything else is theirs.
+
+Every pattern is possessive or atomic, and every offset only grows, so the pass is linear whatever
+the response holds. A repeated group is atomic, `(?>(?:...)*)`, and not possessive, `(?:...)*+`:
+Python 3.11.2, which Debian 12 has, leaves the match behind the last attempt of a possessive group,
+even where that failed.
 """
 
 from __future__ import annotations
@@ -15,22 +20,9 @@ from typing import NamedTuple
 
 from shared.records import GeometryKind
 
-# One `object_{n}` entry of a response, and a reader for entries as models mostly write them (DESIGN
-# 7.2).
-#
-# A *plain* entry has a key without escapes, one `desc` and one array of coord tokens, in any field
-# order and spacing: one match reads it whole. What it finds is what `scanner` and `members` find;
-# everything else, and everything that turns out to be no valid object, is theirs.
-#
-# Every pattern is possessive or atomic, so that a match that fails has looked at each byte a
-# bounded number of times. A repeated group is atomic, `(?>(?:...)*)`, and not possessive,
-# `(?:...)*+`: Python 3.11.2, which Debian 12 has, leaves the match behind the last attempt of a
-# possessive group, even where that failed.
-
-
 SPACE = rb"[ \t\n\r]*+"
 STRING_CHARACTERS = rb'(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)'
-"""What JSON allows between the quotes of a string."""
+"""The characters that JSON allows between the quotes of a string."""
 KEY_INDEX = rb"object_(0|[1-9][0-9]{0,8})"
 COORD_START = b"<|coord_"
 
@@ -80,18 +72,15 @@ _INDEX, _BRACES, _DESC_BEFORE, _BOX_ARRAY, _POLY_ARRAY, _DESC_BEHIND = range(1, 
 _KEY_START = len(b'"object_')
 
 
-# Named tuples, because one of each is made for every entry, and a frozen dataclass takes longer to
-# make.
+# Named tuples, because one is made for every entry, and a frozen dataclass takes longer to make.
 class PlainFields(NamedTuple):
-    """What a plain entry has. Spans are half-open, in bytes."""
+    """The parts of a plain entry. Spans are half-open, in bytes."""
 
     kind: GeometryKind
     desc: tuple[int, int]
     """Between the quotes, escapes and all."""
     array: tuple[int, int]
-    """`[...]` of the geometry: characters of coord tokens, of which nobody knows yet whether they
-    are tokens.
-    """
+    """`[...]` of the geometry: characters of coord tokens, which may not be tokens."""
 
 
 class Entry(NamedTuple):
@@ -101,7 +90,7 @@ class Entry(NamedTuple):
     number: int
     """The n of `object_{n}`."""
     start: int
-    """Of the key's opening quote."""
+    """Offset of the key's opening quote."""
     value: tuple[int, int] | None
     """Span of `{...}`; None where the value is not an object."""
     separated: bool
@@ -111,42 +100,31 @@ class Entry(NamedTuple):
 
 
 def plain_entries(text: bytes, position: int, *, first: bool) -> tuple[list[Entry], int]:
-    """The plain entries that follow one another from `position` on, and where they end.
+    """Read the plain entries from `position` on, and return where they end.
 
     `position` is behind the container's opening (`first`) or behind an entry.
     """
     entries: list[Entry] = []
     pattern = _FIRST_ENTRY if first else _NEXT_ENTRY
     while (found := pattern.match(text, position)) is not None:
-        kind, array = (
-            (GeometryKind.BBOX, _BOX_ARRAY)
-            if found.start(_BOX_ARRAY) >= 0
-            else (GeometryKind.POLY, _POLY_ARRAY)
-        )
-        before, behind = found.start(_DESC_BEFORE) >= 0, found.start(_DESC_BEHIND) >= 0
-        if before == behind:
+        kind, array = GeometryKind.BBOX, _BOX_ARRAY
+        if found.start(_BOX_ARRAY) < 0:
+            kind, array = GeometryKind.POLY, _POLY_ARRAY
+        has_desc_before = found.start(_DESC_BEFORE) >= 0
+        if has_desc_before == (found.start(_DESC_BEHIND) >= 0):
             break
-        plain = PlainFields(
-            kind, found.span(_DESC_BEFORE if before else _DESC_BEHIND), found.span(array)
-        )
-        number = int(found[_INDEX])
-        entries.append(
-            Entry(
-                f"object_{number}",
-                number,
-                found.start(_INDEX) - _KEY_START,
-                found.span(_BRACES),
-                True,
-                plain,
-            )
-        )
+        desc = found.span(_DESC_BEFORE if has_desc_before else _DESC_BEHIND)
+        plain = PlainFields(kind, desc, found.span(array))
+        number, start = int(found[_INDEX]), found.start(_INDEX) - _KEY_START
+        entries.append(Entry(f"object_{number}", number, start, found.span(_BRACES), True, plain))
         position, pattern = found.end(), _NEXT_ENTRY
     return entries, position
 
 
 def unescape(raw: bytes) -> str:
-    """The text of a JSON string, given the `STRING_CHARACTERS` between its quotes. Lone surrogates
-    become U+FFFD, and so does what is not UTF-8.
+    """Decode a JSON string, given the `STRING_CHARACTERS` between its quotes.
+
+    Lone surrogates and bytes that are not UTF-8 become U+FFFD.
     """
     text = raw.decode(errors="replace")
     if "\\" not in text:
@@ -155,7 +133,7 @@ def unescape(raw: bytes) -> str:
     return unescaped.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# as delimited by quotes; what is between them need not be allowed
+# Delimited by quotes; the characters between them need not be legal.
 _STRING = rb'"(?>(?:[^"\\]++|\\.)*)"'
 
 _OPENING = re.compile(SPACE + rb"(\{)")
@@ -169,7 +147,7 @@ _ALLOWED = re.compile(STRING_CHARACTERS)
 _OBJECT_KEY = re.compile(KEY_INDEX)
 _KEY_OR_STRING = re.compile(rb'"' + KEY_INDEX + rb'"' + SPACE + rb":|" + _STRING, re.DOTALL)
 
-# What can stand at the container's top level, beside punctuation that stands for itself.
+# Symbols of the container's top level, beside punctuation that stands for itself.
 _OBJECT_VALUE = b"{}"
 _TEXT_STRING = b'"'
 _ENTRY_KEY = b"key"
@@ -178,13 +156,15 @@ _OTHER = b"other"
 
 @dataclass(frozen=True, slots=True)
 class Container:
+    """The top-level object of a response."""
+
     entries: tuple[Entry, ...]
     """Complete ones, in order of appearance."""
     closed: bool
 
 
 def scan_container(text: bytes) -> Container | None:
-    """The entries of the top-level object; None where `text` does not begin with one.
+    """Find the entries of the top-level object; None where `text` does not begin with one.
 
     An entry ends with the brace that closes its value, by string-aware brace depth alone. One whose
     value is not an object ends before the next comma, the next key or the container's end. An entry
@@ -198,15 +178,17 @@ def scan_container(text: bytes) -> Container | None:
 
 
 def object_indices(text: bytes) -> list[int]:
-    """The n of every `object_{n}` key in `text`, at any depth: a string with a colon behind it that
-    is not part of another string.
+    """List the n of every `object_{n}` key in `text`, at any depth.
+
+    A key is a string with a colon behind it that is not part of another string.
     """
     return [int(index) for index in _KEY_OR_STRING.findall(text) if index]
 
 
 def is_open_container(text: bytes) -> bool:
-    """Whether more entries can be written at the end of `text`: an object was opened, not closed,
-    and no string or object in it is open.
+    """Tell whether entries can be appended to `text`.
+
+    An object was opened, not closed, and no string or object in it is open.
     """
     opening = _OPENING.match(text)
     if opening is None:
@@ -216,7 +198,7 @@ def is_open_container(text: bytes) -> bool:
 
 
 class _Scan:
-    """A scan from the container's opening brace to its end, and where it stands."""
+    """The state of a scan from the container's opening brace to its end."""
 
     def __init__(self, text: bytes, opening: int) -> None:
         self.entries: list[Entry] = []
@@ -231,7 +213,7 @@ class _Scan:
             pass
 
     def _step(self) -> bool:
-        """Takes the plain entries and the one symbol that follow; False at the end of the text."""
+        """Take the plain entries and the one symbol that follow; False at the end of the text."""
         if self._awaited is None and self._last in (b"{", _OBJECT_VALUE):
             self._take_plain_entries()
         lexeme = _lexeme(self._text, self._position)
@@ -265,24 +247,23 @@ class _Scan:
             self._position = end
 
     def _is_key(self) -> bool:
-        """Whether a string `object_{n}` that was just read is one: it stands where a key belongs,
-        or has a colon behind it.
+        """Tell whether the string `object_{n}` just read is a key.
+
+        It is where a key belongs, or with a colon behind it.
         """
-        return (
-            self._last in (b"{", b",", _OBJECT_VALUE) and not self._brackets
-        ) or _COLON_FOLLOWS.match(self._text, self._position) is not None
+        if self._last in (b"{", b",", _OBJECT_VALUE) and not self._brackets:
+            return True
+        return _COLON_FOLLOWS.match(self._text, self._position) is not None
 
     def _is_separated(self) -> bool:
-        """Whether one separator stands directly in front of a key that was just read.
+        """Tell whether one separator stands directly in front of the key just read.
 
-        What lies before it, other members that may be damaged included, is not asked.
+        Anything before it, such as damaged members, does not matter.
         """
         return self._last == b"{" or (self._last == b"," and self._earlier not in (b"{", b","))
 
     def _end_awaited(self, symbol: bytes, start: int) -> None:
-        """Reports the entry whose value is awaited where `symbol` is that value, or shows that
-        there is none.
-        """
+        """Report the entry whose value is awaited, if `symbol` is that value or ends the wait."""
         if self._awaited is None:
             return
         if symbol == _OBJECT_VALUE and not self._brackets:
@@ -299,8 +280,9 @@ class _Scan:
 
 
 def _lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
-    """The symbol of the container that follows, and its half-open span; a nested object is one.
-    None where the text ends before it does.
+    """Read the next symbol and its half-open span; a nested object is one symbol.
+
+    None where the text ends before the symbol does.
     """
     found = _LEXEME.match(text, position)
     if found is None:
@@ -316,8 +298,9 @@ def _lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
 
 
 def _follow_braces(text: bytes, position: int) -> tuple[int, int]:
-    """From inside an object: behind the brace that closes it and 0, or behind the last brace there
-    is and the depth that is left open.
+    """Follow braces from inside an object to the one that closes it, or to the last one.
+
+    Returns the position behind that brace and the depth that is left open.
     """
     depth = 1
     while depth and (brace := _TO_BRACE.match(text, position)) is not None:
@@ -327,7 +310,7 @@ def _follow_braces(text: bytes, position: int) -> tuple[int, int]:
 
 
 def _object_index(raw: bytes) -> int | None:
-    """The n of a key, given what is between its quotes; None where it is another string."""
+    """Return the n of an `object_{n}` key without its quotes; None for another string."""
     if b"\\" in raw:
         raw = unescape(raw).encode() if _ALLOWED.fullmatch(raw) else b""
     match = _OBJECT_KEY.fullmatch(raw)

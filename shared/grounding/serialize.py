@@ -1,4 +1,4 @@
-"""Ground-truth objects to the text that the model is taught to write (DESIGN 5 decision 1, 7.3)."""
+"""Objects to the text that the model is taught to write (DESIGN 5 decision 1, 7.3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELD_ORDERS = (DESC_FIRST, GEOMETRY_FIRST)
 
 @dataclass(frozen=True, slots=True)
 class ObjectLayout:
-    """Where one object lies in `SerializedText.text`. Spans are half-open and count UTF-8 bytes."""
+    """The place of one object in `SerializedText.text`. Half-open spans of UTF-8 bytes."""
 
     value: tuple[int, int]
     """`{...}`, braces included."""
@@ -29,6 +29,8 @@ class ObjectLayout:
 
 @dataclass(frozen=True, slots=True)
 class SerializedText:
+    """Text with the place of every object in it."""
+
     text: str
     objects: tuple[ObjectLayout, ...]
     closing: tuple[int, int]
@@ -38,8 +40,9 @@ class SerializedText:
 def serialize_objects(
     objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
 ) -> str:
-    """`{"object_1": {...}, ...}` on one line, as `json.dumps(ensure_ascii=False)` writes it; `{}`
-    for no objects.
+    """Write `{"object_1": {...}, ...}` on one line, as `json.dumps(ensure_ascii=False)` does.
+
+    Example: one cat is `{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_10|>", ...]}}`.
     """
     return layout_objects(objects, field_order=field_order, start_index=start_index).text
 
@@ -51,22 +54,20 @@ def serialize_append(
     start_index: int,
     field_order: str = DESC_FIRST,
 ) -> str:
-    """What follows `prefix_text` so that the whole is closed and holds `objects`, numbered from
-    `start_index`.
+    """Write the text that closes `prefix_text` with `objects`, numbered from `start_index`.
 
-    ValueError where `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
-    ends in `,` with nothing to append. Brackets are not counted: like the parser, this goes by
-    braces and strings.
+    Raises:
+        ValueError: `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
+            ends in `,` with nothing to append. Like the parser, this goes by braces and strings.
     """
-    return layout_append(
-        prefix_text, objects, start_index=start_index, field_order=field_order
-    ).text
+    layout = layout_append(prefix_text, objects, start_index=start_index, field_order=field_order)
+    return layout.text
 
 
 def layout_objects(
     objects: Sequence[GroundTruthObject], *, field_order: str = DESC_FIRST, start_index: int = 1
 ) -> SerializedText:
-    """`serialize_objects` with the place of everything in it."""
+    """Write as `serialize_objects`, with the place of everything in it."""
     return _layout("{", objects, start_index, field_order)
 
 
@@ -77,7 +78,7 @@ def layout_append(
     start_index: int,
     field_order: str = DESC_FIRST,
 ) -> SerializedText:
-    """`serialize_append` with the place of everything in it, counted from where the prefix ends."""
+    """Write as `serialize_append`, with places counted from the end of the prefix."""
     last = prefix_text.rstrip(" \t\n\r")[-1:]
     if last not in ("{", ",", "}") or not is_open_container(prefix_text.encode(errors="replace")):
         raise ValueError(
@@ -131,7 +132,7 @@ def _add_desc(text: _Text, object_: GroundTruthObject) -> tuple[int, int]:
 
 
 def _add_geometry(text: _Text, object_: GroundTruthObject) -> tuple[tuple[int, int], ...]:
-    """Box coordinates in one array, polygon vertices as one pair each."""
+    """Add box coordinates in one array, polygon vertices as one pair each."""
     points = object_.kind is GeometryKind.POLY
     text.add(f'"{object_.kind}": [')
     spans: list[tuple[int, int]] = []
@@ -145,14 +146,14 @@ def _add_geometry(text: _Text, object_: GroundTruthObject) -> tuple[tuple[int, i
 
 
 class _Text:
-    """Text in the making that knows how many bytes it has."""
+    """Text in the making, with its number of bytes."""
 
     def __init__(self, opening: str) -> None:
         self._parts = [opening]
         self._num_bytes = len(opening.encode())
 
     def add(self, part: str) -> tuple[int, int]:
-        """Appends `part` and returns its byte span."""
+        """Append `part` and return its byte span."""
         start = self._num_bytes
         self._parts.append(part)
         self._num_bytes += len(part.encode())

@@ -1,4 +1,7 @@
-"""Whether a complete entry is an object, and the first reason why it is none (DESIGN 7.2)."""
+"""The strict check of a complete entry: an object, or the first reason why not (DESIGN 7.2).
+
+An entry's value is read as strict JSON in which coord tokens may stand without quotes.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,6 @@ from shared.model_families import END_OF_TURN
 from shared.records import ALL_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import TokenCodec
 
-# One entry's value, read as strict JSON in which coord tokens may stand without quotes (DESIGN
-# 7.2).
-
-
 _LITERAL = rb"true|false|null|-?(?:0|[1-9][0-9]*+)(?>(?:\.[0-9]++)?)(?>(?:[eE][+-]?[0-9]++)?)"
 _PUNCTUATION = SPACE + rb"([,\]}])"
 
@@ -48,15 +47,16 @@ _BEHIND = re.compile(_PUNCTUATION)
 
 
 class Leaf(NamedTuple):
-    """A string, a coord token, a number or a word. The span is half-open, in bytes of the object's
-    text, without quotes.
+    """A string, a coord token, a number or a word.
+
+    The span is half-open, in bytes of the object's text, without quotes.
     """
 
     start: int
     end: int
     quoted: bool
     coord: int | None
-    """Which of the coord tokens in `coords` is the whole of this leaf, if one is."""
+    """Index of the coord token that is the whole of this leaf, if one is."""
 
 
 Value: TypeAlias = "Leaf | list[Value]"
@@ -64,27 +64,26 @@ Value: TypeAlias = "Leaf | list[Value]"
 
 @dataclass(frozen=True, slots=True)
 class Fields:
+    """The members of one object."""
+
     fields: tuple[tuple[str, Value], ...]
-    """Key and value of each member, in order; keys may repeat. A nested object is an empty list
-    here, see `nested`.
-    """
+    """Key and value of each member, in order; keys may repeat, nested objects are empty lists."""
     nested: bool
     """There is an object inside, at any depth."""
 
 
 def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | None:
-    """The members of the object that `text` is; None where it is not JSON apart from unquoted coord
-    tokens.
+    """Read the members of an object; None where it is no JSON apart from unquoted coord tokens.
 
-    `coords` maps the byte span of each coord token in it to a number of the caller's. The same
-    characters spelled by other tokens are a string like any other between quotes, and not JSON
-    without.
+    Args:
+        coords: index of each coord token by its byte span. The same characters spelled by other
+            tokens are an ordinary string between quotes, and no JSON without.
     """
     if _EMPTY.fullmatch(text):
         return Fields((), nested=False)
     fields: list[tuple[str, Value]] = []
     nested = False
-    # the containers around `position`, innermost last; None for an object
+    # The containers around `position`, innermost last; None for an object.
     opened: list[list[Value] | None] = [None]
     position = 1
     while opened:
@@ -119,8 +118,9 @@ def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | 
 def _value(
     found: re.Match[bytes], what: int, coords: Mapping[tuple[int, int], int]
 ) -> Value | None:
-    """What a match of `_VALUE` holds, containers still empty; None for an unquoted coord token that
-    is not a token.
+    """Return the value of a `_VALUE` match, containers still empty.
+
+    None for an unquoted coord token that is not a token.
     """
     if what >= _EMPTY_ARRAY:
         return []
@@ -132,8 +132,9 @@ def _value(
 def _close(
     text: bytes, position: int, punctuation: bytes, opened: list[list[Value] | None]
 ) -> int | None:
-    """Closes containers up to the next comma or the outermost brace; where reading goes on, or None
-    where brackets do not pair.
+    """Close containers up to the next comma or the outermost brace, and return the place behind.
+
+    None where brackets do not pair.
     """
     while punctuation != b",":
         if (opened.pop() is None) != (punctuation == b"}"):
@@ -152,9 +153,7 @@ _MIN_POLY_COORDS = 6
 
 
 class ValidValue(NamedTuple):
-    """Of an object: its geometry and where things lie. The desc span is bytes, the positions are
-    tokens.
-    """
+    """A valid object. The desc span counts bytes, the positions count tokens."""
 
     kind: GeometryKind
     desc: str
@@ -166,46 +165,44 @@ class ValidValue(NamedTuple):
 def validate_entry(
     entry: Entry, response: Response, geometry: frozenset[GeometryKind]
 ) -> ValidValue | DropReason:
-    """What a complete entry holds, or the first reason why it is no object. `geometry`: the kinds
-    that are wanted.
+    """Return the object of a complete entry, or the first reason why it is none.
+
+    Args:
+        geometry: the kinds that are wanted.
     """
-    shape = None if entry.plain is None else _plain_shape(entry.plain, response)
-    found = shape or _judge_members(entry, response)
-    return (
-        DropReason.POLY_UNSUPPORTED
-        if isinstance(found, ValidValue) and found.kind not in geometry
-        else found
-    )
+    value = None if entry.plain is None else _plain_value(entry.plain, response)
+    found = value or _validate_members(entry, response)
+    if isinstance(found, ValidValue) and found.kind not in geometry:
+        return DropReason.POLY_UNSUPPORTED
+    return found
 
 
-def _plain_shape(plain: PlainFields, response: Response) -> ValidValue | None:
-    """What a plain entry holds; None where it is no object after all."""
+def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
+    """Return the object of a plain entry; None where it is no object after all."""
     raw = response.text[slice(*plain.desc)]
     coords = response.coords_in(plain.array)
     positions, bins = response.coord_positions[coords], response.coord_bins[coords]
-    if not (raw.isascii() or _is_utf8(raw)) or len(positions) != response.text.count(
-        COORD_START, *plain.array
-    ):
+    # Characters of a coord token that other tokens spell are no coord token.
+    num_written = response.text.count(COORD_START, *plain.array)
+    if not (raw.isascii() or _is_utf8(raw)) or len(positions) != num_written:
         return None
     desc = unescape(raw)
-    if (
-        not desc.strip()
-        or not _fits(plain.kind, len(bins))
-        or (plain.kind is GeometryKind.BBOX and not _is_box(bins))
-    ):
+    if not desc.strip() or not _fits(plain.kind, len(bins)):
+        return None
+    if plain.kind is GeometryKind.BBOX and not _is_box(bins):
         return None
     return ValidValue(plain.kind, desc, plain.desc, tuple(positions), tuple(bins))
 
 
-def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
-    """The same for any entry; whether its kind is wanted is not asked here."""
+def _validate_members(entry: Entry, response: Response) -> ValidValue | DropReason:
+    """Validate any entry, of whatever kind."""
     if entry.value is None or not entry.separated:
         return DropReason.MALFORMED
     raw = response.text[slice(*entry.value)]
     members = read_fields(raw, response.coord_spans(entry.value)) if _is_utf8(raw) else None
     if members is None:
         return DropReason.MALFORMED
-    reason = _judge_keys(members)
+    reason = _validate_keys(members)
     if reason is not None:
         return reason
 
@@ -230,19 +227,12 @@ def _judge_members(entry: Entry, response: Response) -> ValidValue | DropReason:
     bins = [response.coord_bins[coord] for coord in coords]
     if kind is GeometryKind.BBOX and not _is_box(bins):
         return DropReason.BBOX_INVALID
-    return ValidValue(
-        kind,
-        desc,
-        desc_span,
-        tuple([response.coord_positions[coord] for coord in coords]),
-        tuple(bins),
-    )
+    positions = tuple([response.coord_positions[coord] for coord in coords])
+    return ValidValue(kind, desc, desc_span, positions, tuple(bins))
 
 
-def _judge_keys(members: Fields) -> DropReason | None:
-    """`key_invalid` and `unknown_geom`: what can be said from the keys and the kind of their
-    values.
-    """
+def _validate_keys(members: Fields) -> DropReason | None:
+    """Find `key_invalid` and `unknown_geom`, which depend on keys and kinds of values alone."""
     keys = [key for key, _ in members.fields]
     unknown = [value for key, value in members.fields if key != "desc" and key not in ALL_GEOMETRY]
     lone_array = len(unknown) == 1 and isinstance(unknown[0], list)
@@ -253,22 +243,18 @@ def _judge_keys(members: Fields) -> DropReason | None:
 
 
 def _holds_only_coords(array: list[Value], *, nested: bool) -> bool:
-    """Whether every leaf is a coord token; arrays inside are allowed one level deep where
-    `nested`."""
-    return all(
-        (
-            value.coord is not None
-            if isinstance(value, Leaf)
-            else nested and _holds_only_coords(value, nested=False)
-        )
-        for value in array
-    )
+    """Tell whether every leaf is a coord token; `nested` allows arrays one level deep."""
+    for value in array:
+        if isinstance(value, Leaf):
+            if value.coord is None:
+                return False
+        elif not nested or not _holds_only_coords(value, nested=False):
+            return False
+    return True
 
 
 def _coords(array: list[Value]) -> list[int] | None:
-    """The leaves of a geometry that holds only coord tokens; None where some are grouped into
-    points and others are not.
-    """
+    """List the coord tokens of a geometry; None where only some are grouped into points."""
     rows = [value for value in array if isinstance(value, list)]
     if rows and (len(rows) < len(array) or any(len(row) != 2 for row in rows)):
         return None
@@ -296,13 +282,12 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-# The tokens of a response as one text, with the way back from its bytes to tokens (DESIGN 7.2).
-
-
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response up to its hard stop. Lists by coord token have one element per coord token of the
-    response, wherever it stands.
+    """The tokens of a response as one text, with the way back from its bytes to tokens.
+
+    It ends at its hard stop. Lists by coord token have one element per coord token, wherever it
+    stands.
     """
 
     token_ids: list[int]
@@ -318,7 +303,7 @@ class Response:
 
     @classmethod
     def read(cls, token_ids: Sequence[int], codec: TokenCodec) -> Response:
-        """Up to `<|im_end|>`, which ends a response as a token and as text."""
+        """Read up to `<|im_end|>`, which ends a response as a token and as text."""
         kept = list(token_ids)
         if codec.eos_token_id in kept:
             del kept[kept.index(codec.eos_token_id) :]
@@ -341,12 +326,13 @@ class Response:
         )
 
     def coords_in(self, span: tuple[int, int]) -> slice:
-        """The coord tokens that end in a span of bytes, as a slice of the lists by coord token."""
+        """Return the slice, of the lists by coord token, of those that end in a span of bytes."""
         return slice(bisect_right(self.coord_ends, span[0]), bisect_right(self.coord_ends, span[1]))
 
     def coord_spans(self, span: tuple[int, int]) -> dict[tuple[int, int], int]:
-        """Byte span, counted from the start of `span`, of each coord token that ends in it; to its
-        index in the lists by coord token.
+        """Map the byte span of each coord token that ends in `span` to its index in the lists.
+
+        The spans are counted from the start of `span`.
         """
         spans: dict[tuple[int, int], int] = {}
         coords = self.coords_in(span)

@@ -33,7 +33,7 @@ class FreshTokens:
 
     @classmethod
     def of(cls, folder: Path) -> FreshTokens | None:
-        """Return those of the checkpoint in `folder`; None where it has no such file.
+        """Read those of the checkpoint in `folder`; None where it has no such file.
 
         Raises ConfigError naming file and field for a file that says something else.
         """

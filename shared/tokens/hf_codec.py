@@ -1,6 +1,4 @@
-"""The codec of a `tokenizers`-backed tokenizer of transformers. It is used by its methods alone;
-transformers is not imported.
-"""
+"""The codec of a `tokenizers`-backed tokenizer; transformers itself is not imported."""
 
 from __future__ import annotations
 
@@ -14,10 +12,9 @@ ADD_TOKENS = "`python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLD
 
 
 def add_coord_tokens(tokenizer: Any) -> int:
-    """Adds those of the 1,000 coord tokens and `<|im_end|>` that `tokenizer` lacks, and returns how
-    many they were.
+    """Add the coord tokens and `<|im_end|>` that `tokenizer` lacks, and return their number.
 
-    The model's embeddings have to grow with it, and the tokenizer is to be saved beside the model.
+    The caller lets the model's embeddings grow, and saves the tokenizer beside the model.
     """
     special = tokenizer.add_tokens([END_OF_TURN], special_tokens=True)
     # Ordinary tokens, so that decoding without special tokens keeps them.
@@ -25,7 +22,7 @@ def add_coord_tokens(tokenizer: Any) -> int:
 
 
 def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
-    """`piece_table` of a byte-level BPE tokenizer; ValueError for any other."""
+    """Return the `piece_table` of a byte-level BPE tokenizer; ValueError for any other."""
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     return piece_table(
         tokenizer.get_vocab(), {token_id: token.content for token_id, token in added.items()}
@@ -33,20 +30,25 @@ def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
 
 
 class MissingTokensError(ValueError):
-    """A tokenizer lacks tokens that answers are written in."""
+    """A tokenizer that lacks tokens that answers are written in."""
 
 
 class HFTokenCodec:
-    """`TokenCodec` of a byte-level BPE tokenizer (Qwen's family).
+    """The `TokenCodec` of a byte-level BPE tokenizer (Qwen's family).
 
-    The piece of every token is computed once, here. Raises MissingTokensError where the tokenizer
-    has no `<|im_end|>` or lacks coord tokens, ValueError where it is not byte-level or does not
-    encode each coord token as one token.
+    The piece of every token is computed once.
+
+    Raises:
+        MissingTokensError: the tokenizer has no `<|im_end|>`, or lacks coord tokens.
+        ValueError: it is not byte-level, or does not encode each coord token as one token.
     """
 
     def __init__(self, tokenizer: Any, *, has_coord_tokens: bool = True) -> None:
-        """Without `has_coord_tokens` there need be none, and the tokenizer may be of any kind: of a
-        model that writes text alone, in whose tokens nobody looks for pieces of it."""
+        """Read the vocabulary.
+
+        Without `has_coord_tokens` the model writes text alone: there need be no coord tokens, the
+        tokenizer may be of any kind, and no pieces are read.
+        """
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         added: dict[int, Any] = tokenizer.added_tokens_decoder
@@ -84,9 +86,7 @@ class HFTokenCodec:
         """Ids of control tokens (turns, images, padding); coord tokens are not among them."""
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of this token alone. Embeddings are often padded beyond the vocabulary:
-        such an id has no text.
-        """
+        """Return the UTF-8 bytes of this token alone; none of an id beyond the vocabulary."""
         assert self._pieces is not None, "pieces are of models that write coord tokens"
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
@@ -99,7 +99,7 @@ class HFTokenCodec:
 
     @property
     def coord_ids(self) -> tuple[int, ...]:
-        """Of every bin in order; empty without coord tokens."""
+        """Ids of the coord tokens by bin; empty without them."""
         return self._coord_ids
 
     def coord_id(self, bin: int) -> int:

@@ -1,4 +1,4 @@
-"""The bytes of every token of a vocabulary, and where the tokens of a sequence lie in its text."""
+"""The bytes of every token of a vocabulary, and the byte spans of a sequence of tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from shared.tokens.vocabulary import TokenCodec
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level BPE vocabularies (GPT-2's
-    table), inverted: character to byte.
+    """Map characters of byte-level BPE vocabularies to the bytes they stand for (GPT-2's table).
 
     Visible characters of Latin-1 stand for themselves; the others are numbered from U+0100 on.
     """
@@ -26,11 +25,14 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tuple[bytes, ...]:
-    """The bytes of each token, indexed by token id; empty where an id has no token.
+    """Return the bytes of each token by token id; empty where an id has no token.
 
-    `vocabulary` maps tokens, written in the byte alphabet, to ids. `literal` maps the ids of added
-    tokens (special tokens, coord tokens) to their text, which is not written in the alphabet.
-    ValueError for a vocabulary that is not byte-level.
+    Args:
+        vocabulary: tokens, written in the byte alphabet, to ids.
+        literal: ids of added tokens (special and coord tokens) to their text, in no alphabet.
+
+    Raises:
+        ValueError: the vocabulary is not byte-level.
     """
     alphabet = byte_alphabet()
     pieces = [b""] * (1 + max((*vocabulary.values(), *literal), default=-1))
@@ -49,11 +51,9 @@ def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tu
 
 
 def piece_spans(token_ids: Sequence[int], codec: TokenCodec) -> list[tuple[int, int]]:
-    """The half-open byte span of each token in the concatenation of all pieces: contiguous,
-    ascending, empty for an empty piece.
+    """Return the half-open byte span of each token in the concatenation of all pieces.
+
+    Example: pieces of 2, 0 and 3 bytes have the spans `(0, 2), (2, 2), (2, 5)`.
     """
-    return list(
-        pairwise(
-            accumulate((len(codec.piece_bytes(token_id)) for token_id in token_ids), initial=0)
-        )
-    )
+    lengths = (len(codec.piece_bytes(token_id)) for token_id in token_ids)
+    return list(pairwise(accumulate(lengths, initial=0)))

@@ -1,5 +1,4 @@
-"""When a sequence repeats itself, and is ended: the one rule for transformers and vLLM (spec:
-repeat termination).
+"""The one rule by which a sequence that repeats itself is ended (spec: repeat termination).
 
 A sequence is its generated tokens; the prompt does not count. After each of them, once there are
 `min_new_tokens`, the sequence exceeds its thresholds when
@@ -7,12 +6,18 @@ A sequence is its generated tokens; the prompt does not count. After each of the
 - its last `max_consecutive_token_repeats` tokens are all the same token, or
 - its last `ngram_size * ngram_repeats` tokens are the same `ngram_size` tokens, `ngram_repeats`
   times back to back, or
-- more than `max_object_keys` keys `object_{n}` are complete in it (`shared.tokens.repeat_guard`).
+- more than `max_object_keys` keys `object_{n}` are complete in it.
 
 Then its next token is its stop token, set and not sampled. Repetitions that begin before
-`min_new_tokens` count with their whole length; those that are over by then do not. Whoever applies
-the rule, at whatever pace, comes to the same end, because it depends on the tokens alone: so the
-one who receives a response can tell what was forced in it (`mark_forced`).
+`min_new_tokens` count with their whole length; those that are over by then do not. The rule depends
+on the tokens alone, so transformers, vLLM and the receiver of a response come to the same end
+(`mark_forced`).
+
+Keys are counted by an automaton over bytes, wherever tokens split them, so that nothing is decoded.
+A key is `"object_`, one or more digits, `"`, any JSON whitespace and `:`; it is counted when its
+colon has come. `NEXT[state, byte]` is the next state, `FOUND[state, byte]` tells of a complete key.
+
+Shape legend: S states, V token ids.
 """
 
 from __future__ import annotations
@@ -25,25 +30,13 @@ import numpy as np
 from shared.errors import RolloutError
 from shared.rollouts import FinishReason, Rollout
 
-# Counting the `object_{n}` keys of a response while its tokens come, wherever the tokens split
-# them.
-#
-# A key is `"object_`, one or more digits, `"`, any JSON whitespace and `:`; it is counted when its
-# colon has come. An automaton over bytes, so that nothing has to be decoded: `NEXT[state, byte]` is
-# the next state, `FOUND[state, byte]` whether a key is complete.
-#
-# Shape legend: S states, V token ids.
-
-
 PieceBytes = Callable[[int], bytes]
-"""The bytes of one token alone (`TokenCodec.piece_bytes`)."""
+"""Returns the bytes of one token alone (`TokenCodec.piece_bytes`)."""
 
 _OPENING = b'"object_'
 _NUMBER = len(_OPENING)
 _DIGITS, _CLOSED, _SPACED = _NUMBER + 1, _NUMBER + 2, _NUMBER + 3
-"""States after: the opening (a lower state is how much of it has come), at least one digit, the
-closing quote, whitespace behind it.
-"""
+"""States after the opening (lower ones: a part of it), a digit, the closing quote, whitespace."""
 START = 0
 NUM_STATES = _SPACED + 1
 
@@ -57,7 +50,7 @@ def _step(state: int, byte: int) -> tuple[int, bool]:
         return _CLOSED, False
     if state in (_CLOSED, _SPACED) and byte in b" \t\r\n":
         return _SPACED, False
-    # the closing quote of one was the opening quote of the next
+    # The closing quote of one was the opening quote of the next.
     if state == _CLOSED and byte == _OPENING[1]:
         return 2, False
     return int(byte in b'"'), state in (_CLOSED, _SPACED) and byte in b":"
@@ -69,16 +62,14 @@ FOUND = np.array([[found for _, found in row] for row in _STEPS], dtype=np.uint8
 
 
 class ObjectKeys:
-    """The automaton over tokens of one vocabulary. Holds no sequence; remembers what each token
-    did, so that a token costs one look-up.
-    """
+    """The automaton over tokens of one vocabulary; remembers what each did, and no sequence."""
 
     def __init__(self, piece_bytes: PieceBytes) -> None:
         self.piece_bytes = piece_bytes
         self._known: list[dict[int, tuple[int, int]]] = [{} for _ in range(NUM_STATES)]
 
     def step(self, state: int, token_id: int) -> tuple[int, int]:
-        """(the state after this token, the keys that it completed)."""
+        """Return the state after this token, and the number of keys that it completed."""
         known = self._known[state]
         if token_id not in known:
             known[token_id] = self._read(state, token_id)
@@ -93,17 +84,18 @@ class ObjectKeys:
 
 
 def token_steps(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """`ObjectKeys.step` of every state and every token at once, for whoever looks it up on a
-    device: (next state, keys completed), each uint8 [S, V].
+    """Return `ObjectKeys.step` of every state and token, for a device's table.
+
+    The next states and the keys completed, each uint8 [S, V].
     """
     lengths = np.array([len(piece) for piece in pieces])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     data = np.frombuffer(b"".join(pieces), dtype=np.uint8)
     states_SV = np.repeat(np.arange(NUM_STATES, dtype=np.uint8)[:, None], len(pieces), axis=1)
     found_SV = np.zeros_like(states_SV)
-    for place in range(int(lengths.max(initial=0))):
-        longer = np.flatnonzero(lengths > place)
-        bytes_ = data[starts[longer] + place]
+    for index in range(int(lengths.max(initial=0))):
+        longer = np.flatnonzero(lengths > index)
+        bytes_ = data[starts[longer] + index]
         before = states_SV[:, longer]
         found_SV[:, longer] += FOUND[before, bytes_]
         states_SV[:, longer] = NEXT[before, bytes_]
@@ -112,51 +104,50 @@ def token_steps(pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class RepeatGuardSettings:
-    """`rollout_matching.repeat_terminate`, whose keys these are."""
+    """The settings of `rollout_matching.repeat_terminate`.
+
+    Example: `RepeatGuardSettings(64, 32, 16, 4, None)` ends a sequence of at least 64 tokens after
+    32 equal ones in a row, or after 16 tokens four times back to back.
+    """
 
     min_new_tokens: int
-    """Generated tokens before there is a verdict."""
+    """Generated tokens before the guard looks."""
     max_consecutive_token_repeats: int
     """This many of the same token in a row are a repetition; at least 1."""
     ngram_size: int
-    """Tokens of what is compared; at least 1."""
+    """Length of the sequences that are compared; at least 1."""
     ngram_repeats: int
-    """This many of it, back to back, are a repetition; at least 2."""
+    """This many of them, back to back, are a repetition; at least 2."""
     max_object_keys: int | None
     """More keys than this are a repetition; None: no limit."""
 
 
 class RepeatRule:
-    """The settings and, where keys are limited, the vocabulary they are read in: makes one guard
-    per sequence.
-    """
+    """The settings and, where keys are limited, the vocabulary; makes one guard per sequence."""
 
     def __init__(
         self, settings: RepeatGuardSettings, piece_bytes: PieceBytes | None = None
     ) -> None:
-        """`piece_bytes` is needed exactly where `max_object_keys` is set."""
+        """Keep the settings; `piece_bytes` is needed exactly where `max_object_keys` is set."""
         assert piece_bytes is not None or settings.max_object_keys is None, (
             "keys are read in the bytes of tokens"
         )
         self.settings = settings
-        self.object_keys = (
-            None
-            if piece_bytes is None or settings.max_object_keys is None
-            else ObjectKeys(piece_bytes)
-        )
+        self.object_keys: ObjectKeys | None = None
+        if piece_bytes is not None and settings.max_object_keys is not None:
+            self.object_keys = ObjectKeys(piece_bytes)
 
     def guard(self) -> RepeatGuard:
-        """For a sequence that begins."""
+        """Make the guard of a sequence that begins."""
         return RepeatGuard(self)
 
     def first_repetition(self, token_ids: Sequence[int]) -> int | None:
-        """How many of these tokens there were when the sequence was to be ended; None where it was
-        not.
-        """
+        """Return the number of tokens after which the sequence was to end; None where never."""
         guard = self.guard()
-        return next(
-            (number for number, token_id in enumerate(token_ids, 1) if guard.push(token_id)), None
-        )
+        for number, token_id in enumerate(token_ids, 1):
+            if guard.push(token_id):
+                return number
+        return None
 
 
 class RepeatGuard:
@@ -186,13 +177,13 @@ class RepeatGuard:
         self._keys = rule.object_keys
         self._tokens: list[int] = []
         self._run = 0
-        """Tokens at the end that are the same."""
+        """Equal tokens at the end."""
         self._num_periodic = 0
-        """Tokens at the end of which each is the one `ngram_size` before it."""
+        """Tokens at the end that equal the one `ngram_size` before them."""
         self._key_state, self._num_keys = START, 0
 
     def push(self, token_id: int) -> bool:
-        """The next token. True: the one after it must be the stop token."""
+        """Take the next token. True: the one after it must be the stop token."""
         tokens = self._tokens
         num_before = len(tokens)
         self._run = self._run + 1 if num_before and tokens[-1] == token_id else 1
@@ -215,11 +206,12 @@ class RepeatGuard:
 
 
 def mark_forced(rollout: Rollout, rule: RepeatRule) -> Rollout:
-    """A rollout that was read as if all of it had been sampled, with what the guard did to it: its
-    stop token forced, or nothing.
+    """Mark the stop token of a rollout as forced where the guard forced it.
 
-    For requests that named a stop token: there is nothing to force in others. Raises RolloutError
-    where the response goes on behind a repetition, which no active guard allows.
+    For requests that named a stop token: there is nothing to force in others.
+
+    Raises:
+        RolloutError: the response goes on behind a repetition, which no active guard allows.
     """
     length = rule.first_repetition(rollout.response_token_ids)
     if length is None:

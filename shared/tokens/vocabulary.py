@@ -14,14 +14,14 @@ _COORD_TOKEN = re.compile(r"<\|coord_(0|[1-9][0-9]{0,2})\|>")
 
 
 def coord_token(bin: int) -> str:
-    """`<|coord_k|>`. ValueError outside 0..999."""
+    """Return `<|coord_k|>`. Raises ValueError outside 0..999."""
     if not 0 <= bin < NUM_BINS:
         raise ValueError(f"bin {bin} has no coord token; bins are 0..{NUM_BINS - 1}")
     return f"<|coord_{bin}|>"
 
 
 def parse_coord_token(text: str) -> int | None:
-    """The bin of a string that is exactly one coord token; None for every other string."""
+    """Return the bin of a string that is exactly one coord token; else None."""
     match = _COORD_TOKEN.fullmatch(text)
     return None if match is None else int(match[1])
 
@@ -37,19 +37,20 @@ class TokenCodec(Protocol):
     """The id of `<|im_end|>`."""
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of this token alone; may begin or end inside a character. Empty for an id
-        without a token.
+        """Return the UTF-8 bytes of this token alone; they may end inside a character.
+
+        Empty for an id without a token.
         """
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; no special tokens are added."""
+        """Return the ids of `text`; no special tokens are added."""
         ...
 
     def coord_bin(self, token_id: int) -> int | None:
-        """0..999 for a coord token, None for any other."""
+        """Return 0..999 for a coord token, None for any other."""
         ...
 
     def coord_id(self, bin: int) -> int:
-        """The id of the coord token of `bin` (0..999)."""
+        """Return the id of the coord token of `bin` (0..999)."""
         ...
