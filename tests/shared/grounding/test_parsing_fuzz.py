@@ -147,4 +147,4 @@ def test_20_000_damaged_responses_can_always_be_appended_to(
     codecs: dict[str, HFTokenCodec],
 ) -> None:
     seen = sweep(codecs, 20_000, seed=21)
-    assert all(seen[reason] > 20 for reason in DropReason), seen
+    assert all(seen[reason] > 5 for reason in DropReason), seen
