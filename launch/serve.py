@@ -299,7 +299,7 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     )
     try:
         app = make_app(service, openai=engine, token=token, only_from=only_from)
-        interrupted = asyncio.run(_run(app, service, listening, url))
+        interrupted = asyncio.run(_run(app, service, engine, listening, url))
     finally:
         if not service.is_up:
             # Its thread waits for these.
@@ -321,7 +321,9 @@ def _listen(options: ServeOptions) -> socket.socket:
         ) from error
 
 
-async def _run(app: FastAPI, service: RolloutService, listening: socket.socket, url: str) -> bool:
+async def _run(
+    app: FastAPI, service: RolloutService, engine: ServedEngine, listening: socket.socket, url: str
+) -> bool:
     """Serve until a signal, and then return True.
 
     Raises:
@@ -357,10 +359,8 @@ async def _run(app: FastAPI, service: RolloutService, listening: socket.socket, 
         while not interrupted.is_set() and not serving.done():
             if starting.done():
                 starting.result()
-            if service.is_dead:
-                raise RolloutError(
-                    ended("the engine's", service.why_dead), actor=url, phase="serve"
-                )
+            if engine.is_dead:
+                raise RolloutError(ended("the engine's", engine.why_dead), actor=url, phase="serve")
             with suppress(TimeoutError):
                 await asyncio.wait_for(interrupted.wait(), ALIVE_CHECK_S)
     finally:

@@ -305,11 +305,7 @@ class ColocatedLLM:
                         use_tqdm=False,
                     )
                 except VLLMClientError as error:
-                    raise RolloutError(
-                        f"sample {request.sample_id} was refused: {error}",
-                        actor=self._name,
-                        phase="generate",
-                    ) from error
+                    raise self._error(f"sample {request.sample_id} was refused: {error}") from error
             # As `LLM.wait_for_completion`, which does not tell when each of them was finished.
             while engine.has_unfinished_requests():
                 self._raise_if_stopping()
@@ -335,10 +331,8 @@ class ColocatedLLM:
         vLLM's score is the mean log-probability, over the prompt's tokens too.
         """
         if len(decode.stop_token_ids) > 1:
-            raise RolloutError(
-                f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}",
-                actor=self._name,
-                phase="generate",
+            raise self._error(
+                f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}"
             )
         params = BeamSearchParams(beam_width=decode.num_beams, max_tokens=decode.max_new_tokens)
         self._llm.beam_decode = decode
@@ -347,11 +341,7 @@ class ColocatedLLM:
             outputs = self._llm.beam_search(prompts, params, lora_request=self.intake.lora_request)
         except VLLMClientError as error:
             samples = ", ".join(request.sample_id for request in requests)
-            raise RolloutError(
-                f"one of the samples {samples} was refused: {error}",
-                actor=self._name,
-                phase="generate",
-            ) from error
+            raise self._error(f"one of the samples {samples} was refused: {error}") from error
         end = time.perf_counter()
         return [
             (self._best(output, request), end)
@@ -369,6 +359,9 @@ class ColocatedLLM:
             entry[token_id].logprob for entry, token_id in zip(best.logprobs, response, strict=True)
         ]
         return Completion.up_to_stop(prompt, response, logprobs, request.decode)
+
+    def _error(self, message: str) -> RolloutError:
+        return RolloutError(message, actor=self._name, phase="generate")
 
     async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
         (output,) = self._llm.generate(

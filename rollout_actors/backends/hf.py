@@ -248,7 +248,7 @@ class HFBackend:
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generate rollouts in order, until the host raises between two tokens."""
         if self._closed and requests:
-            raise RolloutError("the backend was closed", actor=self._name, phase="generate")
+            raise self._error("the backend was closed")
         origin = EngineInfo(self._name, self._version, self._rule, StartTime.now())
         rollouts: list[Rollout] = []
         with random_state_kept(), evaluating(self._host.model), torch.no_grad():
@@ -270,6 +270,9 @@ class HFBackend:
     def close(self) -> None:
         self._closed = True
 
+    def _error(self, message: str) -> RolloutError:
+        return RolloutError(message, actor=self._name, phase="generate")
+
     def _batches(self, requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
         """Yield requests that are decoded together, which have the same settings."""
         for decode, group in groupby(requests, key=lambda request: request.decode):
@@ -277,11 +280,9 @@ class HFBackend:
             width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1
             size = self._decode_batch_size // width
             if not size:
-                raise RolloutError(
+                raise self._error(
                     f"{width} beams do not fit into a batch of {self._decode_batch_size} sequences;"
-                    " lower num_beams, or raise decode_batch_size",
-                    actor=self._name,
-                    phase="generate",
+                    " lower num_beams, or raise decode_batch_size"
                 )
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
@@ -292,10 +293,8 @@ class HFBackend:
         images = decode_images(request.images, request.sample_id, actor=self._name)
         num_pads = request.prompt_token_ids.count(image_token_id)
         if num_pads != len(images):
-            raise RolloutError(
-                f"sample {request.sample_id} has {len(images)} images and {num_pads} placeholders",
-                actor=self._name,
-                phase="generate",
+            raise self._error(
+                f"sample {request.sample_id} has {len(images)} images and {num_pads} placeholders"
             )
         if not images:
             return _Encoded(request.prompt_token_ids, {})
@@ -401,11 +400,9 @@ class HFBackend:
                 **inputs, generation_config=config, logits_processor=LogitsProcessorList(processors)
             )
         except torch.OutOfMemoryError as error:
-            raise RolloutError(
+            raise self._error(
                 f"{len(inputs['input_ids'])} sequences do not fit beside the learner's training"
-                f" state ({error}); lower rollout_matching.decode_batch_size",
-                actor=self._name,
-                phase="generate",
+                f" state ({error}); lower rollout_matching.decode_batch_size"
             ) from error
 
 

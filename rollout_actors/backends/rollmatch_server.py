@@ -200,13 +200,8 @@ class ServerClient(HttpEngine):
         try:
             answer = await self._http.post(route, call.body(), timeout_s=limit_s)
             report = self._read(messages.SyncAnswer, answer, phase).report
-        except UnansweredError as error:
-            remedy = "check that the server is alive, and that it reaches the learner's node"
-            raise self._sync_error(f"{error}; {remedy}", phase) from error
-        except HttpStatusError as error:
-            raise self._refused(error, phase) from error
-        except RolloutError as error:
-            raise WeightSyncError(error.message, actor=self._http.name, phase=phase) from error
+        except (UnansweredError, HttpStatusError, RolloutError) as error:
+            raise self._sync_error(error, phase) from error
         if phase is SyncPhase.CANARY:
             assert report is not None
             self._version = report.version
@@ -234,23 +229,29 @@ class ServerClient(HttpEngine):
     def _read(self, form: type[messages.M], body: bytes, phase: str) -> messages.M:
         return self._parse(partial(messages.read, form), body, phase)
 
-    def _refused(self, error: HttpStatusError, phase: SyncPhase) -> WeightSyncError:
+    def _sync_error(
+        self, error: UnansweredError | HttpStatusError | RolloutError, phase: SyncPhase
+    ) -> WeightSyncError:
+        """Make the error of a phase; the engine's own arrives with all its fields."""
+        name = self._http.name
+        if isinstance(error, RolloutError):
+            return WeightSyncError(error.message, actor=name, phase=phase)
+        message = str(error)
+        if isinstance(error, UnansweredError):
+            message += "; check that the server is alive, and reaches the learner's node"
+            return WeightSyncError(self._http.with_url(message), actor=name, phase=phase)
         try:
             detail = messages.read(messages.ErrorAnswer, error.body.encode()).error
         except ValueError:
-            return self._sync_error(str(error), phase)
-        if detail.kind is not messages.ErrorKind.WEIGHT_SYNC:
-            return self._sync_error(detail.message, phase)
+            return WeightSyncError(self._http.with_url(message), actor=name, phase=phase)
+        is_engines = detail.kind is messages.ErrorKind.WEIGHT_SYNC
         return WeightSyncError(
             self._http.with_url(detail.message),
-            actor=self._http.name,
-            phase=detail.phase,
+            actor=name,
+            phase=detail.phase if is_engines else phase,
             quantity=detail.quantity,
             size=detail.size,
         )
-
-    def _sync_error(self, message: str, phase: SyncPhase) -> WeightSyncError:
-        return WeightSyncError(self._http.with_url(message), actor=self._http.name, phase=phase)
 
 
 def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterator[str]:

@@ -11,7 +11,7 @@ import json
 import shlex
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -199,17 +199,21 @@ class StockRoutes:
         return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
     async def _get(self, route: str) -> bytes:
-        try:
-            return await self._http.get(route)
-        except (UnansweredError, HttpStatusError) as error:
-            raise self._http.error(f"{route.partition('?')[0]}: {error}", "start") from error
+        return await self._answer(route, self._http.get(route))
 
     async def _post(self, route: str, **body: Any) -> bytes:
         # No limit: a phase of a sync has one, and cancels the call.
+        body_json = json.dumps(body).encode()
+        return await self._answer(route, self._http.post(route, body_json, timeout_s=None))
+
+    async def _answer(self, route: str, call: Awaitable[bytes]) -> bytes:
         try:
-            return await self._http.post(route, json.dumps(body).encode(), timeout_s=None)
+            return await call
         except (UnansweredError, HttpStatusError) as error:
-            raise self._http.error(f"{route.partition('?')[0]}: {error}", "start") from error
+            message = f"{route.partition('?')[0]}: {error}"
+            if isinstance(error, HttpStatusError) and error.status == 404:
+                message += "; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+            raise self._http.error(message, "start") from error
 
 
 class StockClient(HttpEngine):
@@ -246,7 +250,7 @@ class StockClient(HttpEngine):
         Raises:
             RolloutError: phase "start"; for a closed route it names what opens it.
         """
-        await self._check_routes()
+        await self._check_token_route()
         world_size = await self._routes.world_size()
         body = await self._routes.server_info()
         info = self._parse(StockInfo.model_validate_json, body, "start")
@@ -298,8 +302,8 @@ class StockClient(HttpEngine):
         """Weight version as far as this client has seen; 0 is the checkpoint's."""
         return self._intake.version
 
-    async def _check_routes(self) -> None:
-        """Raise RolloutError naming what opens a route that is closed to this client."""
+    async def _check_token_route(self) -> None:
+        """Raise RolloutError naming what opens the token route, where it is closed."""
         try:
             # An open route refuses an empty request with 400.
             limit_s = self._http.address.timeout_s
@@ -316,19 +320,8 @@ class StockClient(HttpEngine):
                 404: f"it is not {STOCK_SERVER}; check rollout_matching.vllm.server.kind",
             }
             if error.status in remedies:
-                raise self._http.error(
-                    f"does not open {GENERATE} ({error}); {remedies[error.status]}", "start"
-                ) from error
-        try:
-            await self._http.get("/is_paused")
-        except UnansweredError as error:
-            raise self._http.error(f"/is_paused: {error}", "start") from error
-        except HttpStatusError as error:
-            raise self._http.error(
-                f"does not open its weight-transfer routes ({error}); start it with"
-                " VLLM_SERVER_DEV_MODE=1 in its environment",
-                "start",
-            ) from error
+                message = f"does not open {GENERATE} ({error}); {remedies[error.status]}"
+                raise self._http.error(message, "start") from error
 
     async def _claim(self) -> None:
         """Label the checkpoint's weights as this run's version 0.

@@ -76,11 +76,17 @@ def make_app(
         for form in (path, f"{path}/"):
             app.add_api_route(form, endpoint, methods=[method])
 
-    routes = _Routes(service)
-    add("GET", "/health", routes.health, is_open=True)
-    add("GET", "/get_world_size", routes.world_size)
-    add("GET", "/version", routes.version)
-    add("GET", "/info", routes.info)
+    def add_get(path: str, make: Callable[[], messages.WireMessage]) -> None:
+        async def route(request: Request) -> messages.WireMessage:
+            return make()
+
+        add("GET", path, route, is_open=path == "/health")
+
+    add_get("/health", service.health)
+    add_get("/get_world_size", lambda: messages.WorldSize(world_size=service.world_size))
+    add_get("/version", lambda: messages.Version(version=service.info().version))
+    add_get("/info", service.info)
+    routes = _PostRoutes(service)
     add("POST", "/infer", routes.infer)
     add("POST", "/init_communicator", partial(routes.run_phase, SyncPhase.RENDEZVOUS))
     add("POST", "/sync/{phase}", routes.sync)
@@ -95,22 +101,9 @@ def make_app(
     return app
 
 
-class _Routes:
+class _PostRoutes:
     def __init__(self, service: RolloutService) -> None:
         self._service = service
-
-    async def health(self, request: Request) -> messages.WireMessage:
-        return self._service.health()
-
-    async def world_size(self, request: Request) -> messages.WireMessage:
-        return messages.WorldSize(world_size=self._service.world_size)
-
-    async def version(self, request: Request) -> messages.WireMessage:
-        assert self._service.world_size
-        return messages.Version(version=self._service.version)
-
-    async def info(self, request: Request) -> messages.WireMessage:
-        return self._service.info()
 
     async def infer(self, request: Request) -> messages.WireMessage:
         call = await self._read(messages.InferCall, request)

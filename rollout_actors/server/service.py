@@ -257,14 +257,6 @@ class RolloutService:
         return self._world_size is not None
 
     @property
-    def is_dead(self) -> bool:
-        return self._engine.is_dead
-
-    @property
-    def why_dead(self) -> str:
-        return self._engine.why_dead
-
-    @property
     def version(self) -> int:
         return self._engine.version
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -78,24 +79,16 @@ def check_tool_parser(name: str | None) -> None:
         )
 
 
+@dataclass(slots=True)
 class VllmOpenAI:
     """An `OpenAIServing` over vLLM's own. It belongs to the engine's event loop."""
 
-    def __init__(
-        self,
-        models: OpenAIServingModels,
-        chat: OpenAIServingChat,
-        completion: OpenAIServingCompletion,
-        grammars: GrammarTrial | None = None,
-        *,
-        reads_tool_calls: bool = False,
-    ) -> None:
-        """Answer with vLLM's parts; `grammars` tries those that calls bring, None: nobody does."""
-        self._models = models
-        self._chat = chat
-        self._completion = completion
-        self._grammars = grammars
-        self._reads_tool_calls = reads_tool_calls
+    models: OpenAIServingModels
+    chat: OpenAIServingChat
+    completion: OpenAIServingCompletion
+    grammars: GrammarTrial | None = None
+    """Tries the grammars of calls; None: nobody does."""
+    reads_tool_calls: bool = False
 
     @classmethod
     def from_engine(
@@ -156,14 +149,14 @@ class VllmOpenAI:
 
     async def _answer(self, route: OpenAIRoute, call: dict[str, Any]) -> Any:
         if route is OpenAIRoute.MODELS:
-            return await self._models.show_available_models()
+            return await self.models.show_available_models()
         if unknown := _unknown_fields(route, call):
             # vLLM would leave out of account a field that has perhaps only been misspelled.
             return create_error_response(f"no such field: {', '.join(unknown)}")
         _require_small_grammars(call)
         request = FORMS[route].model_validate(call)
         is_chat = isinstance(request, ChatCompletionRequest)
-        if is_chat and request.tool_choice not in (None, "none") and not self._reads_tool_calls:
+        if is_chat and request.tool_choice not in (None, "none") and not self.reads_tool_calls:
             # vLLM would name arguments of its own server's.
             return create_error_response(NO_TOOL_CALLS)
         least, most = REPETITION_PENALTIES
@@ -172,11 +165,11 @@ class VllmOpenAI:
         if penalty is not None and not least <= penalty <= most:
             wanted = f"a value from {least:g} to {most:g}"
             raise VLLMValidationError(f"repetition_penalty: is {penalty}; send {wanted}")
-        if self._grammars is not None:
-            await self._grammars.require(grammars_of(request))
+        if self.grammars is not None:
+            await self.grammars.require(grammars_of(request))
         if isinstance(request, ChatCompletionRequest):
-            return await self._chat.create_chat_completion(request)
-        return await self._completion.create_completion(request)
+            return await self.chat.create_chat_completion(request)
+        return await self.completion.create_completion(request)
 
 
 def _require_small_grammars(call: Mapping[str, Any]) -> None:

@@ -121,7 +121,7 @@ class TestStart:
             (GENERATE, 401, r"server\.token_env"),
             (GENERATE, 403, "--enable-scale-out"),
             (GENERATE, 404, r"server\.kind"),
-            ("/is_paused", 404, "VLLM_SERVER_DEV_MODE=1"),
+            ("/get_world_size", 404, "VLLM_SERVER_DEV_MODE=1"),
         ],
     )
     def test_a_closed_route_names_what_opens_it(
