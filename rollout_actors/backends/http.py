@@ -222,23 +222,17 @@ class HttpEngine(RolloutEngine, ABC):
         index: int,
         expected: EngineSettings,
         command: str,
-        server: str,
-        watch_s: float,
     ) -> None:
         """
         Args:
             index: place among the servers of the run, and so of its group in a weight sync.
             expected: the settings of an engine that suits the run.
             command: starts a server that suits, for messages.
-            server: the kind of server that must answer, for messages.
-            watch_s: seconds between two looks at a call without a limit.
         """
         self._http = HttpClient(name, address)
         self._index = index
         self._expected = expected
         self._command = command
-        self._server = server
-        self._watch_s = watch_s
         self._process = ""
 
     async def start(self) -> int:
@@ -251,10 +245,8 @@ class HttpEngine(RolloutEngine, ABC):
         await self._wait_until_up()
         facts = await self.inspect()
         if facts.problems:
-            raise self._http.error(
-                f"does not suit the run: {'; '.join(facts.problems)}. All of it: `{self._command}`",
-                "start",
-            )
+            message = f"does not suit the run: {'; '.join(facts.problems)}"
+            raise self._http.error(f"{message}. All of it: `{self._command}`", "start")
         await self._claim()
         self._process = facts.process
         return facts.world_size
@@ -309,18 +301,13 @@ class HttpEngine(RolloutEngine, ABC):
                 last = str(error)
             except HttpStatusError as error:
                 if error.status not in STILL_LOADING:
-                    raise self._http.error(
-                        f"answers {address.health_route} with {error}, so it is no rollout server;"
-                        f" {remedy}",
-                        "start",
-                    ) from error
+                    why = f"answers {address.health_route} with {error}, so it is no rollout server"
+                    raise self._http.error(f"{why}; {remedy}", "start") from error
                 last = str(error)
             if time.monotonic() + POLL_S >= deadline:
-                raise self._http.error(
-                    f"did not get ready within {SECTION}.timeout_s = {address.timeout_s:g} s"
-                    f" (last: {last}); {remedy}",
-                    "start",
-                )
+                limit = f"{SECTION}.timeout_s = {address.timeout_s:g} s"
+                why = f"did not get ready within {limit} (last: {last})"
+                raise self._http.error(f"{why}; {remedy}", "start")
             await asyncio.sleep(POLL_S)
 
     async def _answers(self, calls: Sequence[Call[T]]) -> tuple[list[T], int]:
@@ -372,7 +359,7 @@ class HttpEngine(RolloutEngine, ABC):
         last: int | None = None
         changed = time.monotonic()
         while True:
-            await asyncio.sleep(self._watch_s)
+            await asyncio.sleep(WATCH_S)
             try:
                 now = await self._num_tokens()
             except HttpStatusError as error:
@@ -391,11 +378,8 @@ class HttpEngine(RolloutEngine, ABC):
         try:
             return parse(body)
         except ValueError as error:
-            raise self._http.error(
-                f"answered something else: {error}; check that it is {self._server}, and"
-                f" {SECTION}.kind",
-                phase,
-            ) from error
+            remedy = f"check that it is `{self._command}`, and {SECTION}.kind"
+            raise self._http.error(f"answered something else: {error}; {remedy}", phase) from error
 
 
 async def _all_answers(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -12,7 +12,6 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from rollout_actors.backends.http import (
-    WATCH_S,
     HttpEngine,
     HttpStatusError,
     ServerAddress,
@@ -121,25 +120,11 @@ class ServerClient(HttpEngine):
     """An engine behind `launch.serve`, which itself refuses what the run must not get."""
 
     def __init__(
-        self,
-        name: str,
-        address: ServerAddress,
-        *,
-        index: int,
-        expected: EngineSettings,
-        watch_s: float = WATCH_S,
+        self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings
     ) -> None:
         # The command names no repeat guard: the run brings its rule with every call.
         command = serve_command(replace(expected, repeat_guard=None), address.base_url)
-        super().__init__(
-            name,
-            address,
-            index=index,
-            expected=expected,
-            command=command,
-            server=f"`{command}`",
-            watch_s=watch_s,
-        )
+        super().__init__(name, address, index=index, expected=expected, command=command)
         self._version = 0
         # By this the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex

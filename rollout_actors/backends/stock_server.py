@@ -18,7 +18,6 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rollout_actors.backends.http import (
-    WATCH_S,
     HttpClient,
     HttpEngine,
     HttpStatusError,
@@ -54,7 +53,6 @@ from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.phases import SyncPhase, phase_limit
 
-STOCK_SERVER = "a `vllm serve` of vLLM 0.32"
 GENERATE = "/inference/v1/generate"
 TOKEN_COUNTER = "vllm:generation_tokens_total{"
 """Beginning of the lines of `/metrics` that count sampled tokens."""
@@ -220,23 +218,10 @@ class StockClient(HttpEngine):
     """An engine behind a stock server. Serves only weights of this run that were verified."""
 
     def __init__(
-        self,
-        name: str,
-        address: ServerAddress,
-        *,
-        index: int,
-        expected: EngineSettings,
-        watch_s: float = WATCH_S,
+        self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings
     ) -> None:
-        super().__init__(
-            name,
-            address,
-            index=index,
-            expected=expected,
-            command=stock_command(expected, address.base_url),
-            server=STOCK_SERVER,
-            watch_s=watch_s,
-        )
+        command = stock_command(expected, address.base_url)
+        super().__init__(name, address, index=index, expected=expected, command=command)
         self._routes = StockRoutes(self._http, run=uuid.uuid4().hex[:8])
         # Each server has a group of its own: its workers' ranks follow the sender's, which is 0.
         group = TransferGroup(self._routes, transport=expected.transport, rank_offset=1)
@@ -317,7 +302,7 @@ class StockClient(HttpEngine):
                     " in rollout_matching.vllm.server.token_env"
                 ),
                 403: "start it with --enable-scale-out",
-                404: f"it is not {STOCK_SERVER}; check rollout_matching.vllm.server.kind",
+                404: "it is no `vllm serve` of vLLM 0.32; check rollout_matching.vllm.server.kind",
             }
             if error.status in remedies:
                 message = f"does not open {GENERATE} ({error}); {remedies[error.status]}"

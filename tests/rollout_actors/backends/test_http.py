@@ -23,6 +23,7 @@ from fake_server import (
 )
 from fake_stock_server import GENERATE, StockServer
 
+from rollout_actors.backends import http
 from rollout_actors.backends.http import HttpEngine, server_addresses
 from rollout_actors.backends.rollmatch_server import ServerClient
 from rollout_actors.backends.stock_server import ServerEngineSpec, StockClient
@@ -96,15 +97,11 @@ class Caller:
         self.url = url
         self.expected = expected
 
-    def client(
-        self, url: str = "", *, watch_s: float = 10.0, instead: str = "", **changes: Any
-    ) -> HttpEngine:
+    def client(self, url: str = "", *, instead: str = "", **changes: Any) -> HttpEngine:
         address = make_address(url or self.url, kind=self.server.kind, **changes)
         if instead:
             address = replace(address, instead=instead)
-        return self.server.client(
-            "server-0", address, index=0, expected=self.expected, watch_s=watch_s
-        )
+        return self.server.client("server-0", address, index=0, expected=self.expected)
 
     def start(self, url: str = "", **changes: Any) -> int:
         return asyncio.run(self.client(url, **changes).start())
@@ -116,7 +113,10 @@ class Caller:
 
 
 @pytest.fixture(params=[Rollmatch, Stock])
-def caller(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Caller]:
+def caller(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Caller]:
+    monkeypatch.setattr(http, "WATCH_S", 0.1)
     server = request.param()
     expected = make_settings(tmp_path / "model")
     with server.served(expected) as url:
@@ -241,9 +241,7 @@ class TestGenerate:
     def test_without_a_limit_a_slow_call_is_waited_for(self, caller: Caller) -> None:
         """Where the server counts no tokens, as long as it answers."""
         caller.server.delay(2.5, counts=True)
-        (rollout,) = caller.generate(
-            make_request(0), infer_timeout_s=None, timeout_s=1.5, watch_s=0.1
-        )
+        (rollout,) = caller.generate(make_request(0), infer_timeout_s=None, timeout_s=1.5)
         assert (rollout.attempt, len(caller.server.asked())) == (0, 1)
 
     def test_an_engine_that_is_stuck_behind_a_living_server_is_given_up(
@@ -253,5 +251,5 @@ class TestGenerate:
         started = time.monotonic()
         stuck = r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s"
         with pytest.raises(UnreachableError, match=f"{stuck} = 2 s"):
-            caller.generate(make_request(0), infer_timeout_s=None, timeout_s=2.0, watch_s=0.1)
+            caller.generate(make_request(0), infer_timeout_s=None, timeout_s=2.0)
         assert time.monotonic() - started < 60

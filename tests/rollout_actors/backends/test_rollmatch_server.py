@@ -28,6 +28,7 @@ from fake_server import (
     serving_engine,
 )
 
+from rollout_actors.backends import http
 from rollout_actors.backends.rollmatch_server import ServerClient, infer_calls
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
@@ -52,14 +53,13 @@ class Run:
         self.engine = engine
         self.expected = expected
 
-    def client(self, *, index: int = 0, watch_s: float = 10.0, **changes: Any) -> ServerClient:
+    def client(self, *, index: int = 0, **changes: Any) -> ServerClient:
         guard = changes.pop("repeat_guard", None)
         return ServerClient(
             "server-0",
             make_address(self.url, **changes),
             index=index,
             expected=replace(self.expected, repeat_guard=guard),
-            watch_s=watch_s,
         )
 
     def start(self, **changes: Any) -> int:
@@ -78,6 +78,11 @@ class Run:
 @pytest.fixture
 def expected(tmp_path: Path) -> EngineSettings:
     return make_settings(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def watch_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "WATCH_S", 0.3)
 
 
 @pytest.fixture
@@ -299,7 +304,7 @@ class TestGenerate:
         run.engine.latency_s = 60.0
         run.engine.is_stuck = True
         with pytest.raises(RolloutError, match="sampled no token"):
-            run.generate(make_request(0), infer_timeout_s=None, timeout_s=1.0, watch_s=0.1)
+            run.generate(make_request(0), infer_timeout_s=None, timeout_s=1.0)
         assert eventually(lambda: run.engine.num_cancelled == 2)
 
     def test_a_killed_server_ends_the_wait(self, expected: EngineSettings) -> None:
@@ -317,7 +322,7 @@ class TestGenerate:
             threading.Timer(1.0, lambda: os.kill(process.pid, signal.SIGSTOP)).start()
             started = time.monotonic()
             with pytest.raises(RolloutError, match=r"no answer to /health/ after 0.5 s"):
-                run.generate(make_request(0), infer_timeout_s=None, timeout_s=0.5, watch_s=0.3)
+                run.generate(make_request(0), infer_timeout_s=None, timeout_s=0.5)
             assert time.monotonic() - started < 60
 
 

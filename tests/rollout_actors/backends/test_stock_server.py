@@ -301,7 +301,10 @@ class TestGenerate:
                 {"logprobs": {"content": [{"token_id": 3, "logprob": -9999.0}] * 3}},
                 "no log-probability at token 0",
             ),
-            ({"token_ids": "nonsense"}, "check that it is a `vllm serve` of vLLM 0.32"),
+            (
+                {"token_ids": "nonsense"},
+                "check that it is `.*vllm serve .*`, and rollout_matching.vllm.server.kind",
+            ),
         ],
     )
     def test_what_is_no_whole_rollout_of_these_weights_is_refused(

@@ -18,6 +18,10 @@ from shared.errors import ConfigError
 pytestmark = pytest.mark.engine
 
 PARAMS = SimpleNamespace(prompt_logprobs=None)
+OVERLONG = "context_length_exceeded"
+NO_ROOM = "max_tokens must be at least 1, got 0."
+TOO_MANY = "max_tokens=9 cannot be greater than max_model_len=8"
+LONG_PROMPT = "The decoder prompt (length 9) is longer than the maximum model length of 8."
 
 
 class TellingEngine:
@@ -66,29 +70,21 @@ def client_of(engine: TellingEngine) -> Any:
     return GuardedClient(cast("Any", engine))
 
 
+def ask(engine: TellingEngine, params: Any = PARAMS, **options: Any) -> int:
+    """Ask for everything; returns the number of outputs."""
+
+    async def outputs() -> int:
+        made = client_of(engine).generate("prompt", params, "1", **options)
+        return len([output async for output in made])
+
+    return asyncio.run(outputs())
+
+
 def test_every_request_is_of_the_adapter_that_is_served_and_counted() -> None:
     engine = TellingEngine()
-
-    async def asked() -> int:
-        return len(
-            [
-                output
-                async for output in client_of(engine).generate(
-                    "prompt", PARAMS, "1", lora_request=None, priority=0
-                )
-            ]
-        )
-
-    assert asyncio.run(asked()) == 2
-    assert engine.asked == [
-        {
-            "prompt": "prompt",
-            "params": PARAMS,
-            "request_id": "1",
-            "lora_request": engine.adapter,
-            "priority": 0,
-        }
-    ]
+    assert ask(engine, lora_request=None, priority=0) == 2
+    request = {"prompt": "prompt", "params": PARAMS, "request_id": "1", "priority": 0}
+    assert engine.asked == [request | {"lora_request": engine.adapter}]
     assert (engine.counted, engine.num_closed) == (3, 1)
 
 
@@ -107,29 +103,16 @@ def test_a_request_that_is_given_up_is_ended_and_counted_as_far_as_it_went() -> 
 def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
     engine = TellingEngine()
     engine.shut = "its sync to version 3 is under way, or was not completed"
-
-    async def asked() -> None:
-        await anext(client_of(engine).generate("prompt", PARAMS, "1"))
-
-    with pytest.raises(
-        RefusalError, match="server-0 serves no rollouts: its sync to version 3 is under way"
-    ) as caught:
-        asyncio.run(asked())
+    with pytest.raises(RefusalError, match=f"server-0 serves no rollouts: {engine.shut}") as caught:
+        ask(engine)
     assert (caught.value.status, engine.asked) == (409, [])
 
 
 def test_a_request_that_was_sent_away_is_no_answer() -> None:
     engine = TellingEngine("abort")
-
-    async def asked() -> None:
-        async for _ in client_of(engine).generate("prompt", PARAMS, "1"):
-            pass
-
-    with pytest.raises(
-        RefusalError,
-        match="server-0 was given other weights before it had begun with the call; ask again",
-    ) as caught:
-        asyncio.run(asked())
+    sent_away = "server-0 was given other weights before it had begun with the call; ask again"
+    with pytest.raises(RefusalError, match=sent_away) as caught:
+        ask(engine)
     assert (caught.value.status, engine.counted, engine.num_closed) == (409, 3, 1)
 
 
@@ -143,23 +126,14 @@ def test_log_probabilities_of_prompts_are_refused_where_vllm_would_die_of_them(
     from vllm.exceptions import VLLMValidationError
 
     engine = TellingEngine(lora=lora, device=device)
-
-    async def asked() -> int:
-        return len(
-            [
-                output
-                async for output in client_of(engine).generate(
-                    "prompt", SimpleNamespace(prompt_logprobs=1), "1"
-                )
-            ]
-        )
-
-    if refused:
-        with pytest.raises(
-            VLLMValidationError, match="prompt_logprobs: a server with enable_lora has none on CPU"
-        ):
-            asyncio.run(asked())
-    assert len(engine.asked) == 0 if refused else asyncio.run(asked()) == 2
+    params = SimpleNamespace(prompt_logprobs=1)
+    if not refused:
+        assert ask(engine, params) == 2
+        return
+    none = "prompt_logprobs: a server with enable_lora has none on CPU"
+    with pytest.raises(VLLMValidationError, match=none):
+        ask(engine, params)
+    assert engine.asked == []
 
 
 class SayingServing:
@@ -192,42 +166,24 @@ def answered(said: Any, route: OpenAIRoute = OpenAIRoute.CHAT, **call: Any) -> O
     return asyncio.run(one.answer(route, {"model": "m"} | given | call))
 
 
+def refusal(answer: OpenAIAnswer) -> Any:
+    """The error of an answer that refuses the call."""
+    assert isinstance(answer.content, dict)
+    assert (answer.status, set(answer.content)) == (400, {"error"})
+    return answer.content["error"]
+
+
 @pytest.mark.parametrize(
     ("parameter", "text", "asked", "code"),
     [
-        (
-            "input_tokens",
-            "This model's maximum context length is 8 tokens",
-            {},
-            "context_length_exceeded",
-        ),
-        (
-            "input_text",
-            "This model's maximum context length is 8 tokens",
-            {},
-            "context_length_exceeded",
-        ),
-        (
-            None,
-            "The decoder prompt (length 9) is longer than the maximum model length of 8.",
-            {},
-            "context_length_exceeded",
-        ),
-        ("max_tokens", "max_tokens must be at least 1, got 0.", {}, "context_length_exceeded"),
-        (
-            "max_tokens",
-            "max_tokens must be at least 1, got 0.",
-            {"max_tokens": 4},
-            "context_length_exceeded",
-        ),
-        ("max_tokens", "max_tokens must be at least 1, got 0.", {"max_tokens": 0}, 400),
-        ("max_tokens", "max_tokens must be at least 1, got 0.", {"max_completion_tokens": 0}, 400),
-        (
-            "max_tokens",
-            "max_tokens=9 cannot be greater than max_model_len=8",
-            {"max_tokens": 9},
-            400,
-        ),
+        ("input_tokens", "This model's maximum context length is 8 tokens", {}, OVERLONG),
+        ("input_text", "This model's maximum context length is 8 tokens", {}, OVERLONG),
+        (None, LONG_PROMPT, {}, OVERLONG),
+        ("max_tokens", NO_ROOM, {}, OVERLONG),
+        ("max_tokens", NO_ROOM, {"max_tokens": 4}, OVERLONG),
+        ("max_tokens", NO_ROOM, {"max_tokens": 0}, 400),
+        ("max_tokens", NO_ROOM, {"max_completion_tokens": 0}, 400),
+        ("max_tokens", TOO_MANY, {"max_tokens": 9}, 400),
         ("temperature", "temperature must be non-negative", {}, 400),
     ],
 )
@@ -236,23 +192,18 @@ def test_a_prompt_that_is_too_long_has_openais_code_and_nothing_else_has(
 ) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    answer = answered(VLLMValidationError(text, parameter=parameter), **asked)
-    assert isinstance(answer.content, dict)
-    assert (answer.status, set(answer.content)) == (400, {"error"})
-    assert answer.content["error"]["code"] == code
-    assert answer.content["error"]["message"].startswith(text)
+    error = refusal(answered(VLLMValidationError(text, parameter=parameter), **asked))
+    assert error["code"] == code
+    assert error["message"].startswith(text)
 
 
 @pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
 def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(
     route: OpenAIRoute,
 ) -> None:
-    answer = answered(None, route, temprature=0.5, guided_regex="a", top_k=3)
-    assert isinstance(answer.content, dict)
-    assert answer.status == 400
-    assert answer.content["error"]["message"].startswith(
-        "no such field: temprature (did you mean temperature?), guided_regex"
-    )
+    error = refusal(answered(None, route, temprature=0.5, guided_regex="a", top_k=3))
+    unknown = "no such field: temprature (did you mean temperature?), guided_regex"
+    assert error["message"].startswith(unknown)
 
 
 @pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
@@ -260,12 +211,9 @@ def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(
 def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(
     route: OpenAIRoute, penalty: Any
 ) -> None:
-    answer = answered(None, route, repetition_penalty=penalty)
-    assert isinstance(answer.content, dict)
-    assert (answer.status, answer.content["error"]["message"]) == (
-        400,
-        f"repetition_penalty: is {float(penalty)}; send a value from 0.01 to 100",
-    )
+    error = refusal(answered(None, route, repetition_penalty=penalty))
+    wanted = "send a value from 0.01 to 100"
+    assert error["message"] == f"repetition_penalty: is {float(penalty)}; {wanted}"
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 100_000]}}}
@@ -288,13 +236,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x
 def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(
     brought: dict[str, Any],
 ) -> None:
-    answer = answered(None, **brought)
-    assert isinstance(answer.content, dict)
-    assert answer.status == 400
-    assert (
-        "characters, a call may bring 100000; send a smaller one"
-        in answer.content["error"]["message"]
-    )
+    too_large = "characters, a call may bring 100000; send a smaller one"
+    assert too_large in refusal(answered(None, **brought))["message"]
 
 
 def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
@@ -350,11 +293,8 @@ def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argu
             "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
         }
     ]
-    answer = answered(None, tools=tools, **choice)
-    assert isinstance(answer.content, dict)
-    assert answer.status == 400
     assert (
-        answer.content["error"]["message"]
+        refusal(answered(None, tools=tools, **choice))["message"]
         == "tools: this server was not told how the model writes calls of tools; start it with"
         " tool_call_parser=NAME (vLLM's name of what reads them, hermes for Qwen's models), or"
         " send tool_choice: none"
