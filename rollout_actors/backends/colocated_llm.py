@@ -223,6 +223,7 @@ class ColocatedLLM:
         """Generate one rollout per request, in order, at most `max_num_seqs` at a time."""
         origin = EngineInfo(self._name, self.intake.version, self._rule, started)
         rollouts: list[Rollout] = []
+        # Sampled and greedy requests share one batch; a search has its own settings.
         for beam_decode, group in groupby(
             requests,
             key=lambda request: request.decode if request.decode.mode is DecodeMode.BEAM else None,

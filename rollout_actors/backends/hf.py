@@ -155,6 +155,7 @@ class Chooser(_LogprobProcessor):
             chosen_B = logprobs_BV.argmax(-1)
         self._chosen.append(logprobs_BV.gather(1, chosen_B[:, None])[:, 0])
         self.times.append(time.perf_counter())
+        # The only finite score of a row is what a greedy `generate` takes.
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
 
     def logprobs(self) -> list[list[float]]:
@@ -357,6 +358,7 @@ class HFBackend:
         ids_BP = torch.full(shape, processor.tokenizer.pad_token_id, dtype=torch.int64)
         mask_BP = torch.zeros(shape, dtype=torch.int64)
         for row, prompt in enumerate(encoded):
+            # On the left, so that every row's next token follows its last position.
             begin = length - len(prompt.token_ids)
             ids_BP[row, begin:] = torch.tensor(prompt.token_ids)
             mask_BP[row, begin:] = 1

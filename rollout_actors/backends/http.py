@@ -320,6 +320,7 @@ class HttpEngine(RolloutEngine, ABC):
             RolloutError: the server refused, as any other would.
         """
         for attempt in range(TRIES):
+            # All of them, since seeds are per request: the same rollouts come again.
             work = _all_answers([call() for call in calls])
             try:
                 if self._http.address.infer_timeout_s is None:

@@ -51,6 +51,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         async with asyncio.timeout(STALL_S) as stall:
             async for part in request.stream():
                 body += part
+                # Counted, since the header may be missing or wrong.
                 if len(body) > limit:
                     raise too_large
                 stall.reschedule(asyncio.get_running_loop().time() + STALL_S)

@@ -92,6 +92,8 @@ class EngineThread:
         finally:
             await asyncio.shield(self._in_thread(close()))
 
+    # Read without the thread, so that a stuck engine does not delay `/health/`.
+
     @property
     def version(self) -> int:
         return 0 if self._engine is None else self._engine.version

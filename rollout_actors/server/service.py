@@ -354,6 +354,7 @@ class RolloutService:
             if sizes != [1 + num_workers]:
                 group = f"this server's group is the sender and its {num_workers} workers"
                 raise RefusalError(400, f"offer.terms.groups: have {sizes} ranks; {group}")
+        # A later sync may begin while this phase runs: then the state is another.
         state = self._sync = self._sync.enter(phase, call)
         assert state.offer is not None
         # The pause has ended what was running; what was queued would be answered under the weights
