@@ -249,7 +249,7 @@ class StockClient(HttpEngine):
         return ServerFacts(world_size, 0, "", problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Send all requests at once, each in a call of its own; an end of a call ends its request.
+        """Send all requests at once; a call that is closed ends its request in the server.
 
         Where one fails or is late, all of them are sent once more with the same seeds.
         """
@@ -275,7 +275,7 @@ class StockClient(HttpEngine):
         """Call the server's own routes, each once: a tried phase has changed the server."""
         if phase is SyncPhase.RENDEZVOUS:
             # Set here, because nothing is generated: the pause has waited for requests of another
-            # run, and the labels of those that it still sends are this run's, so it refuses them.
+            # run, and refuses answers of those that it still sends: they get labels of this run.
             try:
                 await self._set_guard(phase, phase_limit(offer, SyncPhase.PAUSE))
             except RolloutError as error:
