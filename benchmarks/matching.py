@@ -96,7 +96,7 @@ def to_bins(values: list[float]) -> tuple[int, ...]:
 def slow_match(
     predictions: list[ParsedObject], ground_truth: list[GroundTruthObject]
 ) -> tuple[list[tuple[int, int, float]], int]:
-    """The pairs and the number of rejections by the text of DESIGN 7.4: a full canvas per shape,
+    """The pairs and the number of rejections by the text of decision 34: a full canvas per shape,
     every pixel tested, pair after pair.
     """
     masks_a, masks_b = (

@@ -1,5 +1,5 @@
 """Rows over the lower bound `ceil(sum / capacity)`, for whole steps and for the streaming windows
-of DESIGN 5, decision 7.
+of decision 7.
 
 `python -m benchmarks.packing`. Lengths are log-normal (sigma 0.6), clipped to 1..capacity. Each way
 packs the same draws; every segment must be packed exactly once and no row may exceed the capacity.

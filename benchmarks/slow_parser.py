@@ -1,4 +1,4 @@
-"""`parse_rollout` written out character by character, as DESIGN 7.2 tells it: what the fast one is
+"""`parse_rollout` written out character by character, as decision 32 tells it: what the fast one is
 measured against and compared with.
 
 Nothing here is shared with the parser but the types of its answer. The text is a string with one

@@ -1,4 +1,4 @@
-"""The run's loop: how learner and rollout engines make one run (DESIGN 2).
+"""The run's loop: how learner and rollout engines make one run (decision 41).
 
 One step of channel B with two rounds, pipelined; time runs to the right::
 

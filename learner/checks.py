@@ -1,7 +1,7 @@
 """Checks that the engine computes what the learner computes; a difference ends the run.
 
-Every rollout is checked (DESIGN 9, spec: canonical encoding): its prompt, its weight version, and
-the log-probabilities of its tokens.
+Every rollout is checked (decision 38, spec: canonical encoding): its prompt, its weight version,
+and the log-probabilities of its tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Sampling(NamedTuple):
 def check_weight_versions(sampled: Sequence[Sampling], version: int, *, max_staleness: int) -> None:
     """Check that a round is of one version of the weights, and not too old.
 
-    `version` is the learner's; the round's is at most `max_staleness` older (DESIGN 5, decision
-    13). Nothing is generated while weights change.
+    `version` is the learner's; the round's is at most `max_staleness` older (decision 13). Nothing
+    is generated while weights change.
 
     Raises:
         RolloutError: an engine missed a sync.

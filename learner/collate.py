@@ -1,6 +1,6 @@
 """Segments into one packed row.
 
-Positions restart per segment; supervision is offset and weighted once (DESIGN 5.6, FACTS 4).
+Positions restart per segment; supervision is offset and weighted once (decision 6).
 
 Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K sampled tokens
 to compare, M sampled tokens to learn, I images, R image patches, D patch values.
@@ -30,7 +30,7 @@ RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class ModelInputs(NamedTuple):
-    """Arguments of the model's forward; the attention mask stays None (FACTS 4)."""
+    """Arguments of the model's forward; the attention mask stays None."""
 
     input_ids: torch.Tensor
     """int64 [1, T]"""
@@ -105,8 +105,7 @@ def collate(
     """Pack `segments` into one row, in order. `rope_index` is None of a text model.
 
     Weights are means within a segment, so a row's loss is a sum over its segments, and the losses
-    of a step's rows add; what they are divided by is for the step's end (DESIGN 5, decisions 6 and
-    7).
+    of a step's rows add; what they are divided by is for the step's end (decisions 6 and 7).
 
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
     position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.

@@ -172,7 +172,7 @@ class Learner:
             if self._ranks.meet(not learned):
                 raise self._left("finish_step")
             # A step without carrying learns every sample it drew; one that carries knows only now
-            # what it learned (DESIGN 5, decisions 6 and 7).
+            # what it learned (decisions 6 and 7).
             denominator = step.plan.num_samples
             if self._packing.carries:
                 denominator = self._ranks.sum(step.metrics.num_segments)

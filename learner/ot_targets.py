@@ -1,6 +1,6 @@
 """Aims of the coord slots of a matched pair with a polygon, by entropic optimal transport.
 
-Barycentric projection only (DESIGN 7.6).
+Barycentric projection only (decision 36).
 
 Shape legend: N points of the prediction, M points of the ground truth.
 """

@@ -1,4 +1,4 @@
-"""Rows of segments: which buffered segments share a row, and when (DESIGN 7.5; 5, decision 7).
+"""Rows of segments: which buffered segments share a row, and when (decisions 7 and 35).
 
 Whatever the policy, rows depend on positions alone: not on arrival, rounds or actors.
 """

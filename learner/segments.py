@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """One prompt in both forms (FACTS 4): as the engine is asked, and as both sides compute it.
+    """One prompt in both forms: as the engine is asked, and as both sides compute it.
 
     Example: 10 text tokens and an image of 8 x 8 patches, 4 patches to a token: 11
     `request_token_ids`, P = 26, `modality_P` with 16 ones, `image_grid_I3` [[1, 8, 8]], R = 64.

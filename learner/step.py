@@ -120,7 +120,7 @@ def _forward(
     output = model.model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,
-        # None, not ones: with a mask transformers lets the segments see each other (FACTS 4).
+        # None, not ones: with a mask transformers lets the segments see each other.
         attention_mask=None,
         **inputs.image_arguments(model.dtype),
         use_cache=False,

@@ -4,9 +4,9 @@ Decided here, once; objectives only consume it.
 
 Channel A: the ground truth serialised, closed, EOS. Channel B: the kept prefix of the model's own
 rollout, the unmatched ground truth appended, closed, EOS (spec rollout-matching-sft: one canonical
-teacher-forced target sequence; DESIGN 8).
+teacher-forced target sequence; decision 37).
 
-Where our text meets the rollout's inside a token, both are encoded together (DESIGN 7.3). A
+Where our text meets the rollout's inside a token, both are encoded together (decision 33). A
 vocabulary such as Qwen's has `}}` and `},` as tokens; encoded apart, every target would teach the
 model to split them at the very place where it decides to stop or go on.
 

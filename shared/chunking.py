@@ -1,4 +1,4 @@
-"""The split of a step's requests into rounds and shares (DESIGN 5, decisions 5, 15 and 16).
+"""The split of a step's requests into rounds and shares (decisions 5, 15 and 16).
 
 A *round* is generated at once over all engines; a *share* is one engine's part of it. Tensors are
 cut into buckets here too.

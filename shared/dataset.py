@@ -73,7 +73,7 @@ def load_dataset(
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Dataset:
-    """Read a JSONL file of records (DESIGN 7.1); blank lines mean nothing.
+    """Read a JSONL file of records (decision 31); blank lines mean nothing.
 
     Image paths are relative to the file. A row without an id is called after its file and line.
 

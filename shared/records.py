@@ -1,4 +1,4 @@
-"""One dataset row: images, their size, and the ground-truth objects on them (DESIGN 7.1)."""
+"""One dataset row: images, their size, and the ground-truth objects on them (decision 31)."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def load_record(
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
 ) -> Sample:
-    """Check one dataset row and return it as a sample (DESIGN 7.1).
+    """Check one dataset row and return it as a sample (decision 31).
 
     Args:
         root: folder that image paths are relative to.

@@ -78,7 +78,7 @@ class FinishReason(StrEnum):
 
 
 TRIES = 2
-"""Tries per server before another one is asked (DESIGN 5, decision 14)."""
+"""Tries per server before another one is asked (decision 14)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class StepPlan:
     """From 0, as rules and seeds count."""
     channel: Channel
     num_samples: int
-    """Samples over all learner ranks; the denominator of its loss (DESIGN 5, decision 6)."""
+    """Samples over all learner ranks; the denominator of its loss (decision 6)."""
     rollout_seed_base: int
     """`request_seed(run_seed, step, 0)`, logged with the plan."""
     evaluate_before: bool

@@ -1,4 +1,4 @@
-"""One seed per request (DESIGN 5, decision 10)."""
+"""One seed per request (decision 10)."""
 
 from __future__ import annotations
 

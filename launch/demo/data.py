@@ -1,7 +1,7 @@
 """The demo's data: scenes of real handwritten digits with a box and a name each.
 
 `train.jsonl`, `val.jsonl` and their PNG files, in the record format that the ordinary loader reads
-(DESIGN 7.1). The digits come with scikit-learn: 1,500 appear in training scenes, the other 297 in
+(decision 31). The digits come with scikit-learn: 1,500 appear in training scenes, the other 297 in
 validation scenes only. They are the last ones of the set, so other people wrote them. The same
 arguments give the same bytes.
 """

@@ -4,8 +4,8 @@
 
 An environment's rubric sends the numerator, or an advantage of the user's; the division is here
 (`token_advantages`). The loss of a step is the weighted sum over its sampled tokens, divided at the
-step's end by the number of its rollouts: known before the first of them arrives (DESIGN 5, decision
-6), failed and empty ones included. `normalize` decides the weight of a token in that sum:
+step's end by the number of its rollouts: known before the first of them arrives (decision 6),
+failed and empty ones included. `normalize` decides the weight of a token in that sum:
 
     step      1 / sampled tokens of its call of the model: each call weighs 1
     rollout   1 / sampled tokens of its rollout: each rollout weighs 1

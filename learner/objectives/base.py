@@ -1,8 +1,7 @@
 """The interface of objectives: the supervision and values of a row, and the losses of them.
 
 Every term is a weighted sum over a row's positions. The weights already hold the means within a
-segment, so that the terms of rows add and packing cannot change a step's loss (DESIGN 5, decision
-6).
+segment, so that the terms of rows add and packing cannot change a step's loss (decision 6).
 
 Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them
 predict sampled tokens to compare, M of them sampled tokens that are learned by their advantage, B

@@ -1,4 +1,4 @@
-"""`bbox_geo`: boxes decoded by expectation against their targets, both in [0, 1] (DESIGN 8).
+"""`bbox_geo`: boxes decoded by expectation against their targets, both in [0, 1] (decision 37).
 
 Used only where the pipeline lists it.
 

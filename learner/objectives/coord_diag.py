@@ -1,4 +1,5 @@
-"""`coord_diag`: how well the coord slots' distributions point; logged, not learned (DESIGN 8)."""
+"""`coord_diag`: how well the coord slots' distributions point; logged, not learned (decision
+37)."""
 
 from __future__ import annotations
 

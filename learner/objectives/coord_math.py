@@ -1,4 +1,4 @@
-"""Losses over logits, and every numeric fence of the project (DESIGN 8).
+"""Losses over logits, and every numeric fence of the project (decision 37).
 
 Training, diagnostics and evaluation call these functions, so that NaN, infinities, temperature and
 clamps mean the same everywhere. The parts: the whole vocabulary, the coord vocabulary, boxes.
@@ -199,7 +199,7 @@ def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
     """`-log(1 - p)`, `1 - p` not under 1e-6, of the coord vocabulary's probability `p =
     exp(-leak)`: [T].
 
-    At that floor the gate has no gradient (DESIGN 8); `token_ce` is what moves such a token.
+    At that floor the gate has no gradient (decision 37); `token_ce` is what moves such a token.
     """
     # Either form is exact on its own side; the clamps keep the other's gradient finite, which
     # `where` multiplies by 0.

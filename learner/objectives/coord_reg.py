@@ -1,4 +1,5 @@
-"""`coord_reg`: coord slots against a soft target, and gates between coord and text (DESIGN 8)."""
+"""`coord_reg`: coord slots against a soft target, and gates between coord and text (decision
+37)."""
 
 from __future__ import annotations
 

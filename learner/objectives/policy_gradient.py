@@ -1,4 +1,4 @@
-"""`policy_gradient`: sampled tokens become more or less probable by their advantage (DESIGN 8).
+"""`policy_gradient`: sampled tokens become more or less probable by their advantage (decision 37).
 
 With `ratio = p_learner / p_engine` of a sampled token and `A` its advantage, its loss is
 

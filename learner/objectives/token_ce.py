@@ -1,4 +1,4 @@
-"""`token_ce`: cross-entropy over non-coord text tokens (DESIGN 8)."""
+"""`token_ce`: cross-entropy over non-coord text tokens (decision 37)."""
 
 from __future__ import annotations
 

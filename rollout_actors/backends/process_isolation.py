@@ -1,4 +1,4 @@
-"""Isolation of an engine inside another process, which finds its own settings again (FACTS 2).
+"""Isolation of an engine inside another process, which finds its own settings again.
 
 In-process vLLM seeds every random generator, opens a default process group, replaces
 `torch.set_num_threads` by a function that does nothing, reads environment variables at any time,
@@ -21,7 +21,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 NUM_THREADS = 1
-"""Threads of a CPU engine: with more, logprobs depend on the batch (DESIGN 5, decision 23)."""
+"""Threads of a CPU engine: with more, logprobs depend on the batch (decision 23)."""
 
 
 @contextmanager

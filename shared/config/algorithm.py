@@ -48,7 +48,7 @@ class AlgorithmSpec:
     uses_environment: bool = False
     """It learns advantages from an environment, rather than ground truth from samples."""
     carries_segments: bool = False
-    """One row per micro-step; leftover segments wait for later steps (DESIGN 5, decision 7)."""
+    """One row per micro-step; leftover segments wait for later steps (decision 7)."""
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY
     """Kinds of shapes that it can learn."""
 

@@ -1,4 +1,4 @@
-"""The base of every section of the configuration (DESIGN section 10)."""
+"""The base of every section of the configuration (decision 39)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from shared.tokens.fresh import FILE, FreshTokens
 
 
 class RowRule(StrEnum):
-    """The way in which the segments of a step come to rows (DESIGN 5, decision 7)."""
+    """The way in which the segments of a step come to rows (decision 7)."""
 
     SEGMENT = "segment"
     """No packing: each segment is a row."""

@@ -16,7 +16,7 @@ from shared.errors import ConfigError
 
 
 def load_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Validate the configuration of a run (DESIGN section 10). The files it names stay closed.
+    """Validate the configuration of a run (decision 39). The files it names stay closed.
 
     Raises:
         ConfigError: all unknown and retired keys, wrong types and wrong values at once; where

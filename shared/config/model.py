@@ -63,7 +63,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The JSONL files, and how their rows become samples (DESIGN 7.1)."""
+    """The JSONL files, and how their rows become samples (decision 31)."""
 
     train: ConfigPath | None = None
     """JSONL file of training samples; image paths in it are relative to the file. Required, but

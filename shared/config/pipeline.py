@@ -1,4 +1,4 @@
-"""`rollout_matching.pipeline`: the declared objective, which is all there is (DESIGN 5.2 and 8).
+"""`rollout_matching.pipeline`: the declared objective, which is all there is (decisions 2 and 37).
 
 Every entry is written out in full: no key but `advantage_epsilon` has a default. A new objective
 has its settings and its entry here, and a line in `ObjectiveEntry`.

@@ -1,6 +1,6 @@
 """Keys that were removed or moved: each is refused by name, with what to write instead.
 
-See DESIGN 5, decision 3.
+See decision 3.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class BackendSpec:
     title: str
     """The keys that choose it, as messages name it."""
     has_beams: bool
-    """It has beam search (DESIGN 5, decision 21)."""
+    """It has beam search (decision 21)."""
     takes_adapters: bool = True
     """Its engines can be sent a LoRA adapter alone."""
 
@@ -300,7 +300,7 @@ class SyncSection(Section):
 class VllmSection(Section):
     mode: Literal["colocate", "server", "actors"] = "colocate"
     """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run
-    (DESIGN 5, decision 4).
+    (decision 4).
     """
 
     tensor_parallel_size: PositiveInt | None = None
@@ -477,7 +477,7 @@ class RolloutMatchingSection(Section):
 
     @property
     def resolved_decode_mode(self) -> DecodeMode:
-        """The mode as written or, where it is not, by the temperature (DESIGN 5, decision 27)."""
+        """The mode as written or, where it is not, by the temperature (decision 27)."""
         if self.decode_mode is not None:
             return self.decode_mode
         return DecodeMode.SAMPLE if self.decoding.temperature > 0 else DecodeMode.GREEDY

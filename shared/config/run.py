@@ -89,7 +89,7 @@ class RunConfig(Section):
 
     @property
     def geometry(self) -> frozenset[GeometryKind]:
-        """Kinds of shapes that are taught and read (DESIGN 5, decision 8)."""
+        """Kinds of shapes that are taught and read (decision 8)."""
         kinds = self.rollout_matching.geometry
         return self.algorithm.geometry if kinds is None else frozenset(kinds)
 

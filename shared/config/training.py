@@ -188,7 +188,7 @@ class TrainingSection(Section):
 
     packing_window: PositiveInt = 8
     """Rows are taken after every this many rollouts (of environments: segments), in index order, so
-    that they do not depend on arrival (DESIGN 5, decision 7).
+    that they do not depend on arrival (decision 7).
 
     No effect under `stage2_rollout_aligned`, which takes one row per micro-step.
     """

@@ -1,10 +1,10 @@
 """COCO boxes, polygons, annotations and results to and from ours. Pure: `launch` does the files.
 
 A COCO coordinate `v`, in pixels along an axis of length `W`, is the bin `v / (W - 1) * 999`
-(DESIGN section 4). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is a coordinate
-like any other. So boxes and polygons of one object stay aligned, and two boxes overlap alike in
-bins and in pixels. The price: the last pixel of an axis is bin 999 throughout, so a box that ends
-at the far border comes back up to one pixel shorter.
+(docs/decisions.md). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is a
+coordinate like any other. So boxes and polygons of one object stay aligned, and two boxes overlap
+alike in bins and in pixels. The price: the last pixel of an axis is bin 999 throughout, so a box
+that ends at the far border comes back up to one pixel shorter.
 """
 
 from __future__ import annotations

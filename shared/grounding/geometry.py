@@ -1,5 +1,5 @@
 """Shapes in norm1000: pixels to bins and back, boxes around shapes, and how much two shapes overlap
-(DESIGN 4 and 7.4).
+(decision 34).
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N shapes, V vertices
 of all of them, R canvas pixels per axis, W words of 64 pixels per canvas row, T edges, C crossings
@@ -21,7 +21,7 @@ import numpy as np
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS
 
-# IoU by exact areas, for shapes too small for a raster (DESIGN 7.4).
+# IoU by exact areas, for shapes too small for a raster (decision 34).
 #
 # Shape legend: T edges of both rings, L slabs between successive ordinates of ends and crossings.
 

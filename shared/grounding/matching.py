@@ -1,4 +1,4 @@
-"""The match of predictions with ground truth: Hungarian by maskIoU of any class (DESIGN 7.4).
+"""The match of predictions with ground truth: Hungarian by maskIoU of any class (decision 34).
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N = P + G.
 """

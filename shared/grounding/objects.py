@@ -1,4 +1,4 @@
-"""The objects of a response, as values (DESIGN 7.2)."""
+"""The objects of a response, as values (decision 32)."""
 
 from __future__ import annotations
 

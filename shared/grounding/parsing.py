@@ -1,4 +1,4 @@
-"""The strict parser: token ids of a response to its objects and the prefix to keep (DESIGN 7.2).
+"""The strict parser: token ids of a response to its objects and the prefix to keep (decision 32).
 
 The bytes of the tokens are scanned as one text; offsets lead back to tokens, so nothing is decoded
 and encoded again except the end of one fused token. A malformed response is data, never an error.

@@ -1,4 +1,4 @@
-"""One pass over a response's bytes: the container's ends and its entries (DESIGN 7.2).
+"""One pass over a response's bytes: the container's ends and its entries (decision 32).
 
 Only strings, braces and what stands between entries are looked at; the inside of an entry is read
 by `shared.grounding.validation`. A *plain* entry, as models mostly write them, has a key without

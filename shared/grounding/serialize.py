@@ -1,4 +1,4 @@
-"""Objects to the text that the model is taught to write (DESIGN 5 decision 1, 7.3)."""
+"""Objects to the text that the model is taught to write (decisions 1 and 33)."""
 
 from __future__ import annotations
 

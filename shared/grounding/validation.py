@@ -1,4 +1,4 @@
-"""The strict check of a complete entry: an object, or the first reason why not (DESIGN 7.2).
+"""The strict check of a complete entry: an object, or the first reason why not (decision 32).
 
 An entry's value is read as strict JSON in which coord tokens may stand without quotes.
 """

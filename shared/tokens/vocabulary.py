@@ -1,4 +1,4 @@
-"""Coord tokens and the view of a tokenizer that the rest of the project has (DESIGN 4 and
+"""Coord tokens and the view of a tokenizer that the rest of the project has (docs/decisions.md and
 contracts).
 """
 

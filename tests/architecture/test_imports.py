@@ -1,4 +1,4 @@
-"""The import rules of DESIGN section 3, by executing the imports and looking at `sys.modules`."""
+"""The import rules of decision 40, by executing the imports and looking at `sys.modules`."""
 
 import ast
 import json

@@ -1,5 +1,5 @@
 """The page: what happens in which order, and how long a pipelined step takes (spec
-channel-b-pipeline; DESIGN 2 and 5, decision 13).
+channel-b-pipeline; decisions 13 and 41).
 """
 
 from __future__ import annotations

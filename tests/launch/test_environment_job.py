@@ -1,5 +1,5 @@
 """Trajectories on the actors and the learner of rollout matching: real engines, repeatable, checked
-(DESIGN 5.10, 5.12, 5.13; issue 5).
+(decisions 10, 12 and 13; issue 5).
 """
 
 from dataclasses import replace

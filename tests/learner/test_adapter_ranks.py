@@ -1,5 +1,5 @@
 """Several ranks train an adapter as one rank does, whole or sharded, and write the same checkpoint
-(DESIGN 9).
+(decision 38).
 """
 
 import shutil

@@ -1,5 +1,5 @@
 """Does the engine compute what the learner computes? The first difference ends the run, with the
-sample's id (issue 2; DESIGN 9).
+sample's id (issue 2; decision 38).
 """
 
 import numpy as np

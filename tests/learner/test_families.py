@@ -1,5 +1,5 @@
 """Every family of models that is trained computes packed rows, with images of several sizes, as it
-computes each segment alone (FACTS 4).
+computes each segment alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An image that the learner could not decode is found before the start (DESIGN 7.1, issue 2), and
+"""An image that the learner could not decode is found before the start (decision 31, issue 2), and
 decoded no more often than it changes.
 """
 

@@ -1,5 +1,5 @@
 """What is trained is text as the model's tokenizer writes it, also where our text meets the
-rollout's inside a token (DESIGN 7.3, 8).
+rollout's inside a token (decisions 33 and 37).
 """
 
 import random

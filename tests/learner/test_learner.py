@@ -1,5 +1,5 @@
-"""One rank, step by step, with rollouts nobody had to generate (spec: channel-b step mode; DESIGN
-5, decisions 6, 7, 10, 24).
+"""One rank, step by step, with rollouts nobody had to generate (spec: channel-b step mode;
+decisions 6, 7, 10 and 24).
 """
 
 from dataclasses import replace

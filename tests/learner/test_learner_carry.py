@@ -1,5 +1,5 @@
 """`stage2_rollout_aligned`: leftovers are carried, a step is divided by the segments it learned
-(DESIGN 5, decision 7; spec: post-rollout packing).
+(decision 7; spec: post-rollout packing).
 """
 
 import pytest

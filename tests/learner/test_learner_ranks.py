@@ -1,5 +1,5 @@
-"""Several ranks learn what one rank learns (spec: raw rollouts over all train ranks; DESIGN 5,
-decisions 6, 7 and 10; DESIGN 9).
+"""Several ranks learn what one rank learns (spec: raw rollouts over all train ranks; decisions 6, 7
+and 10; decision 38).
 
 The tolerance: weights of one rank and of two differ by at most 1e-6 after three updates of up to
 1e-3 each, gradient norms by a 1e-5th, losses by 1e-5. Float sums over other rows are all that

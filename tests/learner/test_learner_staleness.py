@@ -1,5 +1,5 @@
-"""`rollout_matching.max_staleness: 1`: the next step begins before this one has ended (DESIGN 5,
-decision 13).
+"""`rollout_matching.max_staleness: 1`: the next step begins before this one has ended (decision
+13).
 """
 
 from dataclasses import replace

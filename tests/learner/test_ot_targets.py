@@ -1,4 +1,4 @@
-"""DESIGN 7.6, against a plain dense Sinkhorn in loops."""
+"""Decision 36, against a plain dense Sinkhorn in loops."""
 
 import math
 import random

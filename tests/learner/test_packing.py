@@ -1,4 +1,4 @@
-"""DESIGN 7.5, against a search through every subset."""
+"""Decision 35, against a search through every subset."""
 
 import itertools
 import random

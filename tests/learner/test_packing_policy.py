@@ -1,4 +1,4 @@
-"""When segments become rows (DESIGN 5, decision 7; spec: packing with a carry buffer, and to
+"""When segments become rows (decision 7; spec: packing with a carry buffer, and to
 completion).
 """
 

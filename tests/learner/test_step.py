@@ -1,4 +1,4 @@
-"""Loss and gradient of a step do not depend on packing (DESIGN 5, decision 6; FACTS 4), and equal a
+"""Loss and gradient of a step do not depend on packing (decision 6), and equal a
 slow version written here.
 """
 

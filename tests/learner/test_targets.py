@@ -1,4 +1,4 @@
-"""What supervises each token (DESIGN 8, spec: canonical teacher-forced target, unified loss by
+"""What supervises each token (decision 37, spec: canonical teacher-forced target, unified loss by
 token masks).
 """
 

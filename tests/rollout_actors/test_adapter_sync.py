@@ -1,5 +1,5 @@
-"""Syncs of a LoRA or DoRA learner to a real engine (spec: weight sync mode selection; DESIGN 5,
-decision 20, and 9).
+"""Syncs of a LoRA or DoRA learner to a real engine (spec: weight sync mode selection; decisions 9
+and 20).
 """
 
 from __future__ import annotations

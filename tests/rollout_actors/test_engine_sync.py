@@ -1,5 +1,5 @@
 """Weights that arrive are the learner's, and a sync that went wrong is noticed, named and gone over
-(DESIGN 9).
+(decision 38).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_after_a_sync_every_actor_generates_what_the_learner_would(
 def test_tied_embeddings_are_renewed_at_the_output_too(
     engine_pool: EnginePool, learner: SmallLearner
 ) -> None:
-    """FACTS 5.2: on CPU the output head multiplies with a packed copy of the embedding, which
+    """On CPU the output head multiplies with a packed copy of the embedding, which
     vLLM's reload leaves as it was.
     """
     request = learner.request(0)

@@ -1,4 +1,4 @@
-"""How requests are cut (DESIGN 5, decisions 5, 15 and 16; spec rollout-matching-sft, "vLLM server
+"""How requests are cut (decisions 5, 15 and 16; spec rollout-matching-sft, "vLLM server
 mode derives per-rank request chunking").
 """
 

@@ -1,4 +1,4 @@
-"""Training examples as values, and what a group of rewards says (DESIGN 8: `policy_gradient`;
+"""Training examples as values, and what a group of rewards says (decision 37: `policy_gradient`;
 issue: the share of groups without signal is logged).
 """
 

@@ -1,6 +1,6 @@
 """Contradictions between `custom.trainer_variant` and the other sections.
 
-Listed in `shared.config.checks.general`. See DESIGN 5, decisions 2, 7 and 18, and DESIGN 8.
+Listed in `shared.config.checks.general`. See decisions 2, 7 and 18, and decision 37.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def objective_has_its_input(run: RunConfig) -> Iterator[Problem]:
 
 
 def geometry_is_learned(run: RunConfig) -> Iterator[Problem]:
-    """Channel-B v1 matches boxes only (DESIGN 5, decision 8)."""
+    """Channel-B v1 matches boxes only (decision 8)."""
     if run.geometry - run.algorithm.geometry:
         yield Problem(
             "rollout_matching.geometry",
@@ -131,7 +131,7 @@ def objective_covers_channels(run: RunConfig) -> Iterator[Problem]:
 
 
 def text_gate_has_text(run: RunConfig) -> Iterator[Problem]:
-    """`text_gate` acts where `token_ce` weighs text (DESIGN 8), so its channel needs one."""
+    """`text_gate` acts where `token_ce` weighs text (decision 37), so its channel needs one."""
     if run.algorithm.uses_environment:  # it has neither
         return
     pipeline = run.rollout_matching.pipeline
@@ -178,7 +178,7 @@ def budget_has_effect(run: RunConfig) -> Iterator[Problem]:
 
 
 def leftovers_are_dropped(run: RunConfig) -> Iterator[Problem]:
-    """Segments carried to the end of a run can only be dropped (DESIGN 5, decision 7)."""
+    """Segments carried to the end of a run can only be dropped (decision 7)."""
     if row_rule(run) is RowRule.CARRY and not run.training.packing_drop_last:
         yield Problem(
             "training.packing_drop_last",

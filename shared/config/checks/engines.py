@@ -101,7 +101,7 @@ def whole_model_generates(run: RunConfig) -> Iterator[Problem]:
 
 
 def beams_are_possible(run: RunConfig) -> Iterator[Problem]:
-    """Beam search exists in some backends, each with its own bounds (DESIGN 5, decision 21)."""
+    """Beam search exists in some backends, each with its own bounds (decision 21)."""
     matching = run.rollout_matching
     num_beams, is_hf = matching.num_beams, matching.rollout_backend == "hf"
     if matching.decode_mode is not DecodeMode.BEAM:
@@ -139,7 +139,7 @@ def beams_are_possible(run: RunConfig) -> Iterator[Problem]:
 def sampling_is_whole(run: RunConfig) -> Iterator[Problem]:
     """`policy_gradient` needs every token's probability under the whole vocabulary.
 
-    Only then can engine and learner compute the same number (DESIGN 5, decision 25).
+    Only then can engine and learner compute the same number (decision 25).
     """
     decoding, penalty = run.rollout_matching.decoding, run.rollout_matching.repetition_penalty
     objective = run.rollout_matching.pipeline.objective
@@ -168,7 +168,7 @@ def sampling_is_whole(run: RunConfig) -> Iterator[Problem]:
 
 
 def adapters_can_be_sent(run: RunConfig) -> Iterator[Problem]:
-    """`sync.mode: adapter` needs LoRA, engines that serve it, and one rank (DESIGN 9)."""
+    """`sync.mode: adapter` needs LoRA, engines that serve it, and one rank (decision 38)."""
     adapter, vllm, ranks = run.model.adapter, run.rollout_matching.vllm, run.learner.world_size
     if not run.rollout_matching.backend.takes_adapters:
         nobody = "and rollout_backend hf has no engine that takes adapters"

@@ -1,6 +1,4 @@
-"""The driver's end of the learner on Ray: every wait ends, and says what ended it (DESIGN 5,
-decision 14).
-"""
+"""The driver's end of the learner on Ray: every wait ends, and says what ended it (decision 14)."""
 
 import os
 import signal

@@ -181,7 +181,7 @@ def test_an_engine_beside_the_learner_shares_its_gpu_or_on_cpu_its_process(confi
 def test_an_engine_beside_the_learner_spans_4_gpus_or_the_largest_of_2_and_1_that_its_rank_can_have(
     config, gpus, ranks, devices
 ):
-    """DESIGN 5, decision 22."""
+    """Decision 22."""
     placement = plan_placement(
         config(**COLOCATE, learner__world_size=ranks), [Resources(cpus=16, gpus=gpus)]
     )

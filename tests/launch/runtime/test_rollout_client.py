@@ -1,4 +1,5 @@
-"""The client shares out, keeps order, waits for nobody forever, and names the actor that is late."""
+"""The client shares out, keeps order, waits for nobody forever, and names the actor that is
+late."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def timeouts(limit_s: float = 30.0) -> RolloutTimeouts:
 
 @pytest.fixture
 def make_client(fake_actors: list[Any]) -> MakeClient:
-    """A client of a good actor-0 and an actor-1 with the given trouble. They are not its own, and so
-    it is not closed.
+    """A client of a good actor-0 and an actor-1 with the given trouble. They are not its own, and
+    so it is not closed.
     """
 
     def make(
@@ -112,7 +113,7 @@ def test_a_step_is_cut_into_even_rounds_of_at_most_the_capacity(make_client: Mak
 def test_a_round_holds_the_next_chunk_of_every_learner_rank_and_engines_share_out_the_whole_of_it(
     make_client: MakeClient,
 ) -> None:
-    """DESIGN 5, decision 15: W x chunk requests in rank order, that range is split over the
+    """Decision 15: W x chunk requests in rank order, that range is split over the
     engines; every rank gets its own back.
     """
     client = make_client(learner_ranks=2)

@@ -1,5 +1,5 @@
-"""A run's servers as one client: who is asked what, who is asked instead, and one sync for all. Real
-clients in Ray actors, engines that do as they are told.
+"""A run's servers as one client: who is asked what, who is asked instead, and one sync for all.
+Real clients in Ray actors, engines that do as they are told.
 """
 
 from __future__ import annotations

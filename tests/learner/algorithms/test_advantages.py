@@ -1,4 +1,5 @@
-"""What each sampled token of a training example is credited with (DESIGN 8: `policy_gradient`)."""
+"""What each sampled token of a training example is credited with (decision 37:
+`policy_gradient`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A learner of trajectories, step by step, with rollouts that no environment had to run (DESIGN 5,
-decisions 6, 7, 10, 13 and 17; 8, `policy_gradient`).
+"""A learner of trajectories, step by step, with rollouts that no environment had to run (decisions
+6, 7, 10, 13, 17 and 37, `policy_gradient`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def assert_same_update(one, other, atol=1e-6):
 
 
 def slowly(model, answers, config, num_samples):
-    """DESIGN 8, token by token: the loss is `-A min(ratio, ratio_cap)` or that of the clip.
+    """Decision 37, token by token: the loss is `-A min(ratio, ratio_cap)` or that of the clip.
 
     Its gradient is that of `log p` times `-A min(ratio, ratio_cap)`. Means are over calls or
     rollouts, and the sum of a step is divided by its rollouts.
@@ -585,7 +585,7 @@ def test_a_segment_that_fits_no_row_is_refused_with_its_length(config):
         learned_of(config(global_max_length=10), lambda groups: groups)
 
 
-# Staleness (DESIGN 5, decision 13)
+# Staleness (decision 13)
 
 
 def stale_steps(config):

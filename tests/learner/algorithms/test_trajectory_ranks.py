@@ -1,4 +1,4 @@
-"""Several ranks learn of trajectories what one learns (DESIGN 5, decisions 6, 10, 15 and 17).
+"""Several ranks learn of trajectories what one learns (decisions 6, 10, 15 and 17).
 
 The tolerance is that of `test_learner_ranks`: float sums over other rows are all that differs.
 """

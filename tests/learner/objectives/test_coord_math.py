@@ -1,4 +1,4 @@
-"""Every function against the slow obvious sum, in Python's own floats (DESIGN 8)."""
+"""Every function against the slow obvious sum, in Python's own floats (decision 37)."""
 
 import math
 

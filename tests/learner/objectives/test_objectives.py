@@ -1,5 +1,5 @@
 """Each module of the pipeline against a slow reference in Python's floats, over logits that are all
-there (DESIGN 8).
+there (decision 37).
 """
 
 import math

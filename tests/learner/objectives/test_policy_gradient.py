@@ -1,5 +1,5 @@
-"""`policy_gradient` against a slow reference in Python's floats (DESIGN 8), through collation and
-the pass over the logits (DESIGN 5, decision 6).
+"""`policy_gradient` against a slow reference in Python's floats (decision 37), through collation
+and the pass over the logits (decision 6).
 
 The model is one that a float64 reference can follow: what it says at a position depends on the
 token there and on the position within the segment.

@@ -1,4 +1,5 @@
-"""What the clients of both kinds of server do alike: wait, ask twice, watch, and name the server."""
+"""What the clients of both kinds of server do alike: wait, ask twice, watch, and name the
+server."""
 
 from __future__ import annotations
 

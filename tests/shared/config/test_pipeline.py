@@ -45,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "coord_diag": {},
 }
-"""Every module of this version with all the keys of its config (DESIGN section 8)."""
+"""Every module of this version with all the keys of its config (decision 37)."""
 OPTIONAL = {"policy_gradient": ["advantage_epsilon"]}
 """Keys beside them that have a default."""
 

@@ -1,8 +1,8 @@
 """The scenarios of spec/rollout-matching-sft.md and spec/channel-b-pipeline-spec.md that are about
 the configuration, by their titles.
 
-Old paths (`custom.extra.*`) that later requirements still spell are read as the new ones (DESIGN 5,
-decision 3).
+Old paths (`custom.extra.*`) that later requirements still spell are read as the new ones (decision
+3).
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ def test_multi_server_pairing_is_strict_and_deterministic(problems):
 
 
 def test_canonical_grouped_config_drives_trainer_contract(load):
-    """`rollout_matching_cfg` is the typed section `RunConfig.rollout_matching` (DESIGN 5, decision
-    18).
-    """
+    """`rollout_matching_cfg` is the typed section `RunConfig.rollout_matching` (decision 18)."""
     settings = {
         "rollout_backend": "vllm",
         "decode_batch_size": 4,

@@ -1,5 +1,5 @@
 """Which step is on which channel: `floor((s + 1) b) > floor(s b)`, `s` counting steps after the
-warm-up (DESIGN section 10).
+warm-up (decision 39).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Damaged responses by the thousand: nothing raises, nothing before the cut changes, and ground
-truth can be appended to what is kept (DESIGN 7.2, 7.3).
+truth can be appended to what is kept (decisions 32 and 33).
 
 Every property is checked on what comes out, without a second parser; `benchmarks.parsing` compares
 with one.

@@ -1,5 +1,5 @@
-"""What makes an object valid, compared with Python's own JSON reader on thousands of values (DESIGN
-7.2).
+"""What makes an object valid, compared with Python's own JSON reader on thousands of values
+(decision 32).
 """
 
 from __future__ import annotations

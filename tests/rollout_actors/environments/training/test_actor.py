@@ -1,5 +1,5 @@
-"""Environments in actors before engines in actors, as the driver uses them (DESIGN 2; 5, decisions
-10, 14, 15 and 17).
+"""Environments in actors before engines in actors, as the driver uses them (decisions 10, 14, 15,
+17 and 41).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A step's examples as rollouts of an environment, by engines that answer by a script (DESIGN 2; 5,
-decisions 10, 12, 14 and 17).
+"""A step's examples as rollouts of an environment, by engines that answer by a script (decisions
+10, 12, 14, 17 and 41).
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ class Unreachable(ScriptedEngines):
 
 
 def test_what_a_server_cannot_be_asked_is_asked_of_the_next_one() -> None:
-    """DESIGN 5, decision 14: then on another server, with the same seeds."""
+    """Decision 14: then on another server, with the same seeds."""
     answers = ran(training(4, 1), Unreachable(3, gone=[0, 1]))
     assert timeless(answers) == timeless(ran(training(4, 1)))
 
