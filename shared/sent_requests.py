@@ -63,6 +63,8 @@ class SentRequests:
         self, get: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
     ) -> list[RolloutRequest]:
         """Return the requests with the bytes of their images; `get` resolves box references."""
+        if not self.pictures:
+            return list(self.requests)
         refs = list(dict.fromkeys(self.pictures.values()))
         boxes = dict(zip(refs, get(refs), strict=True))
         data = {sha256: boxes[ref][sha256].tobytes() for sha256, ref in self.pictures.items()}
