@@ -253,8 +253,8 @@ def _objective(config: RunConfig, channel: Channel) -> tuple[str, ...]:
     described = []
     for entry in config.rollout_matching.pipeline.active(channel):
         settings = [
-            f"{key} {value if isinstance(value, str) else f'{value:g}'}"
-            for key, value in entry.config.model_dump().items()
+            f"{key} {f'{value:g}' if isinstance(value, (int, float)) else value}"
+            for key, value in dict(entry.config).items()
             if value
         ]
         text = f"{entry.name} × {entry.weight:g}"

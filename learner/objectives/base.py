@@ -108,7 +108,7 @@ class LogitNeeds:
 
 
 def _one_of(a: float | None, b: float | None) -> float | None:
-    assert a is None or b is None or a == b, "a module is active once per channel"
+    assert a is None or b is None or a == b, "a gate has one temperature per channel"
     return b if a is None else a
 
 

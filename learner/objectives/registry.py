@@ -1,15 +1,18 @@
 """The table of objectives, and the step from a declared pipeline to objective functions.
 
-A further objective is a class with this interface (`learner.objectives.base.Objective`), a line in
-`OBJECTIVES` and its entry in shared/config/pipeline.py; its terms are logged by their own names.
+A further objective is a class with the interface of `learner.objectives.base.Objective`. In a
+module of your own it needs nothing here (docs/objectives.md). One of this repository has a line in
+`OBJECTIVES` and its entry in shared/config/pipeline.py. Its terms are logged by their own names.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from pydantic import ValidationError, create_model
 
 from learner.objectives.base import ChannelObjectives, Diagnostic, Objective
 from learner.objectives.bbox_geo import BboxGeo
@@ -17,7 +20,15 @@ from learner.objectives.coord_diag import CoordDiag
 from learner.objectives.coord_reg import CoordReg
 from learner.objectives.policy_gradient import PolicyDiag, PolicyGradient
 from learner.objectives.token_ce import TokenCE
-from shared.config.pipeline import Channel, PipelineSection
+from shared.config.base import Section
+from shared.config.explain import explain
+from shared.config.pipeline import (
+    Channel,
+    ImportedEntry,
+    ObjectiveEntry,
+    PipelineSection,
+    PolicyGradientEntry,
+)
 from shared.errors import ConfigError
 from shared.metrics import Reduction, metric_of
 
@@ -35,17 +46,38 @@ def build_objectives(
 ) -> ChannelObjectives:
     """Build the enabled modules of `channel`, in declared order.
 
-    `coord_ids_C` is the token id of each bin. ConfigError for a diagnostic whose numbers are not in
-    the table of metrics: its first step could not be logged.
+    Args:
+        coord_ids_C: int64, the token id of each bin.
+
+    Raises:
+        ConfigError: an imported objective or its settings are wrong; two objectives log a term of
+            the same name; a diagnostic's numbers are not in the table of metrics, so that its
+            first step could not be logged.
     """
+    problems: list[str] = []
     entries = pipeline.active(channel)
-    objectives = tuple(OBJECTIVES[entry.name](entry.weight, entry.config) for entry in entries)
+    objectives: list[Objective] = []
+    term_owners: dict[str, str] = {}
+    for entry in entries:
+        path = f"rollout_matching.pipeline.objective[{pipeline.objective.index(entry)}]"
+        try:
+            objective = _build(entry, path)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        objectives.append(objective)
+        for term in objective.term_names:
+            if term in term_owners:
+                problems.append(
+                    f"{path}.name: {entry.name} logs loss/{term}, and so does {term_owners[term]};"
+                    " give the term another name in `term_names`"
+                )
+            term_owners[term] = entry.name
     diagnostics: list[Diagnostic] = [CoordDiag() for _ in pipeline.active_diagnostics(channel)]
     # A policy gradient is not to be judged without its distance from the engine's policy.
     diagnostics += [
-        PolicyDiag(entry.config) for entry in entries if entry.name == "policy_gradient"
+        PolicyDiag(entry.config) for entry in entries if isinstance(entry, PolicyGradientEntry)
     ]
-    problems = []
     for diagnostic in diagnostics:
         for name in diagnostic.names:
             metric = metric_of(name)
@@ -57,4 +89,50 @@ def build_objectives(
                 )
     if problems:
         raise ConfigError(problems)
-    return ChannelObjectives(objectives, tuple(diagnostics), coord_ids_C)
+    return ChannelObjectives(tuple(objectives), tuple(diagnostics), coord_ids_C)
+
+
+def _build(entry: ObjectiveEntry, path: str) -> Objective:
+    """Make one objective. Raises ConfigError about an imported one."""
+    if not isinstance(entry, ImportedEntry):
+        return OBJECTIVES[entry.name](entry.weight, entry.config)
+    objective_class = _imported(entry.name, f"{path}.name")
+    # A section with this one field, so that problems have the path of the key.
+    section = create_model("Entry", __base__=Section, config=(objective_class.Config, ...))
+    try:
+        checked: Any = section.model_validate({"config": entry.config})
+    except ValidationError as error:
+        problems = [explain(section, one) for one in error.errors(include_url=False)]
+        raise ConfigError([f"{path}.{problem}" for problem in problems]) from None
+    objective: Objective = objective_class(entry.weight, checked.config)
+    return objective
+
+
+def _imported(name: str, path: str) -> Any:
+    """Import the class of `module:Class`. What fails inside the module is raised as it is."""
+    module_name, _, class_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Another missing module is one that this module imports.
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{path}: there is no module {module_name}; start the run in the folder that holds it,"
+            " or install it"
+        ) from error
+    objective_class = vars(module).get(class_name)
+    if objective_class is None:
+        raise ConfigError(f"{path}: {module_name} has no {class_name}; define the class there")
+    missing = {"Config", "term_names", "needs", "__call__"} - {*dir(objective_class)}
+    if missing:
+        raise ConfigError(
+            f"{path}: {class_name} has no {', '.join(sorted(missing))}; docs/objectives.md shows"
+            " what an objective has"
+        )
+    if not issubclass(objective_class.Config, Section):
+        raise ConfigError(
+            f"{path}: {class_name}.Config is no settings section; derive it from"
+            " shared.config.base.Section"
+        )
+    return objective_class

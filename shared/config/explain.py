@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shared.config.base import Problem, Section, dotted
+from shared.config.pipeline import IMPORTED
 from shared.config.retired import moved_under
 
 MISSING = "is required, and missing"
@@ -159,9 +160,9 @@ def as_yaml(value: object) -> str:
 
 
 def _tag(section: type[Section]) -> str:
-    """Return the one legal `name` of an entry."""
-    (tag,) = get_args(section.model_fields["name"].annotation)
-    return str(tag)
+    """Return the one legal `name` of an entry; of an imported one, the form of its names."""
+    names = get_args(section.model_fields["name"].annotation)
+    return str(names[0]) if names else IMPORTED
 
 
 def _options(annotation: Any) -> tuple[str, ...]:

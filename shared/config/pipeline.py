@@ -1,7 +1,8 @@
 """`rollout_matching.pipeline`: the declared objective, which is all there is (decisions 2 and 37).
 
 Every entry is written out in full: no key but `advantage_epsilon` has a default. A new objective
-has its settings and its entry here, and a line in `ObjectiveEntry`.
+of this repository has its settings and its entry here, and a line in `_Objective`; one of your own
+modules needs nothing here (`ImportedEntry`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    Tag,
 )
 
 from shared.config.base import Fraction01, Section, refusal
@@ -258,7 +261,53 @@ class CoordDiagEntry(PipelineEntry):
     """The module's settings: none."""
 
 
-ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry | PolicyGradientEntry
+IMPORTED = "module:Class"
+"""The form of an imported objective's name, and what its entry is called where kinds are listed."""
+
+
+def _module_and_class(name: str) -> str:
+    module, _, class_name = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), class_name)):
+        remedy = "write the module, a colon and the class, for example mine.focal_text:FocalText"
+        raise refusal(f"'{name}' is not {IMPORTED}", remedy)
+    return name
+
+
+class ImportedEntry(PipelineEntry):
+    """An objective of one of your own modules: docs/objectives.md."""
+
+    name: Annotated[str, AfterValidator(_module_and_class)]
+    """The class, as `module:Class`; Python looks for the module in the working directory too."""
+
+    config: dict[str, Any]
+    """The class's settings. They are checked by its `Config` when it is imported: by preflight, and
+    not with the other keys, because it imports torch.
+    """
+
+
+ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry | PolicyGradientEntry | ImportedEntry
+
+
+def _kind(entry: Any) -> str | None:
+    """Return the tag of an entry's class; None without a name."""
+    if isinstance(entry, PipelineEntry):
+        entry = dict(entry)
+    if not isinstance(entry, Mapping):
+        return "token_ce"  # whose class says that an entry is a mapping
+    if "name" not in entry:
+        return None
+    name = str(entry["name"])
+    return IMPORTED if ":" in name else name
+
+
+_Objective = Annotated[
+    Annotated[TokenCEEntry, Tag("token_ce")]
+    | Annotated[CoordRegEntry, Tag("coord_reg")]
+    | Annotated[BboxGeoEntry, Tag("bbox_geo")]
+    | Annotated[PolicyGradientEntry, Tag("policy_gradient")]
+    | Annotated[ImportedEntry, Tag(IMPORTED)],
+    Discriminator(_kind),
+]
 
 
 def _no_diagnostic(entry: Any) -> Any:
@@ -272,18 +321,15 @@ def _no_diagnostic(entry: Any) -> Any:
 
 
 def _no_objective(entry: Any) -> Any:
-    kinds = get_args(ObjectiveEntry)
+    kinds = [kind for kind in get_args(ObjectiveEntry) if kind is not ImportedEntry]
     names = [get_args(kind.model_fields["name"].annotation)[0] for kind in kinds]
-    if isinstance(entry, Mapping) and entry.get("name") in names:
+    if isinstance(entry, Mapping) and _kind(entry) in (*names, IMPORTED):
         raise refusal(
             f"'{entry['name']}' is an objective module, and would not be learned from here",
             "move the entry to rollout_matching.pipeline.objective",
             key="name",
         )
     return entry
-
-
-_Objective = Annotated[ObjectiveEntry, Field(discriminator="name")]
 
 
 class PipelineSection(Section):

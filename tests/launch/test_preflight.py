@@ -443,6 +443,34 @@ def test_a_diagnostic_that_is_not_in_the_table_of_metrics_is_refused_with_the_li
 
 
 @pytest.mark.slow
+def test_an_objective_of_ones_own_module_is_imported_and_its_settings_are_checked_before_the_start(
+    config, tmp_path, monkeypatch
+):
+    (tmp_path / "own_loss.py").write_text(
+        "from learner.objectives.token_ce import TokenCE\n"
+        "from shared.config.base import Section\n"
+        "class OwnLoss(TokenCE):\n"
+        "    class Config(Section):\n"
+        "        gamma: float\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = {"enabled": True, "weight": 1.0, "channels": ["B"], "name": "own_loss:OwnLoss"}
+
+    def problems(**settings):
+        objective = [entry | {"config": settings}]
+        changes = {"rollout_matching__pipeline__objective": objective}
+        changes["stage2_ab__schedule__warmup_steps"] = 0
+        return preflight(config(**changes), **CPU_NODE).problems
+
+    assert problems(gamma=2.0) == []
+    (problem,) = problems(gama=2.0, gamma=1.0)
+    assert problem == (
+        "rollout_matching.pipeline.objective[0].config.gama: is not a known key; did you mean"
+        " 'gamma'?"
+    )
+
+
+@pytest.mark.slow
 def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, demo_data, tmp_path):
     """Qwen's takes none with a side more than 200 times the other."""
     Image.new("RGB", (300, 1)).save(tmp_path / "long.png")

@@ -28,6 +28,7 @@ from shared.config.pipeline import (
     EXAMPLE_POLICY_GRADIENT,
     Channel,
     CoordRegEntry,
+    ImportedEntry,
     PolicyGradientEntry,
     TokenCEEntry,
 )
@@ -75,7 +76,9 @@ def objective_has_its_input(run: RunConfig) -> Iterator[Problem]:
     variant, pipeline = run.custom.trainer_variant, run.rollout_matching.pipeline
     on_trajectories = run.algorithm.uses_environment
     for index, entry in enumerate(pipeline.objective):
-        if entry.enabled and isinstance(entry, PolicyGradientEntry) is not on_trajectories:
+        if not entry.enabled or isinstance(entry, ImportedEntry):  # which may use either
+            continue
+        if isinstance(entry, PolicyGradientEntry) is not on_trajectories:
             missing = "ground truth" if on_trajectories else "advantages"
             change = "choose another custom.trainer_variant"
             yield Problem(

@@ -225,16 +225,60 @@ def test_a_diagnostic_that_does_not_exist_is_refused(problems):
 
 
 def test_this_test_and_the_refusals_know_every_module_of_the_schema(problems):
-    entries = {
-        get_args(one.model_fields["name"].annotation)[0]: one
-        for one in (*get_args(schema.ObjectiveEntry), schema.CoordDiagEntry)
-    }
+    kinds = [*get_args(schema.ObjectiveEntry), schema.CoordDiagEntry]
+    kinds.remove(schema.ImportedEntry)
+    entries = {get_args(one.model_fields["name"].annotation)[0]: one for one in kinds}
     assert {
         name: list(one.model_fields["config"].annotation.model_fields)
         for name, one in entries.items()
     } == {name: [*config, *OPTIONAL.get(name, [])] for name, config in CONFIGS.items()}
     (line,) = problems({f"{OBJECTIVE}[0].name": "nothing_like_it"})
-    assert line.rpartition("; choose one of ")[2].split(", ") == list(entries)[:-1]
+    listed = [*list(entries)[:-1], schema.IMPORTED]
+    assert line.rpartition("; choose one of ")[2].split(", ") == listed
+
+
+IMPORTED = {
+    "name": "mine.focal_text:FocalText",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["A", "B"],
+    "config": {"gamma": 2.0},
+}
+
+
+@pytest.mark.parametrize("variant", ["load", "load_trajectories"])
+def test_an_imported_objective_may_be_listed_with_any_variant(request, variant):
+    config = request.getfixturevalue(variant)({f"{OBJECTIVE}[1]": IMPORTED})
+    entry = config.rollout_matching.pipeline.objective[1]
+    assert (entry.name, entry.config) == (IMPORTED["name"], {"gamma": 2.0})
+    # As the run's folder keeps it.
+    kept = type(config).model_validate_json(config.model_dump_json())
+    assert kept == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"name": "mine/focal_text.py:FocalText"}, "name: 'mine/focal_text.py:FocalText' is not "),
+        ({"name": "mine.focal_text:"}, "name: 'mine.focal_text:' is not module:Class; write the "),
+        ({"weight": -1.0}, "weight: must be at least 0, got -1"),
+        ({"config": 3}, "config: must be a mapping of keys, got 3; "),
+        ({"wieght": 1.0}, "wieght: is not a known key; did you mean 'weight'?"),
+    ],
+)
+def test_an_imported_entry_is_checked_like_any_other(problems, changes, expected):
+    (line,) = problems({f"{OBJECTIVE}[2]": IMPORTED | changes})
+    assert line.startswith(f"{OBJECTIVE}[2].{expected}")
+
+
+def test_an_imported_objective_in_the_diagnostics_is_sent_to_its_list(problems):
+    (line,) = problems({f"{DIAGNOSTICS}[0]": IMPORTED})
+    assert line.endswith(f"; move the entry to {OBJECTIVE}")
+
+
+def test_an_imported_objective_is_the_only_one_of_its_class_on_a_channel(problems):
+    (line,) = problems({f"{OBJECTIVE}[2]": IMPORTED, f"{OBJECTIVE}[3]": IMPORTED})
+    assert "is active on channel A and B already" in line
 
 
 @pytest.mark.parametrize("channels", [["A"], ["A", "B"], ["B", "A"]])

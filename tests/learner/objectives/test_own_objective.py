@@ -1,0 +1,154 @@
+"""An objective of one's own module, by the example of docs/objectives.md as it stands there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from learner.objectives.base import (
+    BoxSupervision,
+    CoordSupervision,
+    RowValues,
+    Supervision,
+    TextSupervision,
+)
+from learner.objectives.registry import build_objectives
+from shared.config.pipeline import Channel, PipelineSection
+from shared.errors import ConfigError
+
+PAGE = (Path(__file__).parents[3] / "docs" / "objectives.md").read_text()
+MODULE, PIPELINE = (
+    re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0] for language in ("python", "yaml")
+)
+PATH = "rollout_matching.pipeline.objective[1]"
+COORD_IDS = torch.arange(1000)
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    """The page's folder, with its module, in one that Python looks into."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "focal_text.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    for name in ("mine", "mine.focal_text", "mine.other"):
+        sys.modules.pop(name, None)
+
+
+def built(channel=Channel.B, **changes):
+    """The page's pipeline with changes to the entry of its own objective, as it is built."""
+    pipeline = yaml.safe_load(PIPELINE)
+    pipeline["objective"][1].update(changes)
+    return build_objectives(PipelineSection.model_validate(pipeline), channel, COORD_IDS)
+
+
+def problems(**changes):
+    with pytest.raises(ConfigError) as error:
+        built(**changes)
+    return list(error.value.problems)
+
+
+def row(logits_XV, token_ids_X, weight_X):
+    """A row with text alone: its values and its supervision."""
+    nothing = torch.empty(0)
+    no_places = torch.empty(0, dtype=torch.int64)
+    ce_X = torch.nn.functional.cross_entropy(logits_XV, token_ids_X, reduction="none")
+    values = RowValues(ce_X, None, torch.empty(0, 1000), None, None, nothing)
+    text = TextSupervision(torch.arange(len(token_ids_X)), weight_X, weight_X)
+    coord = CoordSupervision(no_places, nothing, nothing)
+    return values, Supervision(text, coord, BoxSupervision(no_places.reshape(0, 4), nothing))
+
+
+def test_an_objective_of_ones_own_module_is_built_with_its_settings_and_learns():
+    logits_XV = torch.randn(6, 50, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    token_ids_X = torch.arange(6)
+    weight_X = torch.tensor([0.5, 0.25, 0.25, 0.2, 0.3, 0.5])  # two segments
+    _, focal, _ = built(weight=3.0).objectives
+    assert focal.term_names == ("focal_text",)
+    assert built().needs.text_ce
+
+    loss, (term,) = focal(*row(logits_XV, token_ids_X, weight_X))
+    p_X = torch.softmax(logits_XV.double(), dim=-1)[torch.arange(6), token_ids_X].tolist()
+    slow = sum(
+        weight * (1 - p) ** 2 * -torch.tensor(p).log().item()
+        for weight, p in zip(weight_X.tolist(), p_X, strict=True)
+    )
+    assert term.item() == pytest.approx(slow, rel=1e-5)
+    assert loss.item() == pytest.approx(3 * slow, rel=1e-5)
+    assert not term.requires_grad
+
+    loss.backward()
+    step = logits_XV.detach() - 0.1 * logits_XV.grad
+    assert focal(*row(step, token_ids_X, weight_X)).loss.item() < loss.item()
+
+
+def test_its_gradient_is_finite_where_the_model_is_certain():
+    logits_XV = torch.tensor([[200.0, 0.0]], requires_grad=True)
+    _, focal, _ = built(config={"gamma": 1.0}).objectives
+    focal(*row(logits_XV, torch.tensor([0]), torch.ones(1))).loss.backward()
+    assert logits_XV.grad.isfinite().all()
+
+
+def test_it_takes_part_in_the_channels_of_its_entry_alone():
+    assert len(built(Channel.A, channels=["B"]).objectives) == 2
+    assert len(built(Channel.B, channels=["B"]).objectives) == 3
+    assert len(built(enabled=False).objectives) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "gamma: is required, and missing; add it"),
+        ({"gamma": 0.5}, "gamma: must be at least 1, got 0.5; "),
+        ({"gamma": "2"}, "gamma: must be a number, got the text '2'; write 2.0 without quotes"),
+    ],
+)
+def test_its_settings_are_checked_like_those_of_any_entry(config, expected):
+    (line,) = problems(config=config)
+    assert line.startswith(f"{PATH}.config.{expected}")
+
+
+def test_all_its_problems_are_reported_at_once_and_one_is_that_of_the_page():
+    lines = problems(config={"gama": 2.0})
+    assert len(lines) == 2
+    assert lines[1] in PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("no_such_module:Focal", "", "there is no module no_such_module; start the run in"),
+        ("mine.no:Focal", "", "there is no module mine.no; start the run in"),
+        ("mine.focal_text:Focal", "", "mine.focal_text has no Focal; define the class there"),
+        ("mine.other:Bare", "class Bare: term_names = ()", "Bare has no Config, __call__, needs; "),
+        (
+            "mine.other:Loose",
+            "from mine import focal_text\nclass Loose(focal_text.FocalText):\n    class Config: pass",
+            "Loose.Config is no settings section; derive it from shared.config.base.Section",
+        ),
+    ],
+)
+def test_what_is_no_objective_is_refused_with_what_it_lacks(own_module, name, code, expected):
+    (own_module / "other.py").write_text(code)
+    (line,) = problems(name=name)
+    assert line.startswith(f"{PATH}.name: {expected}")
+
+
+def test_what_fails_inside_the_module_is_raised_as_it_is(own_module):
+    (own_module / "focal_text.py").write_text("import no_such_library")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        built()
+
+
+def test_two_objectives_that_log_the_same_term_are_refused(own_module):
+    (own_module / "focal_text.py").write_text(MODULE.replace('("focal_text",)', '("token_ce",)'))
+    (line,) = problems()
+    assert line.startswith(
+        f"{PATH}.name: mine.focal_text:FocalText logs loss/token_ce, and so does "
+    )
