@@ -39,7 +39,6 @@ from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
-from shared.config.algorithm import TrainerVariant
 from shared.config.derive import is_sharded, rank_name
 from shared.errors import CollectiveError, LearnerError, RolloutError
 from shared.grounding.evaluation import Outcome
@@ -90,7 +89,7 @@ class Learner:
             banned_token_ids=self.loaded.banned_token_ids,
         )
         self.algorithm: Algorithm
-        if config.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG:
+        if config.algorithm.uses_environment:
             assert examples is not None, "whoever starts the learner has loaded the environment"
             self.algorithm = Trajectories(config, self.loaded, decode, self._ranks, examples)
         else:

@@ -25,7 +25,6 @@ from learner.model.attention import attend_by_segments
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
-from shared.config.algorithm import TrainerVariant
 from shared.config.derive import is_sharded
 from shared.errors import ConfigError
 from shared.model_families import PLACEHOLDER_KEYS, TEXT_MODEL_TYPES, VISION_MODEL_TYPES
@@ -113,7 +112,7 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     tokenizer lacks the coord tokens that the run is about.
     """
     path = Path(config.model.path)
-    is_grounding = config.custom.trainer_variant is not TrainerVariant.TRAJECTORY_PG
+    is_grounding = not config.algorithm.uses_environment
     if problems := checkpoint_problems(path):
         raise ConfigError(problems)
     try:

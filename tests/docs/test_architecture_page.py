@@ -1,0 +1,110 @@
+"""docs/architecture.md names files, folders and functions that exist, and leaves no folder out."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from shared.config import RunConfig
+from shared.config.explain import sections_in
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+TEXT = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
+QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", TEXT)))
+PACKAGES = ("launch", "learner", "rollout_actors", "shared")
+STEPS = [
+    step
+    for walk in re.findall(r"^## Walk .*?(?=^## )", PAGE, flags=re.DOTALL | re.MULTILINE)
+    for step in re.findall(r"^\d+\. .*?(?=^\d+\. |\Z)", walk, flags=re.DOTALL | re.MULTILINE)
+]
+
+
+@cache
+def names_of(file: Path) -> set[str]:
+    """The names that a module defines: functions, classes with their members, constants."""
+
+    def defined(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+        for statement in body:
+            match statement:
+                case ast.ClassDef(name=name):
+                    yield prefix + name
+                    yield from defined(statement.body, f"{prefix}{name}.")
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    yield prefix + name
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)])
+                    | ast.AnnAssign(target=ast.Name(id=name))
+                ):
+                    yield prefix + name
+
+    return set(defined(ast.parse(file.read_text()).body))
+
+
+def is_key(path: str) -> bool:
+    """Tell whether the configuration has this key."""
+    section = RunConfig
+    *parents, key = path.split(".")
+    for parent in parents:
+        field = section.model_fields.get(parent)
+        if field is None or not (inside := sections_in(field.annotation)):
+            return False
+        section = inside[0]
+    return key in section.model_fields
+
+
+@pytest.mark.parametrize(
+    "path", [quoted for quoted in QUOTED if re.fullmatch(r"[\w.]*/[\w./]*", quoted)]
+)
+def test_every_path_exists(path):
+    file = ROOT / path
+    assert file.is_dir() if path.endswith("/") else file.is_file()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [quoted for quoted in QUOTED if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", quoted)],
+)
+def test_every_dotted_name_is_a_module_or_defined_in_one(name):
+    if not (ROOT / f"{name.replace('.', '/')}.py").is_file():
+        module, _, member = name.rpartition(".")
+        assert member in names_of(ROOT / f"{module.replace('.', '/')}.py")
+
+
+def test_the_four_walks_were_found():
+    assert len(STEPS) > 50
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: " ".join(step.split())[:60])
+def test_every_step_of_a_walk_names_what_its_files_define(step):
+    quoted = re.findall(r"`([^`]+)`", step)
+    files = [one for one in quoted if one.endswith((".py", ".yaml"))]
+    assert files
+    defined = {name for one in files if one.endswith(".py") for name in names_of(ROOT / one)}
+    names = [one for one in quoted if "/" not in one]
+    assert [name for name in names if name not in defined and not is_key(name)] == []
+
+
+def test_every_folder_of_the_source_is_listed():
+    listed = re.findall(r"^\| `([\w/]+)/` \|", PAGE.partition("\n## Folders\n")[2], re.MULTILINE)
+    folders = {
+        str(file.parent.relative_to(ROOT))
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+    }
+    assert listed == sorted(folders)
+
+
+def test_links_lead_to_pages():
+    links = re.findall(r"\]\(([\w.]+)(?:#[\w-]+)?\)", PAGE)
+    assert links
+    assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
+
+
+def test_the_page_stays_short():
+    assert PAGE.count("\n") <= 300
