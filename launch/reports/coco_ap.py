@@ -1,6 +1,6 @@
 """COCO average precision of an evaluation, by pycocotools.
 
-As COCO's own figures, but for one thing: objects of every size count together. At most 100
+The figures differ from COCO's own in one thing: objects of every size count together. At most 100
 predictions per image and class take part, the surest first; of equal scores the one that was
 written first.
 
@@ -14,7 +14,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pycocotools.coco import COCO
@@ -30,70 +30,65 @@ from shared.grounding.evaluation import NamedShape, Scene
 from shared.records import GeometryKind
 
 MAX_PREDICTIONS = 100
-_ANY_SIZE = [[0.0, 1e10]]
 
 
 class IouType(StrEnum):
-    """pycocotools' names."""
+    """The kind of overlap, by its name in pycocotools."""
 
     BBOX = "bbox"
-    """Boxes; of polygons the boxes around them."""
+    """Boxes; around polygons, their bounding boxes."""
     SEGM = "segm"
     """Masks; boxes are filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class CocoAP:
-    """Each 0..1; None where there is no ground truth."""
+    """Average precision and recall, 0..1; None where there is no ground truth."""
 
     ap: float | None
     """Mean over IoU thresholds .50 to .95, recall levels and classes."""
     ap50: float | None
     ap75: float | None
     ar: float | None
-    """Mean over thresholds and classes of the recall of at most 100 predictions per image and
-    class.
-    """
+    """Mean over IoU thresholds and classes of the recall of those predictions."""
 
 
 @dataclass(frozen=True, slots=True)
 class CocoScores:
+    """The scores of an evaluation, by the kind of overlap."""
+
     by_class: Mapping[IouType, CocoAP]
     """Boxes always, masks where the data hold polygons."""
     any_class: Mapping[IouType, CocoAP]
     """The same with all objects in one class."""
     class_ap: Mapping[str, float | None]
-    """Boxes' AP of each name, in alphabetical order; None for names that no ground truth has."""
+    """AP of boxes for each name, in alphabetical order; None where no ground truth has it."""
 
 
 def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
-    """The scores of these scenes, whose predictions are ranked by `ScoredObject.score`."""
+    """Return the scores of scenes, whose predictions are ranked by `ScoredObject.score`."""
     shapes: list[NamedShape] = []
     for scene in scenes:
         shapes += [*scene.sample.objects, *scene.objects]
-    types = [
-        IouType.BBOX,
-        *([IouType.SEGM] if any(shape.kind is GeometryKind.POLY for shape in shapes) else []),
-    ]
+    kinds = [IouType.BBOX]
+    if any(shape.kind is GeometryKind.POLY for shape in shapes):
+        kinds.append(IouType.SEGM)
     categories = number_categories(shape.desc for shape in shapes)
-    by_class, any_class = (
-        _data_sets(scenes, categories),
-        _data_sets(scenes, dict.fromkeys(categories, 1)),
-    )
-    runs = {type_: _run(*by_class, type_) for type_ in types}
+    by_class = _data_sets(scenes, categories)
+    any_class = _data_sets(scenes, dict.fromkeys(categories, 1))
+    results = {kind: _evaluate(*by_class, kind) for kind in kinds}
+    boxes = results[IouType.BBOX]
     return CocoScores(
-        by_class={type_: run.summary() for type_, run in runs.items()},
-        any_class={type_: _run(*any_class, type_).summary() for type_ in types},
-        class_ap={
-            name: _mean(runs[IouType.BBOX].precision_TRK[:, :, index])
-            for index, name in enumerate(categories)
-        },
+        by_class={kind: result.summary() for kind, result in results.items()},
+        any_class={kind: _evaluate(*any_class, kind).summary() for kind in kinds},
+        class_ap={name: _mean(boxes.precision_TRK[:, :, k]) for k, name in enumerate(categories)},
     )
 
 
 def _data_sets(scenes: Sequence[Scene], categories: Mapping[str, int]) -> tuple[COCO, COCO]:
-    """Ground truth and predictions. `categories` maps every name to the id of its class."""
-    samples, image_ids = [scene.sample for scene in scenes], range(1, len(scenes) + 1)
+    """Return ground truth and predictions; `categories` maps every name to the id of its class."""
+    samples = [scene.sample for scene in scenes]
+    image_ids = range(1, len(scenes) + 1)
     truth = samples_to_coco(samples, image_ids, categories)
     images = [
         ImagePredictions(image_id, scene.sample.width, scene.sample.height, scene.objects)
@@ -116,36 +111,35 @@ def _indexed(dataset: dict[str, Any]) -> COCO:
     return coco
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Result(NamedTuple):
     precision_TRK: np.ndarray
     """-1 for a class without ground truth."""
     recall_TK: np.ndarray
 
     def summary(self) -> CocoAP:
-        return CocoAP(
-            _mean(self.precision_TRK),
-            _mean(self.precision_TRK[0]),
-            _mean(self.precision_TRK[5]),
-            _mean(self.recall_TK),
-        )
+        precision_TRK = self.precision_TRK
+        ap50 = _mean(precision_TRK[0])
+        ap75 = _mean(precision_TRK[5])
+        return CocoAP(_mean(precision_TRK), ap50, ap75, _mean(self.recall_TK))
 
 
-def _run(truth: COCO, found: COCO, iou_type: IouType) -> _Run:
+def _evaluate(truth: COCO, found: COCO, iou_type: IouType) -> _Result:
     evaluator = COCOeval(truth, found, iou_type)
-    evaluator.params.areaRng, evaluator.params.areaRngLbl = _ANY_SIZE, ["all"]
+    # One area range, of objects of any size.
+    evaluator.params.areaRng = [[0.0, 1e10]]
+    evaluator.params.areaRngLbl = ["all"]
     evaluator.params.maxDets = [MAX_PREDICTIONS]
     with _quiet():
         evaluator.evaluate()
         evaluator.accumulate()
-    return _Run(evaluator.eval["precision"][..., 0, 0], evaluator.eval["recall"][..., 0, 0])
+    return _Result(evaluator.eval["precision"][..., 0, 0], evaluator.eval["recall"][..., 0, 0])
 
 
 def _mean(values: np.ndarray) -> float | None:
-    there = values[values > -1]
-    return float(there.mean()) if there.size else None
+    valid = values[values > -1]
+    return float(valid.mean()) if valid.size else None
 
 
 def _quiet() -> contextlib.AbstractContextManager[object]:
-    """pycocotools prints its progress."""
+    """Hide what pycocotools prints of its progress."""
     return contextlib.redirect_stdout(io.StringIO())

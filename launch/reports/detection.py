@@ -1,4 +1,4 @@
-"""The held-out report: what an evaluation says in numbers, and the scenes it does worst on."""
+"""The held-out report of detection: an evaluation in numbers, and its worst scenes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from launch.reports.coco_ap import MAX_PREDICTIONS, CocoAP, CocoScores, IouType, coco_scores
+from launch.reports.coco_ap import MAX_PREDICTIONS, CocoScores, IouType, coco_scores
 from shared.config import RunConfig
 from shared.grounding.evaluation import (
     DetectionCounts,
@@ -20,19 +20,17 @@ from shared.grounding.evaluation import (
 )
 from shared.rollouts import FinishReason
 
-# The one figure of a held-out report that a run is about: it closes the run, and checkpoints are
-# kept by it.
+NUM_ANSWERS_SHOWN = 3
+"""Most incomplete answers on a page."""
 
 
 class PrimaryMetric(NamedTuple):
+    """The one figure that a run is about: it closes the run, and checkpoints are kept by it."""
+
     name: str
     """`F1@0.5`, `mean reward`"""
     value: float
     """The higher the better."""
-
-
-NUM_ANSWERS_SHOWN = 3
-"""Of the answers that are not complete, where a report has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +42,18 @@ class WorstScene:
 
     @property
     def picture(self) -> str:
-        """Its file, relative to the report's folder. By position: a sample's id may be anything."""
+        """The file, relative to the report's folder; a sample's id is not fit for its name."""
         return f"pictures/{self.scene.position:05d}.png"
 
 
 @dataclass(frozen=True, slots=True)
 class DetectionReport:
+    """An evaluation on held-out samples in numbers, with the scenes that it does worst on."""
+
     subject: str
-    """What was evaluated, in words."""
+    """The checkpoint, in words: `demo after 30 steps`."""
     evaluation: Evaluation[Scene]
     config: RunConfig
-    """What it was evaluated with."""
     detection: DetectionSummary
     coco: CocoScores
     worst: tuple[WorstScene, ...]
@@ -62,7 +61,7 @@ class DetectionReport:
 
     @property
     def counts(self) -> DetectionCounts:
-        """At the first threshold, whatever the class."""
+        """Counts at the first threshold, whatever the class."""
         return self.detection.thresholds[0].any_class
 
     @property
@@ -72,18 +71,19 @@ class DetectionReport:
 
     @property
     def num_not_closed(self) -> int:
-        """Answers that opened, and ended before they closed."""
+        """Number of answers that opened, and ended before they closed."""
         return self.detection.num_truncated - self.detection.num_never_opened
 
     @property
     def incomplete(self) -> list[Scene]:
-        """Some of the scenes whose answers are not complete, first of those that never opened."""
+        """A few scenes whose answers are not complete, those first that never opened."""
         found = [scene for scene in self.evaluation.outcomes if scene.truncated]
         return sorted(found, key=lambda scene: not scene.never_opened)[:NUM_ANSWERS_SHOWN]
 
     def metrics(self) -> dict[str, float]:
-        """The numbers to follow over a run. COCO's are absent where there is no ground truth."""
-        first, coco = self.detection.thresholds[0], self.coco.by_class[IouType.BBOX]
+        """Return the numbers to follow over a run, without those that do not exist."""
+        first = self.detection.thresholds[0]
+        coco = self.coco.by_class[IouType.BBOX]
         values: dict[str, float | None] = {
             "val/f1": first.any_class.f1,
             "val/precision": first.any_class.precision,
@@ -113,7 +113,7 @@ class DetectionReport:
         return PrimaryMetric(f"F1@{self.iou_threshold:g}", self.counts.f1)
 
     def describe(self) -> str:
-        """The figures at the first threshold, and what was wrong with answers, in a line."""
+        """Describe the figures at the first threshold, and faults of answers, in a line."""
         counts = self.counts
         figures = (
             f"F1@{self.iou_threshold:g} {counts.f1:.3f}, precision {counts.precision:.3f}, recall"
@@ -121,16 +121,12 @@ class DetectionReport:
             f" matched objects {counts.class_accuracy:.3f}"
         )
         faults = [f"{number} {what}" for what, number in self.faults().items() if number]
-        return (
-            f"{figures}; of {len(self.evaluation.outcomes)} answers {', '.join(faults)}"
-            if faults
-            else figures
-        )
+        if faults:
+            figures += f"; of {len(self.evaluation.outcomes)} answers {', '.join(faults)}"
+        return figures
 
     def faults(self) -> dict[str, int]:
-        """Return the number of answers by what is wrong with them; one that was cut may be counted
-        under another name too.
-        """
+        """Count the answers by fault; one that was cut may have another fault too."""
         limit = self.config.rollout_matching.max_new_tokens
         return {
             "never opened with {": self.detection.num_never_opened,
@@ -141,7 +137,7 @@ class DetectionReport:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The content of `report.json`."""
+        """Return the content of `report.json`."""
         counts = self.counts
         return {
             "subject": self.subject,
@@ -171,10 +167,8 @@ class DetectionReport:
                 for at in self.detection.thresholds
             ],
             "coco": {
-                "by_class": {type_: asdict(scores) for type_, scores in self.coco.by_class.items()},
-                "any_class": {
-                    type_: asdict(scores) for type_, scores in self.coco.any_class.items()
-                },
+                "by_class": {kind: asdict(scores) for kind, scores in self.coco.by_class.items()},
+                "any_class": {kind: asdict(scores) for kind, scores in self.coco.any_class.items()},
             },
             "classes": [
                 {
@@ -201,24 +195,18 @@ class DetectionReport:
 def make_report(
     evaluation: Evaluation[Scene], config: RunConfig, *, subject: str
 ) -> DetectionReport:
-    """The report on all scenes, as `config.evaluation` wants it."""
+    """Report on all scenes, as `config.evaluation` wants it."""
     settings = config.evaluation
     detection = summarise(evaluation.outcomes, settings.iou_thresholds)
-    worst = tuple(
-        _worst(evaluation.outcomes[index], detection.scene_f1[index], settings.iou_thresholds[0])
-        for index in worst_scenes(detection, settings.worst_scenes)
-    )
-    return DetectionReport(
-        subject, evaluation, config, detection, coco_scores(evaluation.outcomes), worst
-    )
-
-
-def _worst(scene: Scene, f1: float, iou_threshold: float) -> WorstScene:
-    return WorstScene(
-        scene,
-        f1,
-        tuple(pair_objects(scene.objects, scene.sample.objects, iou_threshold=iou_threshold)),
-    )
+    worst = []
+    for index in worst_scenes(detection, settings.worst_scenes):
+        scene = evaluation.outcomes[index]
+        pairs = pair_objects(
+            scene.objects, scene.sample.objects, iou_threshold=settings.iou_thresholds[0]
+        )
+        worst.append(WorstScene(scene, detection.scene_f1[index], tuple(pairs)))
+    coco = coco_scores(evaluation.outcomes)
+    return DetectionReport(subject, evaluation, config, detection, coco, tuple(worst))
 
 
 def _ratios(counts: DetectionCounts) -> Mapping[str, float | int]:
@@ -233,24 +221,31 @@ def _ratios(counts: DetectionCounts) -> Mapping[str, float | int]:
 # The report's numbers as tables of text: the page and the console show the same ones.
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     title: str
     note: str
-    """How to read it."""
+    """Help for reading it."""
     head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: list[tuple[str, ...]]
     """As wide as the head; the first column is a name, the others are numbers."""
 
 
 def report_tables(report: DetectionReport) -> list[Table]:
-    tables = [
-        _detection(report),
-        _coco(report),
-        _classes(report),
-        _dropped(report),
-        _answers(report),
-    ]
+    """Return the tables that have rows."""
+    incomplete = Table(
+        "Incomplete answers",
+        f"Of {len(report.evaluation.outcomes)}. Objects are read from the JSON object that an"
+        " answer begins with, up to its last complete entry.",
+        ("", "answers"),
+        [(fault, str(number)) for fault, number in report.faults().items() if number],
+    )
+    dropped = Table(
+        "Dropped entries",
+        "Complete entries that are no valid objects, by the first reason that holds.",
+        ("reason", "entries"),
+        [(str(reason), str(count)) for reason, count in report.detection.dropped.items()],
+    )
+    tables = [_detection(report), _coco(report), _classes(report), dropped, incomplete]
     return [table for table in tables if table.rows]
 
 
@@ -262,100 +257,62 @@ def _detection(report: DetectionReport) -> Table:
             ("any class", at.any_class, at.any_class.class_accuracy),
             ("by class", at.same_class, None),
         ):
-            values = (counts.precision, counts.recall, counts.f1, equal_names)
-            rows.append((f"IoU {at.iou_threshold:g}, {name}", *map(_number, values)))
+            figures = _figures(counts.precision, counts.recall, counts.f1, equal_names)
+            rows.append((f"IoU {at.iou_threshold:g}, {name}", *figures))
     note = (
         "Pairs are taken greedily by IoU: whatever the names of their objects, or only among"
         " objects of equal names."
     )
-    return Table(
-        "Detection", note, ("", "precision", "recall", "F1", "equal names among pairs"), tuple(rows)
-    )
+    head = ("", "precision", "recall", "F1", "equal names among pairs")
+    return Table("Detection", note, head, rows)
 
 
 def _coco(report: DetectionReport) -> Table:
     names = {IouType.BBOX: "boxes", IouType.SEGM: "masks"}
-    by_class = [
-        (f"{names[type_]}, by class", *_ap(scores))
-        for type_, scores in report.coco.by_class.items()
+    groups = (("by class", report.coco.by_class), ("any class", report.coco.any_class))
+    rows = [
+        (f"{names[kind]}, {group}", *_figures(scores.ap, scores.ap50, scores.ap75, scores.ar))
+        for group, by_kind in groups
+        for kind, scores in by_kind.items()
     ]
-    any_class = [
-        (f"{names[type_]}, any class", *_ap(scores))
-        for type_, scores in report.coco.any_class.items()
-    ]
-    note = (
-        f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and"
-        f" class; {_score(report.config)}."
-    )
-    return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), (*by_class, *any_class))
-
-
-def _score(config: RunConfig) -> str:
-    if config.evaluation.score == "constant":
-        return "every prediction has score 1"
-    penalty = config.rollout_matching.repetition_penalty
-    # The engine gives probabilities as it samples by them: a coord token that the prompt or the
-    # answer has had already is less probable.
-    altered = (
-        ""
-        if penalty == 1
-        else (
+    score = "a prediction's score is the mean probability of its coord tokens"
+    penalty = report.config.rollout_matching.repetition_penalty
+    if report.config.evaluation.score == "constant":
+        score = "every prediction has score 1"
+    elif penalty != 1:
+        # The engine gives probabilities as it samples by them: a coord token that the prompt or the
+        # answer has had already is less probable.
+        score += (
             ", which are not the model's own but those under rollout_matching.repetition_penalty"
             f" {penalty:g}"
         )
+    note = (
+        f"pycocotools, objects of every size, at most {MAX_PREDICTIONS} predictions per image and"
+        f" class; {score}."
     )
-    return f"a prediction's score is the mean probability of its coord tokens{altered}"
-
-
-def _ap(scores: CocoAP) -> tuple[str, ...]:
-    return tuple(map(_number, (scores.ap, scores.ap50, scores.ap75, scores.ar)))
+    return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), rows)
 
 
 def _classes(report: DetectionReport) -> Table:
-    rows = [
-        (
-            name,
-            str(counts.num_ground_truth),
-            str(counts.num_predictions),
-            *map(_number, (counts.precision, counts.recall, counts.f1, report.coco.class_ap[name])),
-        )
-        for name, counts in report.detection.classes.items()
-    ]
+    rows = []
+    for name, counts in report.detection.classes.items():
+        ap = report.coco.class_ap[name]
+        figures = _figures(counts.precision, counts.recall, counts.f1, ap)
+        rows.append((name, str(counts.num_ground_truth), str(counts.num_predictions), *figures))
     note = (
         f"Pairs of equal names with an IoU of at least {report.iou_threshold:g}; AP as COCO's, of"
         " boxes."
     )
-    return Table(
-        "Classes",
-        note,
-        ("name", "ground truths", "predictions", "precision", "recall", "F1", "AP"),
-        tuple(rows),
-    )
+    head = ("name", "ground truths", "predictions", "precision", "recall", "F1", "AP")
+    return Table("Classes", note, head, rows)
 
 
-def _dropped(report: DetectionReport) -> Table:
-    rows = tuple((str(reason), str(count)) for reason, count in report.detection.dropped.items())
-    return Table(
-        "Dropped entries",
-        "Complete entries that are no valid objects, by the first reason that holds.",
-        ("reason", "entries"),
-        rows,
-    )
-
-
-def _answers(report: DetectionReport) -> Table:
-    rows = tuple((what, str(number)) for what, number in report.faults().items() if number)
-    note = (
-        f"Of {len(report.evaluation.outcomes)}. Objects are read from the JSON object that an"
-        " answer begins with, up to its last complete entry."
-    )
-    return Table("Incomplete answers", note, ("", "answers"), rows)
+def _figures(*values: float | None) -> list[str]:
+    return ["-" if value is None else f"{value:.3f}" for value in values]
 
 
 def answer_line(scene: Scene, max_characters: int) -> str:
-    """Describe an answer that is not complete: whose it is, what is wrong with it, and its text, or
-    the beginning of that.
-    """
+    """Describe an incomplete answer: its sample, its fault, and its text or the beginning of it."""
     ends = {
         FinishReason.STOP: "ended by the model",
         FinishReason.LENGTH: "cut by length",
@@ -363,12 +320,6 @@ def answer_line(scene: Scene, max_characters: int) -> str:
         FinishReason.ABORTED: "aborted",
     }
     fault = "never opened" if scene.never_opened else "not closed"
-    shown = scene.text if len(scene.text) <= max_characters else f"{scene.text[:max_characters]}..."
-    return (
-        f"{scene.sample.sample_id} ({fault}, {ends[scene.finish_reason]}):"
-        f" {shown or 'no text at all'}"
-    )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    text = scene.text if len(scene.text) <= max_characters else f"{scene.text[:max_characters]}..."
+    text = text or "no text at all"
+    return f"{scene.sample.sample_id} ({fault}, {ends[scene.finish_reason]}): {text}"

@@ -1,5 +1,6 @@
-"""A held-out scene as a picture: the image, what is there, what was found. Labels are the objects'
-names, which the built-in font writes in Latin script.
+"""A held-out scene as a picture: the image, the ground truth, the predictions, and a legend.
+
+Labels are the objects' names, which the built-in font writes in Latin script.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from learner.segments import decode_image
 from shared.grounding.evaluation import Pair, Scene
 from shared.grounding.geometry import Shape, pixels_of, vertices
 
-# Longest side of a picture, in pixels: small images are enlarged by whole numbers, large ones
-# reduced.
-_SMALLEST, _LARGEST = 512, 1280
-_DASH, _GAP = 6, 4
+# Bounds of the longest side of a picture, in pixels: small images are enlarged by whole numbers,
+# large ones reduced.
+_SMALLEST = 512
+_LARGEST = 1280
+_DASH = 6
+_GAP = 4
 _LINE = 2
 _BAND = 24
+"""Height of the legend."""
 
 Colour: TypeAlias = tuple[int, int, int]
 PixelPoint: TypeAlias = tuple[float, float]
@@ -37,56 +41,44 @@ LEGEND = (
 
 
 def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
-    """The sample's first image with its ground truth and predictions, and a legend below.
-    RecordError when the image is gone or changed.
+    """Draw the sample's first image with its ground truth and predictions, and a legend below.
 
-    `pairs` are the scene's, as `shared.grounding.evaluation.pair_objects` makes them: they decide
-    the colours.
+    Args:
+        pairs: those of the scene by `shared.grounding.evaluation.pair_objects`, for the colours.
+
+    Raises:
+        RecordError: the image is gone or changed.
     """
     original = decode_image(scene.sample.images[0])
-    scale = _scale(max(original.size))
+    longest = max(original.size)
+    scale = min(1.0, _LARGEST / longest)
+    if longest < _SMALLEST:
+        scale = math.ceil(_SMALLEST / longest)
     width, height = (max(1, round(side * scale)) for side in original.size)
+    resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
     picture = Image.new("RGB", (width, height + _BAND), "white")
-    picture.paste(
-        original.resize(
-            (width, height), Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
-        )
-    )
+    picture.paste(original.resize((width, height), resampling))
     pen = _Pen(picture, scale, scene.sample.width, scene.sample.height)
-    matches = {pair.prediction: scene.sample.objects[pair.ground_truth] for pair in pairs}
-    for truth in scene.sample.objects:
-        pen.outline(truth, TRUTH, dashed=True)
+    truths = scene.sample.objects
+    matched_names = {pair.prediction: truths[pair.ground_truth].desc for pair in pairs}
+    colours = []
     for index, found in enumerate(scene.objects):
-        pen.outline(
-            found,
-            _colour(found.desc, matches[index].desc if index in matches else None),
-            dashed=False,
-        )
+        colour = UNMATCHED
+        if index in matched_names:
+            colour = FOUND if matched_names[index] == found.desc else OTHER_NAME
+        colours.append(colour)
+    for truth in truths:
+        pen.outline(truth, TRUTH, dashed=True)
+    for found, colour in zip(scene.objects, colours, strict=True):
+        pen.outline(found, colour, dashed=False)
     # Labels last, or lines would cross them: names of ground truth at the foot of its shape, those
     # of predictions at the top.
-    for truth in scene.sample.objects:
+    for truth in truths:
         pen.label(truth, printable(truth.desc), TRUTH, at_foot=True)
-    for index, found in enumerate(scene.objects):
-        pen.label(
-            found,
-            f"{printable(found.desc)} {found.score:.2f}",
-            _colour(found.desc, matches[index].desc if index in matches else None),
-            at_foot=False,
-        )
+    for found, colour in zip(scene.objects, colours, strict=True):
+        pen.label(found, f"{printable(found.desc)} {found.score:.2f}", colour, at_foot=False)
     pen.legend(height)
     return picture
-
-
-def _scale(longest: int) -> float:
-    if longest < _SMALLEST:
-        return math.ceil(_SMALLEST / longest)
-    return min(1.0, _LARGEST / longest)
-
-
-def _colour(name: str, matched_name: str | None) -> Colour:
-    if matched_name is None:
-        return UNMATCHED
-    return FOUND if matched_name == name else OTHER_NAME
 
 
 class _Pen:
@@ -95,19 +87,23 @@ class _Pen:
     def __init__(self, picture: Image.Image, scale: float, width: int, height: int) -> None:
         self._draw = ImageDraw.Draw(picture)
         self._font = ImageFont.load_default(size=13)
-        self._scale, self._width, self._height = scale, width, height
-        self._right, self._bottom = picture.width, picture.height - _BAND
+        self._scale = scale
+        self._width = width
+        self._height = height
+        self._right = picture.width
+        self._bottom = picture.height - _BAND
 
     def outline(self, shape: Shape, colour: Colour, *, dashed: bool) -> None:
         ring = self._ring(shape)
         for start, end in zip(ring, [*ring[1:], ring[0]], strict=True):
-            for piece in _dashes(start, end) if dashed else [(start, end)]:
-                self._draw.line(piece, fill=colour, width=_LINE)
+            for line in _dashes(start, end) if dashed else [(start, end)]:
+                self._draw.line(line, fill=colour, width=_LINE)
 
     def label(self, shape: Shape, text: str, colour: Colour, *, at_foot: bool) -> None:
         xs, ys = zip(*self._ring(shape), strict=True)
         left, top, right, bottom = self._draw.textbbox((0, 0), text, font=self._font)
-        width, height = right - left + 6, bottom - top + 6
+        width = right - left + 6
+        height = bottom - top + 6
         # Inside the shape, and inside the picture.
         x = max(0.0, min(min(xs), self._right - width))
         y = max(0.0, min(max(ys) - height if at_foot else min(ys), self._bottom - height))
@@ -131,14 +127,12 @@ def _dashes(start: PixelPoint, end: PixelPoint) -> list[tuple[PixelPoint, PixelP
     length = math.dist(start, end)
     if not length:
         return [(start, end)]
-    dx, dy = (end[0] - start[0]) / length, (end[1] - start[1]) / length
-    pieces = []
+    dx = (end[0] - start[0]) / length
+    dy = (end[1] - start[1]) / length
+    lines = []
     for offset in range(0, math.ceil(length), _DASH + _GAP):
         stop = min(offset + _DASH, length)
-        pieces.append(
-            (
-                (start[0] + dx * offset, start[1] + dy * offset),
-                (start[0] + dx * stop, start[1] + dy * stop),
-            )
-        )
-    return pieces
+        first = (start[0] + dx * offset, start[1] + dy * offset)
+        last = (start[0] + dx * stop, start[1] + dy * stop)
+        lines.append((first, last))
+    return lines

@@ -16,14 +16,15 @@ from shared.trajectory import EnvironmentRollout
 
 @dataclass(frozen=True, slots=True)
 class RewardReport:
-    """On all held-out examples, at least one."""
+    """The rewards on all held-out examples, at least one."""
 
     evaluation: Evaluation[EnvironmentRollout]
 
     @property
     def reward(self) -> float:
-        """The mean over the rollouts that did not fail; 0 where all have: checkpoints are compared
-        by it.
+        """The mean over the rollouts that did not fail; 0 where all have.
+
+        Always a number: checkpoints are compared by it.
         """
         rewards = [rollout.reward for rollout in self.evaluation.outcomes if rollout.error is None]
         return mean(rewards) if rewards else 0.0
@@ -37,12 +38,13 @@ class RewardReport:
         return PrimaryMetric("mean reward", self.reward)
 
     def describe(self) -> str:
-        values = ", ".join(f"{name} {value:.3f}" for name, value in self._functions().items())
+        """Describe the report in a line: `mean reward 0.500 (exact 0.750), 1 failed`."""
+        values = ", ".join(f"{name} {value:.3f}" for name, value in self._function_means().items())
         failed = f", {self.num_failed} failed" if self.num_failed else ""
         return f"mean reward {self.reward:.3f}" + (f" ({values})" if values else "") + failed
 
     def metrics(self) -> dict[str, float]:
-        """As a line of evaluations.jsonl has them."""
+        """Return the figures of a line of evaluations.jsonl."""
         outcomes = self.evaluation.outcomes
         return {
             "val/reward": self.reward,
@@ -50,13 +52,11 @@ class RewardReport:
             "val/num_reward_errors": sum(len(rollout.reward_errors) for rollout in outcomes),
             "val/num_truncated": sum(rollout.is_truncated for rollout in outcomes),
             "val/turns": mean([rollout.num_turns for rollout in outcomes]),
-            **{f"val/reward/{name}": value for name, value in self._functions().items()},
+            **{f"val/reward/{name}": value for name, value in self._function_means().items()},
         }
 
-    def _functions(self) -> dict[str, float]:
-        """What each reward function gave, of the rollouts that have it: those of another
-        environment of a group do not.
-        """
+    def _function_means(self) -> dict[str, float]:
+        """Average each reward function over the rollouts that have it: not all of a group do."""
         outcomes = self.evaluation.outcomes
         names = sorted({name for rollout in outcomes for name in rollout.metrics})
         return {
@@ -66,22 +66,22 @@ class RewardReport:
 
 
 def write_reward_report(folder: Path, report: RewardReport) -> None:
-    """`report.json` with the figures, and `rollouts.jsonl` with a line for every rollout
-    (learner.rollout_logs.trajectories), in `folder`, which must not exist: complete, or not there
-    at all. Raises StorageError."""
+    """Write `folder`, which must not exist: complete, or not there at all.
+
+    `report.json` has the figures, `rollouts.jsonl` a line for every rollout
+    (learner.rollout_logs.trajectories). Raises StorageError.
+    """
     evaluation = report.evaluation
-    place = {
+    figures = {
         "step": evaluation.step,
         "weight_version": evaluation.weight_version,
         "num_samples": len(evaluation.outcomes),
         "wall_s": evaluation.wall_s,
+        **report.metrics(),
     }
     with whole_folder(folder) as partial:
-        (partial / "report.json").write_text(
-            json.dumps({**place, **report.metrics()}, indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(figures, indent=2) + "\n"
+        (partial / "report.json").write_text(text, encoding="utf-8")
         with (partial / "rollouts.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps(trajectory_record(evaluation.step, rollout)) + "\n"
-                for rollout in evaluation.outcomes
-            )
+            for rollout in evaluation.outcomes:
+                file.write(json.dumps(trajectory_record(evaluation.step, rollout)) + "\n")

@@ -1,12 +1,13 @@
-"""One rollout of an environment as a page of HTML that needs nothing beside itself: what was said,
-what it was worth, and what is learned of it.
+"""One rollout of an environment as a page of HTML that needs nothing beside itself.
+
+It shows what was said, what it was worth, and what is learned of it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
@@ -14,24 +15,17 @@ from typing import Any, NamedTuple
 
 from launch.sample_pages.html import (
     LegendRow,
-    chip_row,
-    count,
-    document,
-    header,
-    inline,
-    legend,
-    section,
-    strength,
-    token,
+    TokenCell,
+    TokenRun,
+    opacity_of,
+    render,
+    token_cell,
 )
 from learner.rollout_logs.trajectories import ExampleEntry, LoggedMessages, TrajectoryRecord
 
-# The tokens of an environment's rollout, coloured by what they are learned with: the hue is the
-# sign of the advantage, the strength of the colour its size.
-
 
 class Use(StrEnum):
-    """Of a token in training; also the class of its run in the style sheet."""
+    """The part of a token in training; also the class of its run in the style sheet."""
 
     CONTEXT = "context"
     UP = "up"
@@ -51,131 +45,50 @@ MEANINGS = {
 }
 
 
-class Credited(NamedTuple):
-    """What a token is learned with; neighbours of the same are one run."""
+class Credit(NamedTuple):
+    """The advantage that a token is learned with; neighbours of equal credit are one run."""
 
     use: Use
     advantage: float | None
     """None of context, and where nothing was scored."""
 
+    @property
+    def size(self) -> float:
+        """The advantage's size where its sign has a colour, else 0."""
+        if self.advantage is None or self.use not in (Use.UP, Use.DOWN):
+            return 0.0
+        return abs(self.advantage)
+
+
+class ToolCall(NamedTuple):
+    name: str | None
+    """None of a call that is not of OpenAI's form; `text` is the whole of it then."""
+    text: str
+    id: str | None
+
+
+class ContentPart(NamedTuple):
+    text: str
+    is_type: bool
+    """Whether `text` names the type of a part that is no text, an image for example."""
+
 
 @dataclass(frozen=True, slots=True)
-class CreditView:
-    """The examples of one rollout as the page shows them."""
+class MessageView:
+    role: str
+    fields: Mapping[str, str]
+    text: str
+    parts: Sequence[ContentPart]
+    calls: Sequence[ToolCall]
 
-    examples: Sequence[ExampleEntry]
-    pieces: Mapping[int, bytes]
-    """The text of every token there is, by its id."""
-
-    def tokens(self, number: int) -> str:
-        """Every token of this example, in order."""
-        example, strongest = self.examples[number], self._strongest()
-        parts: list[str] = []
-        for run, members in groupby(enumerate(_credited(example)), key=lambda member: member[1]):
-            content = "".join(self._token(example, place, run) for place, _ in members)
-            parts.append(f'<span class="run {run.use}"{_strength(run, strongest)}>{content}</span>')
-        return "".join(parts)
-
-    def legend(self) -> str:
-        """A row for each use there is, over all examples."""
-        everything, strongest = (
-            [one for example in self.examples for one in _credited(example)],
-            self._strongest(),
-        )
-        rows = []
-        for use in Use:
-            of_use = [one for one in everything if one.use is use]
-            if not of_use:
-                continue
-            values = sorted({one.advantage for one in of_use if one.advantage is not None})
-            figures = (
-                signed(values[0])
-                if len(values) == 1
-                else f"{signed(values[0])} … {signed(values[-1])}"
-                if values
-                else ""
-            )
-            swatch = (
-                '<span class="run'
-                f' {use}"{_strength(max(of_use, key=_size), strongest)}><i>{use}</i></span>'
-            )
-            rows.append(LegendRow(swatch, len(of_use), figures, MEANINGS[use]))
-        return legend("token", "advantage", rows)
-
-    def _strongest(self) -> float:
-        return max(
-            (_size(one) for example in self.examples for one in _credited(example)), default=0.0
-        )
-
-    def _token(self, example: ExampleEntry, place: int, run: Credited) -> str:
-        token_id = example["token_ids"][place]
-        facts = [f"token {place}", f"id {token_id}"]
-        if run.use is Use.CONTEXT:
-            facts.append("context")
-        else:
-            advantage = (
-                "no advantage" if run.advantage is None else f"advantage {signed(run.advantage)}"
-            )
-            facts += [advantage, f"log-probability {_logprob(example['logprobs'][place])}"]
-        return token(facts, self.pieces[token_id])
-
-
-def learned_logprobs(example: ExampleEntry) -> list[float]:
-    return [
-        logprob
-        for logprob, is_learned in zip(example["logprobs"], example["mask"], strict=True)
-        if is_learned
-    ]
-
-
-def advantages(example: ExampleEntry) -> Sequence[float | None]:
-    """[L]"""
-    by_token = example["token_advantages"]
-    return [example["advantage"]] * len(example["token_ids"]) if by_token is None else by_token
-
-
-def signed(value: float) -> str:
-    """An advantage: `+0.25`, `-0.25`, `0`."""
-    return f"{value:+.3g}" if value else "0"
-
-
-def _credited(example: ExampleEntry) -> list[Credited]:
-    """[L]"""
-    given = zip(advantages(example), example["mask"], strict=True)
-    return [
-        Credited(_use(advantage), advantage) if is_learned else _CONTEXT
-        for advantage, is_learned in given
-    ]
-
-
-_CONTEXT = Credited(Use.CONTEXT, None)
-
-
-def _use(advantage: float | None) -> Use:
-    if advantage is None or not math.isfinite(advantage):
-        return Use.UNUSABLE
-    return Use.UP if advantage > 0 else Use.DOWN if advantage < 0 else Use.LEVEL
-
-
-def _size(one: Credited) -> float:
-    """Of the advantage, where its sign has a colour."""
-    return (
-        abs(one.advantage) if one.use in (Use.UP, Use.DOWN) and one.advantage is not None else 0.0
-    )
-
-
-def _strength(run: Credited, strongest: float) -> str:
-    return strength(_size(run) / strongest) if _size(run) else ""
-
-
-def _logprob(value: float) -> str:
-    """With the probability, where it is one."""
-    return f"{value:.3f} (probability {math.exp(value):.3g})" if value <= 0 else f"{value:.3f}"
+    @property
+    def is_empty(self) -> bool:
+        return not (self.fields or self.text or self.parts or self.calls)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPage:
-    """What the page shows."""
+    """A rollout's page and all that it shows."""
 
     run: str
     line: TrajectoryRecord
@@ -184,235 +97,184 @@ class RolloutPage:
     objective: tuple[str, ...]
     """The active modules with their weights."""
     notes: tuple[str, ...]
-    """What the reader should know of the figures."""
+    """Remarks on the figures."""
 
     def html(self) -> str:
-        line, heading = self.line, f"Step {self.line['step']}, position {self.line['position']}"
-        sections = [
-            header(heading, self.run, _summary(line), [_facts(line), _metrics(line)], self.notes)
-        ]
-        if line["error"] is not None:
-            note = (
-                "A rollout that failed teaches nothing, and is not in the mean that the others of"
-                " its row are compared with."
-            )
-            sections.append(
-                section("Error", f'<div class="text">{inline(line["error"])}</div>', note)
-            )
-        sections += [_dialogue(line), _learned(self)]
-        return document(heading, self.run, sections)
+        line = self.line
+        examples = line["examples"]
+        credits = [_credits(example) for example in examples]
+        strongest = max((credit.size for of_one in credits for credit in of_one), default=0.0)
+        versions = {one["weight_version"] for one in examples if one["weight_version"] is not None}
+        engines = {one["engine"] for one in examples if one["engine"] is not None}
+        return render(
+            "rollout.html",
+            heading=f"Step {line['step']}, position {line['position']}",
+            run=self.run,
+            notes=self.notes,
+            line=line,
+            num_learned=sum(sum(example["mask"]) for example in examples),
+            versions=sorted(versions),
+            engines=sorted(engines),
+            prompt=_message_views(line["prompt"]),
+            completion=_message_views(line["completion"]),
+            objective="; ".join(self.objective),
+            figures=[
+                _figures(number, example, examples) for number, example in enumerate(examples)
+            ],
+            legend_rows=_legend_rows(credits, strongest),
+            runs_of_examples=[
+                self._runs(example, of_one, strongest)
+                for example, of_one in zip(examples, credits, strict=True)
+            ],
+        )
+
+    def _runs(
+        self, example: ExampleEntry, credits: Sequence[Credit], strongest: float
+    ) -> list[TokenRun]:
+        runs = []
+        for credit, members in groupby(enumerate(credits), key=lambda member: member[1]):
+            tokens = [self._token(example, index, credit) for index, _ in members]
+            runs.append(TokenRun(credit.use, _opacity(credit, strongest), tokens))
+        return runs
+
+    def _token(self, example: ExampleEntry, index: int, credit: Credit) -> TokenCell:
+        token_id = example["token_ids"][index]
+        facts = [f"token {index}", f"id {token_id}"]
+        if credit.use is Use.CONTEXT:
+            facts.append("context")
+        else:
+            advantage = credit.advantage
+            logprob = example["logprobs"][index]
+            probability = f" (probability {math.exp(logprob):.3g})" if logprob <= 0 else ""
+            facts += [
+                "no advantage" if advantage is None else f"advantage {signed(advantage)}",
+                f"log-probability {logprob:.3f}{probability}",
+            ]
+        return token_cell(facts, self.pieces[token_id])
 
 
-def _summary(line: TrajectoryRecord) -> str:
-    calls = count(line["num_turns"], "call") + " of the model"
-    if line["error"] is not None:
-        return f"Failed after {calls}: nothing is learned of it."
-    num_learned = sum(sum(example["mask"]) for example in line["examples"])
-    return (
-        f"Reward {line['reward']:.4g} for {calls}:"
-        f" {count(len(line['examples']), 'training example')} with"
-        f" {count(num_learned, 'learned token')}."
-    )
+def advantages(example: ExampleEntry) -> Sequence[float | None]:
+    """Return the advantage of every token of the example, [L]."""
+    by_token = example["token_advantages"]
+    return [example["advantage"]] * len(example["token_ids"]) if by_token is None else by_token
 
 
-def _facts(line: TrajectoryRecord) -> str:
-    examples = line["examples"]
-    facts = {
-        "row": str(line["example"]),
-        "turns": str(line["num_turns"]),
-        "splits": str(line["num_splits"]),
-        "seconds": f"{line['generate_s']:.2f}",
-    }
-    versions = sorted(
-        {example["weight_version"] for example in examples if example["weight_version"] is not None}
-    )
-    engines = sorted({example["engine"] for example in examples if example["engine"] is not None})
-    facts |= {"weights": ", ".join(f"v{version}" for version in versions)} if versions else {}
-    facts |= {"engine": ", ".join(engines)} if engines else {}
-    facts |= {"environment": line["actor"]}
-    found = {
-        "failed": line["error"] is not None,
-        "truncated: it was ended for its length": line["is_truncated"],
-    }
-    return chip_row(facts, [warning for warning, holds in found.items() if holds])
+def signed(value: float) -> str:
+    """Write an advantage: `+0.25`, `-0.25`, `0`."""
+    return f"{value:+.3g}" if value else "0"
 
 
-def _metrics(line: TrajectoryRecord) -> str:
-    metrics = {
-        name if name != "reward" else "reward (metric)": f"{value:.4g}"
-        for name, value in line["metrics"].items()
-    }
-    failed = [f"{name} failed: {told}" for name, told in line["reward_errors"].items()]
-    return chip_row({"reward": f"{line['reward']:.4g}"} | metrics, failed)
+def _credits(example: ExampleEntry) -> list[Credit]:
+    """[L]"""
+    credits = []
+    for advantage, is_learned in zip(advantages(example), example["mask"], strict=True):
+        if not is_learned:
+            credits.append(Credit(Use.CONTEXT, None))
+        elif advantage is None or not math.isfinite(advantage):
+            credits.append(Credit(Use.UNUSABLE, advantage))
+        else:
+            use = Use.UP if advantage > 0 else Use.DOWN if advantage < 0 else Use.LEVEL
+            credits.append(Credit(use, advantage))
+    return credits
 
 
-# The dialogue: a row of two cells for each message, who and what
+def _opacity(credit: Credit, strongest: float) -> float | None:
+    return opacity_of(credit.size / strongest) if credit.size else None
 
 
-def _dialogue(line: TrajectoryRecord) -> str:
-    rows = [
-        *_rows(line["prompt"], "prompt"),
-        '<div class="border">what follows is the rollout</div>',
-        *_rows(line["completion"], "completion"),
-    ]
-    return section("Dialogue", f'<div class="dialogue">{"".join(rows)}</div>')
+def _legend_rows(credits: Sequence[Sequence[Credit]], strongest: float) -> list[LegendRow]:
+    """Make a row for each use there is, over all examples."""
+    rows = []
+    for use in Use:
+        of_use = [credit for of_one in credits for credit in of_one if credit.use is use]
+        if not of_use:
+            continue
+        values = sorted({credit.advantage for credit in of_use if credit.advantage is not None})
+        figures = signed(values[0]) if values else ""
+        if len(values) > 1:
+            figures += f" … {signed(values[-1])}"
+        largest = max(of_use, key=lambda credit: credit.size)
+        opacities = [_opacity(largest, strongest)]
+        rows.append(LegendRow(use, opacities, len(of_use), figures, MEANINGS[use]))
+    return rows
 
 
-def _rows(messages: LoggedMessages | None, name: str) -> Iterator[str]:
-    """`name` is what a text is called."""
-    if messages is None:
-        yield _row(name, "", '<span class="soft">none: it ended before</span>')
-    elif isinstance(messages, str):
-        yield _row(name, name, inline(messages))
-    else:
-        for message in messages:
-            yield _message(message)
+def _message_views(logged: LoggedMessages | None) -> str | list[MessageView] | None:
+    if logged is None or isinstance(logged, str):
+        return logged
+    return [_message_view(message) for message in logged]
 
 
-def _row(who: str, kind: str, content: str) -> str:
-    """`kind` is a class of the style sheet."""
-    return f'<div class="who">{inline(who)}</div><div class="text {kind}">{content}</div>'
-
-
-def _message(message: Mapping[str, Any]) -> str:
-    role = str(message["role"]) if "role" in message else "no role"
+def _message_view(message: Mapping[str, Any]) -> MessageView:
+    """Read a message of any form: an environment may have put anything into it."""
+    content = message.get("content")
     calls = message.get("tool_calls") or []
-    others = {
-        key: value
-        for key, value in message.items()
-        if key not in ("role", "content", "tool_calls") and value not in (None, "", [], {})
-    }
-    # Before what was said: which call a tool answers, and what was thought.
-    parts = [
-        f'<div class="field"><b>{inline(key)}</b> {inline(_text(value))}</div>'
-        for key, value in others.items()
-    ]
-    parts += [
-        _content(message.get("content")),
-        *map(_call, calls if isinstance(calls, list) else [calls]),
-    ]
-    # Nothing else of the role is a class: an environment may give any.
-    kind = "completion" if role == "assistant" else ""
-    return _row(role, kind, "".join(parts) or '<span class="soft">no content</span>')
+    return MessageView(
+        role=str(message["role"]) if "role" in message else "no role",
+        fields={
+            key: _text(value)
+            for key, value in message.items()
+            if key not in ("role", "content", "tool_calls") and value not in (None, "", [], {})
+        },
+        text="" if content is None or isinstance(content, list) else _text(content),
+        parts=[_part(part) for part in content] if isinstance(content, list) else [],
+        calls=[_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])],
+    )
 
 
-def _content(content: Any) -> str:
-    if content is None or content == "":
-        return ""
-    return "".join(map(_part, content)) if isinstance(content, list) else inline(_text(content))
-
-
-def _part(part: Any) -> str:
-    """One of several of a message's content; of what is no text its type."""
+def _part(part: Any) -> ContentPart:
     match part:
         case {"type": "text", "text": str(text)}:
-            return f"<div>{inline(text)}</div>"
+            return ContentPart(text, is_type=False)
         case {"type": str(kind)}:
-            return f'<div><b class="code">{inline(kind)}</b></div>'
+            return ContentPart(kind, is_type=True)
         case _:
-            return f"<div>{inline(_text(part))}</div>"
+            return ContentPart(_text(part), is_type=False)
 
 
-def _call(given: Any) -> str:
-    """Of a tool: as a JSON text in the log, or whatever else an environment has made of it."""
-    match _parsed(given):
+def _tool_call(call: Any) -> ToolCall:
+    """Read a call: as a rule a JSON text, or whatever else an environment has made of it."""
+    parsed = call
+    if isinstance(call, str):
+        try:
+            parsed = json.loads(call)
+        except ValueError:
+            return ToolCall(None, call, None)
+    match parsed:
         case {"function": {"name": str(name), "arguments": arguments}, **others}:
-            known_as = (
-                f' <span class="soft">{inline(others["id"])}</span>'
-                if "id" in others and isinstance(others["id"], str)
-                else ""
-            )
-            return (
-                f'<div class="call"><b>{inline(name)}</b>'
-                f" {inline(_text(arguments))}{known_as}</div>"
-            )
+            call_id = others.get("id")
+            return ToolCall(name, _text(arguments), call_id if isinstance(call_id, str) else None)
         case _:
-            return f'<div class="call">{inline(_text(given))}</div>'
-
-
-def _parsed(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except ValueError:
-        return given
+            return ToolCall(None, _text(call), None)
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-# What is learned
-
-
-def _learned(page: RolloutPage) -> str:
-    examples = page.line["examples"]
-    if not examples:
-        why = (
-            "it failed"
-            if page.line["error"] is not None
-            else "no call of the model has left tokens"
-        )
-        return section("What is learned", f'<p class="soft">Nothing: {why}.</p>')
-    view = CreditView(examples, page.pieces)
-    bodies = [
-        f'<h3>Example {number}</h3><div class="text tokens">{view.tokens(number)}</div>'
-        for number in range(len(examples))
+def _figures(
+    number: int, example: ExampleEntry, examples: Sequence[ExampleEntry]
+) -> dict[str, str]:
+    """Make the row of an example in the table of figures, by column."""
+    logprobs = [
+        logprob
+        for logprob, is_learned in zip(example["logprobs"], example["mask"], strict=True)
+        if is_learned
     ]
-    note = (
-        f"Objective: {'; '.join(page.objective)}. The stronger the colour, the larger the"
-        " advantage; point at a token for its numbers. Turns count from 0."
-    )
-    heading = f"What is learned: {count(len(examples), 'training example')}"
-    return section(heading, f"{_figures(examples)}{view.legend()}{''.join(bodies)}", note)
-
-
-def _figures(examples: Sequence[ExampleEntry]) -> str:
-    with_images = any(example["images"] for example in examples)
-    heads = (
-        "example",
-        "tokens",
-        *(("images",) if with_images else ()),
-        "learned",
-        "advantage",
-        "mean log-probability",
-        "turns",
-        "weights",
-        "engine",
-    )
-    cells = (
-        _cells(number, example, with_images=with_images) for number, example in enumerate(examples)
-    )
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{inline(cell)}</td>' for cell in row)}</tr>" for row in cells
-    )
-    return (
-        "<table"
-        f' class="figures"><thead><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr></thead><tbody>{rows}</tbody></table>'
-    )
-
-
-def _cells(number: int, example: ExampleEntry, *, with_images: bool) -> Iterator[str]:
-    logprobs, advantage, version = (
-        learned_logprobs(example),
-        example["advantage"],
-        example["weight_version"],
-    )
-    yield str(number)
-    yield str(len(example["token_ids"]))
-    if with_images:
-        yield str(len(example["images"]))
-    yield str(len(logprobs))
-    yield (
-        "one per token"
-        if example["token_advantages"] is not None
-        else "none"
-        if advantage is None
-        else signed(advantage)
-    )
-    # Not fmean, which refuses infinities of both signs.
-    yield f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "–"
-    yield ", ".join(map(str, example["turns"])) or "–"
-    yield "–" if version is None else f"v{version}"
-    yield example["engine"] or "–"
+    advantage = "none" if example["advantage"] is None else signed(example["advantage"])
+    version = example["weight_version"]
+    figures = {
+        "example": str(number),
+        "tokens": str(len(example["token_ids"])),
+        "images": str(len(example["images"])),
+        "learned": str(len(logprobs)),
+        "advantage": advantage if example["token_advantages"] is None else "one per token",
+        # Not fmean, which refuses infinities of both signs.
+        "mean log-probability": f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "–",
+        "turns": ", ".join(map(str, example["turns"])) or "–",
+        "weights": "–" if version is None else f"v{version}",
+        "engine": example["engine"] or "–",
+    }
+    if not any(other["images"] for other in examples):
+        del figures["images"]
+    return figures

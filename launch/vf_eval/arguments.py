@@ -1,4 +1,4 @@
-"""What `vf-eval` can be told."""
+"""The command line of `vf-eval`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from openai.resources.completions import AsyncCompletions
 from rollout_actors.environments.loading import environment_names
 from shared.errors import ConfigError
 
-# The sampling arguments of `vf-eval`, as the client of the OpenAI API takes them.
+NUM_EXAMPLES = 5
+ROLLOUTS_PER_EXAMPLE = 3
+MAX_CONCURRENT = 32
+KEY_VARIABLE = "OPENAI_API_KEY"
+OUTPUT = Path("outputs/evals")
 
-
-_SAID_ELSEWHERE = {
+_NOT_FOR_SAMPLING = {
     "model": "-m names it",
     "messages": "the environment says them",
     "prompt": "the environment says it",
@@ -30,49 +33,8 @@ _SAID_ELSEWHERE = {
     "stream": "a rollout needs whole answers",
     "stream_options": "a rollout needs whole answers",
 }
-
-
-def sampling_of(sampling: Mapping[str, Any], message_type: str) -> dict[str, Any]:
-    """What every call is sent. ConfigError with every name that the calls would fail of, one
-    rollout after the other.
-    """
-    create = AsyncCompletions.create if message_type == "completion" else AsyncChats.create
-    known = [name for name in inspect.signature(create).parameters if name != "self"]
-    problems = []
-    for name, value in sampling.items():
-        if name in _SAID_ELSEWHERE:
-            problems.append(
-                f"-S: {name} is not for -S to say: {_SAID_ELSEWHERE[name]}; leave it out"
-            )
-        elif name not in known:
-            near = get_close_matches(name, known, n=1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
-            beyond = json.dumps({"extra_body": {name: value}}, ensure_ascii=False)
-            problems.append(
-                f"-S: {name} is no argument of OpenAI's API{meant}; what the endpoint has beyond it"
-                f" goes into extra_body: -S '{beyond}'"
-            )
-    if sampling.get("n") not in (None, 1):
-        problems.append(
-            f"-S: n is {sampling['n']!r}, and a rollout takes one answer; leave it out, -r says how"
-            " many rollouts there are of an example"
-        )
-    if not isinstance(sampling.get("extra_body") or {}, Mapping):
-        problems.append(
-            f'-S: extra_body is {sampling["extra_body"]!r}, not an object; write it like {{"top_k":'
-            " 20}"
-        )
-    if problems:
-        raise ConfigError(problems)
-    # There it is their number.
-    counts = message_type == "completion" and sampling.get("logprobs") is True
-    return {**sampling, "logprobs": 1} if counts else dict(sampling)
-
-
-NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, MAX_CONCURRENT = 5, 3, 32
-KEY_VARIABLE = "OPENAI_API_KEY"
-OUTPUT = Path("outputs/evals")
-
+_USAGE = """vf-eval ENVIRONMENT [-m MODEL] [-b URL] [-n EXAMPLES] [-r ROLLOUTS] [options]
+       vf-eval --resume FOLDER [options]"""
 _EPILOG = """
 examples:
   vf-eval arithmetic -m gpt-4.1-mini -n 20 -r 3 -s
@@ -85,9 +47,45 @@ asked, 130 interrupted.
 """
 
 
+def check_sampling(sampling: Mapping[str, Any], message_type: str) -> dict[str, Any]:
+    """Return the sampling arguments of every call, by their names in OpenAI's API.
+
+    Raises:
+        ConfigError: names and values that every call would fail of.
+    """
+    create = AsyncCompletions.create if message_type == "completion" else AsyncChats.create
+    known = [name for name in inspect.signature(create).parameters if name != "self"]
+    problems = []
+    for name, value in sampling.items():
+        if name in _NOT_FOR_SAMPLING:
+            why = _NOT_FOR_SAMPLING[name]
+            problems.append(f"-S: {name} is not for -S to say: {why}; leave it out")
+        elif name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            beyond = json.dumps({"extra_body": {name: value}}, ensure_ascii=False)
+            problems.append(
+                f"-S: {name} is no argument of OpenAI's API{hint}; what the endpoint has beyond it"
+                f" goes into extra_body: -S '{beyond}'"
+            )
+    if sampling.get("n") not in (None, 1):
+        problems.append(
+            f"-S: n is {sampling['n']!r}, and a rollout takes one answer; leave it out, -r says how"
+            " many rollouts there are of an example"
+        )
+    body = sampling.get("extra_body")
+    if body and not isinstance(body, Mapping):
+        problems.append(f'-S: extra_body is {body!r}, not an object; write it like {{"top_k": 20}}')
+    if problems:
+        raise ConfigError(problems)
+    # Completions take a number there, chats a bool.
+    takes_count = message_type == "completion" and sampling.get("logprobs") is True
+    return {**sampling, "logprobs": 1} if takes_count else dict(sampling)
+
+
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """The command line. None where nothing was said."""
+    """The command line. None stands for an option that was not given."""
 
     environment: str | None
     env_args: dict[str, Any] | None
@@ -97,7 +95,7 @@ class EvalOptions:
     num_examples: int | None
     rollouts_per_example: int | None
     sampling_args: dict[str, Any] | None
-    """Of `-t`, `-T` and `-S` together."""
+    """`-t`, `-T` and `-S` together."""
     tokens: bool
     state_columns: tuple[str, ...] | None
     max_concurrent: int
@@ -116,267 +114,117 @@ class EvalOptions:
 
 
 def read_options(arguments: Sequence[str]) -> EvalOptions:
-    """Exits with 2 where argparse refuses, with 0 after `--help`. ConfigError for what contradicts
-    itself.
+    """Read the command line; exit with 2 where argparse refuses it, with 0 after `--help`.
+
+    Raises:
+        ConfigError: options contradict each other, or no environment is named.
     """
-    given = _parser().parse_args(arguments)
-    if given.environment is None and given.resume is None:
+    values = vars(_parser().parse_args(arguments))
+    if values["environment"] is None and values["resume"] is None:
         raise ConfigError(
             f"ENVIRONMENT: which one is to be evaluated? `vf-eval NAME`: {_environments()}"
         )
-    if given.dataset_name is not None and not given.push:
+    if values["dataset_name"] is not None and not values["push"]:
         raise ConfigError("-D: names the dataset that -H pushes; give -H too, or leave it out")
-    if given.output is not None and given.resume is not None:
-        raise ConfigError(
-            "-o: an evaluation goes on in its own folder, which --resume names; leave one of the"
-            " two out"
-        )
-    sampling = dict(given.sampling_args or {})
-    for flag, name, value in (
-        ("-t", "max_tokens", given.max_tokens),
-        ("-T", "temperature", given.temperature),
-    ):
+    if values["output"] is not None and values["resume"] is not None:
+        raise ConfigError("-o: a resumed evaluation goes on in its own folder; leave one out")
+    sampling = values.pop("sampling_args")
+    for flag, name in (("-t", "max_tokens"), ("-T", "temperature")):
+        value = values.pop(name)
         if value is None:
             continue
-        if sampling.get(name, value) != value:
+        sampling = dict(sampling or {})
+        if sampling.setdefault(name, value) != value:
             raise ConfigError(
                 f"{flag}: is {value:g}, and {name} in -S is {sampling[name]!r}; keep one of the two"
             )
-        sampling[name] = value
-    says_sampling = given.sampling_args is not None or bool(sampling)
-    return EvalOptions(
-        environment=given.environment,
-        env_args=given.env_args,
-        model=given.model,
-        base_url=given.base_url,
-        key_variable=given.key_variable,
-        num_examples=given.num_examples,
-        rollouts_per_example=given.rollouts_per_example,
-        sampling_args=sampling if says_sampling else None,
-        tokens=given.tokens,
-        state_columns=given.state_columns,
-        max_concurrent=given.max_concurrent,
-        max_concurrent_generation=given.max_concurrent_generation,
-        max_concurrent_scoring=given.max_concurrent_scoring,
-        interleave_scoring=not given.no_interleave_scoring,
-        rollout_timeout_s=given.rollout_timeout,
-        scoring_timeout_s=given.scoring_timeout,
-        save=given.save,
-        push=given.push,
-        dataset_name=given.dataset_name,
-        solved_at=given.solved_at,
-        output=given.output,
-        resume=given.resume,
-        verbose=given.verbose,
-    )
+    return EvalOptions(sampling_args=sampling, **values)
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Make the parser; its destinations are the fields of `EvalOptions`."""
     parser = argparse.ArgumentParser(
         "vf-eval",
-        usage=(
-            "vf-eval ENVIRONMENT [-m MODEL] [-b URL] [-n EXAMPLES] [-r ROLLOUTS] [options]\n      "
-            " vf-eval --resume FOLDER [options]"
-        ),
-        description=(
-            "Roll out an environment's held-out examples with a model behind an OpenAI endpoint,"
-            " score them, and say what came of it."
-        ),
+        usage=_USAGE,
+        description="Roll out an environment's held-out examples with a model behind an OpenAI"
+        " endpoint, score them, and say what came of it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("environment", nargs="?", metavar="ENVIRONMENT", help=_environments())
-    add(
-        "-a",
-        "--env-args",
-        type=_json_object,
-        metavar="JSON",
-        help="keyword arguments of load_environment, a JSON object",
+    text = "keyword arguments of load_environment, a JSON object"
+    add("-a", "--env-args", type=_json_object, metavar="JSON", help=text)
+
+    add = parser.add_argument_group("model").add_argument
+    text = "as the endpoint calls it (default: the only one that it serves)"
+    add("-m", "--model", metavar="NAME", help=text)
+    text = "of the endpoint, up to /v1 (default: $OPENAI_BASE_URL, or OpenAI's)"
+    add("-b", "--api-base-url", dest="base_url", metavar="URL", help=text)
+    text = (
+        f"environment variable that holds the key (default: {KEY_VARIABLE}; an endpoint on this"
+        " machine or in its network needs none)"
     )
-    where = parser.add_argument_group("model")
-    add = where.add_argument
-    add(
-        "-m",
-        "--model",
-        metavar="NAME",
-        help="as the endpoint calls it (default: the only one that it serves)",
+    add("-k", "--api-key-var", dest="key_variable", metavar="VARIABLE", help=text)
+    text = "most tokens of one answer: max_tokens of every call"
+    add("-t", "--max-tokens", type=_POSITIVE, metavar="N", help=text)
+    add("-T", "--temperature", type=_NOT_NEGATIVE, metavar="T", help="of every call")
+    text = 'further arguments of every call: \'{"top_p": 0.9, "extra_body": {...}}\''
+    add("-S", "--sampling-args", type=_json_object, metavar="JSON", help=text)
+    text = (
+        "ask for token ids and log-probabilities, which vLLM has and OpenAI refuses; they are in"
+        " the state column trajectory"
     )
-    add(
-        "-b",
-        "--api-base-url",
-        dest="base_url",
-        metavar="URL",
-        help="of the endpoint, up to /v1 (default: $OPENAI_BASE_URL, or OpenAI's)",
+    add("--tokens", action="store_true", help=text)
+
+    add = parser.add_argument_group("how much").add_argument
+    text = f"examples, from the first on; -1: all (default: {NUM_EXAMPLES})"
+    add("-n", "--num-examples", type=_SOME_OR_ALL, metavar="N", help=text)
+    text = f"rollouts of each (default: {ROLLOUTS_PER_EXAMPLE})"
+    add("-r", "--rollouts-per-example", type=_POSITIVE, metavar="N", help=text)
+    text = (
+        "most rollouts that are generated, and that are scored, at a time; -1: all (default:"
+        " %(default)s)"
     )
-    add(
-        "-k",
-        "--api-key-var",
-        dest="key_variable",
-        metavar="VARIABLE",
-        help=(
-            f"environment variable that holds the key (default: {KEY_VARIABLE}; an endpoint on this"
-            " machine or in its network needs none)"
-        ),
+    limit: dict[str, Any] = {"type": _SOME_OR_ALL, "metavar": "N"}
+    add("-c", "--max-concurrent", default=MAX_CONCURRENT, help=text, **limit)
+    add("--max-concurrent-generation", help="the same of generating alone (default: -c)", **limit)
+    add("--max-concurrent-scoring", help="the same of scoring alone (default: -c)", **limit)
+    text = "score when all are generated, instead of each as soon as it is there"
+    add("--no-interleave-scoring", dest="interleave_scoring", action="store_false", help=text)
+    seconds: dict[str, Any] = {"type": _SECONDS, "metavar": "S"}
+    text = "a rollout that is not done after so many seconds has failed (default: no limit)"
+    add("--rollout-timeout", dest="rollout_timeout_s", help=text, **seconds)
+    text = "the same of a call of a reward function (default: that of --rollout-timeout)"
+    add("--scoring-timeout", dest="scoring_timeout_s", help=text, **seconds)
+
+    add = parser.add_argument_group("results").add_argument
+    text = "write the dataset of all rollouts: results.jsonl and metadata.json in the same folder"
+    add("-s", "--save-results", dest="save", action="store_true", help=text)
+    text = "fields of the state that become columns too: timing.total_ms,trajectory"
+    add("-C", "--state-columns", type=_names, metavar="A,B.C", help=text)
+    text = "push the dataset to the Hugging Face hub"
+    add("-H", "--save-to-hf-hub", dest="push", action="store_true", help=text)
+    text = "of the pushed dataset (default: ENVIRONMENT-results)"
+    add("-D", "--hf-hub-dataset-name", dest="dataset_name", metavar="NAME", help=text)
+    text = f"where the evaluation gets a folder (default: {OUTPUT})"
+    add("-o", "--output-dir", dest="output", type=Path, metavar="FOLDER", help=text)
+    text = (
+        "go on with an evaluation: only what is missing or failed is rolled out; what is not said"
+        " is as it was"
     )
-    add(
-        "-t",
-        "--max-tokens",
-        type=_positive,
-        metavar="N",
-        help="most tokens of one answer: max_tokens of every call",
-    )
-    add("-T", "--temperature", type=_not_negative, metavar="T", help="of every call")
-    add(
-        "-S",
-        "--sampling-args",
-        type=_json_object,
-        metavar="JSON",
-        help=(
-            'further arguments of every call, a JSON object: \'{"top_p": 0.9, "extra_body":'
-            " {...}}'"
-        ),
-    )
-    add(
-        "--tokens",
-        action="store_true",
-        help=(
-            "ask for token ids and log-probabilities, which vLLM has and OpenAI refuses; they are"
-            " in the state column trajectory"
-        ),
-    )
-    amount = parser.add_argument_group("how much")
-    add = amount.add_argument
-    add(
-        "-n",
-        "--num-examples",
-        type=_some_or_all,
-        metavar="N",
-        help=f"examples, from the first on; -1: all (default: {NUM_EXAMPLES})",
-    )
-    add(
-        "-r",
-        "--rollouts-per-example",
-        type=_positive,
-        metavar="N",
-        help=f"rollouts of each (default: {ROLLOUTS_PER_EXAMPLE})",
-    )
-    add(
-        "-c",
-        "--max-concurrent",
-        type=_some_or_all,
-        default=MAX_CONCURRENT,
-        metavar="N",
-        help=(
-            "most rollouts that are generated, and that are scored, at a time; -1: all (default:"
-            " %(default)s)"
-        ),
-    )
-    add(
-        "--max-concurrent-generation",
-        type=_some_or_all,
-        metavar="N",
-        help="the same of generating alone (default: -c)",
-    )
-    add(
-        "--max-concurrent-scoring",
-        type=_some_or_all,
-        metavar="N",
-        help="the same of scoring alone (default: -c)",
-    )
-    add(
-        "--no-interleave-scoring",
-        action="store_true",
-        help="score when all are generated, instead of each as soon as it is there",
-    )
-    add(
-        "--rollout-timeout",
-        type=_seconds,
-        metavar="S",
-        help=(
-            "a rollout that is not done after so many seconds has failed (default: none is cut off)"
-        ),
-    )
-    add(
-        "--scoring-timeout",
-        type=_seconds,
-        metavar="S",
-        help=(
-            "a reward function that is not done after so many seconds has failed (default: that of"
-            " --rollout-timeout)"
-        ),
-    )
-    results = parser.add_argument_group("results")
-    add = results.add_argument
-    add(
-        "-s",
-        "--save-results",
-        dest="save",
-        action="store_true",
-        help=(
-            "write the dataset of all rollouts: results.jsonl and metadata.json in the same folder"
-        ),
-    )
-    add(
-        "-C",
-        "--state-columns",
-        type=_names,
-        metavar="A,B.C",
-        help="fields of the state that become columns too: timing.total_ms,trajectory",
-    )
-    add(
-        "-H",
-        "--save-to-hf-hub",
-        dest="push",
-        action="store_true",
-        help="push the dataset to the Hugging Face hub",
-    )
-    add(
-        "-D",
-        "--hf-hub-dataset-name",
-        dest="dataset_name",
-        metavar="NAME",
-        help="of the pushed dataset (default: ENVIRONMENT-results)",
-    )
-    add(
-        "-o",
-        "--output-dir",
-        dest="output",
-        type=Path,
-        metavar="FOLDER",
-        help=f"where the evaluation gets a folder (default: {OUTPUT})",
-    )
-    add(
-        "--resume",
-        type=Path,
-        metavar="FOLDER",
-        help=(
-            "go on with an evaluation: only what is missing or failed is rolled out; what is not"
-            " said is as it was"
-        ),
-    )
-    add(
-        "--solved-at",
-        type=_finite,
-        default=1.0,
-        metavar="REWARD",
-        help="reward from which on a rollout counts for pass@k (default: %(default)g)",
-    )
-    add(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="show the first rollout; say every retry, and the traceback of what fails",
-    )
+    add("--resume", type=Path, metavar="FOLDER", help=text)
+    text = "reward from which on a rollout counts for pass@k (default: %(default)g)"
+    add("--solved-at", type=_FINITE, default=1.0, metavar="REWARD", help=text)
+    text = "show the first rollout; say every retry, and the traceback of what fails"
+    add("-v", "--verbose", action="store_true", help=text)
     return parser
 
 
 def _environments() -> str:
-    return (
-        f"one of {', '.join(environment_names())}, or any module or .py file that has"
-        " load_environment"
-    )
+    names = ", ".join(environment_names())
+    return f"one of {names}, or any module or .py file that has load_environment"
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -384,13 +232,10 @@ def _json_object(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1] if text.strip() else text
-        place = (
-            f"line {error.lineno}, column {error.colno}"
-            if error.lineno > 1
-            else f"column {error.colno}"
-        )
+        where = f"line {error.lineno}, " if error.lineno > 1 else ""
         raise argparse.ArgumentTypeError(
-            f"is not JSON: {error.msg} at {place}\n  {line}\n  {' ' * (error.colno - 1)}^"
+            f"is not JSON: {error.msg} at {where}column {error.colno}\n  {line}\n"
+            f"  {' ' * (error.colno - 1)}^"
         ) from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(
@@ -400,7 +245,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    parts = [part.strip() for part in text.split(",")]
+    names = tuple(dict.fromkeys(filter(None, parts)))
     if not names:
         raise argparse.ArgumentTypeError(
             f"names nothing: {text!r}; write it like timing.total_ms,trajectory"
@@ -408,50 +254,25 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _positive(text: str) -> int:
-    return _whole(text, lambda number: number > 0, "a whole number from 1 on")
+def _number(kind: type, allows: Callable[[float], bool], name: str) -> Callable[[str], Any]:
+    """Make the type of an option whose value is a number of some range."""
+
+    def read(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan  # which no range allows
+        if not allows(number):
+            raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}")
+        return number
+
+    return read
 
 
-def _some_or_all(text: str) -> int:
-    return _whole(
-        text, lambda number: number > 0 or number == -1, "a whole number from 1 on, or -1 for all"
-    )
-
-
-def _whole(text: str, allows: Callable[[int], bool], what: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if not allows(number):
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    number = _number(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = _number(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds over 0, got {text!r}")
-    return number
-
-
-def _finite(text: str) -> float:
-    number = _number(text)
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
-    return number
-
-
-def _number(text: str) -> float:
-    """NaN where it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+_POSITIVE = _number(int, lambda number: number > 0, "a whole number from 1 on")
+_SOME_OR_ALL = _number(
+    int, lambda number: number > 0 or number == -1, "a whole number from 1 on, or -1 for all"
+)
+_NOT_NEGATIVE = _number(float, lambda number: 0 <= number < math.inf, "a number from 0 on")
+_SECONDS = _number(float, lambda number: 0 < number < math.inf, "a number of seconds over 0")
+_FINITE = _number(float, math.isfinite, "a number")

@@ -1,6 +1,4 @@
-"""What an evaluation is of, in its folder's `evaluation.json`, so that it can go on; and which
-rollouts it still needs.
-"""
+"""The settings of an evaluation, in its folder's `evaluation.json`, so that it can go on."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from launch.vf_eval.arguments import NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, EvalOptions
@@ -32,8 +30,12 @@ def _some_or_all(number: int) -> int:
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class EvaluationSettings:
-    """All that decides what its rollouts are. How many at a time, and where the endpoint is, do
-    not.
+    """All that decides what the rollouts of an evaluation are.
+
+    How many run at a time, and where the endpoint is, may change from call to call.
+
+    Example: environment "arithmetic", env_args {"largest": 9}, model "demo", num_examples 50,
+    rollouts_per_example 4.
     """
 
     environment: str
@@ -42,7 +44,7 @@ class EvaluationSettings:
     """None until the endpoint has said which one it serves."""
     sampling_args: dict[str, Any]
     base_url: str | None
-    """As it was said; the same for the key."""
+    """As it was given; the same for the key."""
     key_variable: str | None
     num_examples: Annotated[int, AfterValidator(_some_or_all)]
     """-1: all."""
@@ -50,8 +52,8 @@ class EvaluationSettings:
     state_columns: tuple[str, ...]
 
     @classmethod
-    def of(cls, options: EvalOptions) -> EvaluationSettings:
-        """A new one."""
+    def from_options(cls, options: EvalOptions) -> EvaluationSettings:
+        """Make the settings of a new evaluation."""
         assert options.environment is not None, "without a folder to resume it is required"
         return cls(
             environment=options.environment,
@@ -66,47 +68,38 @@ class EvaluationSettings:
         )
 
     def resumed(self, options: EvalOptions, folder: Path) -> EvaluationSettings:
-        """This one, with what may be said anew. ConfigError with everything that was said and is
-        another than it was.
+        """Return these settings with the endpoint and the sizes that the options name.
+
+        Raises:
+            ConfigError: every other option that is given and differs.
         """
-        says_sampling = options.sampling_args is not None or options.tokens
-        said: list[tuple[str, Any, Any]] = [
+        has_sampling = options.sampling_args is not None or options.tokens
+        sampling = _sampling(options) if has_sampling else None
+        given: list[tuple[str, Any, Any]] = [
             ("ENVIRONMENT", options.environment, self.environment),
             ("-a", options.env_args, self.env_args),
             ("-m", options.model, self.model),
-            (
-                "-t, -T, -S, --tokens",
-                _sampling(options) if says_sampling else None,
-                self.sampling_args,
-            ),
+            ("-t, -T, -S, --tokens", sampling, self.sampling_args),
             ("-C", options.state_columns, self.state_columns),
         ]
         problems = [
-            _difference(flag, now, before)
-            for flag, now, before in said
+            f"{flag}: {_difference(now, before)}"
+            for flag, now, before in given
             if now is not None and now != before
         ]
         if problems:
-            raise ConfigError(
-                [
-                    *problems,
-                    (
-                        f"{folder}: is of another evaluation; say what it says, or leave it out, or"
-                        " start a new one without --resume"
-                    ),
-                ]
-            )
+            remedy = "say what it says, or leave it out, or start a new one without --resume"
+            raise ConfigError([*problems, f"{folder}: is of another evaluation; {remedy}"])
         return replace(
             self,
             base_url=options.base_url or self.base_url,
             key_variable=options.key_variable or self.key_variable,
-            num_examples=(
-                self.num_examples if options.num_examples is None else options.num_examples
-            ),
+            num_examples=options.num_examples or self.num_examples,
             rollouts_per_example=options.rollouts_per_example or self.rollouts_per_example,
         )
 
     def no_smaller_than(self, other: EvaluationSettings) -> EvaluationSettings:
+        """Return these settings with the larger sizes of the two."""
         sizes = (self.num_examples, other.num_examples)
         return replace(
             self,
@@ -115,14 +108,13 @@ class EvaluationSettings:
         )
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all. StorageError where it cannot be written."""
+        """Write the folder's `evaluation.json`, whole or not at all. Raises StorageError."""
         path = folder / NAME
         partial = path.with_suffix(".partial")
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(
-                json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            partial.write_text(text, encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             raise StorageError(
@@ -133,121 +125,90 @@ class EvaluationSettings:
 
 
 def read_evaluation(folder: Path) -> EvaluationSettings:
-    """Raises ConfigError where the folder has none, RecordError where it is broken."""
+    """Read the folder's `evaluation.json`.
+
+    Raises:
+        ConfigError: the folder has none.
+        RecordError: it is broken.
+    """
     path = folder / NAME
     try:
-        data = path.read_bytes()
+        return TypeAdapter(EvaluationSettings).validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"--resume: {path} cannot be read ({error.strerror}); name a folder that an evaluation"
             " of vf-eval made"
         ) from error
-    try:
-        read = json.loads(data)
-    except json.JSONDecodeError as error:
-        raise RecordError(
-            f"is not JSON ({error.msg})",
-            field="line",
-            remedy=_REMEDY,
-            file=str(path),
-            line=error.lineno,
-        ) from error
-    except UnicodeDecodeError as error:
-        raise RecordError(
-            f"is no text ({error.reason} at byte {error.start})",
-            field="evaluation",
-            remedy=_REMEDY,
-            file=str(path),
-        ) from error
-    if not isinstance(read, dict):
-        raise RecordError(
-            f"is a JSON {type(read).__name__}, not an object",
-            field="evaluation",
-            remedy=_REMEDY,
-            file=str(path),
-        )
-    try:
-        # Strict but for tuples, which JSON writes as lists.
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in read.items()
-        }
-        return EvaluationSettings(**fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RecordError(
-            first["msg"], field=".".join(map(str, first["loc"])), remedy=_REMEDY, file=str(path)
+            first["msg"],
+            field=".".join(map(str, first["loc"])) or "evaluation",
+            remedy="start a new evaluation without --resume",
+            file=str(path),
         ) from error
 
 
-_REMEDY = "start a new evaluation without --resume"
-
-
 def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
-    """Of nobody else: `ENVIRONMENT--MODEL/DATE-TIME`."""
-    environment, model = (
-        Path(evaluation.environment).name.removesuffix(".py"),
-        str(evaluation.model),
-    )
+    """Make a folder `ENVIRONMENT--MODEL/DATE-TIME` that nobody else has. Raises StorageError."""
+    environment = Path(evaluation.environment).name.removesuffix(".py")
     # Servers of ours and of vLLM call a model by its path, if nothing else is said.
-    name = re.sub(
-        r"[^\w.-]+",
-        "-",
-        f"{environment}--{Path(model).name if Path(model).is_absolute() else model}",
-    )
+    model = str(evaluation.model)
+    if Path(model).is_absolute():
+        model = Path(model).name
+    name = re.sub(r"[^\w.-]+", "-", f"{environment}--{model}")
     base = output / name / datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = base
     number = 1
     while True:
-        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
         try:
             folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
             number += 1
+            folder = base.with_name(f"{base.name}-{number}")
         except OSError as error:
             raise StorageError(
                 str(folder), error.strerror or str(error), remedy="choose another folder with -o"
             ) from error
-        else:
-            return folder
 
 
-def missing_places(
-    done: Mapping[tuple[int, int], FinishedRollout],
+def missing_rollouts(
+    finished: Mapping[tuple[int, int], FinishedRollout],
     names: Sequence[str],
     rollouts: int,
     *,
     by_example: bool,
 ) -> list[tuple[int, int]]:
-    """(example, rollout) of what has to be rolled out: nothing there, or it failed.
+    """Return (example, rollout) of each rollout that is not there, or failed.
 
-    `names` are the examples'; rows of one name are one example's. `by_example`: rewards compare an
-    example's rollouts, so that they are made together.
+    Args:
+        names: those of the examples; rows of one name are one example's.
+        rollouts: the number of each example.
+        by_example: rewards compare an example's rollouts, so they are made together.
     """
-    missing = [
-        (e, r)
-        for e in range(len(names))
-        for r in range(rollouts)
-        if (e, r) not in done or done[e, r].error is not None
-    ]
+    wanted = [(example, rollout) for example in range(len(names)) for rollout in range(rollouts)]
+    missing = [key for key in wanted if key not in finished or finished[key].error is not None]
     if not by_example:
         return missing
     incomplete = {names[example] for example, _ in missing}
-    return [(e, r) for e, name in enumerate(names) if name in incomplete for r in range(rollouts)]
+    return [key for key in wanted if names[key[0]] in incomplete]
 
 
 def _sampling(options: EvalOptions) -> dict[str, Any]:
     return merged(RETURNS_TOKENS if options.tokens else None, options.sampling_args)
 
 
-def _difference(flag: str, now: Any, before: Any) -> str:
+def _difference(now: Any, before: Any) -> str:
     if not isinstance(now, Mapping) or not isinstance(before, Mapping):
-        return f"{flag}: is {_text(now)} and was {_text(before)}"
-    keys = [key for key in dict.fromkeys([*now, *before]) if now.get(key) != before.get(key)]
-    parts = [
-        f"{key} is {_text(now[key]) if key in now else 'not said'} and was"
-        f" {_text(before[key]) if key in before else 'not said'}"
-        for key in keys
-    ]
-    return f"{flag}: {'; '.join(parts)}"
+        return f"is {_text(now)} and was {_text(before)}"
+    parts = []
+    for key in dict.fromkeys([*now, *before]):
+        if now.get(key) != before.get(key):
+            new = _text(now[key]) if key in now else "not said"
+            old = _text(before[key]) if key in before else "not said"
+            parts.append(f"{key} is {new} and was {old}")
+    return "; ".join(parts)
 
 
 def _text(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""The rollouts of an evaluation on disk: a line of JSON for each as soon as it is done, so that
-whatever ends the evaluation, they are kept.
+"""The rollouts of an evaluation on disk: a line of JSON for each as soon as it is done.
 
-`rollouts.jsonl` only grows. Where a rollout was made again, its last line holds. A line that was
-being written when the process died is removed when the file is opened the next time.
+So they are kept, whatever ends the evaluation. `rollouts.jsonl` only grows. Where a rollout was
+made again, its last line holds. A line that was being written when the process died is removed when
+the file is opened the next time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,11 +22,16 @@ from shared.errors import RecordError, StorageError
 from shared.run_files import RunFile
 
 NAME = "rollouts.jsonl"
-REMEDY = "delete this line, and its rollout is made again"
+_INPUT_FIELDS = ("prompt", "example_id", "answer", "info")
+_OUTPUT_FIELDS = ("completion", "error", "stop_condition", "timing")
+"""Fields of a state, of its input and of the rest, that are kept as `plain` makes them."""
 
 
 class FinishedRollout(BaseModel):
-    """A line of the file."""
+    """A line of the file.
+
+    Example: example 3, rollout 1, reward 0.5, metrics {"exact": 0.5}, error None.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants"
@@ -50,20 +55,21 @@ class FinishedRollout(BaseModel):
     metrics: dict[str, float]
     error: str | None
     reward_errors: dict[str, str] = {}
-    """What reward functions failed of, by their names."""
+    """Errors of reward functions, by their names."""
     given_up: list[str] = []
-    """The plain functions whose thread was given up, by their names."""
+    """Names of the plain functions whose thread was given up."""
     stop_condition: str | None
     is_truncated: bool
     timing: dict[str, Any]
     prompt_tokens: int | None
-    """All that the model read, and said, in its calls; None where the endpoint does not count."""
+    """Tokens that the model read in all calls; None where the endpoint does not count."""
     completion_tokens: int | None
+    """Tokens that it sampled."""
     columns: dict[str, Any]
-    """The state's fields that were asked for, by their paths, as far as the state had them."""
+    """The fields of the state that were asked for, by their paths, as far as it had them."""
 
     @classmethod
-    def of(
+    def from_state(
         cls, state: State, *, example: int, rollout: int, row: str, state_columns: Sequence[str]
     ) -> FinishedRollout:
         columns = {}
@@ -72,57 +78,37 @@ class FinishedRollout(BaseModel):
                 columns[path] = plain(field_of(state, path))
             except KeyError:
                 continue  # the dataset says so if no rollout has it
-        prompt_tokens, completion_tokens = tokens_of(state)
+        prompt_tokens, completion_tokens = count_tokens(state)
         return cls(
+            **{name: plain(state.get(name)) for name in ("id", *_INPUT_FIELDS, *_OUTPUT_FIELDS)},
             example=example,
             rollout=rollout,
-            example_id=plain(state["example_id"]),
-            id=plain(state.get("id")),
             row=row,
-            prompt=plain(state["prompt"]),
-            completion=plain(state["completion"]),
-            answer=plain(state.get("answer")),
-            info=plain(state.get("info")),
             task=str(state["task"]),
             reward=None if state["reward"] is None else float(state["reward"]),
             metrics={name: float(value) for name, value in (state["metrics"] or {}).items()},
-            error=plain(state["error"]),
             reward_errors=plain(state.get("reward_errors", {})),
             given_up=list(state.get("given_up", ())),
-            stop_condition=state["stop_condition"],
             is_truncated=bool(state["is_truncated"]),
-            timing=plain(state["timing"]),
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             columns=columns,
         )
 
     @property
-    def place(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int]:
         return self.example, self.rollout
 
     def state(self) -> State:
-        """As much of the state as was kept: what scores and datasets are made of."""
-        given = {
-            "prompt": self.prompt,
-            "example_id": self.example_id,
-            "task": self.task,
-            "answer": self.answer,
-            "info": self.info,
-        }
+        """Return as much of the state as was kept: enough for scores and datasets."""
+        row = self.model_dump(include={"task", *_INPUT_FIELDS})
         state = State(
-            input={key: value for key, value in given.items() if value is not None},
+            input={key: value for key, value in row.items() if value is not None},
             id=self.example_id if self.id is None else self.id,
             is_completed=True,
-            is_truncated=self.is_truncated,
-            stop_condition=self.stop_condition,
             trajectory=[],
-            completion=self.completion,
-            reward=self.reward,
             advantage=None,
-            metrics=dict(self.metrics),
-            error=self.error,
-            timing=dict(self.timing),
+            **self.model_dump(include={"is_truncated", "metrics", "reward", *_OUTPUT_FIELDS}),
         )
         if self.reward_errors:
             state["reward_errors"] = dict(self.reward_errors)
@@ -133,45 +119,57 @@ class FinishedRollout(BaseModel):
         return state
 
 
-def tokens_of(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Those that all calls of a rollout read and sampled: by the steps' tokens, or else by what the
-    endpoint counted. None where a step has neither.
+def count_tokens(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return how many tokens all calls of a rollout read, and how many they sampled.
+
+    They are counted by the steps' tokens, or else by what the endpoint says; None where a step has
+    neither.
     """
-    read, sampled = 0, 0
+    num_read = 0
+    num_sampled = 0
     for step in state["trajectory"]:
+        tokens = step["tokens"]
         usage = getattr(step["response"], "usage", None)
-        if step["tokens"] is not None:
-            read, sampled = (
-                read + len(step["tokens"]["prompt_ids"]),
-                sampled + len(step["tokens"]["completion_ids"]),
-            )
+        if tokens is not None:
+            num_read += len(tokens["prompt_ids"])
+            num_sampled += len(tokens["completion_ids"])
         elif usage is not None:
-            read, sampled = read + usage.prompt_tokens, sampled + usage.completion_tokens
+            num_read += usage.prompt_tokens
+            num_sampled += usage.completion_tokens
         else:
             return None, None
-    return read, sampled
+    return num_read, num_sampled
 
 
 class ResultsFile:
-    """`rollouts.jsonl` in an evaluation's folder, of this process alone. To be used in a `with`."""
+    """`rollouts.jsonl` in an evaluation's folder, of this process alone; a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder is made, and a last line that was cut off is removed. Raises RecordError where
-        another line is broken, StorageError where the file cannot be written or another process
-        writes it."""
+        """Make the folder, open the file, and remove a last line that was cut off.
+
+        Raises:
+            RecordError: another line is broken.
+            StorageError: the file cannot be written, or another process writes it.
+        """
         self.path = folder / NAME
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lines = stack.enter_context(
-                    closing(RunFile(self.path, mode="ab", error_of=_cannot))
-                )
-                _lock(lines.file, self.path)
+                lines = RunFile(self.path, mode="ab", error_of=_cannot_write)
+                stack.enter_context(closing(lines))
+                # Held until the file is closed, or the process ends.
+                fcntl.flock(lines.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.was_torn = _mend(self.path)
                 """Whether a line was removed."""
-                self.rollouts = {one.place: one for one in read_rollouts(self.path)}
+                self.rollouts = {rollout.key: rollout for rollout in read_rollouts(self.path)}
+            except BlockingIOError:
+                raise StorageError(
+                    str(self.path),
+                    "another process is writing it",
+                    remedy="wait for its end, or start an evaluation of its own",
+                ) from None
             except OSError as error:
-                raise _cannot(self.path, error) from error
+                raise _cannot_write(self.path, error) from error
             stack.pop_all()  # it stays open
         self._lines = lines
 
@@ -181,86 +179,72 @@ class ResultsFile:
     def __exit__(self, *error: object) -> None:
         self._lines.close()
 
-    def append(self, one: FinishedRollout) -> None:
-        """When this returns, the rollout stays done, whatever becomes of the process. StorageError
-        where it cannot be written.
+    def append(self, rollout: FinishedRollout) -> None:
+        """Write a rollout, which stays done from then on, whatever becomes of the process.
+
+        Raises:
+            StorageError: it cannot be written.
         """
-        self._lines.write(one.model_dump_json() + "\n")
-        self.rollouts[one.place] = one
+        self._lines.write(rollout.model_dump_json() + "\n")
+        self.rollouts[rollout.key] = rollout
 
 
 def read_rollouts(path: Path) -> list[FinishedRollout]:
-    """Every line. RecordError with file, line and remedy for one that is not a finished rollout."""
-    found: list[FinishedRollout] = []
+    """Read every line. Raises RecordError at the first that is not a finished rollout."""
+    rollouts: list[FinishedRollout] = []
     broken: list[tuple[int, ValidationError]] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1) if path.exists() else ():
         if not line.strip():
             continue
         try:
-            found.append(FinishedRollout.model_validate_json(line))
+            rollouts.append(FinishedRollout.model_validate_json(line))
         except ValidationError as error:
             broken.append((number, error))
-    if broken:
-        number, refused = broken[0]
-        first = refused.errors(include_url=False)[0]
-        field, problem = (
-            ".".join(map(str, first["loc"])) or "line",
-            _lowered(first["msg"]).replace("at line 1 column", "at column"),
+    if not broken:
+        return rollouts
+    number, error = broken[0]
+    first = error.errors(include_url=False)[0]
+    problem = first["msg"].replace("at line 1 column", "at column")
+    remedy = "delete this line, and its rollout is made again"
+    if len(broken) > 1 and rollouts:
+        remedy = (
+            f"delete this line and the others that are broken ({len(broken)} in all), and their"
+            " rollouts are made again"
         )
-        remedy = REMEDY
-        if len(broken) > 1 and not found:
-            remedy = (
-                "none of its lines is a rollout of an evaluation; put the file back that belongs"
-                " there, or start a new evaluation"
-            )
-        elif len(broken) > 1:
-            remedy = (
-                f"delete this line and the others that are broken ({len(broken)} in all), and their"
-                " rollouts are made again"
-            )
-        raise RecordError(
-            problem, field=field, remedy=remedy, file=str(path), line=number
-        ) from refused
-    return found
+    elif len(broken) > 1:
+        remedy = (
+            "none of its lines is a rollout of an evaluation; put the file back that belongs there,"
+            " or start a new evaluation"
+        )
+    raise RecordError(
+        problem[:1].lower() + problem[1:],
+        field=".".join(map(str, first["loc"])) or "line",
+        remedy=remedy,
+        file=str(path),
+        line=number,
+    ) from error
 
 
 def _mend(path: Path) -> bool:
-    """Every line of ours ends with a newline: what does not was being written. Kept where nothing
-    but the newline is missing.
+    """Remove a last line that was being written; return whether there was one.
+
+    Every line of ours ends with a newline. Where nothing but that is missing, it is added.
     """
-    if not path.exists():
-        return False
     data = path.read_bytes()
-    _, _, rest = data.rpartition(b"\n")
-    if not rest:
+    last = data.rpartition(b"\n")[2]
+    if not last:
         return False
     try:
-        FinishedRollout.model_validate_json(rest)
+        FinishedRollout.model_validate_json(last)
     except ValidationError:
-        os.truncate(path, len(data) - len(rest))
+        os.truncate(path, len(data) - len(last))
         return True
     with path.open("ab") as file:
         file.write(b"\n")
     return False
 
 
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Until it is closed, or the process ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise StorageError(
-            str(path),
-            "another process is writing it",
-            remedy="wait for its end, or start an evaluation of its own",
-        ) from None
-
-
-def _lowered(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _cannot(path: Path, error: OSError) -> StorageError:
+def _cannot_write(path: Path, error: OSError) -> StorageError:
     return StorageError(
         str(path),
         error.strerror or str(error),

@@ -1,36 +1,72 @@
-"""One call of `vf-eval`: what is missing of an evaluation is rolled out, and shown, saved and
-pushed.
-"""
+"""One call of `vf-eval`: rolls out what an evaluation lacks, and shows, saves and pushes it."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import openai
 from rich.console import Console
 from rich.text import Text
 from tqdm import tqdm
 
 from launch.cli import EXPLAINED
-from launch.vf_eval.arguments import OUTPUT, EvalOptions, sampling_of
-from launch.vf_eval.endpoint import Endpoint, check_there, checked_model, endpoint_of, watch
-from launch.vf_eval.record import EvaluationSettings, missing_places, new_folder, read_evaluation
+from launch.vf_eval.arguments import OUTPUT, EvalOptions, check_sampling
+from launch.vf_eval.endpoint import Endpoint, find_endpoint, find_model, list_models
+from launch.vf_eval.record import EvaluationSettings, missing_rollouts, new_folder, read_evaluation
 from launch.vf_eval.results_file import NAME, FinishedRollout, ResultsFile
-from launch.vf_eval.summary import RolloutNotes, results_of, show_rollout, summary_tables
+from launch.vf_eval.summary import results_of, show_rollout, summary_tables
 from rollout_actors.environments.datasets import RESULTS, Examples, digest, has_field
 from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.types import State
 from shared.errors import ConfigError
 
-Place = tuple[int, int]
-"""The number of an example, and of a rollout among its."""
+
+@dataclass(slots=True)
+class _Recorder:
+    """Writes the rollouts of one call of `Environment.generate` into the file, as they come."""
+
+    file: ResultsFile
+    keys: Sequence[tuple[int, int]]
+    """Example and number of each rollout of the call."""
+    digests: Sequence[str]
+    """One for each example's row."""
+    state_columns: Sequence[str]
+    num_failed: int = 0
+    has_checked_columns: bool = False
+
+    def write(self, index: int, state: State) -> None:
+        """Take a finished rollout; `on_rollout` of the call."""
+        example, number = self.keys[index]
+        rollout = FinishedRollout.from_state(
+            state,
+            example=example,
+            rollout=number,
+            row=self.digests[example],
+            state_columns=self.state_columns,
+        )
+        self.file.append(rollout)
+        if rollout.error is not None:
+            self.num_failed += 1
+        elif not self.has_checked_columns:
+            # Now, and not when all are done: a wrong name is better known early.
+            self.has_checked_columns = True
+            absent = [path for path in self.state_columns if path not in rollout.columns]
+            if absent:
+                known = ", ".join(map(str, state))
+                say(f"-C: the first rollout has no {', '.join(absent)}; its state has {known}")
+
+
+def say(text: str) -> None:
+    """Print a remark, above a progress bar where there is one."""
+    tqdm.write(text, file=sys.stderr)
 
 
 class EvalRun:
@@ -39,89 +75,78 @@ class EvalRun:
     def __init__(
         self, options: EvalOptions, evaluation: EvaluationSettings, environment: Environment
     ) -> None:
-        self._options, self._evaluation, self._environment = options, evaluation, environment
-        self._began_s, self._date = (
-            time.perf_counter(),
-            datetime.now().astimezone().isoformat(timespec="seconds"),
-        )
+        self._options = options
+        self._evaluation = evaluation
+        self._environment = environment
+        self._start_s = time.perf_counter()
+        self._date = datetime.now().astimezone().isoformat(timespec="seconds")
         self._num_examples = 0
         self._endpoint: Endpoint | None = None
         self.folder: Path | None = options.resume
-        self.finished: dict[Place, FinishedRollout] = {}
+        self.finished: dict[tuple[int, int], FinishedRollout] = {}
+        """By the numbers of the example and of the rollout among its."""
 
     @property
     def cleanup_timeout_s(self) -> float:
         return self._environment.cleanup_timeout_s
 
-    def say(self, text: str) -> None:
-        """Above a progress bar, where there is one."""
-        tqdm.write(text, file=sys.stderr)
-
     async def evaluate(self) -> None:
-        """Make what is missing. Raises ConfigError, RecordError, StorageError and UnreachableError;
-        what is done by then is kept.
+        """Roll out what is missing; what is done by then is kept.
+
+        Raises:
+            ConfigError, RecordError, StorageError, UnreachableError: the evaluation cannot go on.
         """
         async with self._environment, AsyncExitStack() as stack:
             examples, names, digests = self._examples()
-            sampling = sampling_of(self._evaluation.sampling_args, self._environment.message_type)
+            sampling = check_sampling(
+                self._evaluation.sampling_args, self._environment.message_type
+            )
             client = None
             if self.folder is None:
-                client = await self._client(stack)
+                # Before the folder is made: an endpoint that is not there leaves none behind.
+                client = await self._connect(stack)
                 self.folder = new_folder(self._options.output or OUTPUT, self._evaluation)
-            with ResultsFile(self.folder) as file:
-                self.finished = file.rollouts
-                self._check(file, digests)
-                by_example = self._environment.rubric.compares_rollouts
-                places = missing_places(
-                    file.rollouts,
-                    names,
-                    self._evaluation.rollouts_per_example,
-                    by_example=by_example,
-                )
-                if self._options.resume is not None:
-                    total = len(names) * self._evaluation.rollouts_per_example
-                    self.say(f"{total - len(places)} of {total} rollouts are there")
+            file = stack.enter_context(ResultsFile(self.folder))
+            self.finished = file.rollouts
+            self._check(file, digests)
+            missing = missing_rollouts(
+                file.rollouts,
+                names,
+                self._evaluation.rollouts_per_example,
+                by_example=self._environment.rubric.compares_rollouts,
+            )
+            settings = self._evaluation
+            if self._options.resume is not None:
+                total = len(names) * self._evaluation.rollouts_per_example
+                say(f"{total - len(missing)} of {total} rollouts are there")
                 # Where nothing is missing, the endpoint may be gone.
-                if places and client is None:
-                    client = await self._client(stack)
-                self._noted().write(self.folder)
-                if places:
-                    notes = RolloutNotes(
-                        file, places, digests, self._evaluation.state_columns, self.say
-                    )
-                    await self._generate(
-                        client, sampling, examples.select([example for example, _ in places]), notes
-                    )
+                if missing:
+                    client = await self._connect(stack)
+                # Asking for less makes the evaluation no smaller.
+                settings = self._evaluation.no_smaller_than(read_evaluation(self.folder))
+            settings.write(self.folder)
+            if client is not None and missing:
+                inputs = examples.select([example for example, _ in missing])
+                columns = self._evaluation.state_columns
+                recorder = _Recorder(file, missing, digests, columns)
+                await self._generate(client, sampling, inputs, recorder)
 
-    def _noted(self) -> EvaluationSettings:
-        """What the folder is of. Asking for less of what is there, and of what is still missing,
-        makes it no smaller.
-        """
-        return (
-            self._evaluation
-            if self._options.resume is None
-            else self._evaluation.no_smaller_than(read_evaluation(self._options.resume))
-        )
-
-    async def _client(self, stack: AsyncExitStack) -> Any:
-        """Of the endpoint, which has answered; the evaluation's model is known then."""
-        self._endpoint = endpoint = endpoint_of(
-            self._evaluation.base_url, self._evaluation.key_variable, os.environ
-        )
+    async def _connect(self, stack: AsyncExitStack) -> openai.AsyncOpenAI:
+        """Return a client of the endpoint, which has answered; the model is known from then on."""
+        evaluation = self._evaluation
+        endpoint = find_endpoint(evaluation.base_url, evaluation.key_variable, os.environ)
+        self._endpoint = endpoint
         client = await stack.enter_async_context(endpoint.client())
-        model = await checked_model(
-            client, endpoint, self._evaluation.model, self._environment.message_type
-        )
-        self._evaluation = replace(self._evaluation, model=model)
+        model = await find_model(client, endpoint, evaluation.model, self._environment.message_type)
+        self._evaluation = replace(evaluation, model=model)
         return client
 
     def _examples(self) -> tuple[Examples, list[str], list[str]]:
-        """Those to evaluate on, the names that `generate` groups them by, and their rows'
-        digests."""
+        """Return the examples, the names that `generate` groups them by, and digests of rows."""
         name = self._evaluation.environment
         try:
             examples = self._environment.get_eval_dataset(self._evaluation.num_examples)
-            # Rows become inputs as they are read.
+            # Rows become inputs as they are read: they need not all be in memory at once.
             rows = [(repr((row["task"], row["example_id"])), digest(row)) for row in examples]
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
@@ -132,121 +157,100 @@ class EvalRun:
             )
         self._num_examples = len(rows)
         if len(rows) < self._evaluation.num_examples:
-            self.say(
+            say(
                 f"-n: {name} has {len(rows)} examples to evaluate on, not"
                 f" {self._evaluation.num_examples}; it is evaluated on these"
             )
-        return examples, [row_name for row_name, _ in rows], [row_digest for _, row_digest in rows]
+        return examples, [name for name, _ in rows], [row_digest for _, row_digest in rows]
 
     def _check(self, file: ResultsFile, digests: Sequence[str]) -> None:
-        """ConfigError where what is there is of other data."""
+        """Raise ConfigError where the rollouts in the file are of other data."""
         if file.was_torn:
-            self.say(
+            say(
                 f"the last line of {file.path} was cut off and is removed; its rollout is made"
                 " again"
             )
-        for one in file.rollouts.values():
-            if one.example < len(digests) and one.row != digests[one.example]:
-                changed = (
-                    f"example {one.example} (id {one.example_id!r}) is not what it was when it was"
-                    " rolled out"
-                )
-                why = f"the environment's data have changed, or {file.path} is another evaluation's"
+        for rollout in file.rollouts.values():
+            example = rollout.example
+            if example < len(digests) and rollout.row != digests[example]:
                 raise ConfigError(
-                    f"--resume: {changed}: {why}; start a new evaluation without --resume"
+                    f"--resume: example {example} (id {rollout.example_id!r}) is not what it was"
+                    " when it was rolled out: the environment's data have changed, or"
+                    f" {file.path} is another evaluation's; start a new evaluation without --resume"
                 )
 
     async def _generate(
-        self, client: Any, sampling: dict[str, Any], inputs: Examples, notes: RolloutNotes
+        self,
+        client: openai.AsyncOpenAI,
+        sampling: dict[str, Any],
+        inputs: Examples,
+        recorder: _Recorder,
     ) -> None:
-        options, endpoint = self._options, self._endpoint
-        assert endpoint is not None, "it has given the client"
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(watch(client, endpoint))
-                await self._environment.generate(
-                    inputs,
-                    client,
-                    str(self._evaluation.model),
-                    sampling,
-                    max_concurrent=options.max_concurrent,
-                    max_concurrent_generation=options.max_concurrent_generation,
-                    max_concurrent_scoring=options.max_concurrent_scoring,
-                    interleave_scoring=options.interleave_scoring,
-                    on_rollout=notes.write,
-                    rollout_timeout_s=options.rollout_timeout_s,
-                    scoring_timeout_s=options.scoring_timeout_s,
-                )
-                watching.cancel()
-        except ExceptionGroup as group:
-            raise _first(group) from group
-        if notes.num_failed:
-            # All that was under way may have failed before the watch was sure.
-            await check_there(client, endpoint)
+        options = self._options
+        await self._environment.generate(
+            inputs,
+            client,
+            str(self._evaluation.model),
+            sampling,
+            max_concurrent=options.max_concurrent,
+            max_concurrent_generation=options.max_concurrent_generation,
+            max_concurrent_scoring=options.max_concurrent_scoring,
+            interleave_scoring=options.interleave_scoring,
+            on_rollout=recorder.write,
+            rollout_timeout_s=options.rollout_timeout_s,
+            scoring_timeout_s=options.scoring_timeout_s,
+        )
+        if recorder.num_failed:
+            # Raises where the endpoint has gone, which is what the rollouts failed of then.
+            assert self._endpoint is not None, "the client is one of it"
+            await list_models(client, self._endpoint)
 
     def report(self) -> int:
-        """Show the scores; save and push where that is asked for. The exit status."""
+        """Show the scores, save and push them where that is asked for; return the exit status."""
         assert self.folder is not None, "it was evaluated"
-        evaluation, wall_s = self._evaluation, time.perf_counter() - self._began_s
-        # More may be there: of an evaluation that was larger.
-        asked = [
-            (example, rollout)
+        evaluation = self._evaluation
+        wall_s = time.perf_counter() - self._start_s
+        # There may be more rollouts, of an evaluation that was larger.
+        rollouts = [
+            self.finished[example, rollout]
             for example in range(self._num_examples)
             for rollout in range(evaluation.rollouts_per_example)
         ]
-        rollouts = [self.finished[place] for place in asked]
-        out = Console(soft_wrap=True, emoji=False)
+        console = Console(soft_wrap=True, emoji=False)
         if self._options.verbose:
-            show_rollout(rollouts[0], out)
-        out.print(Text(f"{evaluation.environment}, {evaluation.model}", style="bold"))
+            show_rollout(rollouts[0], console)
+        console.print(Text(f"{evaluation.environment}, {evaluation.model}", style="bold"))
         for table in summary_tables(rollouts, solved_at=self._options.solved_at, wall_s=wall_s):
-            out.print(table, highlight=False)
+            console.print(table, highlight=False)
         print(f"rollouts   {self.folder / NAME}")
-        self._keep(rollouts, wall_s)
-        failed = sum(one.error is not None for one in rollouts)
-        if failed:
-            self.say(
-                f"{failed} of {len(rollouts)} rollouts failed; `vf-eval --resume {self.folder}`"
+        self._save(self.folder, rollouts, wall_s)
+        num_failed = sum(rollout.error is not None for rollout in rollouts)
+        if num_failed:
+            say(
+                f"{num_failed} of {len(rollouts)} rollouts failed; `vf-eval --resume {self.folder}`"
                 " makes them again"
             )
-        return 1 if failed == len(rollouts) else 0
+        return 1 if num_failed == len(rollouts) else 0
 
-    def _keep(self, rollouts: Sequence[FinishedRollout], wall_s: float) -> None:
-        """As a dataset: in the folder, and on the hub."""
-        assert self.folder is not None, "as above"
+    def _save(self, folder: Path, rollouts: Sequence[FinishedRollout], wall_s: float) -> None:
+        """Make the dataset of the rollouts, in the folder and on the hub."""
+        wanted = self._evaluation.state_columns
         results = results_of(
             rollouts, self._evaluation, self._environment, wall_s=wall_s, date=self._date
         )
-        columns = [
-            path for path in self._evaluation.state_columns if has_field(path, results.state)
-        ]
-        if len(columns) < len(self._evaluation.state_columns):
-            self.say(
-                "-C: no rollout has"
-                f" {', '.join(sorted(set(self._evaluation.state_columns) - set(columns)))}; a"
-                " dataset goes without"
-            )
+        columns = [path for path in wanted if has_field(path, results.state)]
+        if len(columns) < len(wanted):
+            absent = ", ".join(sorted(set(wanted) - set(columns)))
+            say(f"-C: no rollout has {absent}; a dataset goes without")
+        make_dataset = self._environment.make_dataset
         if self._options.save:
-            results.save(
-                self.folder, self._environment.make_dataset(results, state_columns=columns)
-            )
-            print(f"dataset    {self.folder / RESULTS}")
+            results.save(folder, make_dataset(results, state_columns=columns))
+            print(f"dataset    {folder / RESULTS}")
         if self._options.push:
             name = self._options.dataset_name or f"{self._environment.name}-results"
             try:
-                self._environment.make_dataset(
-                    results, state_columns=columns, push_to_hf_hub=True, hub_name=name
-                )
+                make_dataset(results, state_columns=columns, push_to_hf_hub=True, hub_name=name)
             except EXPLAINED:
-                self.say(
-                    f"the rollouts are kept; `vf-eval --resume {self.folder} -H -D {name}` only"
-                    " pushes"
-                )
+                say(f"the rollouts are kept; `vf-eval --resume {folder} -H -D {name}` only pushes")
                 raise
             print(f"pushed     {name}")
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """What went wrong, of the tasks that ended with it."""
-    one = group.exceptions[0]
-    return _first(one) if isinstance(one, ExceptionGroup) else one

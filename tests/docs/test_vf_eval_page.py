@@ -14,7 +14,7 @@ from fake_server import serving
 from launch.cli import read_arguments
 from launch.serve import ServeOptions
 from launch.vf_eval.__main__ import main
-from launch.vf_eval.arguments import read_options, sampling_of
+from launch.vf_eval.arguments import check_sampling, read_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vf_eval.md").read_text()
 BLOCKS = [
@@ -51,7 +51,7 @@ def test_a_command_of_the_page_evaluates(
 ) -> None:
     command = [url if word == "http://127.0.0.1:8000/v1" else word for word in COMMANDS[number][1:]]
     options = read_options(command)
-    assert sampling_of(options.sampling_args or {}, "chat") == options.sampling_args
+    assert check_sampling(options.sampling_args or {}, "chat") == options.sampling_args
     main(command)
     printed = capsys.readouterr().out
     assert (

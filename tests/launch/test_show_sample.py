@@ -13,7 +13,7 @@ from page_support import Page
 from PIL import Image
 from transformers import AutoTokenizer
 
-from launch.sample_pages.detection import Canvas, DrawnObject
+from launch.sample_pages.detection import Canvas
 from launch.show_sample import ShowOptions, main, show_sample
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import step_path
@@ -421,21 +421,20 @@ def encoded(image_format, size=(64, 32), orientation=1):
     [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("BMP", "image/png")],
 )
 def test_an_image_that_browsers_cannot_show_becomes_a_png(image_format, mime):
-    assert f"data:{mime};base64," in Canvas((encoded(image_format),), 64, 32).definitions()
+    (uri,) = Canvas((encoded(image_format),), 64, 32).uris()
+    assert uri.startswith(f"data:{mime};base64,")
 
 
 def test_an_image_that_browsers_would_turn_is_embedded_as_training_sees_it():
-    assert (
-        "data:image/png;base64," in Canvas((encoded("JPEG", orientation=6),), 64, 32).definitions()
-    )
+    (uri,) = Canvas((encoded("JPEG", orientation=6),), 64, 32).uris()
+    assert uri.startswith("data:image/png;base64,")
 
 
 def test_shapes_lie_at_the_pixels_their_bins_mean():
     canvas = Canvas((encoded("PNG"),), 64, 32)
     box, polygon = (
-        DrawnObject(kind, bins, "", "", "#123456", dashed=False)
+        canvas.draw(kind, bins, "", "", "#123456", dashed=False).points
         for kind, bins in (("bbox_2d", (0, 0, 999, 999)), ("poly", (0, 999, 999, 999, 500, 0)))
     )
-    drawn = re.findall(r'points="([^"]*)"', canvas.panel(0, [box, polygon], ""))
-    assert drawn[0] == "0.50,0.50 63.50,0.50 63.50,31.50 0.50,31.50"
-    assert drawn[2] == "0.50,31.50 63.50,31.50 32.03,0.50"
+    assert box == "0.50,0.50 63.50,0.50 63.50,31.50 0.50,31.50"
+    assert polygon == "0.50,31.50 63.50,31.50 32.03,0.50"

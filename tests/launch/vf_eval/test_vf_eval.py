@@ -802,7 +802,7 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1, err
     assert "Traceback" not in err
-    assert f"{base}/v1: it answers no more (ConnectError: " in err
+    assert f"{base}/v1: no answer (ConnectError: " in err
     folder = place.evaluation.relative_to(place.folder)
     assert f"3 finished rollouts are kept in {folder}; `vf-eval --resume {folder}` goes on" in err
     gone = place.run("--resume", folder, "-b", "http://127.0.0.1:9/v1")
@@ -882,10 +882,10 @@ def test_a_results_file_of_something_else_is_refused_as_such(place, endpoint, ur
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        (b'{"environment": ', "evaluation.json:1: line: is not JSON"),
-        (b"a\xff", "is no text"),
-        (b"[]", "is a JSON list, not an object"),
-        (b"{}", "environment: Field required"),
+        (b'{"environment": ', "evaluation.json: evaluation: Invalid JSON: EOF"),
+        (b"a\xff", "evaluation.json: evaluation: Invalid JSON: expected value"),
+        (b"[]", "evaluation.json: evaluation: Input should be an object"),
+        (b"{}", "evaluation.json: environment: Field required"),
         (b'{"environment": 3}', "environment: Input should be a valid string"),
         (NO_EXAMPLES, "num_examples: Value error, must be 1 or more, or -1 for all, got 0"),
     ],

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from scripted_client import Answer, ScriptedClient
 
-from launch.vf_eval.results_file import NAME, FinishedRollout, ResultsFile, read_rollouts, tokens_of
+from launch.vf_eval.results_file import (
+    NAME,
+    FinishedRollout,
+    ResultsFile,
+    count_tokens,
+    read_rollouts,
+)
 from rollout_actors.environments.datasets import digest
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
@@ -28,7 +34,7 @@ def finished(example=0, rollout=0, columns=(), script=("a",), **fields):
     environment = SingleTurnEnv(dataset=[{**ROW, **fields}], rubric=Rubric([exact]))
     client = ScriptedClient(list(script), returns_tokens=True)
     results = environment.generate_sync([{**ROW, **fields}], client, "demo", use_tqdm=False)
-    return FinishedRollout.of(
+    return FinishedRollout.from_state(
         results.state[0], example=example, rollout=rollout, row="0", state_columns=columns
     )
 
@@ -166,7 +172,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 
 def test_the_tokens_of_a_rollout_are_those_of_all_its_calls_and_unknown_where_a_call_has_none():
     step = {"tokens": {"prompt_ids": [1, 2], "completion_ids": [3]}, "response": None}
-    assert tokens_of(
+    assert count_tokens(
         {
             "trajectory": [
                 step,
@@ -178,7 +184,7 @@ def test_the_tokens_of_a_rollout_are_those_of_all_its_calls_and_unknown_where_a_
         }
     ) == (6, 3)
     counted = {"tokens": None, "response": Answer}
-    assert tokens_of({"trajectory": [step, counted]}) == (None, None)
+    assert count_tokens({"trajectory": [step, counted]}) == (None, None)
 
 
 def test_the_digest_of_a_row_is_of_its_content_alone():

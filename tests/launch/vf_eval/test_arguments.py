@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.vf_eval.arguments import sampling_of
+from launch.vf_eval.arguments import check_sampling
 from shared.errors import ConfigError
 
 
@@ -20,12 +20,12 @@ def test_arguments_of_the_api_are_sent_as_they_are() -> None:
         "logprobs": True,
         "extra_body": {"top_k": 3},
     }
-    assert sampling_of(given, "chat") == given
+    assert check_sampling(given, "chat") == given
 
 
 def test_the_log_probabilities_of_a_completion_are_asked_for_by_their_number() -> None:
-    assert sampling_of({"logprobs": True}, "completion") == {"logprobs": 1}
-    assert sampling_of({"logprobs": 5}, "completion") == {"logprobs": 5}
+    assert check_sampling({"logprobs": True}, "completion") == {"logprobs": 1}
+    assert check_sampling({"logprobs": 5}, "completion") == {"logprobs": 5}
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_what_every_call_would_fail_of_is_refused_with_where_it_belongs(
     given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        sampling_of({"temperature": 0.5} | given, "chat")
+        check_sampling({"temperature": 0.5} | given, "chat")
     (problem,) = caught.value.problems
     assert said in problem
 
 
 def test_all_of_it_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        sampling_of({"top_k": 3, "messages": [], "n": 4}, "completion")
+        check_sampling({"top_k": 3, "messages": [], "n": 4}, "completion")
     assert len(caught.value.problems) == 3
