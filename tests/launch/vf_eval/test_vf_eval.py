@@ -93,21 +93,26 @@ class Place:
             **changes,
         )
 
-    def process(self, *arguments, **changes):
-        """The command, to its end."""
+    def process(self, *arguments, status=0, **changes):
+        """The command, to its end, which must have this exit status."""
         started = self.start(*arguments, **changes)
         out, err = started.communicate(timeout=300)
-        return subprocess.CompletedProcess(arguments, started.returncode, out, err)
+        assert started.returncode == status, out + err
+        assert "Traceback" not in err
+        return subprocess.CompletedProcess(arguments, status, out, err)
 
-    def run(self, *arguments):
+    def run(self, *arguments, status=0):
         """The same in this process, which is quicker."""
         self._capsys.readouterr()
-        status = 0
+        ended = 0
         try:
             main(list(map(str, arguments)))
-        except SystemExit as ended:
-            status = ended.code
-        return subprocess.CompletedProcess(arguments, status, *self._capsys.readouterr())
+        except SystemExit as exit_:
+            ended = exit_.code
+        out, err = self._capsys.readouterr()
+        assert ended == status, out + err
+        assert "Traceback" not in err
+        return subprocess.CompletedProcess(arguments, status, out, err)
 
     @property
     def evaluations(self):
@@ -173,7 +178,6 @@ def columns_of(path):
 def test_an_evaluation_has_a_progress_bar_a_summary_table_and_a_results_file(place, endpoint, url):
     endpoint.reply = lambda text: "no" if text == "word 1" else text
     done = place.process("echo_env", "-m", "demo", "-b", url, "-n", "4", "-r", "2")
-    assert done.returncode == 0, done.stderr
     assert "8/8" in done.stderr
     assert "rollout/s" in done.stderr
     # Means of the examples are 1, 0, 1, 1: their standard deviation is 0.5.
@@ -196,10 +200,9 @@ def test_an_evaluation_has_a_progress_bar_a_summary_table_and_a_results_file(pla
 def test_vf_eval_s_produces_identical_schema_via_env_make_dataset(
     place, endpoint, url, monkeypatch
 ):
-    done = place.process(
+    place.process(
         "echo_env", "-b", url, "-n", "4", "-r", "2", "-s", "-C", "timing.total_ms,letters,advantage"
     )
-    assert done.returncode == 0, done.stderr
     environment = load_environment("echo_env.py")
     columns = ["timing.total_ms", "letters", "advantage"]
     results = environment.evaluate_sync(
@@ -248,14 +251,13 @@ def test_hub_pushes_use_the_same_dataset_as_files(place, endpoint, url, monkeypa
     done = place.run(
         "echo_env.py", "-b", url, "-n", "2", "-r", "1", "-s", "-H", "-D", "me/echo", "-C", "letters"
     )
-    assert done.returncode == 0, done.stderr
     assert list(pushed) == ["me/echo"]
     assert list(pushed["me/echo"]) == [
         json.loads(line) for line in (place.evaluation / "results.jsonl").read_text().splitlines()
     ]
     assert "me/echo" in done.stdout
     endpoint.key = "another"  # the endpoint is not asked where nothing is missing
-    assert place.run("--resume", place.evaluation, "-H").returncode == 0
+    place.run("--resume", place.evaluation, "-H")
     assert list(pushed) == ["me/echo", "echo_env-results"]
     assert len(endpoint.bodies) == 2
 
@@ -265,8 +267,9 @@ def test_a_push_that_fails_says_why_and_the_rollouts_are_kept(place, endpoint, u
         raise OSError("401 who are you")
 
     monkeypatch.setattr(datasets.Dataset, "push_to_hub", refuse)
-    done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1", "-H", "-D", "me/echo")
-    assert done.returncode == 1
+    done = place.run(
+        "echo_env.py", "-b", url, "-n", "2", "-r", "1", "-H", "-D", "me/echo", status=1
+    )
     said = done.stderr
     assert "401 who are you" in said
     assert "hf auth login" in said
@@ -277,7 +280,7 @@ def test_a_push_that_fails_says_why_and_the_rollouts_are_kept(place, endpoint, u
 def test_arguments_of_the_calls_are_sent_and_token_ids_only_where_told_to(place, endpoint, url):
     given = ["echo_env.py", "-b", url, "-n", "1", "-r", "1"]
     sampling = ["-t", "7", "-T", "0.5", "-S", '{"top_p": 0.9, "extra_body": {"top_k": 3}}']
-    assert place.run(*given, *sampling).returncode == 0
+    place.run(*given, *sampling)
     [body] = endpoint.bodies
     assert {key: body[key] for key in ("max_tokens", "temperature", "top_p", "top_k")} == {
         "max_tokens": 7,
@@ -286,9 +289,7 @@ def test_arguments_of_the_calls_are_sent_and_token_ids_only_where_told_to(place,
         "top_k": 3,
     }
     assert not {"logprobs", "return_token_ids", "return_tokens_as_token_ids"} & set(body)
-    assert (
-        place.run(*given, *sampling, "--tokens", "-C", "trajectory", "-o", "others").returncode == 0
-    )
+    place.run(*given, *sampling, "--tokens", "-C", "trajectory", "-o", "others")
     assert endpoint.bodies[-1]["return_token_ids"] is True
     assert endpoint.bodies[-1]["top_k"] == 3
     [path] = (place.folder / "others").rglob("rollouts.jsonl")
@@ -302,25 +303,20 @@ def test_generation_is_bounded_by_its_own_flag(place, endpoint, url):
     # However slow the process is, as many come together as may; one more would come in the time
     # after that.
     endpoint.delay_s, endpoint.meets = 0.1, 2
-    assert (
-        place.run(
-            "echo_env.py", "-b", url, "-r", "3", "--max-concurrent-generation", "2"
-        ).returncode
-        == 0
-    )
+    place.run("echo_env.py", "-b", url, "-r", "3", "--max-concurrent-generation", "2")
     assert endpoint.most_under_way == 2
     endpoint.meets = 3
-    assert place.run("echo_env.py", "-b", url, "-r", "3", "-c", "3").returncode == 0
+    place.run("echo_env.py", "-b", url, "-r", "3", "-c", "3")
     assert endpoint.most_under_way == 3
 
 
 def test_a_rollout_that_is_not_done_at_its_limit_has_failed(place, endpoint, url):
     endpoint.delay_s = 60.0
-    done = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", "--rollout-timeout", "1")
-    assert (
-        done.returncode == 1
-        and "TimeoutError: not done after rollout_timeout_s = 1 s" in done.stdout + done.stderr
+    done = place.run(
+        "echo_env.py", "-b", url, "-n", "1", "-r", "1", "--rollout-timeout", "1", status=1
     )
+    error = "TimeoutError: not done after rollout_timeout_s = 1 s"
+    assert error in done.stdout + done.stderr
 
 
 HANGING = """
@@ -346,7 +342,6 @@ def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_ke
 ):
     (place.folder / "hanging.py").write_text(textwrap.dedent(HANGING))
     done = place.process("hanging.py", "-b", url, "-r", "1", "--scoring-timeout", "1")
-    assert done.returncode == 0, done.stderr
     error = (
         "1 x slow, not in its mean: TimeoutError: reward function slow is not done after"
         " scoring_timeout_s = 1 s"
@@ -400,10 +395,9 @@ def test_after_one_signal_a_plain_function_is_waited_for_and_then_cut_off(place,
     )
     (place.folder / "interrupts.py").write_text(textwrap.dedent(interrupts))
     try:
-        done = place.run("interrupts.py", "-b", url, "-r", "1", "-c", "1")
+        done = place.run("interrupts.py", "-b", url, "-r", "1", "-c", "1", status=130)
     finally:
         released.touch()
-    assert done.returncode == 130
     assert "cut off while they ran, after 0.2 s: slow" in done.stderr
     assert "1 finished rollouts are kept in" in done.stderr
 
@@ -412,8 +406,7 @@ def test_an_endpoint_that_takes_max_completion_tokens_alone_is_sent_the_limit_of
     place, endpoint, url
 ):
     endpoint.limit = "max_completion_tokens"
-    done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1", "-t", "7", "-c", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1", "-t", "7", "-c", "1")
     assert [body.get("max_completion_tokens") for body in endpoint.bodies] == [None, 7, 7]
 
 
@@ -423,23 +416,8 @@ def test_no_interleave_scoring_scores_when_all_are_generated(place, endpoint, ur
         (["--no-interleave-scoring"], ["generated"] * 3 + ["scored"] * 3),
     ):
         log = place.folder / f"log{len(flags)}"
-        assert (
-            place.run(
-                "echo_env.py",
-                "-b",
-                url,
-                "-n",
-                "3",
-                "-r",
-                "1",
-                "-c",
-                "1",
-                "-a",
-                json.dumps({"log": str(log)}),
-                *flags,
-            ).returncode
-            == 0
-        )
+        arguments = ["-n", "3", "-r", "1", "-c", "1", "-a", json.dumps({"log": str(log)})]
+        place.run("echo_env.py", "-b", url, *arguments, *flags)
         said = log.read_text().split()
         assert sorted(said) == sorted(order)
         if flags:
@@ -449,7 +427,7 @@ def test_no_interleave_scoring_scores_when_all_are_generated(place, endpoint, ur
 
 
 def test_the_only_model_that_is_served_needs_no_name_and_no_key(place, endpoint, url):
-    assert place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1").returncode == 0
+    place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1")
     assert endpoint.bodies[0]["model"] == "demo"
 
 
@@ -460,8 +438,8 @@ def test_the_evaluations_folder_is_named_after_environment_and_model(
     place, endpoint, url, model, name
 ):
     endpoint.models = (model,)
-    assert place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1").returncode == 0
-    assert place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1").returncode == 0
+    place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1")
+    place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1")
     assert {folder.parent.name for folder in place.evaluations} == {f"echo_env--{name}"}
     assert len(place.evaluations) == 2
 
@@ -470,15 +448,13 @@ def test_a_key_is_sent_where_its_variable_is_named(place, endpoint, url, monkeyp
     endpoint.key = "secret"
     # of another account: a local endpoint gets it only where it is named
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    refused = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1")
-    assert refused.returncode == 2
+    refused = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", status=2)
     assert "401" in refused.stderr
     assert "-k" in refused.stderr
     monkeypatch.setenv("MINE", "secret")
-    assert place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", "-k", "MINE").returncode == 0
+    place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", "-k", "MINE")
     monkeypatch.setenv("MINE", "wrong")
-    wrong = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", "-k", "MINE")
-    assert wrong.returncode == 2
+    wrong = place.run("echo_env.py", "-b", url, "-n", "1", "-r", "1", "-k", "MINE", status=2)
     assert "the key in MINE is not accepted" in wrong.stderr
 
 
@@ -519,26 +495,21 @@ def test_an_example_environment_is_evaluated_by_its_name(place, endpoint, url):
         f"<answer>{eval(text.removeprefix('What is ').removesuffix('?'))}</answer>"
     )
     done = place.run("arithmetic", "-b", url, "-n", "3", "-r", "1", "-a", '{"largest": 9}')
-    assert done.returncode == 0, done.stderr
     assert cell(done.stdout, "correct").split()[0] == "1.0000"
 
 
 def test_an_unreachable_endpoint_is_named_with_its_error_before_any_rollout(place):
-    done = place.process("echo_env.py", "-m", "demo", "-b", "http://127.0.0.1:9/v1")
-    assert done.returncode == 1
+    done = place.process("echo_env.py", "-m", "demo", "-b", "http://127.0.0.1:9/v1", status=1)
     assert "http://127.0.0.1:9/v1" in done.stderr
     assert "ConnectError" in done.stderr
-    assert "Traceback" not in done.stderr
     assert not (place.folder / "outputs").exists()
 
 
 def test_a_base_url_that_is_none_of_an_endpoint_is_told(place, url):
     for model, status in ((["-m", "demo"], 1), ([], 2)):
-        without = place.run("echo_env.py", *model, "-b", url.removesuffix("/v1"))
-        assert without.returncode == status
+        without = place.run("echo_env.py", *model, "-b", url.removesuffix("/v1"), status=status)
         assert "does -b end in /v1?" in without.stderr
-    none = place.run("echo_env.py", "-m", "demo", "-b", "localhost:8000")
-    assert none.returncode == 2
+    none = place.run("echo_env.py", "-m", "demo", "-b", "localhost:8000", status=2)
     assert "http://127.0.0.1:8000/v1" in none.stderr
 
 
@@ -546,26 +517,22 @@ def test_a_page_of_the_web_is_no_endpoint(place):
     app = FastAPI()
     app.get("/{path:path}", response_class=HTMLResponse)(lambda path: "<html>")
     with serving(app) as base:
-        done = place.run("echo_env.py", "-m", "demo", "-b", base)
-    assert done.returncode == 1
+        done = place.run("echo_env.py", "-m", "demo", "-b", base, status=1)
     assert "answers, but not as the OpenAI API does" in done.stderr
     assert "does -b end in /v1?" in done.stderr
 
 
 def test_a_model_that_is_not_served_is_told_with_those_that_are(place, endpoint, url):
-    wrong = place.run("echo_env.py", "-m", "dmeo", "-b", url)
-    assert wrong.returncode == 2
+    wrong = place.run("echo_env.py", "-m", "dmeo", "-b", url, status=2)
     assert "no model 'dmeo'; it serves demo" in wrong.stderr
     endpoint.models = ("a", "b")
-    unclear = place.run("echo_env.py", "-b", url)
-    assert unclear.returncode == 2
+    unclear = place.run("echo_env.py", "-b", url, status=2)
     assert "serves a, b; name one with -m" in unclear.stderr
 
 
 def test_an_endpoint_without_a_list_of_models_is_asked_for_a_token(place, endpoint, url):
     endpoint.models = None
-    done = place.run("echo_env.py", "-m", "demo", "-b", url, "-n", "1", "-r", "1")
-    assert done.returncode == 0, done.stderr
+    place.run("echo_env.py", "-m", "demo", "-b", url, "-n", "1", "-r", "1")
     assert endpoint.bodies[0]["max_tokens"] == 1
     assert len(endpoint.bodies) == 2
 
@@ -574,8 +541,7 @@ def test_an_endpoint_without_a_list_of_models_is_asked_for_a_token(place, endpoi
     "flags", [[], ["-k", "MINE"], ["-k", "MINE", "-b", "http://127.0.0.1:9/v1"]]
 )
 def test_a_key_variable_that_is_missing_is_named(place, flags):
-    done = place.run("echo_env.py", "-m", "demo", *flags)
-    assert done.returncode == 2
+    done = place.run("echo_env.py", "-m", "demo", *flags, status=2)
     assert f"the variable {'MINE' if flags else 'OPENAI_API_KEY'} is not set" in done.stderr
     is_local = "-b" in flags
     assert ("-k: was given, and " in done.stderr and "leave -k out" in done.stderr) == is_local
@@ -585,39 +551,31 @@ def test_a_key_variable_that_is_missing_is_named(place, flags):
 
 
 def test_a_wrong_environment_name_and_wrong_arguments_of_it_are_told(place, url):
-    name = place.run("no_such_env", "-b", url)
-    assert name.returncode == 2
+    name = place.run("no_such_env", "-b", url, status=2)
     assert "no_such_env" in name.stderr
     assert "arithmetic" in name.stderr
-    argument = place.run("echo_env.py", "-b", url, "-a", '{"numb": 2}')
-    assert argument.returncode == 2
+    argument = place.run("echo_env.py", "-b", url, "-a", '{"numb": 2}', status=2)
     assert "numb" in argument.stderr
     assert "num=4" in argument.stderr
-    empty = place.run("echo_env.py", "-b", url, "-a", '{"num": 0}')
-    assert empty.returncode == 2
+    empty = place.run("echo_env.py", "-b", url, "-a", '{"num": 0}', status=2)
     assert "empty" in empty.stderr
-    kind = place.run("echo_env.py", "-b", url, "-a", '{"num": "two"}')
-    assert kind.returncode == 2
+    kind = place.run("echo_env.py", "-b", url, "-a", '{"num": "two"}', status=2)
     assert re.search(
         r"ENVIRONMENT: echo_env.py was not loaded: TypeError: 'str' .*\(.*echo_env.py:\d+\); check"
         r" -a and the environment, -v shows",
         kind.stderr,
     )
-    assert not any("Traceback" in done.stderr for done in (name, argument, empty, kind))
 
 
 def test_a_row_that_is_no_example_is_told(place, url):
     path = place.folder / "echo_env.py"
     path.write_text(path.read_text().replace('"question": f"word {i + shift}", ', ""))
-    done = place.run("echo_env.py", "-b", url)
-    assert done.returncode == 2
+    done = place.run("echo_env.py", "-b", url, status=2)
     assert re.search(r"echo_env\.py: .*\bprompt\b.*\bquestion\b", done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_more_examples_than_there_are_is_said(place, endpoint, url):
     done = place.run("echo_env.py", "-b", url, "-n", "9", "-r", "1")
-    assert done.returncode == 0
     assert "-n: echo_env.py has 4 examples to evaluate on, not 9" in done.stderr
     assert len(endpoint.bodies) == 4
 
@@ -625,8 +583,7 @@ def test_more_examples_than_there_are_is_said(place, endpoint, url):
 def test_a_sampling_argument_that_every_call_would_fail_of_is_refused_before_any(
     place, endpoint, url
 ):
-    done = place.run("echo_env.py", "-b", url, "-S", '{"top_k": 3, "stream": true}')
-    assert done.returncode == 2
+    done = place.run("echo_env.py", "-b", url, "-S", '{"top_k": 3, "stream": true}', status=2)
     assert "-S: top_k is no argument of OpenAI's API" in done.stderr
     assert "-S: stream is not for -S to say" in done.stderr
     assert not endpoint.bodies
@@ -712,7 +669,6 @@ def test_help_names_the_environments_that_there_are(capsys):
 def test_a_failed_rollout_is_data_and_resume_makes_it_again(place, endpoint, url):
     endpoint.reply = lambda text: 400 if text == "word 1" else text
     done = place.run("echo_env.py", "-b", url, "-n", "3", "-r", "1", "-s")
-    assert done.returncode == 0
     assert cell(done.stdout, "errors") == "1, not in the means"
     assert "refused with 400" in done.stdout
     assert [line["reward"] for line in sorted(place.lines, key=lambda line: line["example"])] == [
@@ -724,7 +680,6 @@ def test_a_failed_rollout_is_data_and_resume_makes_it_again(place, endpoint, url
     endpoint.reply = str
     endpoint.bodies.clear()
     again = place.run("--resume", place.evaluation)
-    assert again.returncode == 0, again.stderr
     assert endpoint.asked == ["word 1"]
     assert cell(again.stdout, "reward").split()[0] == "1.0000"
     assert cell(again.stdout, "errors") == "0"
@@ -732,8 +687,7 @@ def test_a_failed_rollout_is_data_and_resume_makes_it_again(place, endpoint, url
 
 def test_where_every_rollout_fails_the_status_says_so(place, endpoint, url):
     endpoint.reply = lambda text: 400
-    done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1")
-    assert done.returncode == 1
+    done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1", status=1)
     assert cell(done.stdout, "errors") == "2, not in the means"
     assert len(place.lines) == 2
 
@@ -760,7 +714,6 @@ def test_finished_rollouts_are_kept_when_it_is_interrupted_and_resume_makes_only
     endpoint.answers = None
     endpoint.bodies.clear()
     done = place.run("--resume", folder, "-s")
-    assert done.returncode == 0, done.stderr
     assert "5 of 8 rollouts are there" in done.stderr
     assert len(endpoint.bodies) == 3
     assert place.lines[:5] == kept
@@ -776,18 +729,15 @@ def test_finished_rollouts_are_kept_when_the_disk_is_full(place, endpoint, url):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
 
     done = place.process(
-        "echo_env.py", "-b", url, "-n", "4", "-r", "3", "-c", "1", preexec_fn=limit
+        "echo_env.py", "-b", url, "-n", "4", "-r", "3", "-c", "1", preexec_fn=limit, status=1
     )
-    assert done.returncode == 1
     assert "StorageError" in done.stderr
     assert "rollouts.jsonl" in done.stderr
-    assert "Traceback" not in done.stderr
     whole = (place.evaluation / "rollouts.jsonl").read_bytes().count(b"\n")
     assert 0 < whole < 12
     assert f"{whole} finished rollouts are kept" in done.stderr
     endpoint.bodies.clear()
     again = place.run("--resume", place.evaluation)
-    assert again.returncode == 0, again.stderr
     assert "was cut off and is removed" in again.stderr
     assert len(endpoint.bodies) == 12 - whole
 
@@ -805,16 +755,14 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
     assert f"{base}/v1: no answer (ConnectError: " in err
     folder = place.evaluation.relative_to(place.folder)
     assert f"3 finished rollouts are kept in {folder}; `vf-eval --resume {folder}` goes on" in err
-    gone = place.run("--resume", folder, "-b", "http://127.0.0.1:9/v1")
-    assert gone.returncode == 1
+    place.run("--resume", folder, "-b", "http://127.0.0.1:9/v1", status=1)
     assert json.loads((folder / "evaluation.json").read_text())["base_url"] == f"{base}/v1", (
         "an endpoint is not noted before it has answered"
     )
     endpoint.answers = None
     endpoint.bodies.clear()
     with serving(endpoint.app()) as base:
-        done = place.run("--resume", folder, "-b", f"{base}/v1")
-    assert done.returncode == 0, done.stderr
+        place.run("--resume", folder, "-b", f"{base}/v1")
     assert endpoint.asked == ["word 3"]
 
 
@@ -823,8 +771,7 @@ def test_results_that_cannot_be_written_are_told_with_the_folder_before_any_roll
     place, endpoint, url, output
 ):
     (place.folder / "a_file").write_text("here")
-    done = place.run("echo_env.py", "-b", url, "-o", output)
-    assert done.returncode == 1
+    done = place.run("echo_env.py", "-b", url, "-o", output, status=1)
     assert re.search(
         rf"cannot write {output}/echo_env--demo/\S+: Not a directory; choose another folder"
         r" with -o",
@@ -834,8 +781,7 @@ def test_results_that_cannot_be_written_are_told_with_the_folder_before_any_roll
 
 
 def evaluated(place, url, *more):
-    done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "2", "-T", "0.5", *more)
-    assert done.returncode == 0, done.stderr
+    place.run("echo_env.py", "-b", url, "-n", "2", "-r", "2", "-T", "0.5", *more)
     return place.evaluation
 
 
@@ -844,14 +790,13 @@ def test_a_broken_results_file_is_refused_with_file_line_and_remedy(place, endpo
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], lines[1].replace('"example_id"', "example_id"), *lines[2:]]))
     before = path.read_bytes()
-    done = place.run("--resume", path.parent)
-    assert done.returncode == 2
+    done = place.run("--resume", path.parent, status=2)
     assert "rollouts.jsonl:2: line: " in done.stderr
     assert "delete this line, and its rollout is made again" in done.stderr
     assert path.read_bytes() == before
     path.write_text("".join([lines[0], *lines[2:]]))
     endpoint.bodies.clear()
-    assert place.run("--resume", path.parent).returncode == 0
+    place.run("--resume", path.parent)
     assert len(endpoint.bodies) == 1
 
 
@@ -859,22 +804,19 @@ def test_a_results_file_of_something_else_is_refused_as_such(place, endpoint, ur
     path = evaluated(place, url) / "rollouts.jsonl"
     whole = path.read_text()
     path.write_text('{"loss": 1}\n{"loss": 2}\n')
-    foreign = place.run("--resume", path.parent)
-    assert foreign.returncode == 2
+    foreign = place.run("--resume", path.parent, status=2)
     assert (
         "rollouts.jsonl:1: example: field required; none of its lines is a rollout of an evaluation"
         in foreign.stderr
     )
     path.write_text('{"loss": 1}\n{"loss": 2}\n' + whole)
-    partly = place.run("--resume", path.parent)
-    assert partly.returncode == 2
+    partly = place.run("--resume", path.parent, status=2)
     assert (
         "rollouts.jsonl:1: example: field required; delete this line and the others that are broken"
         " (2 in all)" in partly.stderr
     )
     path.write_text(whole.replace('"row":"', '"row":"f'))
-    other = place.run("--resume", path.parent)
-    assert other.returncode == 2
+    other = place.run("--resume", path.parent, status=2)
     assert "or " + str(path) + " is another evaluation's" in other.stderr
     assert "goes on" not in other.stderr, "it would not"
 
@@ -895,11 +837,9 @@ def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(
 ):
     folder = evaluated(place, url)
     (folder / "evaluation.json").write_bytes(written)
-    done = place.run("--resume", folder)
-    assert done.returncode == 2
+    done = place.run("--resume", folder, status=2)
     assert said in done.stderr
     assert "start a new evaluation without --resume" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_resume_refuses_another_environment_arguments_model_or_sampling_and_names_what_differs(
@@ -907,21 +847,8 @@ def test_resume_refuses_another_environment_arguments_model_or_sampling_and_name
 ):
     folder = evaluated(place, url)
     endpoint.bodies.clear()
-    said = place.run(
-        "arithmetic",
-        "--resume",
-        folder,
-        "-a",
-        '{"num": 9}',
-        "-m",
-        "other",
-        "-T",
-        "0.7",
-        "-t",
-        "8",
-        "-C",
-        "letters",
-    ).stderr
+    other = ["-a", '{"num": 9}', "-m", "other", "-T", "0.7", "-t", "8", "-C", "letters"]
+    said = place.run("arithmetic", "--resume", folder, *other, status=2).stderr
     assert 'ENVIRONMENT: is "arithmetic" and was "echo_env.py"' in said
     assert "-a: num is 9 and was not said" in said
     assert '-m: is "other" and was "demo"' in said
@@ -932,7 +859,7 @@ def test_resume_refuses_another_environment_arguments_model_or_sampling_and_name
     assert "-C: is letters and was" in said
     assert str(folder) in said
     assert not endpoint.bodies
-    assert place.run("echo_env.py", "--resume", folder, "-m", "demo", "-T", "0.5").returncode == 0
+    place.run("echo_env.py", "--resume", folder, "-m", "demo", "-T", "0.5")
     assert not endpoint.bodies
 
 
@@ -940,7 +867,6 @@ def test_resume_may_ask_for_more_examples_and_rollouts(place, endpoint, url):
     folder = evaluated(place, url)
     endpoint.bodies.clear()
     done = place.run("--resume", folder, "-n", "3", "-r", "3")
-    assert done.returncode == 0, done.stderr
     assert sorted(endpoint.asked) == ["word 0", "word 1", "word 2", "word 2", "word 2"]
     assert "9, of 3 examples" in done.stdout
 
@@ -951,11 +877,10 @@ def test_resume_for_fewer_reports_on_these_and_the_evaluation_stays_as_large_as_
     folder = evaluated(place, url)
     endpoint.bodies.clear()
     done = place.run("--resume", folder, "-n", "1", "-r", "1")
-    assert done.returncode == 0, done.stderr
     assert "1, of 1 examples" in done.stdout
     assert "4, of 2 examples" in place.run("--resume", folder).stdout
-    assert place.run("--resume", folder, "-n", "-1", "-r", "1").returncode == 0
-    assert place.run("--resume", folder, "-n", "3").returncode == 0
+    place.run("--resume", folder, "-n", "-1", "-r", "1")
+    place.run("--resume", folder, "-n", "3")
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert (evaluation["num_examples"], evaluation["rollouts_per_example"]) == (-1, 2), (
         "-1 is all of them"
@@ -966,20 +891,16 @@ def test_resume_refuses_data_that_have_changed(place, endpoint, url):
     folder = evaluated(place, url)
     path = place.folder / "echo_env.py"
     path.write_text(path.read_text().replace("shift=0", "shift=1"))
-    done = place.run("--resume", folder)
-    assert done.returncode == 2
+    done = place.run("--resume", folder, status=2)
     assert "example 0 (id 0) is not what it was" in done.stderr
 
 
 def test_resume_of_a_folder_that_is_none_is_told(place):
-    done = place.run("--resume", "nowhere")
-    assert done.returncode == 2
+    done = place.run("--resume", "nowhere", status=2)
     assert "nowhere/evaluation.json cannot be read" in done.stderr
     (place.folder / "evaluation.json").write_text('{"environment": 3}')
-    broken = place.run("--resume", ".")
-    assert broken.returncode == 2
+    broken = place.run("--resume", ".", status=2)
     assert "evaluation.json" in broken.stderr
-    assert "Traceback" not in broken.stderr
 
 
 def test_rollouts_that_are_compared_are_made_again_together(place, endpoint, url):
@@ -996,14 +917,13 @@ def test_rollouts_that_are_compared_are_made_again_together(place, endpoint, url
     )
     log.unlink()
     endpoint.bodies.clear()
-    assert place.run("--resume", folder).returncode == 0
+    place.run("--resume", folder)
     assert endpoint.asked == ["word 1", "word 1"]
     assert "compared 2" in log.read_text()
 
 
 def test_a_state_column_that_no_rollout_has_is_told_and_left_out(place, endpoint, url):
     done = place.run("echo_env.py", "-b", url, "-n", "2", "-r", "1", "-s", "-C", "leters,letters")
-    assert done.returncode == 0, done.stderr
     assert "-C: the first rollout has no leters; its state has" in done.stderr
     assert "no rollout has leters" in done.stderr
     assert "letters" in columns_of(place.evaluation / "results.jsonl")
