@@ -65,24 +65,22 @@ _ORIENTATION = 0x0112
 """EXIF: browsers turn an image by it, the training does not."""
 
 
-class DrawnShape(NamedTuple):
-    """An object as inline SVG draws it: sharp at any size."""
-
-    points: str
-    """In pixels of the image, as SVG writes them."""
+class ShapeStyle(NamedTuple):
     label: str
-    label_position: Markup
-    """SVG attributes: inside the shape's upper left corner, and inside the image."""
     title: str
     """Shown under the pointer."""
     colour: str
     dashed: bool
 
 
-class Panel(NamedTuple):
-    image: int
-    caption: str
-    shapes: Sequence[DrawnShape]
+class DrawnShape(NamedTuple):
+    """An object as inline SVG draws it: sharp at any size."""
+
+    points: str
+    """In pixels of the image, as SVG writes them."""
+    label_position: Markup
+    """SVG attributes: inside the shape's upper left corner, and inside the image."""
+    style: ShapeStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +103,7 @@ class Canvas:
         """
         return [_data_uri(data) for data in self.images]
 
-    def draw(
-        self, kind: str, bins: Sequence[int], label: str, title: str, colour: str, *, dashed: bool
-    ) -> DrawnShape:
+    def draw(self, kind: str, bins: Sequence[int], style: ShapeStyle) -> DrawnShape:
         """Place an object; bin k of an axis of length W is the centre of pixel `k / 999 * (W - 1)`.
 
         `bins` are x1, y1, x2, y2, or x, y per vertex.
@@ -119,18 +115,15 @@ class Canvas:
         xs = [x / last * (self.width - 1) + 0.5 for x in bins[::2]]
         ys = [y / last * (self.height - 1) + 0.5 for y in bins[1::2]]
         unit = self.width / _SHOWN_WIDTH
-        label_x = min(min(xs) + 4 * unit, self.width - 10 * unit * len(label))
+        label_x = min(min(xs) + 4 * unit, self.width - 10 * unit * len(style.label))
         label_y = min(max(min(ys), 0) + 16 * unit, self.height - 4 * unit)
         return DrawnShape(
             points=" ".join(f"{x:.2f},{y:.2f}" for x, y in zip(xs, ys, strict=True)),
-            label=label,
             label_position=Markup(
                 f'x="{label_x:.2f}" y="{label_y:.2f}" font-size="{14 * unit:.2f}"'
                 f' stroke-width="{4 * unit:.2f}"'
             ),
-            title=title,
-            colour=colour,
-            dashed=dashed,
+            style=style,
         )
 
 
@@ -185,7 +178,8 @@ class SamplePage:
             reading=reading,
             canvas=self.canvas,
             prompt=self.prompt,
-            panels=self._panels(prediction_colours, truth_colours),
+            truths=self._truths(truth_colours),
+            predictions=self._predictions(prediction_colours),
             pairs={}
             if reading is None
             else {pair["prediction"]: pair for pair in reading["pairs"]},
@@ -198,48 +192,28 @@ class SamplePage:
             runs=_token_runs(target, 0 if reading is None else reading["num_prefix"], self.codec),
         )
 
-    def _panels(
-        self, prediction_colours: Sequence[str], truth_colours: Sequence[str]
-    ) -> list[Panel]:
+    def _truths(self, colours: Sequence[str]) -> list[DrawnShape]:
         reading = self.line["reading"]
         appended = [] if reading is None else reading["appended"]
-        truths = [
-            self.canvas.draw(
-                truth["kind"],
-                truth["bins"],
-                f"G{i}",
-                f"G{i} {truth['desc']}",
-                truth_colours[i],
-                dashed=i in appended,
-            )
-            for i, truth in enumerate(self.line["ground_truth"])
-        ]
-        predictions = []
-        matches = {}
-        if reading is not None:
-            matches = {pair["prediction"]: pair["ground_truth"] for pair in reading["pairs"]}
-            predictions = [
-                self.canvas.draw(
-                    found["kind"],
-                    found["bins"],
-                    f"P{i}→G{matches[i]}" if i in matches else f"P{i}",
-                    f"P{i} {found['key']}: {found['desc']}",
-                    prediction_colours[i],
-                    dashed=i not in matches,
-                )
-                for i, found in enumerate(reading["objects"])
-            ]
-        panels = []
-        for image in range(len(self.canvas.images)):
-            which = f" (image {image})" if len(self.canvas.images) > 1 else ""
-            if reading is None:
-                panels.append(Panel(image, f"Ground truth{which}", truths))
-                continue
-            caption = f"Ground truth{which}. Dashed: no supervised match, appended."
-            panels.append(Panel(image, caption, truths))
-            caption = f"Predictions{which} in the colour of their match. Dashed: unmatched."
-            panels.append(Panel(image, caption, predictions))
-        return panels
+        shapes = []
+        for i, truth in enumerate(self.line["ground_truth"]):
+            title = f"G{i} {truth['desc']}"
+            style = ShapeStyle(f"G{i}", title, colours[i], dashed=i in appended)
+            shapes.append(self.canvas.draw(truth["kind"], truth["bins"], style))
+        return shapes
+
+    def _predictions(self, colours: Sequence[str]) -> list[DrawnShape]:
+        reading = self.line["reading"]
+        if reading is None:
+            return []
+        matches = {pair["prediction"]: pair["ground_truth"] for pair in reading["pairs"]}
+        shapes = []
+        for i, found in enumerate(reading["objects"]):
+            label = f"P{i}→G{matches[i]}" if i in matches else f"P{i}"
+            title = f"P{i} {found['key']}: {found['desc']}"
+            style = ShapeStyle(label, title, colours[i], dashed=i not in matches)
+            shapes.append(self.canvas.draw(found["kind"], found["bins"], style))
+        return shapes
 
 
 def _colours(line: RolloutRecord) -> tuple[list[str], list[str]]:

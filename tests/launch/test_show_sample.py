@@ -13,7 +13,7 @@ from page_support import Page
 from PIL import Image
 from transformers import AutoTokenizer
 
-from launch.sample_pages.detection import Canvas
+from launch.sample_pages.detection import Canvas, ShapeStyle
 from launch.show_sample import ShowOptions, main, show_sample
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import step_path
@@ -432,8 +432,9 @@ def test_an_image_that_browsers_would_turn_is_embedded_as_training_sees_it():
 
 def test_shapes_lie_at_the_pixels_their_bins_mean():
     canvas = Canvas((encoded("PNG"),), 64, 32)
+    style = ShapeStyle("", "", "#123456", dashed=False)
     box, polygon = (
-        canvas.draw(kind, bins, "", "", "#123456", dashed=False).points
+        canvas.draw(kind, bins, style).points
         for kind, bins in (("bbox_2d", (0, 0, 999, 999)), ("poly", (0, 999, 999, 999, 500, 0)))
     )
     assert box == "0.50,0.50 63.50,0.50 63.50,31.50 0.50,31.50"
