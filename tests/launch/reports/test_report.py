@@ -3,12 +3,12 @@
 
 import json
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from config_support import configuration
+from page_support import Page
 from scene_support import guess, png, random_scenes, scene, truth
 
 from launch.coco.__main__ import read_predictions
@@ -177,7 +177,7 @@ def test_an_f1_of_zero_says_what_the_answers_were(tmp_path):
     assert [(row["text"], row["finish_reason"]) for row in rows] == [
         (one.text, one.finish_reason) for one in scenes
     ]
-    shown = Reader((tmp_path / "report" / "report.html").read_text())
+    shown = Page((tmp_path / "report" / "report.html").read_text())
     assert (
         "4 answers never opened with {" in shown.text
         and "val:2 (never opened, cut by length): Sure!" in shown.text
@@ -220,29 +220,6 @@ def test_what_cannot_be_written_says_where_and_leaves_nothing_half_done(tmp_path
     assert [path.name for path in tmp_path.iterdir() if "report" in path.name] == ["report"]
 
 
-class Reader(HTMLParser):
-    """Checks that elements nest, and collects what the page refers to and says."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.links, self.text = [], [], [], ""
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.links += [value for key, value in attrs if key in ("src", "href")]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
 def test_the_page_is_sound_loads_nothing_and_escapes_every_text():
     scenes = [
         scene(
@@ -257,7 +234,7 @@ def test_the_page_is_sound_loads_nothing_and_escapes_every_text():
     )
     text = page(report)
     text.encode()
-    read = Reader(text)
+    read = Page(text)
     assert "script" not in read.tags
     assert set(read.links) == {"pictures/00003.png"}
     assert read.text.count("alert(1)") >= 4
