@@ -122,6 +122,8 @@ async def list_models(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[st
     try:
         with _translated_errors(endpoint):
             page = await client.with_options(timeout=LIST_TIMEOUT_S).models.list()
+    except ConfigError:
+        raise  # it is a ValueError too
     except openai.APIStatusError:
         return None
     # openai's client raises the last two at an answer that is no list but, perhaps, a page

@@ -202,8 +202,8 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
             broken.append((number, error))
     if not broken:
         return rollouts
-    number, error = broken[0]
-    first = error.errors(include_url=False)[0]
+    number, refusal = broken[0]
+    first = refusal.errors(include_url=False)[0]
     problem = first["msg"].replace("at line 1 column", "at column")
     remedy = "delete this line, and its rollout is made again"
     if len(broken) > 1 and rollouts:
@@ -222,7 +222,7 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
         remedy=remedy,
         file=str(path),
         line=number,
-    ) from error
+    ) from refusal
 
 
 def _mend(path: Path) -> bool:

@@ -187,19 +187,26 @@ class EvalRun:
         recorder: _Recorder,
     ) -> None:
         options = self._options
-        await self._environment.generate(
-            inputs,
-            client,
-            str(self._evaluation.model),
-            sampling,
-            max_concurrent=options.max_concurrent,
-            max_concurrent_generation=options.max_concurrent_generation,
-            max_concurrent_scoring=options.max_concurrent_scoring,
-            interleave_scoring=options.interleave_scoring,
-            on_rollout=recorder.write,
-            rollout_timeout_s=options.rollout_timeout_s,
-            scoring_timeout_s=options.scoring_timeout_s,
-        )
+        try:
+            await self._environment.generate(
+                inputs,
+                client,
+                str(self._evaluation.model),
+                sampling,
+                max_concurrent=options.max_concurrent,
+                max_concurrent_generation=options.max_concurrent_generation,
+                max_concurrent_scoring=options.max_concurrent_scoring,
+                interleave_scoring=options.interleave_scoring,
+                on_rollout=recorder.write,
+                rollout_timeout_s=options.rollout_timeout_s,
+                scoring_timeout_s=options.scoring_timeout_s,
+            )
+        except ExceptionGroup as group:
+            # Of several tasks, one that cannot write its rollout ends the others.
+            error: Exception = group
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            raise error from group
         if recorder.num_failed:
             # Raises where the endpoint has gone, which is what the rollouts failed of then.
             assert self._endpoint is not None, "the client is one of it"
