@@ -122,10 +122,13 @@ class _Interruptible:
         task = asyncio.current_task()
         assert task is not None, "asyncio.run makes one"
         self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        # A signal that comes as the loop falls asleep is handled when something wakes the loop.
+        waking = asyncio.create_task(_wake_regularly())
         try:
             await self._run.evaluate()
         finally:
             self._cancel = None
+            waking.cancel()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
         running = ", ".join(THREADS.running())
@@ -147,6 +150,11 @@ class _Interruptible:
             f" up{plain}; the same signal again ends at once"
         )
         self._cancel()
+
+
+async def _wake_regularly() -> None:
+    while True:
+        await asyncio.sleep(1.0)
 
 
 def _write_at_once(text: str) -> None:

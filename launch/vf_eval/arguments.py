@@ -128,8 +128,8 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
         raise ConfigError("-D: names the dataset that -H pushes; give -H too, or leave it out")
     if values["output"] is not None and values["resume"] is not None:
         raise ConfigError(
-            "-o: an evaluation goes on in its own folder, which --resume names; leave one of the two"
-            " out"
+            "-o: an evaluation goes on in its own folder, which --resume names; leave one of the"
+            " two out"
         )
     sampling = values.pop("sampling_args")
     for flag, name in (("-t", "max_tokens"), ("-T", "temperature")):
