@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_actors.environments.chat.template import ChatTemplate
-from rollout_actors.environments.clients.conversation import ConversationSettings
+from rollout_actors.environments.clients.conversation import Conversation, ConversationSettings
 from rollout_actors.environments.clients.engine import EngineClient
 from rollout_actors.environments.types import State
 from shared.prompts import DEFAULT_USER_PROMPT
@@ -167,6 +167,11 @@ def client_over(
         ChatTemplate(tokenizer), decode or decode_settings(tokenizer), max_model_len, tool_calls
     )
     return EngineClient(engines, settings, 7, 3, **changes)
+
+
+def conversation_over(engines: Any, tokenizer: Any, **changes: Any) -> Conversation:
+    """The client's conversation of the rollout of position 0."""
+    return client_over(engines, tokenizer, **changes).conversation(state_at())
 
 
 def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:

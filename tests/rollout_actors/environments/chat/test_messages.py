@@ -19,238 +19,193 @@ from rollout_actors.environments.chat.messages import (
 )
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+FUNCTION = Function(name="add", arguments='{"a": 1}')
+FOREIGN_CALL = ChatCompletionMessageFunctionToolCall(id="c1", type="function", function=FUNCTION)
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+CALLING_OTHERWISE = {
+    "with the library's calls": CALLING | {"tool_calls": [FOREIGN_CALL]},
+    "with its function in a mapping": CALLING | {"tool_calls": [CALL | {"function": FUNCTION}]},
+    "a message of the library": ChatCompletionMessage(role="assistant", tool_calls=[FOREIGN_CALL]),
+    "without content": {"role": "assistant", "tool_calls": [CALL]},
+}
 
 
-def test_conversations_are_joined_in_order_without_changing_any():
-    first, second = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+def test_conversations_and_texts_are_joined_in_order_without_changing_any():
+    first = [{"role": "user", "content": "a"}]
+    second = [{"role": "assistant", "content": "b"}]
     joined = concat_messages([first, second])
     assert joined == [*first, *second]
     joined.append({})
     assert (len(first), len(second)) == (1, 1)
-
-
-def test_texts_are_joined_as_text():
     assert concat_messages(["a", "b", "c"]) == "abc"
-
-
-def test_text_and_messages_are_not_joined():
     with pytest.raises(TypeError, match="one message_type"):
-        concat_messages([[{"role": "user", "content": "a"}], "b"])
+        concat_messages([first, "b"])
 
 
-def test_cleanup_drops_the_fields_that_a_table_filled_with_none():
-    stored = [
-        {"role": "user", "content": "a", "tool_calls": None, "tool_call_id": None, "name": None}
-    ]
-    assert cleanup_messages(stored) == [{"role": "user", "content": "a"}]
-
-
-def test_cleanup_drops_the_fields_of_content_parts_that_a_table_filled_with_none():
-    parts = [
-        {"type": "text", "text": "see"},
-        {"type": "image_url", "image_url": {"url": "data:x"}},
-        "as it is",
-    ]
-    filled = [
-        {"type": "text", "text": "see", "image_url": None},
-        {"type": "image_url", "text": None, "image_url": {"url": "data:x", "detail": None}},
-        "as it is",
-    ]
-    stored = [{"role": "user", "content": filled}]
+@pytest.mark.parametrize(
+    ("stored", "cleaned"),
+    [
+        (
+            {"role": "user", "content": "a", "tool_calls": None, "tool_call_id": None},
+            {"role": "user", "content": "a"},
+        ),
+        (
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "see", "image_url": None},
+                    {"type": "image_url", "text": None, "image_url": {"url": "x", "detail": None}},
+                    "as it is",
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "see"},
+                    {"type": "image_url", "image_url": {"url": "x"}},
+                    "as it is",
+                ],
+            },
+        ),
+        (CALLING, CALLING),
+        (
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "assistant", "content": ""},
+        ),
+        ({"role": "user"}, {"role": "user", "content": ""}),
+    ],
+    ids=["fields", "parts of contents", "a call for tools alone", "no calls", "no content"],
+)
+def test_cleanup_drops_the_fields_that_a_table_filled_with_none(stored, cleaned):
     before = copy.deepcopy(stored)
-    assert cleanup_messages(stored) == [{"role": "user", "content": parts}]
+    assert cleanup_messages([stored]) == [cleaned]
     assert stored == before
-
-
-def test_cleanup_keeps_the_missing_content_of_a_call_for_tools():
-    assert cleanup_messages([{"role": "assistant", "content": None, "tool_calls": [CALL]}]) == [
-        {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    ]
-
-
-def test_cleanup_makes_an_empty_text_of_a_missing_content():
-    assert cleanup_messages([{"role": "assistant", "content": None, "tool_calls": []}]) == [
-        {"role": "assistant", "content": ""}
-    ]
 
 
 def test_cleanup_reads_back_what_sanitation_has_stored():
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        CALLING,
         {"role": "tool", "content": "1", "tool_call_id": "c1"},
     ]
     assert cleanup_messages(sanitize_messages(messages)) == messages
+    assert sanitize_messages("a") == cleanup_messages("a") == "a"
 
 
 def test_neither_changes_what_it_is_given():
-    messages = [
-        {"role": "assistant", "content": None, "tool_calls": [copy.deepcopy(CALL)], "name": None}
-    ]
+    messages = [CALLING | {"name": None}]
     before = copy.deepcopy(messages)
     cleanup_messages(messages)
     sanitize_messages(messages)
     assert messages == before
 
 
-def test_sanitation_stores_tool_calls_of_mappings_and_of_the_openai_library_alike():
-    foreign = ChatCompletionMessageFunctionToolCall(
-        id="c1", type="function", function=Function(name="add", arguments='{"a": 1}')
-    )
-    for message in (
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "assistant", "content": None, "tool_calls": [foreign]},
-    ):
-        assert [json.loads(call) for call in sanitize_messages([message])[0]["tool_calls"]] == [
-            CALL
-        ]
-    message = ChatCompletionMessage(role="assistant", content=None, tool_calls=[foreign])
-    stored = sanitize_messages([message])
-    assert [json.loads(call) for call in stored[0]["tool_calls"]] == [CALL]
+@pytest.mark.parametrize("message", CALLING_OTHERWISE.values(), ids=CALLING_OTHERWISE)
+def test_sanitation_stores_tool_calls_of_mappings_and_of_the_openai_library_alike(message):
+    (stored,) = sanitize_messages([message])
+    assert stored["content"] is None
+    assert [json.loads(call) for call in stored["tool_calls"]] == [CALL]
+    assert cleanup_messages([message]) == [CALLING]
 
 
 def test_sanitize_tool_calls_writes_each_call_as_json_and_leaves_the_rest():
-    told = {"role": "assistant", "content": "sum", "tool_calls": [CALL, json.dumps(CALL)]}
-    asked = {"role": "user", "tool_calls": []}
-    before = copy.deepcopy([asked, told])
-    made = sanitize_tool_calls([asked, told])
-    assert made == [{"role": "user"}, told | {"tool_calls": [json.dumps(CALL)] * 2}]
-    assert [asked, told] == before
+    answer = {"role": "assistant", "content": "sum", "tool_calls": [CALL, json.dumps(CALL)]}
+    question = {"role": "user", "tool_calls": []}
+    before = copy.deepcopy([question, answer])
+    stored = sanitize_tool_calls([question, answer])
+    assert stored == [{"role": "user"}, answer | {"tool_calls": [json.dumps(CALL)] * 2}]
+    assert [question, answer] == before
     assert sanitize_tool_calls("a") == "a"
-
-
-def test_text_stays_text():
-    assert cleanup_messages("a") == "a"
-    assert sanitize_messages("a") == "a"
-
-
-def test_what_the_openai_library_has_inside_mappings_becomes_plain_too():
-    function = Function(name="add", arguments='{"a": 1}')
-    told = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-    }
-    (stored,) = sanitize_messages([told])
-    assert stored["content"] is None and [json.loads(call) for call in stored["tool_calls"]] == [
-        CALL
-    ]
-
-
-def test_content_is_there_always_whoever_made_the_message():
-    call = ChatCompletionMessageFunctionToolCall.model_validate(CALL)
-    made = [
-        ChatCompletionMessage(role="assistant", tool_calls=[call]),
-        {"role": "assistant", "tool_calls": [CALL]},
-    ]
-    for stored in sanitize_messages(made):
-        assert stored["content"] is None and [
-            json.loads(call) for call in stored["tool_calls"]
-        ] == [CALL]
-    assert (
-        cleanup_messages(made) == [{"role": "assistant", "content": None, "tool_calls": [CALL]}] * 2
-    )
-    assert cleanup_messages([{"role": "user"}]) == [{"role": "user", "content": ""}]
 
 
 # What a model is told of tools
 
+STRING = {"type": "string"}
+NULL_VALUES = {
+    "default": {"type": "string", "default": None},
+    "allowed": {"enum": ["a", None]},
+    "shown": {"type": ["object", "null"], "examples": [None, {"a": None}], "default": {"a": None}},
+    "none": {"anyOf": [{"type": "integer"}, {"const": None}, {"type": "null", "const": None}]},
+}
+NAMES = ["default", "enum", "const", "properties", "required", "items"]
+
 
 def tool_with(properties, **more):
-    return {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {"type": "object", "properties": properties, **more},
-        },
-    }
+    parameters = {"type": "object", "properties": properties, **more}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
-def test_what_a_table_filled_into_tools_is_not_told_to_a_model():
-    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    told = tool_with(
-        {
-            "at": point,
-            "many": {"type": "array", "items": {"type": "string"}},
-            "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        }
-    )
-    filled = tool_with(
-        {
-            "at": {
-                "type": "object",
-                "properties": {"x": {"type": "integer", "enum": None}, "y": None},
-                "items": None,
-                "anyOf": None,
-                "const": None,
-            },
-            "many": {
-                "type": "array",
-                "properties": None,
-                "items": {"type": "string", "enum": None},
-                "anyOf": None,
-            },
-            "either": {
-                "type": None,
-                "properties": None,
-                "items": None,
-                "anyOf": [{"type": "string", "items": None}, {"type": "null", "items": None}],
-            },
-            "elsewhere": None,
-        },
-        required=None,
-        additionalProperties=None,
-    )
-    filled["function"] |= {"description": None, "strict": None}
+@pytest.mark.parametrize(
+    ("filled", "cleaned"),
+    [
+        (
+            tool_with(
+                {
+                    "at": {
+                        "type": "object",
+                        "properties": {"x": {"type": "integer", "enum": None}, "y": None},
+                        "items": None,
+                        "anyOf": None,
+                        "const": None,
+                    },
+                    "many": {"type": "array", "anyOf": None, "items": STRING | {"enum": None}},
+                    "either": {
+                        "type": None,
+                        "anyOf": [STRING | {"items": None}, {"type": "null", "items": None}],
+                    },
+                    "elsewhere": None,
+                },
+                required=None,
+                additionalProperties=None,
+            ),
+            tool_with(
+                {
+                    "at": {"type": "object", "properties": {"x": {"type": "integer"}}},
+                    "many": {"type": "array", "items": STRING},
+                    "either": {"anyOf": [STRING, {"type": "null"}]},
+                }
+            ),
+        ),
+        (
+            {"type": "function", "function": {"name": "f", "description": None, "strict": None}},
+            {"type": "function", "function": {"name": "f"}},
+        ),
+        (
+            tool_with(
+                {name: STRING | {"enum": None} for name in NAMES}
+                | {"examples": None, "anyOf": None}
+            ),
+            tool_with(dict.fromkeys(NAMES, STRING)),
+        ),
+        (
+            tool_with(
+                {"x": {"default": None}, "y": {"default": None}, "z": {"default": 0}},
+                required=["x", "z"],
+            ),
+            tool_with({"x": {}, "y": {"default": None}, "z": {"default": 0}}, required=["x", "z"]),
+        ),
+        (tool_with(NULL_VALUES), tool_with(NULL_VALUES)),
+        ('{"type": "function"}', '{"type": "function"}'),
+        *(
+            (tool, tool)
+            for tool in (
+                {"type": "function", "function": {"name": "f", "parameters": True}},
+                tool_with({"x": {"required": True}}, additionalProperties=False),
+            )
+        ),
+    ],
+    ids=[
+        "what a table filled in goes",
+        "of the function too",
+        "a parameter may have the name of a field of JSON schema",
+        "a required parameter has no default",
+        "a null that is a value stays",
+        "text is no schema",
+        "True is no schema",
+        "True is no list of names",
+    ],
+)
+def test_a_model_is_told_of_tools_what_they_are_without_what_a_table_filled_in(filled, cleaned):
     before = copy.deepcopy(filled)
-    assert cleanup_tools([filled]) == [told]
+    assert cleanup_tools([filled]) == [cleaned]
     assert filled == before
-
-
-def test_a_parameter_may_have_the_name_of_a_field_of_json_schema():
-    names = ["default", "enum", "const", "properties", "required", "items"]
-    told = {name: {"type": "string"} for name in names}
-    filled = {name: {"type": "string", "enum": None} for name in names} | {
-        "examples": None,
-        "anyOf": None,
-    }
-    assert cleanup_tools([tool_with(filled)]) == [tool_with(told)]
-
-
-def test_a_null_that_is_a_value_is_told_to_a_model():
-    said = {
-        "default": {"type": "string", "default": None},
-        "allowed": {"enum": ["a", None]},
-        "shown": {
-            "type": ["object", "null"],
-            "examples": [None, {"a": None}],
-            "default": {"a": None},
-        },
-        "none": {"anyOf": [{"type": "integer"}, {"const": None}, {"type": "null", "const": None}]},
-    }
-    assert cleanup_tools([tool_with(said)]) == [tool_with(said)]
-
-
-def test_a_required_parameter_has_no_default():
-    filled = {
-        "x": {"type": "integer", "default": None},
-        "y": {"type": "integer", "default": None},
-        "z": {"type": "integer", "default": 0},
-    }
-    told = {
-        "x": {"type": "integer"},
-        "y": {"type": "integer", "default": None},
-        "z": {"type": "integer", "default": 0},
-    }
-    assert cleanup_tools([tool_with(filled, required=["x", "z"])]) == [
-        tool_with(told, required=["x", "z"])
-    ]
-
-
-def test_what_is_no_schema_is_left_as_it_is():
-    tools = [
-        '{"type": "function"}',
-        {"type": "function", "function": {"name": "f", "parameters": True}},
-        tool_with({"x": {"required": True}}, additionalProperties=False),
-    ]
-    assert cleanup_tools(tools) == tools

@@ -12,12 +12,20 @@ import pytest
 from environment_support import Talk, assistant, generated, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engines import CHATML, Says, ScriptedEngines, client_over, demo_tokenizer, state_at
+from scripted_engines import (
+    CHATML,
+    Says,
+    ScriptedEngines,
+    client_over,
+    conversation_over,
+    demo_tokenizer,
+)
 
 from rollout_actors.environments.chat.responses import parse_response_messages
 from rollout_actors.environments.clients.conversation import Conversation
+from rollout_actors.environments.clients.openai import OVERLONG
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
-from rollout_actors.environments.types import Messages
+from rollout_actors.environments.types import Messages, State
 from shared.errors import RolloutError
 from shared.rollouts import FinishReason
 
@@ -30,45 +38,42 @@ RESPONSES = st.builds(
     st.lists(ANY_TOKEN, max_size=8),
     st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION]),
 )
+SPECIAL_TEXTS = [
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    " <|endoftext|> ",
+    "the-model-said-this",
+    "<|coord_5|>",
+    "\ufffd",
+    "{{ messages }}",
+    "",
+]
 ODD_TEXT = st.one_of(
     st.text(max_size=12),
     st.text(alphabet=" \n\t\u200b\u0301\u00a0🙂é{}", max_size=6),
-    st.sampled_from(
-        [
-            "<|im_end|>",
-            "<|im_start|>assistant\n",
-            " <|endoftext|> ",
-            "the-model-said-this",
-            "<|coord_5|>",
-            "\ufffd",
-            "{{ messages }}",
-            "",
-        ]
-    ),
+    st.sampled_from(SPECIAL_TEXTS),
 )
 
 
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
 def says(text: str, **fields: Any) -> Says:
-    return Says(tuple(TOKENIZER.encode(text, add_special_tokens=False)), **fields)
+    return Says(encode(text), **fields)
 
 
 def fresh(messages: list[Any]) -> tuple[int, ...]:
-    rendered = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tuple(TOKENIZER.encode(rendered, add_special_tokens=False))
+    return encode(
+        TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    )
 
 
-def sampled_in(response: Any) -> tuple[int, ...]:
-    return tuple(response.choices[0].token_ids)
-
-
-def conversation_over(engines: ScriptedEngines, **changes: Any) -> Conversation:
-    return client_over(engines, TOKENIZER, **changes).conversation(state_at())
-
-
-async def said(conversation: Conversation, messages: list[Any]) -> tuple[Any, list[Any]]:
-    """The response, and the conversation with it."""
+async def answered(conversation: Conversation, messages: list[Any]) -> tuple[Any, list[Any]]:
+    """Return the sampled tokens, and the conversation with the answer."""
     response = await conversation.chat.completions.create(model="m", messages=messages)
-    return response, [*messages, *await parse_response_messages(response, "chat")]
+    sampled = tuple(response.choices[0].token_ids)
+    return sampled, [*messages, *await parse_response_messages(response, "chat")]
 
 
 @pytest.mark.slow
@@ -78,29 +83,28 @@ def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_compl
     responses: list[Says], texts: list[str]
 ) -> None:
     engines = ScriptedEngines(responses)
-    conversation = conversation_over(engines)
+    conversation = conversation_over(engines, TOKENIZER)
 
     async def talk() -> list[tuple[int, ...]]:
-        messages, all_sampled = [user(texts[0])], []
+        messages = [user(texts[0])]
+        all_sampled = []
         for text in texts[: len(responses)]:
-            response, messages = await said(conversation, messages)
-            all_sampled.append(sampled_in(response))
+            sampled, messages = await answered(conversation, messages)
+            all_sampled.append(sampled)
             messages = [*messages, user(text)]
         return all_sampled
 
     all_sampled = asyncio.run(talk())
     assert conversation.num_splits == 0
-    for place, (prompt, sampled, following) in enumerate(
-        zip(engines.prompts, all_sampled, engines.prompts[1:], strict=False)
+    for text, sampled, (prompt, following) in zip(
+        texts, all_sampled, pairwise(engines.prompts), strict=False
     ):
         assert following[: len(prompt) + len(sampled)] == prompt + sampled
         # Behind them, what the template writes: the end of the message where it was not sampled,
         # and what the environment says.
         ended = "" if sampled[-1:] == (STOP,) else "<|im_end|>"
-        added = f"{ended}\n<|im_start|>user\n{texts[place]}<|im_end|>\n<|im_start|>assistant\n"
-        assert following[len(prompt) + len(sampled) :] == tuple(
-            TOKENIZER.encode(added, add_special_tokens=False)
-        )
+        added = f"{ended}\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        assert following[len(prompt) + len(sampled) :] == encode(added)
 
 
 @pytest.mark.slow
@@ -119,15 +123,16 @@ def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_c
     turns: list[tuple[Says, str]],
 ) -> None:
     engines = ScriptedEngines([response for response, _ in turns])
-    conversation = conversation_over(engines)
+    conversation = conversation_over(engines, TOKENIZER)
     asked: list[list[Any]] = []
 
     async def talk() -> list[tuple[int, ...]]:
-        messages, all_sampled = [user("hello")], []
+        messages = [user("hello")]
+        all_sampled = []
         for number, (_, then) in enumerate(turns):
             asked.append(messages)
-            response, messages = await said(conversation, messages)
-            all_sampled.append(sampled_in(response))
+            sampled, messages = await answered(conversation, messages)
+            all_sampled.append(sampled)
             if then == "edit the answer":
                 messages = [*messages[:-1], assistant(f"edited {number}")]
             if then == "forget the beginning":
@@ -137,8 +142,8 @@ def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_c
 
     all_sampled = asyncio.run(talk())
     num_splits = 0
-    for messages, prompt, sampled, following in zip(
-        asked[1:], engines.prompts, all_sampled, engines.prompts[1:], strict=False
+    for messages, sampled, (prompt, following) in zip(
+        asked[1:], all_sampled, pairwise(engines.prompts), strict=False
     ):
         if following[: len(prompt) + len(sampled)] != prompt + sampled:
             assert following == fresh(messages)
@@ -147,13 +152,14 @@ def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_c
 
 
 def test_edited_messages_are_a_split_and_what_follows_goes_on_from_there() -> None:
-    engines = ScriptedEngines(lambda _: says("red"))
-    conversation = conversation_over(engines)
+    engines = ScriptedEngines([says("red")] * 3)
+    conversation = conversation_over(engines, TOKENIZER)
 
     async def talk() -> None:
-        _, messages = await said(conversation, [user("hello")])
-        _, messages = await said(conversation, [*messages[:-1], assistant("blue"), user("more")])
-        await said(conversation, [*messages, user("more")])
+        _, messages = await answered(conversation, [user("hello")])
+        edited = [*messages[:-1], assistant("blue"), user("more")]
+        _, messages = await answered(conversation, edited)
+        await answered(conversation, [*messages, user("more")])
 
     asyncio.run(talk())
     assert conversation.num_splits == 1
@@ -163,15 +169,15 @@ def test_edited_messages_are_a_split_and_what_follows_goes_on_from_there() -> No
 
 
 def test_messages_that_the_environment_changes_in_place_are_not_taken_for_what_was_said() -> None:
-    engines = ScriptedEngines(lambda _: says(" red", finish_reason=FinishReason.STOP))
-    tokenizer = demo_tokenizer(CHATML.replace("message.content }}", "(message.content | trim) }}"))
-    conversation = client_over(engines, tokenizer).conversation(state_at())
+    trimming = CHATML.replace("message.content }}", "(message.content | trim) }}")
+    engines = ScriptedEngines([says(" red")] * 2)
+    conversation = conversation_over(engines, demo_tokenizer(trimming))
 
     async def talk() -> None:
         first = user("hello")
-        _, messages = await said(conversation, [first])
+        _, messages = await answered(conversation, [first])
         first["content"] = "other"
-        await said(conversation, [*messages, user("more")])
+        await answered(conversation, [*messages, user("more")])
 
     asyncio.run(talk())
     assert conversation.num_splits == 1
@@ -180,37 +186,31 @@ def test_messages_that_the_environment_changes_in_place_are_not_taken_for_what_w
 def test_a_rollout_that_is_not_split_is_one_training_example_with_every_sampled_token_once() -> (
     None
 ):
-    engines = ScriptedEngines(
-        [
-            says(" red ", version=2),
-            says("box", finish_reason=FinishReason.LENGTH, version=2),
-            says("", version=2),
-        ]
-    )
-    (state,) = generated(
-        Talk(max_turns=3), [{"question": "hello"}], client_over(engines, TOKENIZER)
-    ).state
+    answers = [
+        says(" red ", version=2),
+        says("box", finish_reason=FinishReason.LENGTH, version=2),
+        says("", version=2),
+    ]
+    client = client_over(ScriptedEngines(answers), TOKENIZER)
+    (state,) = generated(Talk(max_turns=3), [{"question": "hello"}], client).state
     steps = [step["tokens"] for step in state["trajectory"]]
     assert steps[2]["completion_ids"] == [STOP]
     merged = merge_trajectories_for_training([state])
     (example,) = merged.examples
     assert merged.num_splits == state["num_splits"] == 0
     assert example.token_ids == steps[2]["prompt_ids"] + steps[2]["completion_ids"]
-    learned = [
-        token
-        for token, is_learned in zip(example.token_ids, example.mask, strict=True)
-        if is_learned
-    ]
+    pairs = zip(example.token_ids, example.mask, strict=True)
+    learned = [token for token, is_learned in pairs if is_learned]
     assert learned == [token for tokens in steps for token in tokens["completion_ids"]]
     assert example.weight_version == 2
 
 
 def test_calls_of_one_rollout_are_answered_one_after_the_other() -> None:
-    engines = ScriptedEngines(lambda _: says("red", delay_s=0.01))
-    conversation = conversation_over(engines)
+    engines = ScriptedEngines([says("red", delay_s=0.01)] * 3)
+    conversation = conversation_over(engines, TOKENIZER)
 
     async def ask_at_once() -> None:
-        await asyncio.gather(*(said(conversation, [user(f"{i}")]) for i in range(3)))
+        await asyncio.gather(*(answered(conversation, [user(f"{i}")]) for i in range(3)))
 
     asyncio.run(ask_at_once())
     assert engines.most_under_way == [1]
@@ -218,20 +218,19 @@ def test_calls_of_one_rollout_are_answered_one_after_the_other() -> None:
 
 
 def test_a_failed_or_overlong_call_leaves_the_conversation_as_it_was() -> None:
-    engines = ScriptedEngines(
-        [says("red"), RolloutError("gone", actor="actor-0", phase="generate"), says("blue")]
-    )
-    conversation = conversation_over(engines, max_model_len=40)
+    gone = RolloutError("gone", actor="actor-0", phase="generate")
+    engines = ScriptedEngines([says("red"), gone, says("blue")])
+    conversation = conversation_over(engines, TOKENIZER, max_model_len=40)
 
     async def talk() -> None:
-        _, messages = await said(conversation, [user("hello")])
+        _, messages = await answered(conversation, [user("hello")])
+        more = [*messages, user("more")]
         with pytest.raises(RolloutError):
-            await said(conversation, [*messages, user("more")])
-        overlong = await conversation.chat.completions.create(
-            model="m", messages=[*messages, user("more " * 40)]
-        )
-        assert overlong.id == "overlong-prompt"
-        await said(conversation, [*messages, user("more")])
+            await answered(conversation, more)
+        overlong = [*messages, user("more " * 40)]
+        answer = await conversation.chat.completions.create(model="m", messages=overlong)
+        assert answer.id == OVERLONG
+        await answered(conversation, more)
 
     asyncio.run(talk())
     assert conversation.num_splits == 0
@@ -243,52 +242,44 @@ def test_a_failed_or_overlong_call_leaves_the_conversation_as_it_was() -> None:
 # Plain text
 
 
-class Story(Talk):
-    async def env_response(self, messages: Messages, state: Any, **kwargs: Any) -> Messages:
-        return " and"
+def story(reason: FinishReason) -> State:
+    """Three turns of ` red box`, between which the environment says ` and`."""
+
+    class Story(Talk):
+        async def env_response(self, messages: Messages, state: Any, **kwargs: Any) -> Messages:
+            return " and"
+
+    engines = ScriptedEngines([says(" red box", finish_reason=reason, version=5)] * 3)
+    environment = Story(max_turns=3, message_type="completion")
+    client = client_over(engines, TOKENIZER)
+    (state,) = generated(environment, [{"prompt": "Once"}], client).state
+    return state
 
 
 def test_plain_text_goes_on_from_what_was_sampled() -> None:
-    engines = ScriptedEngines(
-        lambda _: says(" red box", finish_reason=FinishReason.LENGTH, version=5)
-    )
-    (state,) = generated(
-        Story(max_turns=3, message_type="completion"),
-        [{"prompt": "Once"}],
-        client_over(engines, TOKENIZER),
-    ).state
-    assert state["error"] is None
+    state = story(FinishReason.LENGTH)
+    assert (state["error"], state["num_splits"]) == (None, 0)
     assert state["completion"] == " red box and red box and red box"
-    assert state["num_splits"] == 0
     steps = [step["tokens"] for step in state["trajectory"]]
     for earlier, later in pairwise(steps):
         so_far = earlier["prompt_ids"] + earlier["completion_ids"]
-        assert later["prompt_ids"] == so_far + TOKENIZER.encode(" and", add_special_tokens=False)
-    assert steps[0]["completion_logprobs"] == [
-        -(i + 1) / 8 for i in range(len(steps[0]["completion_ids"]))
-    ]
-    assert state["trajectory"][0]["response"].weight_version == 5
+        assert later["prompt_ids"] == so_far + list(encode(" and"))
+    num_sampled = len(steps[0]["completion_ids"])
+    assert steps[0]["completion_logprobs"] == [-(i + 1) / 8 for i in range(num_sampled)]
+    response = state["trajectory"][0]["response"]
+    assert (response.weight_version, response.engine) == (5, "actor-0")
 
 
 def test_plain_text_behind_a_stop_token_is_a_split() -> None:
-    engines = ScriptedEngines(lambda _: says(" red box"))
-    (state,) = generated(
-        Story(max_turns=3, message_type="completion"),
-        [{"prompt": "Once"}],
-        client_over(engines, TOKENIZER),
-    ).state
+    state = story(FinishReason.STOP)
     assert state["num_splits"] == 2
     assert [tuple(step["tokens"]["prompt_ids"]) for step in state["trajectory"]] == [
-        tuple(TOKENIZER.encode(text))
-        for text in ("Once", "Once red box and", "Once red box and red box and")
+        encode(text) for text in ("Once", "Once red box and", "Once red box and red box and")
     ]
 
 
 def test_a_plain_prompt_that_is_overlong_or_no_text_is_told() -> None:
-    conversation = conversation_over(ScriptedEngines([]), max_model_len=1)
-    assert (
-        asyncio.run(conversation.completions.create(model="m", prompt="Once upon")).id
-        == "overlong-prompt"
-    )
+    create = conversation_over(ScriptedEngines([]), TOKENIZER, max_model_len=1).completions.create
+    assert asyncio.run(create(model="m", prompt="Once upon")).id == OVERLONG
     with pytest.raises(ValueError, match="prompt: must be one text, got list"):
-        asyncio.run(conversation.completions.create(model="m", prompt=["Once"]))  # type: ignore[arg-type]
+        asyncio.run(create(model="m", prompt=["Once"]))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import ray
 import torch
 from engine_support import EnginePool, SmallLearner, noise_image
-from environment_support import Talk, generated
+from environment_support import Talk, generated, shown
 from scripted_engines import client_over, decode_settings
 
 from rollout_actors.environments.clients.engine import EngineClient
@@ -45,25 +44,19 @@ def learner(engine_pool: EnginePool, demo_checkpoint: Path) -> Iterator[SmallLea
         yield learner
 
 
-def engines_of(pool: EnginePool, *names: str, seconds: float = 120.0) -> RayEngines:
-    chosen = names or NAMES
-    return RayEngines(
-        [pool.actors[name] for name in chosen], chosen, Timeout(seconds, "timeouts.generate_s")
-    )
+def engines_of(pool: EnginePool, names: Sequence[str], limit_s: float = 120.0) -> RayEngines:
+    actors = [pool.actors[name] for name in names]
+    return RayEngines(actors, names, Timeout(limit_s, "timeouts.generate_s"))
 
 
 def client_of(
-    pool: EnginePool, learner: SmallLearner, *names: str, seconds: float = 120.0, **decode: Any
+    pool: EnginePool, learner: SmallLearner, names: Sequence[str] = NAMES, **decode: Any
 ) -> EngineClient:
     settings = decode_settings(
         learner.tokenizer, **{"max_new_tokens": 24, "banned_token_ids": learner.banned, **decode}
     )
-    return client_over(
-        engines_of(pool, *names, seconds=seconds),
-        learner.tokenizer,
-        decode=settings,
-        max_model_len=512,
-    )
+    engines = engines_of(pool, names)
+    return client_over(engines, learner.tokenizer, decode=settings, max_model_len=512)
 
 
 def logprobs_of(learner: SmallLearner, token_ids: list[int]) -> torch.Tensor:
@@ -111,17 +104,10 @@ def test_rollouts_on_the_engines_extend_token_by_token_and_the_learner_finds_the
 def test_a_sampled_stop_token_is_learned_with_its_own_log_probability(
     engine_pool: EnginePool, learner: SmallLearner
 ) -> None:
-    stops = (
-        learner.stop,
-        *(
-            token
-            for token in range(0, 1300, 5)
-            if token not in learner.banned and token != learner.stop
-        ),
-    )
-    states = generated(
-        Talk(max_turns=2), ROWS, client_of(engine_pool, learner, stop_token_ids=stops)
-    ).state
+    others = set(range(0, 1300, 5)) - {*learner.banned, learner.stop}
+    stops = (learner.stop, *sorted(others))
+    client = client_of(engine_pool, learner, stop_token_ids=stops)
+    states = generated(Talk(max_turns=2), ROWS, client).state
     steps = [step for state in states for step in state["trajectory"]]
     stopped = [step for step in steps if step["response"].choices[0].finish_reason == "stop"]
     assert stopped
@@ -134,12 +120,8 @@ def test_what_is_sampled_depends_on_the_place_of_a_rollout_and_not_on_the_engine
     engine_pool: EnginePool, learner: SmallLearner
 ) -> None:
     on_three = generated(Talk(max_turns=2), ROWS, client_of(engine_pool, learner)).completion
-    assert (
-        generated(
-            Talk(max_turns=2), ROWS[::-1], client_of(engine_pool, learner, "actor-1")
-        ).completion[::-1]
-        == on_three
-    )
+    alone = client_of(engine_pool, learner, ["actor-1"])
+    assert generated(Talk(max_turns=2), ROWS[::-1], alone).completion[::-1] == on_three
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -153,7 +135,7 @@ def test_the_request_is_aborted_when_the_rollout_is_cancelled(
     engine_pool: EnginePool, learner: SmallLearner
 ) -> None:
     actor = engine_pool.actors["actor-2"]
-    client = client_of(engine_pool, learner, "actor-2", max_new_tokens=450)
+    client = client_of(engine_pool, learner, ["actor-2"], max_new_tokens=450)
 
     def under_way() -> int:
         number: int = ray.get(actor.requests_and_tokens.remote())[0]
@@ -171,19 +153,15 @@ def test_the_request_is_aborted_when_the_rollout_is_cancelled(
     asyncio.run(begun_and_cancelled())
     _, after = ray.get(actor.requests_and_tokens.remote())
     assert after == before, "a request that had ended by itself would be counted"
-    assert (
-        generated(
-            Talk(max_turns=1), ROWS, client_of(engine_pool, learner, "actor-2")
-        ).metadata.num_errors
-        == 0
-    )
+    again = generated(Talk(max_turns=1), ROWS, client_of(engine_pool, learner, ["actor-2"]))
+    assert again.metadata.num_errors == 0
 
 
 def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(
     engine_pool: EnginePool, learner: SmallLearner
 ) -> None:
     actor = engine_pool.actors["actor-1"]
-    engines = engines_of(engine_pool, "actor-1", seconds=0.05)
+    engines = engines_of(engine_pool, ["actor-1"], limit_s=0.05)
     decode = decode_settings(learner.tokenizer, max_new_tokens=450)
     request = RolloutRequest(
         1, 0, "sample-0", tuple(learner.tokenizer.encode("Detect")), (), decode, 5
@@ -213,33 +191,21 @@ def test_a_prompt_that_only_its_images_make_too_long_ends_the_rollout_as_truncat
     """
     data = noise_image(0).data
     assert data is not None
-    image = {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"},
-    }
 
     def prompt(number: int) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": [image, {"type": "text", "text": "?" * number}]}]
+        return [shown(data, text="?" * number)]
 
     def length(number: int) -> int:
-        return len(
-            learner.tokenizer.apply_chat_template(
-                prompt(number), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
+        messages = prompt(number)
+        template = learner.tokenizer.apply_chat_template
+        return len(template(messages, add_generation_prompt=True)["input_ids"])
 
     just_fits = next(number for number in range(4096) if length(number + 1) == 512)
-    results = generated(
-        Talk(), [{"prompt": prompt(just_fits)}, ROWS[1]], client_of(engine_pool, learner)
-    )
-    assert [(state["error"], state["is_truncated"]) for state in results.state] == [
-        (None, True),
-        (None, False),
-    ]
-    assert (
-        results.state[0]["trajectory"] == []
-        and results.state[0]["stop_condition"] == "prompt_too_long"
-    )
+    inputs = [{"prompt": prompt(just_fits)}, ROWS[1]]
+    too_long, other = generated(Talk(), inputs, client_of(engine_pool, learner)).state
+    assert (too_long["error"], too_long["is_truncated"]) == (None, True)
+    assert (other["error"], other["is_truncated"]) == (None, False)
+    assert (too_long["trajectory"], too_long["stop_condition"]) == ([], "prompt_too_long")
 
 
 def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(
@@ -247,15 +213,7 @@ def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(
 ) -> None:
     data = learner.request(0).images[0].data
     assert data is not None
-    image = {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"},
-    }
-    many = [*[image] * 9, {"type": "text", "text": "What?"}]
-    results = generated(
-        Talk(),
-        [{"prompt": [{"role": "user", "content": many}]}, ROWS[1]],
-        client_of(engine_pool, learner),
-    )
-    assert re.search(r"sample 0 was refused: At most \d image", results.state[0]["error"])
-    assert results.state[1]["error"] is None
+    inputs = [{"prompt": [shown(*[data] * 9)]}, ROWS[1]]
+    refused, other = generated(Talk(), inputs, client_of(engine_pool, learner)).state
+    assert re.search(r"sample 0 was refused: At most \d image", refused["error"])
+    assert other["error"] is None
