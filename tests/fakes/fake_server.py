@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import socket
 import struct
 import sys
@@ -29,7 +30,7 @@ from PIL import Image
 from rollout_actors.backends.http import ServerAddress
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
-from rollout_actors.server.messages import CallLimits
+from rollout_actors.server.messages import CallLimits, SyncCall
 from rollout_actors.server.service import RolloutService
 from shared.records import ImageRef
 from shared.rollouts import (
@@ -291,13 +292,51 @@ read for every client.
 
 @contextmanager
 def serving_engine(
-    engine: Any, expected: EngineSettings, *, token: str | None = None
+    engine: Any,
+    expected: EngineSettings,
+    *,
+    openai: Any = None,
+    token: str | None = None,
+    **options: Any,
 ) -> Iterator[str]:
     """A started service over this engine."""
-    one = make_service(engine, expected)
+    one = make_service(engine, expected, **options)
     asyncio.run(one.start())
-    with serving(make_app(one, token=token)) as url:
+    with serving(make_app(one, openai=openai, token=token)) as url:
         yield url
+
+
+class Caller:
+    """Calls one server over its port."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, route: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + route, headers=headers, **HERE)
+
+    def post(self, route: str, body: Any, **headers: str) -> httpx.Response:
+        """Send the bytes, or the JSON of anything else."""
+        return httpx.post(
+            self.url + route,
+            content=body if isinstance(body, bytes) else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"} | headers,
+            **HERE,
+            timeout=30,
+        )
+
+    def running(self) -> int:
+        return int(self.get("/health/").json()["num_running"])
+
+    def phase(self, phase: SyncPhase, version: int = 1) -> None:
+        is_rendezvous = phase is SyncPhase.RENDEZVOUS
+        route = "/init_communicator/" if is_rendezvous else f"/sync/{phase}/"
+        answer = self.post(route, SyncCall.of(phase, make_offer(version), "a run").body())
+        assert answer.status_code == 200, answer.text
+
+    def sync(self, version: int = 1) -> None:
+        for phase in SyncPhase:
+            self.phase(phase, version)
 
 
 def asked_and_gone(url: str, body: bytes, is_there: Callable[[], bool]) -> None:

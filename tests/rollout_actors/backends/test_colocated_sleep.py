@@ -4,16 +4,14 @@ one that does nothing while it is asleep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from backend_support import colocated_settings
 from torch import nn
 
@@ -23,7 +21,7 @@ from rollout_actors.backends.colocate import ColocatedBackend
 from rollout_actors.weight_sync.receiver import LoadReport
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
-from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, WeightOffer
+from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest
 from shared.weight_sync.canary import CanaryProbe, Differences
 
 pytestmark = pytest.mark.engine
@@ -53,17 +51,17 @@ class Scene:
     manage, once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.events: list[str] = []
         self.fails = ""
 
-    def note(self, event: str) -> None:
+    def note(self, event):
         self.events.append(event)
         if event == self.fails:
             self.fails = ""
             raise RuntimeError(f"could not {event}")
 
-    def take(self) -> list[str]:
+    def take(self):
         events, self.events = self.events, []
         return events
 
@@ -74,20 +72,20 @@ class Host:
     name = "colocated"
     processor = None
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene):
         self._scene = scene
         self.model = nn.Linear(2, 2, bias=False)
         self.goes_on = True
 
-    def raise_if_stopping(self) -> None:
+    def raise_if_stopping(self):
         if not self.goes_on:
             raise RolloutError("told to stop", actor=self.name, phase="generate")
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self):
         return CheckpointWeights(self.model).tensors()
 
     @contextmanager
-    def offloaded(self, *, model: bool = True) -> Iterator[None]:
+    def offloaded(self, *, model=True):
         self._scene.events.append("host away" if model else "optimizer away")
         try:
             yield
@@ -103,7 +101,7 @@ class SleepyLLM:
     scene: Scene
     raise_if_stopping: Callable[[], None]
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments):
         self.scene.note("load")
         self.can_sleep = arguments["enable_sleep_mode"]
         self.asleep: set[str] = set()
@@ -118,30 +116,30 @@ class SleepyLLM:
             reset_encoder_cache=lambda: self._work("reset"),
         )
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    def sleep(self, level=1, mode="abort"):
         assert (self.can_sleep, self.asleep, level, mode) == (True, set(), 1, "abort")
         self.scene.note("sleep")
         self.asleep, self._queued = {"weights", "kv_cache"}, []
 
-    def wake_up(self, tags: list[str] | None = None) -> bool:
+    def wake_up(self, tags=None):
         assert tags is not None and set(tags) <= self.asleep, "vLLM wakes nothing then"
         self.scene.note("wake" if len(tags) == 2 else f"wake {tags[0]}")
         self.asleep -= set(tags)
         return not self.asleep
 
-    def _work(self, event: str) -> None:
+    def _work(self, event):
         # An update needs the weights' memory alone.
         needed = {"weights"} if event in SYNC and event != "canary" else {"weights", "kv_cache"}
         assert not self.asleep & needed, f"asleep, and asked to {event}"
         self.scene.note(event)
 
-    def enqueue(self, prompts: Any, params: Any, *, lora_request: Any, use_tqdm: bool) -> list[str]:
+    def enqueue(self, prompts, params, *, lora_request, use_tqdm):
         self._work("queue")
         self._queued.append(str(self._num_requests))
         self._num_requests += 1
         return self._queued[-1:]
 
-    def _step(self) -> list[Any]:
+    def _step(self):
         from vllm.outputs import CompletionOutput, RequestOutput
 
         self._work("step")
@@ -159,38 +157,36 @@ class SleepyLLM:
             for request_id in ended
         ]
 
-    def _abort(self, request_ids: list[str], internal: bool) -> None:
+    def _abort(self, request_ids, internal):
         self._queued = [each for each in self._queued if each not in request_ids]
 
-    def start_weight_update(self) -> None:
+    def start_weight_update(self):
         self._work("begin update")
 
-    def update_weights(self, request: dict[str, Any]) -> None:
+    def update_weights(self, request):
         assert list(request["update_info"]["weights"])
         self._work("update")
 
-    def finish_weight_update(self) -> None:
+    def finish_weight_update(self):
         self._work("finish update")
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self):
         self._work("reset")
         return True
 
-    def reset_mm_cache(self) -> None:
+    def reset_mm_cache(self):
         self._work("reset")
 
-    def update_weight_version(self, new_version: str) -> None: ...
+    def update_weight_version(self, new_version): ...
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(self, method, args=()):
         answers = {
             "guard_by": {"runner": "V1", "is_loaded": True, "settings": None},
             "load_report": asdict(LoadReport([5], [5], [], [], 0.0, 0.0, [])),
         }
         return [answers.get(method)]
 
-    def generate(
-        self, prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any
-    ) -> list[Any]:
+    def generate(self, prompts, params, *, use_tqdm, lora_request):
         from vllm.logprobs import Logprob
         from vllm.outputs import RequestOutput
 
@@ -208,7 +204,7 @@ class SleepyLLM:
 
 
 @pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+def scene(monkeypatch):
     """On a platform that has a sleep mode."""
     from rollout_actors.backends import colocated_llm
 
@@ -222,16 +218,16 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 @pytest.fixture
-def host(scene: Scene) -> Host:
+def host(scene):
     return Host(scene)
 
 
-def make_backend(host: Host, *, sleep: bool = True) -> ColocatedBackend:
+def make_backend(host, *, sleep=True):
     return ColocatedBackend(host, host.name, colocated_settings(Path("model")), sleep=sleep)
 
 
 @pytest.fixture
-def backend(host: Host, scene: Scene) -> Iterator[ColocatedBackend]:
+def backend(host, scene):
     backend = make_backend(host)
     backend.start()
     scene.take()
@@ -240,11 +236,11 @@ def backend(host: Host, scene: Scene) -> Iterator[ColocatedBackend]:
 
 
 @pytest.fixture(params=[PROBE, IN_BFLOAT16], ids=["float32", "bfloat16"])
-def probe(request: pytest.FixtureRequest) -> CanaryProbe:
+def probe(request):
     return request.param
 
 
-def an_offer(host: Host, version: int = 1, probe: CanaryProbe = PROBE) -> WeightOffer:
+def an_offer(host, version=1, probe=PROBE):
     sender = WeightSender(
         CheckpointWeights(host.model), transport="inproc", receivers=(), timeout_s=20.0
     )
@@ -255,7 +251,7 @@ QUEUED = ["queue"] * len(REQUESTS)
 SYNC = ["begin update", "update", "finish update", "reset", "reset", "reset", "canary"]
 
 
-def test_the_fake_sleeps_and_wakes_by_vllms_own_calls() -> None:
+def test_the_fake_sleeps_and_wakes_by_vllms_own_calls():
     from vllm import LLM
 
     for name in ("sleep", "wake_up"):
@@ -267,8 +263,8 @@ def test_the_fake_sleeps_and_wakes_by_vllms_own_calls() -> None:
 
 
 def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_host_comes_back(
-    host: Host, scene: Scene
-) -> None:
+    host, scene
+):
     backend = make_backend(host)
     backend.start()
     assert scene.take() == ["host away", "load", "sleep", "back"]
@@ -280,8 +276,8 @@ def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_
 
 
 def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(
-    backend: ColocatedBackend, host: Host, scene: Scene
-) -> None:
+    backend, host, scene
+):
     """The cache comes behind the copies. Steps of channel A follow one another without a
     `generate`."""
     for version in (1, 2):
@@ -292,9 +288,7 @@ def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
 
 
-def test_an_engine_that_does_not_fall_asleep_behind_a_sync_is_not_asked_again(
-    backend: ColocatedBackend, host: Host, scene: Scene
-) -> None:
+def test_an_engine_that_does_not_fall_asleep_behind_a_sync_is_not_asked_again(backend, host, scene):
     scene.fails = "sleep"
     with pytest.raises(WeightSyncError, match="colocated: RuntimeError: could not sleep"):
         backend.receive_weights(an_offer(host))
@@ -304,8 +298,8 @@ def test_an_engine_that_does_not_fall_asleep_behind_a_sync_is_not_asked_again(
 
 
 def test_an_engine_whose_noise_is_measured_is_awake_as_a_whole_before_it_scores_what_it_holds(
-    backend: ColocatedBackend, host: Host, scene: Scene
-) -> None:
+    backend, host, scene
+):
     """With a part of its memory away vLLM schedules nothing, and a probe is waited for forever."""
     report = backend.receive_weights(an_offer(host, probe=IN_BFLOAT16))
     assert report.canary_noise == Differences(0.0, 0.0)
@@ -317,8 +311,8 @@ def test_an_engine_whose_noise_is_measured_is_awake_as_a_whole_before_it_scores_
 
 
 def test_a_refused_request_and_a_host_that_is_told_to_stop_leave_the_engine_asleep(
-    backend: ColocatedBackend, host: Host, scene: Scene
-) -> None:
+    backend, host, scene
+):
     host.goes_on = False
     with pytest.raises(RolloutError, match="told to stop"):
         backend.generate(REQUESTS)
@@ -336,9 +330,7 @@ def test_a_refused_request_and_a_host_that_is_told_to_stop_leave_the_engine_asle
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
 
 
-def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_again(
-    backend: ColocatedBackend, scene: Scene
-) -> None:
+def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_again(backend, scene):
     scene.fails = "step"
     with pytest.raises(RolloutError, match="generate on colocated: RuntimeError: could not step"):
         backend.generate(REQUESTS)
@@ -350,8 +342,8 @@ def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_aga
 
 @pytest.mark.parametrize("phase", ["begin update", "update", "canary"])
 def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(
-    backend: ColocatedBackend, host: Host, scene: Scene, phase: str, probe: CanaryProbe
-) -> None:
+    backend, host, scene, phase, probe
+):
     scene.fails = phase
     with pytest.raises(WeightSyncError, match=f"could not {phase}"):
         backend.receive_weights(an_offer(host, probe=probe))
@@ -365,9 +357,7 @@ def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(
 @pytest.mark.parametrize(
     ("receives", "fails"), [(None, "wake"), (PROBE, "wake weights"), (IN_BFLOAT16, "wake")]
 )
-def test_an_engine_that_does_not_wake_is_not_asked_again(
-    backend: ColocatedBackend, host: Host, scene: Scene, receives: CanaryProbe | None, fails: str
-) -> None:
+def test_an_engine_that_does_not_wake_is_not_asked_again(backend, host, scene, receives, fails):
     scene.fails = fails
     if receives is not None:
         with pytest.raises(
@@ -385,7 +375,7 @@ def test_an_engine_that_does_not_wake_is_not_asked_again(
         backend.generate(REQUESTS)
 
 
-def test_an_engine_that_does_not_fall_asleep_fails_its_start(host: Host, scene: Scene) -> None:
+def test_an_engine_that_does_not_fall_asleep_fails_its_start(host, scene):
     scene.fails = "sleep"
     backend = make_backend(host)
     with pytest.raises(RolloutError, match="start on colocated: RuntimeError: could not sleep"):
@@ -396,14 +386,8 @@ def test_an_engine_that_does_not_fall_asleep_fails_its_start(host: Host, scene: 
 
 @pytest.mark.parametrize(("wanted", "available"), [(False, True), (True, False)])
 def test_where_it_is_not_wanted_or_not_to_be_had_nobody_sleeps(
-    host: Host,
-    scene: Scene,
-    monkeypatch: pytest.MonkeyPatch,
-    probe: CanaryProbe,
-    *,
-    wanted: bool,
-    available: bool,
-) -> None:
+    host, scene, monkeypatch, probe, *, wanted, available
+):
     from rollout_actors.backends import colocated_llm
 
     monkeypatch.setattr(

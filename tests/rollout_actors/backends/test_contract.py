@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,8 +31,8 @@ from counting_rows import RowsFile
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from process_family import is_alive
-from serve_process import OneServer, ServeProcess, serve_process
-from stock_process import TOKEN, StockProcess, stock_process
+from serve_process import OneServer, serve_process
+from stock_process import TOKEN, stock_process
 
 from launch.runtime.rollout_client import RolloutClient
 from learner.model.checkpoint import CheckpointWeights
@@ -46,7 +46,7 @@ from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from shared.errors import RolloutError
-from shared.rollouts import FinishReason, RolloutRequest
+from shared.rollouts import FinishReason
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 
 BATCH = 4
@@ -62,8 +62,8 @@ SHORT = 8
 
 
 @contextmanager
-def scripted(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
-    def script(request: RolloutRequest) -> list[int]:
+def scripted(learner, folder):
+    def script(request):
         seed = request.seed if request.decode.temperature else request.position
         return [50 + (seed * 31 + i * 7) % 400 for i in range(SHORT + 4)]
 
@@ -73,7 +73,7 @@ def scripted(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
 
 
 @contextmanager
-def hf(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
+def hf(learner, folder):
     rows: list[int] = []
     hook = learner.model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
@@ -85,13 +85,13 @@ def hf(learner: SmallLearner, folder: Path) -> Iterator[UnderTest]:
     hook.remove()
 
 
-def taken(rows: list[int]) -> list[int]:
+def taken(rows):
     values, rows[:] = list(rows), []
     return values
 
 
 @contextmanager
-def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
+def colocate(learner, checkpoint):
     learner.sender = WeightSender(
         CheckpointWeights(learner.model),
         transport="inproc",
@@ -114,7 +114,7 @@ def colocate(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 
 
 @contextmanager
-def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
+def actors(learner, checkpoint):
     settings = small_settings(
         checkpoint,
         max_num_seqs=BATCH,
@@ -139,7 +139,7 @@ def actors(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 
 
 @contextmanager
-def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
+def server(learner, checkpoint):
     settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
     with tempfile.TemporaryDirectory() as name:
         folder, rows = Path(name), RowsFile(Path(name) / "rows")
@@ -158,7 +158,7 @@ def server(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
 
 
 @contextmanager
-def stock(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
+def stock(learner, checkpoint):
     settings = small_settings(
         checkpoint,
         max_num_seqs=BATCH,
@@ -172,15 +172,7 @@ def stock(learner: SmallLearner, checkpoint: Path) -> Iterator[UnderTest]:
             yield from served("stock", client, process, rows, learner, openai=(process.url, TOKEN))
 
 
-def served(
-    name: str,
-    client: ServerClient | StockClient,
-    process: ServeProcess | StockProcess,
-    rows: RowsFile,
-    learner: SmallLearner,
-    *,
-    openai: tuple[str, str],
-) -> Iterator[UnderTest]:
+def served(name, client, process, rows, learner, *, openai):
     pool = OneServer(client)
     pool.start()
     # The server is not the client's to end: closing it leaves the process to whoever started it.
@@ -212,7 +204,7 @@ BACKENDS: dict[
     scope="module",
     params=[pytest.param(name, marks=marks) for name, (_, marks) in BACKENDS.items()],
 )
-def under(request: pytest.FixtureRequest, demo_checkpoint: Path) -> Iterator[UnderTest]:
+def under(request, demo_checkpoint):
     make, marks = BACKENDS[request.param]
     if marks:
         # a test compares with it, and its processes are none of the backend's
@@ -229,9 +221,7 @@ def under(request: pytest.FixtureRequest, demo_checkpoint: Path) -> Iterator[Und
         yield under
 
 
-def requests_of(
-    under: UnderTest, positions: range | list[int], **decode: Any
-) -> list[RolloutRequest]:
+def requests_of(under, positions, **decode):
     return [
         under.learner.request(position, **{"max_new_tokens": SHORT, **decode})
         for position in positions
@@ -239,7 +229,7 @@ def requests_of(
 
 
 @pytest.mark.slow
-def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under: UnderTest) -> None:
+def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under):
     requests = [
         replace(request, step=7) for request in requests_of(under, [9, 2, 5, 0, 7, 1, 8, 3, 4])
     ]
@@ -258,8 +248,8 @@ def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under: Un
 
 @pytest.mark.slow
 def test_a_vllm_backend_produces_token_ids_suitable_for_strict_alignment_as_every_backend_does(
-    under: UnderTest,
-) -> None:
+    under,
+):
     requests = requests_of(under, range(3))
     for request, rollout in zip(requests, under.backend.generate(requests), strict=True):
         expanded = (
@@ -271,7 +261,7 @@ def test_a_vllm_backend_produces_token_ids_suitable_for_strict_alignment_as_ever
 
 
 @pytest.mark.slow
-def test_greedy_rollouts_are_the_learners_own(under: UnderTest) -> None:
+def test_greedy_rollouts_are_the_learners_own(under):
     if not under.is_model:
         pytest.skip("a script is no model")
     requests = requests_of(under, range(6))
@@ -281,7 +271,7 @@ def test_greedy_rollouts_are_the_learners_own(under: UnderTest) -> None:
         assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_the_stop_token_is_kept_apart_from_the_response(under: UnderTest) -> None:
+def test_the_stop_token_is_kept_apart_from_the_response(under):
     (request,) = requests_of(under, [0])
     (free,) = under.backend.generate(
         [replace(request, decode=replace(request.decode, stop_token_ids=()))]
@@ -307,7 +297,7 @@ def test_the_stop_token_is_kept_apart_from_the_response(under: UnderTest) -> Non
 
 
 @pytest.mark.slow
-def test_a_seed_says_what_is_sampled(under: UnderTest) -> None:
+def test_a_seed_says_what_is_sampled(under):
     requests = requests_of(under, range(5), temperature=1.0)
     first = under.backend.generate(requests)
     assert what_was_said(under.backend.generate(requests)) == what_was_said(first)
@@ -320,15 +310,15 @@ def test_a_seed_says_what_is_sampled(under: UnderTest) -> None:
 
 
 def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_backend_samples(
-    under: UnderTest,
-) -> None:
+    under,
+):
     if under.openai is None:
         pytest.skip("it has no such routes")
     url, key = under.openai
     sampling = {"temperature": 0.7, "seed": 11, "max_tokens": SHORT} | RETURNS_TOKENS
     environment = SingleTurnEnv(rubric=Rubric([lambda completion: len(completion[-1]["content"])]))
 
-    async def generated() -> Any:
+    async def generated():
         async with AsyncOpenAI(
             base_url=f"{url}/v1",
             api_key=key,
@@ -364,7 +354,7 @@ def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_
 
 
 @pytest.mark.slow
-def test_neighbours_do_not_matter(under: UnderTest) -> None:
+def test_neighbours_do_not_matter(under):
     requests = requests_of(under, range(6), temperature=1.0)
     together = under.backend.generate(requests)
     assert [r.response_token_ids for r in under.backend.generate(requests[::-1])][::-1] == [
@@ -377,8 +367,8 @@ def test_neighbours_do_not_matter(under: UnderTest) -> None:
 
 
 def test_an_engine_samples_what_actors_sample_to_the_bit_however_the_requests_are_cut(
-    under: UnderTest, demo_checkpoint: Path, request: pytest.FixtureRequest
-) -> None:
+    under, demo_checkpoint, request
+):
     if not under.is_engine:
         pytest.skip("it has no engine")
     engine_pool: EnginePool = request.getfixturevalue("engine_pool")
@@ -398,7 +388,7 @@ def test_an_engine_samples_what_actors_sample_to_the_bit_however_the_requests_ar
 
 
 @pytest.mark.slow
-def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under: UnderTest) -> None:
+def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under):
     if under.take_rows is None:
         pytest.skip("a script decodes nothing")
     under.take_rows()
@@ -406,7 +396,7 @@ def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under: UnderTest
     assert max(under.take_rows()) == BATCH
 
 
-def test_no_requests_make_no_call(under: UnderTest) -> None:
+def test_no_requests_make_no_call(under):
     if under.take_rows is None:
         assert under.backend.generate([]) == []
         return
@@ -418,7 +408,7 @@ def test_no_requests_make_no_call(under: UnderTest) -> None:
 
 
 @pytest.mark.slow
-def test_a_rollout_says_which_weights_it_is_of(under: UnderTest) -> None:
+def test_a_rollout_says_which_weights_it_is_of(under):
     requests = requests_of(under, range(2))
     # where weights travel in a group, the second ones go over the one that the first have opened
     for seed in (4, 5):
@@ -441,7 +431,7 @@ def test_a_rollout_says_which_weights_it_is_of(under: UnderTest) -> None:
 
 
 @pytest.mark.slow
-def test_the_guard_ends_one_sequence_and_not_its_neighbours(under: UnderTest) -> None:
+def test_the_guard_ends_one_sequence_and_not_its_neighbours(under):
     if under.guard is None:
         pytest.skip("it has none")
     under.forget()
@@ -473,7 +463,7 @@ def test_the_guard_ends_one_sequence_and_not_its_neighbours(under: UnderTest) ->
     assert 0 < num_ended < len(requests), "otherwise nothing was tested"
 
 
-def test_close_leaves_no_process_and_nothing_that_answers(under: UnderTest) -> None:
+def test_close_leaves_no_process_and_nothing_that_answers(under):
     """The last one: the backend is gone behind it."""
     under.backend.close()
     under.backend.close()

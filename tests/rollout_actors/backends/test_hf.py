@@ -8,13 +8,11 @@ import math
 import random
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from backend_support import ModelHost, what_was_said
-from engine_support import SmallLearner
 
 from rollout_actors.backends.hf import (
     BeamScores,
@@ -26,22 +24,34 @@ from rollout_actors.backends.hf import (
 )
 from rollout_actors.engine.sampling import BAN
 from shared.errors import RolloutError
-from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, RolloutRequest
+from shared.rollouts import DecodeMode, DecodeSettings, FinishReason
 
 
 @pytest.fixture(scope="module")
-def learner(learner: SmallLearner) -> SmallLearner:
+def learner(learner):
     learner.learn(seed=1)
     return learner
 
 
+def make_backend(learner, decode_batch_size=4):
+    return HFBackend(ModelHost(learner), "hf", decode_batch_size=decode_batch_size)
+
+
 @pytest.fixture
-def backend(learner: SmallLearner) -> HFBackend:
-    return HFBackend(ModelHost(learner), "hf", decode_batch_size=4)
+def backend(learner):
+    return make_backend(learner)
 
 
-def of_different_lengths(learner: SmallLearner, **decode: Any) -> list[RolloutRequest]:
-    """So that a batch needs padding; one of them has no image."""
+def with_decode(request, **changes):
+    return replace(request, decode=replace(request.decode, **changes))
+
+
+def beams(request, number, **changes):
+    return with_decode(request, mode=DecodeMode.BEAM, num_beams=number, **changes)
+
+
+def of_different_lengths(learner, **decode):
+    """Make requests whose batch needs padding; one of them has no image."""
     requests = [learner.request(position, **decode) for position in range(6)]
     requests[2] = replace(requests[2], prompt_token_ids=(*requests[2].prompt_token_ids, 5, 6, 7))
     text = tuple(
@@ -52,27 +62,12 @@ def of_different_lengths(learner: SmallLearner, **decode: Any) -> list[RolloutRe
 
 
 @pytest.mark.slow
-def test_greedy_rollouts_are_those_of_one_forward_per_token(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
-    requests = [request for request in of_different_lengths(learner) if request.images]
-    for request, rollout in zip(requests, backend.generate(requests), strict=True):
-        tokens, logprobs = learner.greedy(request)
-        assert rollout.response_token_ids == tokens
-        assert rollout.logprobs == pytest.approx(logprobs, abs=1e-5)
-        assert (
-            rollout.prompt_token_ids
-            == learner.logits(request.prompt_token_ids, request.images[0])[0]
-        )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_microbatching_increases_decode_parallelism_without_changing_outputs_format_nor_what_a_prompt_alone_says(
-    learner: SmallLearner, backend: HFBackend, temperature: float
-) -> None:
+    learner, backend, temperature
+):
     requests = of_different_lengths(learner, temperature=temperature, max_new_tokens=24)
-    alone = HFBackend(ModelHost(learner), "hf", decode_batch_size=1).generate(requests)
+    alone = make_backend(learner, decode_batch_size=1).generate(requests)
     for one, many in zip(alone, backend.generate(requests), strict=True):
         assert many.response_token_ids == one.response_token_ids
         assert many.logprobs == pytest.approx(one.logprobs, abs=1e-5)
@@ -80,93 +75,71 @@ def test_microbatching_increases_decode_parallelism_without_changing_outputs_for
 
 @pytest.mark.slow
 def test_beam_search_selects_exactly_one_rollout_response_the_best_with_the_models_log_probabilities(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
+    learner, backend
+):
     greedy = [learner.request(position, max_new_tokens=12) for position in range(3)]
-    beams = [
-        replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=4))
-        for request in greedy
-    ]
-    rollouts = backend.generate(beams)
-    for request, rollout, other in zip(beams, rollouts, backend.generate(greedy), strict=True):
-        assert rollout.logprobs is not None and other.logprobs is not None
+    rollouts = backend.generate([beams(request, 4) for request in greedy])
+    others = backend.generate(greedy)
+    for request, rollout, other in zip(greedy, rollouts, others, strict=True):
         assert sum(rollout.logprobs) >= sum(other.logprobs)
         expanded, logits_TV = learner.logits(
             (*request.prompt_token_ids, *rollout.response_token_ids), request.images[0]
         )
         logits_TV[:, list(learner.banned)] -= 100
         length = len(rollout.response_token_ids)
-        expected = (
-            logits_TV[-length - 1 : -1]
-            .log_softmax(-1)
-            .gather(1, torch.tensor(expanded[-length:])[:, None])[:, 0]
-        )
+        logprobs_TV = logits_TV[-length - 1 : -1].log_softmax(-1)
+        expected = logprobs_TV.gather(1, torch.tensor(expanded[-length:])[:, None])[:, 0]
         assert rollout.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
-    assert any(
-        rollout.response_token_ids != other.response_token_ids
-        for rollout, other in zip(rollouts, backend.generate(greedy), strict=True)
-    )
+    assert [r.response_token_ids for r in rollouts] != [r.response_token_ids for r in others]
 
 
 @pytest.mark.slow
-def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
-    request = learner.request(4, max_new_tokens=12)
-    beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=3)
-    unstopped = backend.generate([replace(request, decode=beam)])[0].response_token_ids
-    rollouts = backend.generate(
-        [replace(request, decode=replace(beam, stop_token_ids=(stop,))) for stop in unstopped]
-    )
-    ended = [
-        (rollout, stop)
-        for rollout, stop in zip(rollouts, unstopped, strict=True)
-        if rollout.finish_reason is FinishReason.STOP
-    ]
-    assert ended
-    for rollout, stop in ended:
-        assert rollout.stop_token_id == stop
-        assert stop not in rollout.response_token_ids
-        assert rollout.stop_token_logprob is not None and rollout.logprobs is not None
-        assert len(rollout.logprobs) == len(rollout.response_token_ids)
+def test_a_beam_that_ends_is_trimmed_and_keeps_the_log_probability_of_its_end(learner, backend):
+    request = beams(learner.request(4, max_new_tokens=12), 3)
+    stops = backend.generate([request])[0].response_token_ids
+    rollouts = backend.generate([with_decode(request, stop_token_ids=(stop,)) for stop in stops])
+    num_ended = 0
+    for rollout, stop in zip(rollouts, stops, strict=True):
+        if rollout.finish_reason is FinishReason.STOP:
+            num_ended += 1
+            assert rollout.stop_token_id == stop
+            assert stop not in rollout.response_token_ids
+            assert rollout.stop_token_logprob is not None
+            assert len(rollout.logprobs) == len(rollout.response_token_ids)
+    assert num_ended
 
 
 @pytest.mark.slow
-def test_the_model_and_every_random_state_are_as_they_were_afterwards(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
+def test_the_model_and_every_random_state_are_as_they_were_afterwards(learner, backend):
     model = learner.model
     model.train()
     model.model.visual.eval()
     model.gradient_checkpointing_enable()
     request = learner.request(0, temperature=1.0)
-    expected = what_was_said(
-        HFBackend(ModelHost(learner), "hf", decode_batch_size=4).generate([request])
-    )
-    before = [module.training for module in model.modules()]
-    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    expected = what_was_said(make_backend(learner).generate([request]))
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
     states = torch.get_rng_state().clone(), random.getstate(), np.random.get_state()[1].copy()
     try:
         assert what_was_said(backend.generate([request])) == expected
-        assert [module.training for module in model.modules()] == before
+        assert [module.training for module in model.modules()] == modes
         assert torch.is_grad_enabled()
         assert torch.equal(torch.get_rng_state(), states[0])
         assert random.getstate() == states[1]
         assert (np.random.get_state()[1] == states[2]).all()
+        damaged = replace(request, images=(replace(request.images[0], data=b"no image"),))
         with pytest.raises(RolloutError, match="image 0 of sample sample-0"):
-            backend.generate(
-                [replace(request, images=(replace(request.images[0], data=b"no image"),))]
-            )
-        assert [module.training for module in model.modules()] == before
+            backend.generate([damaged])
+        assert [module.training for module in model.modules()] == modes
     finally:
         model.gradient_checkpointing_disable()
         model.eval()
 
 
 @pytest.mark.slow
-def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
+def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(learner, backend):
     request = learner.request(0)
     before = learner.logits(request.prompt_token_ids, request.images[0])[1]
     backend.generate(of_different_lengths(learner))
@@ -175,110 +148,77 @@ def test_a_forward_of_the_learner_is_the_same_to_the_bit_behind_a_rollout(
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
+def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner, backend, monkeypatch):
     request = learner.request(0)
-    expected = what_was_said(backend.generate([request]))
-    model = learner.model
-    third = backend.generate([request])[0].response_token_ids[2]
+    expected = backend.generate([request])
     recommended = {
         "repetition_penalty": 3.0,
         "do_sample": True,
         "temperature": 2.0,
         "top_k": 3,
         "num_beams": 2,
-        "eos_token_id": third,
+        "eos_token_id": expected[0].response_token_ids[2],
     }
-    kept = model.generation_config.to_dict()
-    model.generation_config.update(**recommended)
-    try:
-        assert what_was_said(backend.generate([request])) == expected
-    finally:
-        model.generation_config.update(**{name: kept[name] for name in recommended})
+    for name, value in recommended.items():
+        monkeypatch.setattr(learner.model.generation_config, name, value)
+    assert what_was_said(backend.generate([request])) == what_was_said(expected)
 
 
 @pytest.mark.slow
-def test_a_response_that_stops_early_ended_before_its_neighbours(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
+def test_a_response_that_stops_early_ended_before_its_neighbours(learner, backend):
     requests = [
         learner.request(position, temperature=1.0, max_new_tokens=40) for position in range(2)
     ]
-    first, second = backend.generate(requests)
-    stop = next(
-        token_id
-        for token_id in second.response_token_ids[:4]
-        if token_id not in first.response_token_ids
-    )
-    long, short = backend.generate(
-        [
-            replace(request, decode=replace(request.decode, stop_token_ids=(stop,)))
-            for request in requests
-        ]
-    )
+    first, second = (rollout.response_token_ids for rollout in backend.generate(requests))
+    stop = next(token_id for token_id in second[:4] if token_id not in first)
+    stopped = [with_decode(request, stop_token_ids=(stop,)) for request in requests]
+    long, short = backend.generate(stopped)
     assert (len(long.response_token_ids), short.stop_token_id) == (40, stop)
     assert 0 < short.generate_s < long.generate_s
 
 
-def test_an_image_without_a_place_is_refused_by_sample(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
+def test_an_image_without_a_placeholder_is_refused_by_sample(learner, backend):
     request = learner.request(0)
-    with pytest.raises(
-        RolloutError, match="generate on hf: sample sample-0 has 2 images and 1 placeholders"
-    ):
+    refused = "generate on hf: sample sample-0 has 2 images and 1 placeholders"
+    with pytest.raises(RolloutError, match=refused):
         backend.generate([replace(request, images=request.images * 2)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [DecodeMode.GREEDY, DecodeMode.BEAM])
-def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(
-    learner: SmallLearner, mode: DecodeMode
-) -> None:
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner, num_beams):
     host = ModelHost(learner)
     backend = HFBackend(host, "hf", decode_batch_size=4)
     request = learner.request(0, max_new_tokens=12)
-    asked = replace(
-        request,
-        decode=replace(request.decode, mode=mode, num_beams=2 if mode is DecodeMode.BEAM else 1),
-    )
-    said = what_was_said(backend.generate([asked]))
-    host.stops_at, host.num_asked = 3, 0
+    if num_beams > 1:
+        request = beams(request, num_beams)
+    said = what_was_said(backend.generate([request]))
+    host.stops_at = 3
+    host.num_asked = 0
     with pytest.raises(RolloutError, match="told to stop"):
-        backend.generate([asked])
+        backend.generate([request])
     assert host.num_asked == 3
-    assert what_was_said(backend.generate([asked])) == said
+    assert what_was_said(backend.generate([request])) == said
 
 
 @pytest.mark.slow
-def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(
-    learner: SmallLearner, backend: HFBackend
-) -> None:
-    widths: list[int] = []
+def test_never_more_sequences_than_the_decode_batch_size_are_decoded_at_a_time(learner, backend):
+    widths = []
     hook = learner.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     requests = [learner.request(position, max_new_tokens=3) for position in range(6)]
-
-    def beams(number: int) -> list[RolloutRequest]:
-        return [
-            replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=number))
-            for request in requests
-        ]
-
     try:
         backend.generate(requests)
         assert (max(widths), widths[0], widths[-1]) == (4, 4, 2)
         for number, widest in ((2, 4), (3, 3), (4, 4)):
             widths.clear()
-            backend.generate(beams(number))
+            backend.generate([beams(request, number) for request in requests])
             assert max(widths) == widest
         widths.clear()
-        with pytest.raises(
-            RolloutError, match="generate on hf: 5 beams do not fit into a batch of 4 sequences"
-        ):
-            backend.generate(beams(5))
+        too_many = "generate on hf: 5 beams do not fit into a batch of 4 sequences"
+        with pytest.raises(RolloutError, match=too_many):
+            backend.generate([beams(request, 5) for request in requests])
         assert widths == []
     finally:
         hook.remove()
@@ -301,12 +241,16 @@ SAMPLE = DecodeSettings(
 GREEDY = replace(SAMPLE, mode=DecodeMode.GREEDY, temperature=0.0)
 
 
-def logits(rows: int = 3, vocabulary: int = 11, seed: int = 0) -> torch.Tensor:
+def logits(rows=3, vocabulary=11, seed=0):
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def slowly(row: list[float], decode: DecodeSettings, seen: set[int]) -> list[float]:
-    """Probabilities of one row, by the book."""
+def ids(rows, length=1):
+    return torch.zeros(rows, length, dtype=torch.int64)
+
+
+def slowly(row, decode, seen):
+    """Return the probabilities of one row, by the book."""
     row = [
         value + (BAN if token in decode.banned_token_ids else 0.0)
         for token, value in enumerate(row)
@@ -345,9 +289,7 @@ def slowly(row: list[float], decode: DecodeSettings, seen: set[int]) -> list[flo
         replace(GREEDY, top_k=2, top_p=0.3, repetition_penalty=0.5),
     ],
 )
-def test_a_token_is_drawn_by_bans_penalty_temperature_top_k_and_top_p_in_this_order(
-    decode: DecodeSettings,
-) -> None:
+def test_a_token_is_drawn_by_bans_penalty_temperature_top_k_and_top_p_in_this_order(decode):
     logits_BV, seen = logits(), [{0, 2}, {3}, set()]
     seen_BV = torch.tensor([[token in tokens for token in range(11)] for tokens in seen])
     probabilities = processed_logits(logits_BV, decode, seen_BV).softmax(-1)
@@ -355,33 +297,30 @@ def test_a_token_is_drawn_by_bans_penalty_temperature_top_k_and_top_p_in_this_or
         assert got == pytest.approx(slowly(row, decode, tokens), abs=1e-6)
 
 
-def test_a_prompts_padding_was_not_seen() -> None:
+def test_a_prompts_padding_was_not_seen():
     seen = SeenTokens([(5, 6), (7,)])
     padded = torch.tensor([[5, 6, 1], [0, 7, 2]])
     assert seen.mask(padded, 8).nonzero().tolist() == [[0, 1], [0, 5], [0, 6], [1, 2], [1, 7]]
 
 
-def test_what_is_drawn_has_the_distribution_it_is_drawn_from() -> None:
+def test_what_is_drawn_has_the_distribution_it_is_drawn_from():
     logprobs_V = logits(1)[0].log_softmax(-1)
     grid = [(i + 0.5) / 20_000 for i in range(20_000)]
     drawn = draw(logprobs_V.expand(len(grid), -1), grid)
-    assert torch.bincount(drawn, minlength=11) / len(grid) == pytest.approx(
-        logprobs_V.exp(), abs=1e-3
-    )
+    shares = torch.bincount(drawn, minlength=11) / len(grid)
+    assert shares == pytest.approx(logprobs_V.exp(), abs=1e-3)
 
 
-def test_what_has_no_probability_is_never_drawn_not_even_at_the_ends() -> None:
+def test_what_has_no_probability_is_never_drawn_not_even_at_the_ends():
     logprobs_BV = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).expand(3, -1)
     assert draw(logprobs_BV, [0.0, 0.5, 1.0 - 2**-53]).tolist() == [1, 1, 1]
 
 
-def test_a_rows_token_depends_on_its_own_seed_and_not_on_its_neighbours() -> None:
-    def chosen(seeds: list[int], rows: list[int]) -> list[list[float]]:
+def test_a_rows_token_depends_on_its_own_seed_and_not_on_its_neighbours():
+    def chosen(seeds, rows):
         chooser = Chooser(SAMPLE, seeds, [(0,)] * len(seeds))
         for step in range(20):
-            chooser(
-                torch.zeros(len(seeds), 1 + step, dtype=torch.int64), logits(3, 50, seed=step)[rows]
-            )
+            chooser(ids(len(seeds), 1 + step), logits(3, 50, seed=step)[rows])
         return chooser.logprobs()
 
     together = chosen([7, 8, 9], [0, 1, 2])
@@ -390,31 +329,23 @@ def test_a_rows_token_depends_on_its_own_seed_and_not_on_its_neighbours() -> Non
     assert chosen([1007], [0]) != [together[0]]
 
 
-def test_the_chosen_token_is_the_only_one_left() -> None:
-    chooser = Chooser(
-        replace(GREEDY, banned_token_ids=(int(logits()[0].argmax()),)), [1, 2, 3], [(0,)] * 3
-    )
-    left_BV = chooser(torch.zeros(3, 1, dtype=torch.int64), logits())
-    assert torch.isfinite(left_BV).sum(-1).tolist() == [1, 1, 1]
-    assert left_BV[0].argmax() != logits()[0].argmax()
-    assert left_BV[1:].argmax(-1).tolist() == logits()[1:].argmax(-1).tolist()
-
-
-def test_a_beams_log_probabilities_are_found_by_the_rows_it_went_through() -> None:
-    decode = replace(GREEDY, mode=DecodeMode.BEAM, num_beams=2, stop_token_ids=(9,))
-    scores = BeamScores(decode, [(0,)])
-    steps = [
-        scores(torch.zeros(2, 1 + step, dtype=torch.int64), logits(2, seed=step))
-        for step in range(3)
-    ]
-    tokens = [int(steps[0][0].argmax()), int(steps[1][1].argmax())]
-    assert scores.logprobs([0, 1], tokens) == [float(steps[0][0].max()), float(steps[1][1].max())]
-
-
-def test_the_chooser_notes_when_each_step_had_chosen() -> None:
-    chooser = Chooser(GREEDY, [0, 0], [(1,), (2,)])
+def test_the_chosen_token_is_the_only_one_left_and_the_time_of_its_choice_is_kept():
+    best_B = logits().argmax(-1)
+    decode = replace(GREEDY, banned_token_ids=(int(best_B[0]),))
+    chooser = Chooser(decode, [1, 2, 3], [(0,)] * 3)
     started = time.perf_counter()
     for _ in range(3):
-        chooser(torch.zeros(2, 1, dtype=torch.int64), logits(2))
-    assert len(chooser.times) == 3
-    assert started < chooser.times[0] < chooser.times[1] < chooser.times[2] < time.perf_counter()
+        left_BV = chooser(ids(3), logits())
+        assert torch.isfinite(left_BV).sum(-1).tolist() == [1, 1, 1]
+        assert left_BV[0].argmax() != best_B[0]
+        assert left_BV[1:].argmax(-1).tolist() == best_B[1:].tolist()
+    first, second, third = chooser.times
+    assert started < first < second < third < time.perf_counter()
+
+
+def test_a_beams_log_probabilities_are_found_by_the_rows_it_went_through():
+    decode = replace(GREEDY, mode=DecodeMode.BEAM, num_beams=2, stop_token_ids=(9,))
+    scores = BeamScores(decode, [(0,)])
+    steps = [scores(ids(2, 1 + step), logits(2, seed=step)) for step in range(3)]
+    tokens = [int(steps[0][0].argmax()), int(steps[1][1].argmax())]
+    assert scores.logprobs([0, 1], tokens) == [float(steps[0][0].max()), float(steps[1][1].max())]

@@ -8,9 +8,6 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,18 +18,20 @@ import torch.distributed._functional_collectives as functional
 
 from rollout_actors.backends.process_isolation import EngineContext, EngineWorld
 
+c10d = dist.distributed_c10d
 
-def open_default_group(folder: Path, name: str) -> None:
+
+def open_default_group(folder, name):
     dist.init_process_group("gloo", init_method=f"file://{folder / name}", rank=0, world_size=1)
 
 
-def seed_all(seed: int) -> None:
+def seed_all(seed):
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
 
 
-def facts_of_the_process() -> dict[str, Any]:
+def facts_of_the_process():
     return {
         "torch": torch.get_rng_state().tolist(),
         "numpy": np.random.get_state()[1].tolist(),
@@ -42,13 +41,13 @@ def facts_of_the_process() -> dict[str, Any]:
         "excepthook": sys.excepthook,
         "environment": dict(os.environ),
         "frozen": gc.get_freeze_count(),
-        "group": dist.distributed_c10d._world.default_pg,
-        "groups": dict(dist.distributed_c10d._world.pg_names),
+        "group": c10d._world.default_pg,
+        "groups": dict(c10d._world.pg_names),
         "compiles": torch._dynamo.config.disable,
     }
 
 
-def misbehave(folder: Path) -> None:
+def misbehave(folder):
     seed_all(99)
     os.environ["LEFT_BEHIND"] = "1"
     os.environ["HOME"] = "/nowhere"
@@ -58,8 +57,8 @@ def misbehave(folder: Path) -> None:
         open_default_group(folder, "guest")
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def threads():
     number = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -67,7 +66,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def host_group(tmp_path: Path) -> Iterator[Any]:
+def host_group(tmp_path):
     hook = sys.excepthook
     open_default_group(tmp_path, "host")
     yield dist.group.WORLD
@@ -75,52 +74,35 @@ def host_group(tmp_path: Path) -> Iterator[Any]:
     sys.excepthook = hook
 
 
-def leave(context: EngineContext) -> None:
-    with context.entered():
-        context.forget_default_group()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ends_with", [lambda: None, lambda: 1 / 0], ids=["return", "exception"])
-def test_the_process_is_as_it_was_behind_every_call(
-    threads: None, tmp_path: Path, ends_with: Callable[[], Any]
-) -> None:
+def test_the_process_is_as_it_was_behind_every_call_and_the_guest_finds_its_own_again(
+    tmp_path, ends_with
+):
     seed_all(1)
     before = facts_of_the_process()
     context = EngineContext({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
     try:
         with context.entered():
-            assert (
-                torch.get_num_threads(),
-                os.environ["OMP_NUM_THREADS"],
-                torch._dynamo.config.disable,
-            ) == (1, "1", True)
+            assert torch.get_num_threads() == 1
+            assert os.environ["OMP_NUM_THREADS"] == "1"
+            assert torch._dynamo.config.disable
             misbehave(tmp_path)
+            group = dist.group.WORLD
             ends_with()
     except ZeroDivisionError:
         pass
     assert facts_of_the_process() == before
-    leave(context)
-
-
-@pytest.mark.slow
-def test_the_guest_finds_its_own_things_again(threads: None, tmp_path: Path) -> None:
-    context = EngineContext({"OMP_NUM_THREADS": "1"})
-    with context.entered():
-        misbehave(tmp_path)
-        group = dist.group.WORLD
     assert not dist.is_initialized()
     with context.entered():
         assert os.environ["LEFT_BEHIND"] == "1"
         assert dist.group.WORLD is group
         dist.all_reduce(torch.ones(1))
-    leave(context)
+        context.forget_default_group()
 
 
 @pytest.mark.slow
-def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(
-    threads: None, host_group: Any, tmp_path: Path
-) -> None:
+def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(host_group, tmp_path):
     before = facts_of_the_process()
     context = EngineContext({})
     with context.entered():
@@ -130,7 +112,7 @@ def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(
         inner = dist.new_group([0])
         dist.all_reduce(torch.ones(1), group=inner)
     assert facts_of_the_process() == before
-    name = dist.distributed_c10d._world.pg_names[dist.new_group([0])]
+    name = c10d._world.pg_names[dist.new_group([0])]
     assert int(name) == int(before["groups"][host_group]) + 1, "as if there were no guest"
     with context.entered():
         dist.destroy_process_group(inner)
@@ -142,8 +124,7 @@ def test_a_host_with_a_group_of_its_own_keeps_it_and_the_names_of_its_groups(
     assert functional.all_reduce(torch.ones(1), "sum", host_group).tolist() == [1.0]
 
 
-def test_whatever_torchs_world_keeps_in_variables_of_its_module_the_engine_has_for_itself() -> None:
-    c10d = dist.distributed_c10d
+def test_whatever_torchs_world_keeps_in_variables_of_its_module_the_engine_has_for_itself():
     variables = {name for name, value in vars(c10d).items() if not callable(value)}
     in_module = {
         name

@@ -9,11 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_server import (
@@ -30,12 +29,11 @@ from fake_server import (
 
 from rollout_actors.backends import http
 from rollout_actors.backends.rollmatch_server import ServerClient, infer_calls
-from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import CallLimits, InferCall
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
-from shared.rollouts import DecodeMode, Rollout, RolloutRequest
+from shared.rollouts import SyncReport
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.phases import SyncPhase
 
@@ -48,27 +46,24 @@ PROGRAM = Path(__file__).parents[2] / "fakes" / "fake_server.py"
 class Run:
     """A run's client of one server, over an engine that does as it is told."""
 
-    def __init__(self, url: str, engine: ObedientEngine, expected: EngineSettings) -> None:
+    def __init__(self, url, engine, expected):
         self.url = url
         self.engine = engine
         self.expected = expected
 
-    def client(self, *, index: int = 0, **changes: Any) -> ServerClient:
-        guard = changes.pop("repeat_guard", None)
+    def client(self, *, index=0, repeat_guard=None, **changes):
+        expected = replace(self.expected, repeat_guard=repeat_guard)
         return ServerClient(
-            "server-0",
-            make_address(self.url, **changes),
-            index=index,
-            expected=replace(self.expected, repeat_guard=guard),
+            "server-0", make_address(self.url, **changes), index=index, expected=expected
         )
 
-    def start(self, **changes: Any) -> int:
+    def start(self, **changes):
         return asyncio.run(self.client(**changes).start())
 
-    def generate(self, *requests: RolloutRequest, **changes: Any) -> list[Rollout]:
+    def generate(self, *requests, **changes):
         return asyncio.run(self.client(**changes).generate(requests))
 
-    def start_and_generate(self, *requests: RolloutRequest) -> list[Rollout]:
+    def start_and_generate(self, *requests):
         """Ask by the server's limits, which the start asks for."""
         client = self.client()
         asyncio.run(client.start())
@@ -76,62 +71,47 @@ class Run:
 
 
 @pytest.fixture
-def expected(tmp_path: Path) -> EngineSettings:
+def expected(tmp_path):
     return make_settings(tmp_path / "model")
 
 
 @pytest.fixture(autouse=True)
-def watch_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def watch_often(monkeypatch):
     monkeypatch.setattr(http, "WATCH_S", 0.3)
 
 
 @pytest.fixture
-def engine() -> ObedientEngine:
+def engine():
     return ObedientEngine()
 
 
 @pytest.fixture
-def run(engine: ObedientEngine, expected: EngineSettings) -> Iterator[Run]:
+def run(engine, expected):
     with serving_engine(engine, expected) as url:
         yield Run(url, engine, expected)
 
 
-@contextmanager
-def run_beside(expected: EngineSettings) -> Iterator[tuple[subprocess.Popen[str], Run]]:
-    """A server in a process of its own, whose rollouts take a minute."""
-    program = [sys.executable, PROGRAM, expected.model_path]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process, Run(process.stdout.readline().strip(), ObedientEngine(), expected)
-        process.kill()
-
-
 class TestStart:
-    def test_it_returns_the_server_s_devices(self, expected: EngineSettings) -> None:
+    def test_a_server_that_comes_up_later_and_has_room_to_spare_suits_with_its_devices(
+        self, expected
+    ):
         engine = ObedientEngine(devices=2)
-        with serving_engine(engine, replace(expected, max_num_seqs=16)) as url:
-            assert Run(url, engine, expected).start() == 2
-
-    def test_a_server_that_comes_up_later_is_waited_for(
-        self, engine: ObedientEngine, expected: EngineSettings
-    ) -> None:
-        service = make_service(engine, expected)
+        roomy = replace(
+            expected, max_model_len=4096, max_num_seqs=64, max_images_per_prompt=4, enable_lora=True
+        )
+        service = make_service(engine, roomy)
         with serving(make_app(service)) as url:
             threading.Timer(0.7, lambda: asyncio.run(service.start())).start()
-            assert Run(url, engine, expected).start() == 1
+            assert Run(url, engine, expected).start() == 2
 
-    def test_a_server_that_stays_starting_is_given_up(
-        self, engine: ObedientEngine, expected: EngineSettings
-    ) -> None:
+    def test_a_server_that_stays_starting_is_given_up(self, engine, expected):
         with (
             serving(make_app(make_service(engine, expected))) as url,
             pytest.raises(RolloutError, match="last: HTTP 503: a-server is starting"),
         ):
             Run(url, engine, expected).start(timeout_s=2.0)
 
-    def test_a_missing_token_is_said_with_its_key(
-        self, engine: ObedientEngine, expected: EngineSettings
-    ) -> None:
+    def test_a_missing_token_is_said_with_its_key(self, engine, expected):
         with serving_engine(engine, expected, token="secret") as url:
             run = Run(url, engine, expected)
             missing = r"HTTP 401: .*rollout_matching\.vllm\.server\.token_env"
@@ -140,8 +120,8 @@ class TestStart:
             assert run.start(token="secret") == 1
 
     def test_a_server_that_does_not_suit_the_run_is_refused_with_everything_that_differs(
-        self, run: Run, tmp_path: Path
-    ) -> None:
+        self, run, tmp_path
+    ):
         run.expected = make_settings(
             tmp_path / "other",
             dtype="bfloat16",
@@ -167,21 +147,13 @@ class TestStart:
         ):
             assert part in str(caught.value)
 
-    def test_a_server_with_room_to_spare_suits(
-        self, engine: ObedientEngine, expected: EngineSettings
-    ) -> None:
-        roomy = replace(
-            expected, max_model_len=4096, max_num_seqs=64, max_images_per_prompt=4, enable_lora=True
-        )
-        with serving_engine(engine, roomy) as url:
-            assert Run(url, engine, expected).start() == 1
-
 
 class TestRepeatGuard:
     """A server is started without it (spec: no new standalone CLI flags): the run's rule comes with
-    what it asks."""
+    what it asks.
+    """
 
-    def test_the_runs_rule_is_in_force_before_the_engine_is_asked(self, run: Run) -> None:
+    def test_the_runs_rule_is_in_force_before_the_engine_is_asked(self, run):
         client = run.client(repeat_guard=GUARD)
         assert asyncio.run(client.start()) == 1
         for position in range(2):
@@ -190,12 +162,10 @@ class TestRepeatGuard:
         run.generate(make_request(2))
         assert run.engine.guards == [GUARD, None], "a run without a guard has none"
 
-    def test_another_runs_rule_waits_until_nothing_is_answered_under_this_one(
-        self, run: Run
-    ) -> None:
+    def test_another_runs_rule_waits_until_nothing_is_answered_under_this_one(self, run):
         run.engine.latency_s = 60.0
 
-        async def both() -> None:
+        async def both():
             guarded = run.client(repeat_guard=GUARD, infer_timeout_s=60.0)
             first = asyncio.create_task(guarded.generate([make_request(0)]))
             while not run.engine.asked:
@@ -210,7 +180,7 @@ class TestRepeatGuard:
         asyncio.run(both())
         assert run.engine.guards == [GUARD, None]
 
-    def test_config_required_repeat_aware_processor_missing_fails_fast(self, run: Run) -> None:
+    def test_config_required_repeat_aware_processor_missing_fails_fast(self, run):
         run.engine.cannot_guard = RolloutError(
             "worker 0 holds no repeat guard", actor="a-server", phase="start"
         )
@@ -218,7 +188,7 @@ class TestRepeatGuard:
             run.generate(make_request(0), repeat_guard=GUARD)
         assert run.engine.asked == []
 
-    def test_the_command_for_a_run_names_no_flag_for_it(self, expected: EngineSettings) -> None:
+    def test_the_command_for_a_run_names_no_flag_for_it(self, expected):
         nowhere = Run("http://127.0.0.1:9", ObedientEngine(), expected)
         with pytest.raises(RolloutError) as caught:
             nowhere.start(repeat_guard=GUARD, timeout_s=0.1)
@@ -227,59 +197,52 @@ class TestRepeatGuard:
 
 
 class TestGenerate:
-    def test_rollouts_come_in_order_under_the_client_s_name(self, run: Run) -> None:
+    def test_rollouts_come_in_order_under_the_clients_name(self, run):
         rollouts = run.generate(make_request(4), make_request(2))
-        assert [(r.position, r.seed, r.actor, r.attempt) for r in rollouts] == [
-            (4, 104, "server-0", 0),
-            (2, 102, "server-0", 0),
+        assert [(r.position, r.seed, r.response_token_ids) for r in rollouts] == [
+            (4, 104, (4, 104)),
+            (2, 102, (2, 102)),
         ]
-        assert rollouts[0].logprobs == (-0.1, -1 / 3)
+        assert {(r.actor, r.attempt, r.logprobs) for r in rollouts} == {
+            ("server-0", 0, (-0.1, -1 / 3))
+        }
 
-    def test_a_call_that_takes_too_long_is_tried_once_more_and_the_first_is_aborted(
-        self, run: Run
-    ) -> None:
+    def test_a_call_that_takes_too_long_is_tried_once_more_and_the_first_is_aborted(self, run):
         run.engine.num_stuck = 1
         (rollout,) = run.generate(make_request(3), infer_timeout_s=1.0)
         assert rollout.attempt == 1
         assert eventually(lambda: run.engine.num_cancelled == 1)
 
-    def test_what_contradicts_the_run_is_final_and_not_asked_again(self, run: Run) -> None:
+    def test_what_contradicts_the_run_is_final_and_not_asked_again(self, run):
         message = "sample-0 was sampled by weights [2, 3], not 3 alone"
         run.engine.trouble = [RolloutError(message, actor="x", phase="generate")]
         with pytest.raises(RolloutError) as caught:
             run.generate(make_request(0))
         assert f"refused the call: HTTP 422: {message}" in str(caught.value)
-        assert (type(caught.value), len(run.engine.asked)) == (RolloutError, 1), (
-            "an UnreachableError would be asked of the next server"
-        )
+        assert type(caught.value) is RolloutError, "an UnreachableError goes to the next server"
+        assert len(run.engine.asked) == 1
 
-    def test_what_the_server_refuses_is_not_tried_again(self, run: Run) -> None:
-        request = make_request(0)
-        beams = replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM))
-        refused = r"refused the call: HTTP 400: requests\[0\]\.decode\.mode: 'beam'"
-        with pytest.raises(RolloutError, match=refused):
-            run.generate(beams)
-        assert run.engine.asked == []
+    def test_an_answer_of_other_requests_is_refused(self, run, monkeypatch):
+        monkeypatch.setattr(run.engine, "_rollout", lambda _: ObedientEngine()._rollout(other))
+        other = make_request(7)
+        with pytest.raises(RolloutError, match="1 rollouts that are not those of the 1 requests"):
+            run.generate(make_request(0))
 
     def test_a_share_that_is_too_large_for_one_call_comes_in_several_at_a_time_and_in_order(
-        self, run: Run
-    ) -> None:
+        self, run
+    ):
         run.engine.meets = 19
         rollouts = run.start_and_generate(*map(make_request, range(19)))
         assert [(r.position, r.seed) for r in rollouts] == [(i, 100 + i) for i in range(19)]
         sizes = sorted(map(len, run.engine.asked))
-        assert (sizes, run.engine.most_at_a_time) == ([3, 8, 8], 19), (
-            "a call of this server has 8 requests at most"
-        )
+        assert (sizes, run.engine.most_at_a_time) == ([3, 8, 8], 19), "a call has 8 at most"
 
-    def test_where_one_of_several_calls_fails_all_are_asked_once_more(self, run: Run) -> None:
+    def test_where_one_of_several_calls_fails_all_are_asked_once_more(self, run):
         run.engine.trouble = [None, RuntimeError("a hiccup")]
         rollouts = run.start_and_generate(*map(make_request, range(9)))
         assert {(r.attempt, r.seed - r.position) for r in rollouts} == {(1, 100)}
 
-    def test_a_sample_that_no_call_can_hold_is_refused_unsent_with_the_server_s_option(
-        self, run: Run
-    ) -> None:
+    def test_a_sample_that_no_call_can_hold_is_refused_unsent_with_the_servers_option(self, run):
         large = make_request(1, images=(ImageRef(None, b"x" * (1 << 20), "ab"),))
         too_large = (
             r"max_request_bytes = 1048576, and sample sample-1 with its images is (\d+); start it"
@@ -289,65 +252,78 @@ class TestGenerate:
             run.start_and_generate(make_request(0), large)
         assert run.engine.asked == []
 
-    def test_cancelling_a_call_aborts_its_requests(self, run: Run) -> None:
+    def test_a_call_that_is_cancelled_or_given_up_by_the_watch_is_aborted(self, run):
         run.engine.latency_s = 60.0
 
-        async def give_up() -> None:
+        async def give_up():
             client = run.client(infer_timeout_s=None)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.generate([make_request(0)]), 0.5)
 
         asyncio.run(give_up())
         assert eventually(lambda: run.engine.num_cancelled == 1)
-
-    def test_a_call_that_the_watch_gives_up_is_aborted(self, run: Run) -> None:
-        run.engine.latency_s = 60.0
         run.engine.is_stuck = True
         with pytest.raises(RolloutError, match="sampled no token"):
             run.generate(make_request(0), infer_timeout_s=None, timeout_s=1.0)
-        assert eventually(lambda: run.engine.num_cancelled == 2)
+        assert eventually(lambda: run.engine.num_cancelled == 3), "and its second try"
 
-    def test_a_killed_server_ends_the_wait(self, expected: EngineSettings) -> None:
-        with run_beside(expected) as (process, run):
-            threading.Timer(1.0, process.kill).start()
-            started = time.monotonic()
-            with pytest.raises(RolloutError, match="failed 2 times"):
-                run.generate(make_request(0), infer_timeout_s=None)
-            assert time.monotonic() - started < 60
 
-    def test_the_watch_ends_the_wait_for_a_server_that_fell_silent(
-        self, expected: EngineSettings
-    ) -> None:
-        with run_beside(expected) as (process, run):
-            threading.Timer(1.0, lambda: os.kill(process.pid, signal.SIGSTOP)).start()
-            started = time.monotonic()
-            with pytest.raises(RolloutError, match=r"no answer to /health/ after 0.5 s"):
-                run.generate(make_request(0), infer_timeout_s=None, timeout_s=0.5)
-            assert time.monotonic() - started < 60
+@contextmanager
+def ends_soon(message):
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=message):
+        yield
+    assert time.monotonic() - started < 60
+
+
+class TestServerThatEnds:
+    """A server in a process of its own, whose rollouts take a minute."""
+
+    @pytest.fixture
+    def process(self, expected):
+        program = [sys.executable, PROGRAM, expected.model_path]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+            yield process
+            process.kill()
+
+    @pytest.fixture
+    def run(self, process, expected):
+        return Run(process.stdout.readline().strip(), None, expected)
+
+    def test_a_killed_server_ends_the_wait(self, process, run):
+        threading.Timer(1.0, process.kill).start()
+        with ends_soon("failed 2 times"):
+            run.generate(make_request(0), infer_timeout_s=None)
+
+    def test_the_watch_ends_the_wait_for_a_server_that_fell_silent(self, process, run):
+        threading.Timer(1.0, partial(os.kill, process.pid, signal.SIGSTOP)).start()
+        with ends_soon(r"no answer to /health/ after 0.5 s"):
+            run.generate(make_request(0), infer_timeout_s=None, timeout_s=0.5)
 
 
 class TestSync:
-    def sync(self, client: ServerClient, offer: Any) -> Any:
-        async def run_phases() -> Any:
-            return [await client.run_sync_phase(phase, offer) for phase in SyncPhase][-1]
+    def sync(self, client, offer):
+        async def run_phases():
+            return [await client.run_sync_phase(phase, offer) for phase in SyncPhase]
 
         return asyncio.run(run_phases())
 
-    def test_the_phases_reach_the_engine_and_the_report_comes_back(self, run: Run) -> None:
+    def test_the_phases_reach_the_engine_and_the_report_comes_back(self, run):
         client = run.client()
-        report = self.sync(client, make_offer(version=3))
-        assert (report.version, client.version, run.engine.version) == (3, 3, 3)
+        report = SyncReport(3, 24, {"pause": 0.1, "wire": 0.2}, 1e-6)
+        assert self.sync(client, make_offer(version=3)) == [None] * 5 + [report]
+        assert (client.version, run.engine.version) == (3, 3)
         assert run.engine.phases == [(phase, make_offer(version=3)) for phase in SyncPhase]
+        assert len(asyncio.run(client.generate([make_request(0)]))) == 1
+        with pytest.raises(RolloutError, match="another run's weights"):
+            run.generate(make_request(0))
 
-    def test_every_server_is_told_of_its_own_group(self, run: Run) -> None:
+    def test_every_server_is_told_of_its_own_group(self, run):
         offer = make_offer(num_groups=3)
         self.sync(run.client(index=2), offer)
-        groups = {kept.terms.group for _, kept in run.engine.phases}
-        assert groups == {offer.terms.groups[2]}
+        assert {kept.terms.group for _, kept in run.engine.phases} == {offer.terms.groups[2]}
 
-    def test_an_error_of_the_engine_arrives_with_all_its_fields_under_the_client_s_name(
-        self, run: Run
-    ) -> None:
+    def test_an_error_of_the_engine_arrives_with_all_its_fields_under_the_clients_name(self, run):
         failure = WeightSyncError(
             "they differ", actor="x", phase="verify", quantity="bucket checksums", size=2.0
         )
@@ -360,22 +336,15 @@ class TestSync:
         assert f"{run.url} they differ" in str(error)
         assert len(run.engine.phases) == 4, "a phase is not tried again"
 
-    def test_a_phase_out_of_turn_is_an_error_of_its_phase(self, run: Run) -> None:
+    def test_a_phase_out_of_turn_is_an_error_of_its_phase(self, run):
         with pytest.raises(WeightSyncError, match=r"wire on server-0: .*out of turn"):
             asyncio.run(run.client().run_sync_phase(SyncPhase.WIRE, make_offer()))
 
-    def test_a_phase_that_is_not_answered_names_the_server(self, run: Run) -> None:
+    def test_a_phase_that_is_not_answered_names_the_server(self, run):
         run.engine.latency_s = 60.0
         late = r"pause on server-0: .*no answer to /sync/pause/ after 3\.5 s"
         with pytest.raises(WeightSyncError, match=late):
             asyncio.run(run.client().run_sync_phase(SyncPhase.PAUSE, make_offer(timeout_s=0.5)))
-
-    def test_another_run_s_weights_are_noticed(self, run: Run) -> None:
-        client = run.client()
-        self.sync(client, make_offer())
-        assert len(asyncio.run(client.generate([make_request(0)]))) == 1
-        with pytest.raises(RolloutError, match="another run's weights"):
-            run.generate(make_request(0))
 
 
 REQUESTS = [
@@ -388,40 +357,36 @@ REQUESTS = [
 
 
 class TestInferCalls:
-    def calls(
-        self,
-        requests: list[RolloutRequest],
-        max_request_bytes: int = sys.maxsize,
-        max_requests: int = sys.maxsize,
-    ) -> list[InferCall]:
+    def calls(self, requests, max_request_bytes=sys.maxsize, max_requests=sys.maxsize):
         limits = CallLimits(max_request_bytes, max_requests, sys.maxsize)
         return infer_calls(requests, limits, run="a" * 32, version=7)
 
-    def test_a_share_within_the_limits_is_one_call(self) -> None:
+    def test_a_share_within_the_limits_is_one_call(self):
         assert self.calls(REQUESTS) == [InferCall.of(REQUESTS, run="a" * 32, version=7)]
 
-    def test_no_call_has_more_requests_than_the_server_takes(self) -> None:
-        positions = [
-            [request.position for request in call.requests]
-            for call in self.calls(REQUESTS, max_requests=3)
+    def test_no_call_has_more_requests_than_the_server_takes(self):
+        cut = self.calls(REQUESTS, max_requests=3)
+        assert [call.requests for call in cut] == [
+            tuple(REQUESTS[:3]),
+            tuple(REQUESTS[3:6]),
+            tuple(REQUESTS[6:]),
         ]
-        assert positions == [[0, 1, 2], [3, 4, 5], [6]]
 
     @pytest.mark.parametrize("limit", [8_700, 10_000, 14_000, 20_000, 40_000])
     def test_no_body_is_larger_than_the_server_takes_and_every_request_is_in_one_in_order(
-        self, limit: int
-    ) -> None:
+        self, limit
+    ):
         cut = self.calls(REQUESTS, max_request_bytes=limit)
         assert all(len(call.body()) <= limit for call in cut)
         assert [request for call in cut for request in call.requests] == REQUESTS
         assert all(call.seed == call.requests[0].seed for call in cut)
 
-    def test_a_call_is_cut_only_where_the_next_request_does_not_fit(self) -> None:
+    def test_a_call_is_cut_only_where_the_next_request_does_not_fit(self):
         one, two = (len(self.calls([request])[0].body()) for request in REQUESTS[2:4])
         assert len(self.calls(REQUESTS[2:4], max_request_bytes=one + two)) == 1
         assert len(self.calls(REQUESTS[2:4], max_request_bytes=max(one, two))) == 2
 
-    def test_a_request_that_no_call_can_hold_is_named_with_the_limit_that_would(self) -> None:
+    def test_a_request_that_no_call_can_hold_is_named_with_the_limit_that_would(self):
         (alone,) = self.calls(REQUESTS[3:4])
         needed = len(alone.body())
         too_large = (

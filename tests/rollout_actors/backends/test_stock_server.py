@@ -10,10 +10,8 @@ import io
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_server import make_address, make_offer, make_request, make_settings, serving
@@ -32,7 +30,7 @@ from rollout_actors.engine.settings import EngineSettings, engine_arguments
 from shared.errors import RolloutError, WeightSyncError
 from shared.prompts import on_white
 from shared.records import ImageRef
-from shared.rollouts import FinishReason, Rollout, RolloutRequest, SyncReport, WeightOffer
+from shared.rollouts import FinishReason
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
@@ -53,66 +51,53 @@ OFFER = replace(make_offer(), canary=CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -
 class Run:
     """A run's client of a server that does as it is told."""
 
-    def __init__(self, server: StockServer, url: str, expected: EngineSettings) -> None:
+    def __init__(self, server, url, expected):
         self.server = server
         self.url = url
         self.expected = expected
-        self.client: StockClient
+        self.client = None
 
-    def start(self, *, index: int = 0, **changes: Any) -> Run:
-        guard = changes.pop("repeat_guard", None)
+    def start(self, *, index=0, repeat_guard=None, **changes):
         self.client = StockClient(
             "server-0",
             make_address(self.url, kind="vllm", **changes),
             index=index,
-            expected=replace(self.expected, repeat_guard=guard),
+            expected=replace(self.expected, repeat_guard=repeat_guard),
         )
         assert asyncio.run(self.client.start()) == 1
         return self
 
-    def generate(self, *requests: RolloutRequest) -> list[Rollout]:
+    def generate(self, *requests):
         return asyncio.run(self.client.generate(requests or [make_request(0)]))
 
-    def sync(self, offer: WeightOffer = OFFER) -> SyncReport:
-        async def phases() -> Any:
+    def sync(self, offer=OFFER):
+        async def phases():
             return [await self.client.run_sync_phase(phase, offer) for phase in SyncPhase][-1]
 
-        report: SyncReport = asyncio.run(phases())
-        return report
+        return asyncio.run(phases())
+
+    def sent_to(self, route, key):
+        return [body[key] for asked, body in self.server.asked if asked == route]
 
 
 @pytest.fixture
-def expected(tmp_path: Path) -> EngineSettings:
+def expected(tmp_path):
     return make_settings(tmp_path / "model")
 
 
 @pytest.fixture
-def run(expected: EngineSettings) -> Iterator[Run]:
+def run(expected):
     server = StockServer()
     with serving(server.app()) as url:
         yield Run(server, url, expected)
 
 
-def picture(mode: str, *, turned: bool = False) -> ImageRef:
-    image = Image.frombytes("RGB", (3, 2), bytes(range(0, 180, 10))).convert(mode)
-    if mode == "RGBA":
-        image.putalpha(100)
-    exif = Image.Exif()
-    if turned:
-        exif[0x0112] = 6
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", exif=exif)
-    return ImageRef(path=None, data=buffer.getvalue(), sha256="")
-
-
 class TestStart:
     @pytest.mark.slow
-    def test_a_suitable_server_gets_a_label_of_this_run_and_is_asked_to_go_on(
-        self, run: Run
-    ) -> None:
+    def test_a_suitable_server_gets_a_label_of_this_run_and_is_asked_to_go_on(self, run):
         routes = run.start().server.routes
         assert routes == ["/resume", "/update_weight_version", "/collective_rpc guard_by"]
-        assert run.server.label.startswith("rollmatch-") and run.server.label.endswith("-0")
+        assert re.fullmatch("rollmatch-.+-0", run.server.label)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -122,61 +107,52 @@ class TestStart:
             (GENERATE, 403, "--enable-scale-out"),
             (GENERATE, 404, r"server\.kind"),
             ("/get_world_size", 404, "VLLM_SERVER_DEV_MODE=1"),
+            ("/get_world_size", 500, "HTTP 500: closed"),
         ],
     )
-    def test_a_closed_route_names_what_opens_it(
-        self, run: Run, route: str, status: int, said: str
-    ) -> None:
+    def test_a_closed_route_names_what_opens_it_and_the_servers_url_once(
+        self, run, route, status, said
+    ):
         run.server.closed[route] = status
-        with pytest.raises(RolloutError, match=f"start on server-0: {run.url} .*{said}"):
-            run.start()
-
-    def test_a_route_that_fails_is_named_with_the_servers_url_once(self, run: Run) -> None:
-        run.server.closed["/get_world_size"] = 500
-        with pytest.raises(RolloutError) as caught:
+        with pytest.raises(RolloutError, match=f"start on server-0: {run.url} .*{said}") as caught:
             run.start()
         assert str(caught.value).count(run.url) == 1
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("name", "value", "said"),
+        ("changes", "said"),
         [
-            ("model_config.dtype", "torch.bfloat16", "--dtype float32"),
-            ("model_config.max_model_len", 32, "--max-model-len 64"),
-            ("model_config.logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
-            ("model_config.multimodal_config", None, "--limit-mm-per-prompt"),
-            ("scheduler_config.max_num_seqs", 4, "--max-num-seqs 8"),
-            ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1"),
-            ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
+            ({"model_config.dtype": "torch.bfloat16"}, "--dtype float32"),
+            ({"model_config.max_model_len": 32}, "--max-model-len 64"),
             (
-                "parallel_config.worker_extension_cls",
-                "",
+                {"model_config.logprobs_mode": "raw_logprobs"},
+                "--logprobs-mode processed_logprobs",
+            ),
+            ({"model_config.multimodal_config": None}, "--limit-mm-per-prompt"),
+            ({"scheduler_config.max_num_seqs": 4}, "--max-num-seqs 8"),
+            ({"parallel_config.data_parallel_size": 2}, "--data-parallel-size 1"),
+            ({"parallel_config.pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+            (
+                {"parallel_config.worker_extension_cls": ""},
                 r"--worker-extension-cls rollout_actors\.weight_sync\.worker\.VerifyingWorker",
             ),
             (
-                "weight_transfer_config",
-                None,
+                {"weight_transfer_config": None},
                 r"--weight-transfer-config '\{\"backend\": \"rollmatch_gloo\"\}'",
             ),
-            ("weight_transfer_config", {"backend": "nccl"}, "it takes weights over nccl"),
+            ({"weight_transfer_config": {"backend": "nccl"}}, "it takes weights over nccl"),
+            (
+                {"model_config.dtype": "torch.bfloat16", "weight_transfer_config": None},
+                r"--dtype float32; .*--weight-transfer-config",
+            ),
         ],
     )
-    def test_every_argument_that_is_missing_or_other_is_named(
-        self, run: Run, name: str, value: Any, said: str
-    ) -> None:
-        run.server.changes = {name: value}
+    def test_every_argument_that_is_missing_or_other_is_named(self, run, changes, said):
+        run.server.changes = changes
         with pytest.raises(RolloutError, match=said):
             run.start()
 
-    def test_all_of_them_are_named_at_once(self, run: Run) -> None:
-        run.server.changes = {
-            "model_config.dtype": "torch.bfloat16",
-            "weight_transfer_config": None,
-        }
-        with pytest.raises(RolloutError, match=r"--dtype float32; .*--weight-transfer-config"):
-            run.start()
-
-    def test_a_guard_that_is_asked_for_and_not_there_ends_the_start(self, run: Run) -> None:
+    def test_a_guard_that_is_asked_for_and_not_there_ends_the_start(self, run):
         run.server.holds_guard = False
         missing = (
             r"holds no repeat guard, and rollout_matching\.repeat_terminate asks for one:"
@@ -187,7 +163,7 @@ class TestStart:
         run.start()  # which needs none
 
     @pytest.mark.slow
-    def test_the_runs_rule_comes_with_its_start_and_again_with_its_syncs(self, run: Run) -> None:
+    def test_the_runs_rule_comes_with_its_start_and_again_with_its_syncs(self, run):
         server = run.start(repeat_guard=GUARD).server
         assert server.guard == asdict(GUARD)
         Run(server, run.url, run.expected).start()
@@ -200,8 +176,8 @@ class TestStart:
 
     @pytest.mark.slow
     def test_a_server_whose_workers_do_not_take_the_rule_is_waited_for_no_longer_than_a_phase(
-        self, run: Run
-    ) -> None:
+        self, run
+    ):
         run.start(repeat_guard=GUARD)
         run.server.guard_latency_s = 60.0
         late = (
@@ -214,16 +190,14 @@ class TestStart:
         with pytest.raises(RolloutError, match=late):
             run.start(timeout_s=1.0)
 
-    def test_a_server_that_never_comes_up_names_the_command_that_starts_it(
-        self, expected: EngineSettings
-    ) -> None:
+    def test_a_server_that_never_comes_up_names_the_command_that_starts_it(self, expected):
         command = r"VLLM_SERVER_DEV_MODE=1 .*vllm serve .*--enable-scale-out"
         with pytest.raises(RolloutError, match=command):
             Run(StockServer(), "http://127.0.0.1:9", expected).start(timeout_s=0.5)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("label", ["rollmatch-another-7", "rollmatch-unverified", "mine"])
-    def test_the_weights_of_another_run_are_not_served(self, run: Run, label: str) -> None:
+    def test_the_weights_of_another_run_are_not_served(self, run, label):
         run.server.label = label
         run.start()
         with pytest.raises(RolloutError, match="weights that another run has sent"):
@@ -234,8 +208,21 @@ class TestStart:
         assert run.generate()[0].weight_version == 1
 
 
+def picture(mode, **options):
+    image = Image.frombytes("RGB", (3, 2), bytes(range(0, 180, 10))).convert(mode)
+    if mode == "RGBA":
+        image.putalpha(100)
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return ImageRef(path=None, data=file.getvalue(), sha256="")
+
+
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
+
+
 class TestGenerate:
-    def test_rollouts_are_read_with_the_stop_token_apart(self, run: Run) -> None:
+    def test_rollouts_are_read_with_the_stop_token_apart(self, run):
         first, second = run.start().generate(make_request(0), make_request(1))
         assert (first.prompt_token_ids, first.response_token_ids) == ((1, 2, 7), (3, 4))
         assert (first.stop_token_id, first.logprobs) == (9, (-0.375, -0.5))
@@ -243,14 +230,13 @@ class TestGenerate:
         assert (first.position, second.position, second.seed) == (0, 1, 101)
         assert (second.actor, second.attempt) == ("server-0", 0)
 
-    def test_the_request_leaves_nothing_to_the_servers_defaults(self, run: Run) -> None:
+    def test_the_request_leaves_nothing_to_the_servers_defaults(self, run):
         image = picture("RGB")
         decode = replace(make_request(0).decode, banned_token_ids=(5,), top_k=4)
-        run.start().generate(replace(make_request(0), images=(image,), decode=decode))
+        run.start().generate(make_request(0, images=(image,), decode=decode))
         _, body = run.server.asked[-1]
         assert body["token_ids"] == [1, 2] and body["return_token_ids"]
-        data = base64.b64encode(image.data or b"").decode()
-        url = f"data:image/png;base64,{data}"
+        url = f"data:image/png;base64,{base64.b64encode(image.data).decode()}"
         assert body["content_parts"] == [{"type": "image_url", "url": url}]
         assert body["sampling_params"] == {
             "temperature": 1.0,
@@ -266,28 +252,25 @@ class TestGenerate:
             "detokenize": False,
         }
 
-    def sent_picture(self, run: Run, image: ImageRef) -> Image.Image:
-        run.start().generate(replace(make_request(0), images=(image,)))
-        (part,) = run.server.asked[-1][1]["content_parts"]
-        return Image.open(io.BytesIO(base64.b64decode(part["url"].partition(",")[2])))
-
     @pytest.mark.slow
-    @pytest.mark.parametrize(("mode", "turned"), [("RGBA", False), ("L", False), ("RGB", True)])
+    @pytest.mark.parametrize(
+        "image",
+        [
+            picture("RGBA"),
+            picture("L"),
+            picture("RGB", exif=TURNED),
+            picture("RGB", exif=b"Exif\0\0garbage"),
+        ],
+        ids=["transparent", "grey", "turned", "with damaged EXIF data"],
+    )
     def test_an_image_that_the_server_would_read_otherwise_goes_as_the_pixels_of_the_learner(
-        self, run: Run, mode: str, turned: bool
-    ) -> None:
-        image = picture(mode, turned=turned)
-        sent = self.sent_picture(run, image)
+        self, run, image
+    ):
+        run.start().generate(make_request(0, images=(image,)))
+        (part,) = run.server.asked[-1][1]["content_parts"]
+        sent = Image.open(io.BytesIO(base64.b64decode(part["url"].partition(",")[2])))
         assert (sent.mode, sent.getexif()) == ("RGB", {})
-        assert sent.tobytes() == on_white(Image.open(io.BytesIO(image.data or b""))).tobytes()
-
-    def test_an_image_with_damaged_exif_data_goes_as_its_pixels(self, run: Run) -> None:
-        file = io.BytesIO()
-        Image.new("RGB", (3, 2), (9, 8, 7)).save(file, "PNG", exif=b"Exif\0\0garbage")
-        with pytest.raises(SyntaxError), Image.open(file) as damaged:
-            damaged.getexif()
-        sent = self.sent_picture(run, ImageRef(path=None, data=file.getvalue(), sha256="0" * 64))
-        assert (sent.mode, sent.getpixel((1, 1)), sent.getexif()) == ("RGB", (9, 8, 7), {})
+        assert sent.tobytes() == on_white(Image.open(io.BytesIO(image.data))).tobytes()
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -305,28 +288,25 @@ class TestGenerate:
                 {"token_ids": "nonsense"},
                 "check that it is `.*vllm serve .*`, and rollout_matching.vllm.server.kind",
             ),
+            (
+                {
+                    "finish_reason": "length",
+                    "token_ids": [5] * 6,
+                    "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}] * 6},
+                },
+                "was not active",  # the guard: a repetition has gone on
+            ),
         ],
     )
-    def test_what_is_no_whole_rollout_of_these_weights_is_refused(
-        self, run: Run, choice: dict[str, Any], said: str
-    ) -> None:
-        run.start().server.choice = choice
+    def test_what_is_no_whole_rollout_of_these_weights_is_refused(self, run, choice, said):
+        run.start(repeat_guard=GUARD).server.choice = choice
         with pytest.raises(RolloutError, match=said):
-            run.generate()
-
-    def test_a_repetition_that_went_on_says_that_the_guard_was_not_active(self, run: Run) -> None:
-        run.start(repeat_guard=GUARD).server.choice = {
-            "finish_reason": "length",
-            "token_ids": [5] * 6,
-            "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}] * 6},
-        }
-        with pytest.raises(RolloutError, match="was not active"):
             run.generate()
 
 
 class TestSync:
     @pytest.mark.slow
-    def test_the_phases_are_the_servers_own_routes_in_order(self, run: Run) -> None:
+    def test_the_phases_are_the_servers_own_routes_in_order_and_the_group_is_opened_once(self, run):
         run.start().server.asked.clear()
         report = run.sync()
         assert run.server.routes == [
@@ -348,32 +328,20 @@ class TestSync:
             "/update_weight_version",
         ]
         assert (report.version, run.client.version) == (1, 1)
-        first, last = [
-            body["new_version"]
-            for route, body in run.server.asked
-            if route == "/update_weight_version"
-        ]
+        first, last = run.sent_to("/update_weight_version", "new_version")
         assert first == "rollmatch-unverified" and last.endswith("-1")
         assert run.generate()[0].weight_version == 1
-
-    @pytest.mark.slow
-    def test_the_second_sync_goes_over_the_same_group(self, run: Run) -> None:
-        run.start().sync()
         run.server.asked.clear()
         run.sync(replace(OFFER, version=2))
         assert "/init_weight_transfer_engine" not in run.server.routes
 
-    def test_each_server_joins_its_own_group_at_rank_one(self, run: Run) -> None:
+    def test_each_server_joins_its_own_group_at_rank_one(self, run):
         run.start(index=1).sync(replace(OFFER, terms=make_offer(num_groups=2).terms))
-        (info,) = [
-            body["init_info"]
-            for route, body in run.server.asked
-            if route == "/init_weight_transfer_engine"
-        ]
+        (info,) = run.sent_to("/init_weight_transfer_engine", "init_info")
         assert (info["master_port"], info["rank_offset"], info["world_size"]) == (29501, 1, 2)
 
     @pytest.mark.slow
-    def test_a_canary_that_differs_leaves_nothing_served(self, run: Run) -> None:
+    def test_a_canary_that_differs_leaves_nothing_served(self, run):
         wrong = CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.6), 1e-4)
         with pytest.raises(WeightSyncError, match="canary on server-0"):
             run.start().sync(replace(OFFER, canary=wrong))
@@ -385,9 +353,7 @@ class TestSync:
         ("learners", "what"),
         [([-0.5, -0.6], "differ"), ([], "need one log-probability less, not 0")],
     )
-    def test_the_canarys_log_probabilities_may_come_behind_the_weights(
-        self, run: Run, learners: list[float], what: str
-    ) -> None:
+    def test_the_canarys_log_probabilities_may_come_behind_the_weights(self, run, learners, what):
         pending = replace(OFFER, canary=CanaryProbe((1, 2), (), (1, 2, 7), None, 1e-4))
         run.start().server.learners = [-0.5, -0.5]
         assert run.sync(pending).canary_max_abs == 0
@@ -395,9 +361,7 @@ class TestSync:
         with pytest.raises(WeightSyncError, match=f"canary on server-0: .*{what}"):
             run.sync(pending)
 
-    def test_a_server_that_fails_a_phase_is_named_with_its_url_and_what_it_said(
-        self, run: Run
-    ) -> None:
+    def test_a_server_that_fails_a_phase_is_named_with_its_url_and_what_it_said(self, run):
         route = "/init_weight_transfer_engine"
         run.start().server.closed[route] = 500
         failed = f"rendezvous on server-0.*{run.url} {route}: HTTP 500: closed"
@@ -405,59 +369,53 @@ class TestSync:
             run.sync()
         assert run.server.routes[-1] == "/collective_rpc abandon_update"
 
-    def test_an_adapter_alone_is_refused_with_the_mode_that_works(self, run: Run) -> None:
+    def test_an_adapter_alone_is_refused_with_the_mode_that_works(self, run):
         terms = AdapterOffer.make(AdapterFiles(b"", "{}"), timeout_s=5.0)
         with pytest.raises(WeightSyncError, match=r"sync\.mode: full"):
             run.start().sync(replace(OFFER, transport=TransportKind.ADAPTER, terms=terms))
 
 
-class TestCommand:
-    def settings(self, **changes: Any) -> EngineSettings:
-        return EngineSettings(
-            model_path="FOLDER",
-            max_model_len=4096,
-            max_num_seqs=16,
-            seed=0,
-            gpu_memory_utilization=0.85,
-            **changes,
-        )
+def test_the_page_shows_the_command_of_a_gpu_and_that_of_a_cpu():
+    common = {
+        "model_path": "FOLDER",
+        "max_model_len": 4096,
+        "max_num_seqs": 16,
+        "seed": 0,
+        "gpu_memory_utilization": 0.85,
+    }
+    on_gpu = EngineSettings(
+        **common,
+        dtype="bfloat16",
+        transport=TransportKind.NCCL,
+        device=Device.CUDA,
+        enforce_eager=False,
+    )
+    on_cpu = EngineSettings(
+        **common,
+        dtype="float32",
+        transport=TransportKind.GLOO,
+        device=Device.CPU,
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    blocks = re.findall(r"```\n(.*?)```", DOC.read_text(), re.DOTALL)
+    shown = [shlex.split(block.replace("\\\n", "")) for block in blocks if "vllm serve" in block]
+    assert shown == [
+        shlex.split(stock_command(settings, "http://127.0.0.1:8000"))
+        for settings in (on_gpu, on_cpu)
+    ]
 
-    def test_the_page_shows_the_command_of_a_gpu_and_that_of_a_cpu(self) -> None:
-        on_gpu = self.settings(
-            dtype="bfloat16", transport=TransportKind.NCCL, device=Device.CUDA, enforce_eager=False
-        )
-        on_cpu = self.settings(
-            dtype="float32",
-            transport=TransportKind.GLOO,
-            device=Device.CPU,
-            enforce_eager=True,
-            kv_cache_memory_bytes=64 << 20,
-        )
-        blocks = re.findall(r"```\n(.*?)```", DOC.read_text(), re.DOTALL)
-        shown = [
-            shlex.split(block.replace("\\\n", "")) for block in blocks if "vllm serve" in block
-        ]
-        assert shown == [
-            shlex.split(stock_command(settings, "http://127.0.0.1:8000"))
-            for settings in (on_gpu, on_cpu)
-        ]
 
-    def test_the_documentation_names_every_argument_and_variable_of_the_command(
-        self, expected: EngineSettings
-    ) -> None:
-        text = DOC.read_text()
-        full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1)
-        flags = [part for part in stock_arguments(full) if part.startswith("--")]
-        assert [name for name in (*flags, *stock_environment(full)) if name not in text] == []
+def test_the_documentation_names_every_argument_and_variable_of_the_command(expected):
+    text = DOC.read_text()
+    full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1)
+    flags = [part for part in stock_arguments(full) if part.startswith("--")]
+    assert [name for name in (*flags, *stock_environment(full)) if name not in text] == []
 
 
 @pytest.mark.engine
-def test_requests_and_engine_are_those_of_an_engine_of_this_machine(
-    expected: EngineSettings,
-) -> None:
-    """What JSON makes of the same fields; and flags, which say an engine's arguments in another
-    way.
-    """
+def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected):
+    """What JSON makes of the same fields; and flags, which say an engine's arguments otherwise."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind

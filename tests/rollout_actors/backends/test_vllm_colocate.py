@@ -7,19 +7,17 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from backend_support import ModelHost, colocated_settings, what_was_said
-from engine_support import TEST_MODULES, TIMEOUTS, SmallLearner
+from engine_support import TEST_MODULES, TIMEOUTS
 
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import (
-    ColocatedBackend,
     ColocatedSpec,
     colocate_tensor_parallel,
 )
@@ -31,12 +29,12 @@ from shared.rollouts import DecodeMode, FinishReason
 
 @pytest.mark.parametrize(("visible", "expected"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
 def test_an_engine_takes_four_devices_or_the_largest_of_two_and_one_that_there_are(
-    visible: int, expected: int
-) -> None:
+    visible, expected
+):
     assert colocate_tensor_parallel(None, visible) == expected
 
 
-def test_devices_as_given_and_a_refusal_of_more_than_there_are() -> None:
+def test_devices_as_given_and_a_refusal_of_more_than_there_are():
     assert colocate_tensor_parallel(2, 8) == 2
     with pytest.raises(
         ConfigError,
@@ -49,7 +47,7 @@ def test_devices_as_given_and_a_refusal_of_more_than_there_are() -> None:
 
 
 @pytest.fixture(scope="module")
-def learner(learner: SmallLearner) -> SmallLearner:
+def learner(learner):
     learner.sender = WeightSender(
         CheckpointWeights(learner.model),
         transport="inproc",
@@ -61,14 +59,12 @@ def learner(learner: SmallLearner) -> SmallLearner:
 
 
 @pytest.fixture(scope="module")
-def host(learner: SmallLearner) -> ModelHost:
+def host(learner):
     return ModelHost(learner)
 
 
 @pytest.fixture(scope="module")
-def backend(
-    learner: SmallLearner, host: ModelHost, demo_checkpoint: Path
-) -> Iterator[ColocatedBackend]:
+def backend(learner, host, demo_checkpoint):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # a learner's; the engine has one
     backend = ColocatedSpec(colocated_settings(demo_checkpoint))(host)
@@ -78,7 +74,7 @@ def backend(
 
 
 @pytest.fixture
-def synced(backend: ColocatedBackend, learner: SmallLearner) -> ColocatedBackend:
+def synced(backend, learner):
     learner.learn(seed=1)
     backend.receive_weights(learner.offer_weights())
     return backend
@@ -86,8 +82,8 @@ def synced(backend: ColocatedBackend, learner: SmallLearner) -> ColocatedBackend
 
 @pytest.mark.engine
 def test_the_host_is_offloaded_while_the_engine_works_and_its_model_stays_while_it_is_read(
-    host: ModelHost, learner: SmallLearner, backend: ColocatedBackend
-) -> None:
+    host, learner, backend
+):
     assert host.offloads[0] is True, "while the engine was loaded"
     host.offloads.clear()
     backend.receive_weights(learner.offer_weights())
@@ -105,9 +101,7 @@ def test_the_host_is_offloaded_while_the_engine_works_and_its_model_stays_while_
 
 
 @pytest.mark.engine
-def test_the_learner_finds_its_process_as_it_left_it(
-    synced: ColocatedBackend, learner: SmallLearner
-) -> None:
+def test_the_learner_finds_its_process_as_it_left_it(synced, learner):
     torch.manual_seed(3)
     random.seed(3)
     before = (
@@ -130,9 +124,7 @@ def test_the_learner_finds_its_process_as_it_left_it(
 
 
 @pytest.mark.engine
-def test_the_best_beam_is_that_of_transformers(
-    synced: ColocatedBackend, learner: SmallLearner, host: ModelHost
-) -> None:
+def test_the_best_beam_is_that_of_transformers(synced, learner, host):
     requests = [learner.request(position, max_new_tokens=12) for position in range(4)]
     requests = [
         replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=3))
@@ -149,9 +141,7 @@ def test_the_best_beam_is_that_of_transformers(
 
 
 @pytest.mark.engine
-def test_a_beam_obeys_the_requests_bans_and_stop_token(
-    synced: ColocatedBackend, learner: SmallLearner
-) -> None:
+def test_a_beam_obeys_the_requests_bans_and_stop_token(synced, learner):
     request = learner.request(0, max_new_tokens=8)
     beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=2)
     (free,) = synced.generate([replace(request, decode=beam)])
@@ -177,9 +167,7 @@ def test_a_beam_obeys_the_requests_bans_and_stop_token(
 
 
 @pytest.mark.engine
-def test_each_response_has_the_time_of_its_own_end(
-    synced: ColocatedBackend, learner: SmallLearner
-) -> None:
+def test_each_response_has_the_time_of_its_own_end(synced, learner):
     lengths = (40, 2, 20)
     requests = [
         learner.request(position, max_new_tokens=length) for position, length in enumerate(lengths)
@@ -194,9 +182,7 @@ def test_each_response_has_the_time_of_its_own_end(
 
 
 @pytest.mark.engine
-def test_a_failed_sync_shuts_the_engine_until_one_succeeds(
-    synced: ColocatedBackend, learner: SmallLearner
-) -> None:
+def test_a_failed_sync_shuts_the_engine_until_one_succeeds(synced, learner):
     version = synced.version
     synced.collective_rpc("arm", "spoil", "model.language_model.layers.1.mlp.gate_proj.weight")
     with pytest.raises(WeightSyncError, match="canary on colocated"):
@@ -214,8 +200,8 @@ def test_a_failed_sync_shuts_the_engine_until_one_succeeds(
 @pytest.mark.engine
 @pytest.mark.parametrize("mode", [DecodeMode.GREEDY, DecodeMode.BEAM])
 def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
-    synced: ColocatedBackend, learner: SmallLearner, host: ModelHost, mode: DecodeMode
-) -> None:
+    synced, learner, host, mode
+):
     requests = [learner.request(position, max_new_tokens=12) for position in range(3)]
     asked = [
         replace(
@@ -237,9 +223,7 @@ def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
 
 
 @pytest.mark.engine
-def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(
-    synced: ColocatedBackend, learner: SmallLearner
-) -> None:
+def test_an_engine_that_failed_in_the_middle_of_a_step_is_not_asked_again(synced, learner):
     """The last one of this engine. What it was decoding is still queued inside it."""
     synced.collective_rpc("fail_next_step")
     with pytest.raises(RolloutError, match="generate on colocated: ZeroDivisionError"):
@@ -295,8 +279,8 @@ print("fine")
 @pytest.mark.engine
 @pytest.mark.long
 def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them(
-    demo_checkpoint: Path, tmp_path: Path
-) -> None:
+    demo_checkpoint, tmp_path
+):
     environment = os.environ | {
         "PYTHONPATH": f"{TEST_MODULES}:{Path(__file__).parents[3]}",
         "OMP_NUM_THREADS": "1",

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from backend_support import ModelHost, colocated_settings
-from engine_support import TIMEOUTS, SmallLearner
+from engine_support import TIMEOUTS
 
 from learner.model.adapters import apply_adapter
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
-from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec
+from rollout_actors.backends.colocate import ColocatedSpec
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
 
@@ -22,12 +20,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 class AdaptedHost(ModelHost):
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self):
         return CheckpointWeights(self.model).tensors()
 
 
 @pytest.fixture(scope="module")
-def learner(learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
+def learner(learner, demo_checkpoint):
     apply_adapter(
         learner.model,
         AdapterSection(kind="lora", rank=4, alpha=8.0),
@@ -39,12 +37,12 @@ def learner(learner: SmallLearner, demo_checkpoint: Path) -> SmallLearner:
 
 
 @pytest.fixture(scope="module")
-def host(learner: SmallLearner) -> AdaptedHost:
+def host(learner):
     return AdaptedHost(learner)
 
 
 @pytest.fixture(scope="module")
-def backend(host: AdaptedHost, demo_checkpoint: Path) -> Iterator[ColocatedBackend]:
+def backend(host, demo_checkpoint):
     backend = ColocatedSpec(colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4))(
         host
     )
@@ -52,7 +50,7 @@ def backend(host: AdaptedHost, demo_checkpoint: Path) -> Iterator[ColocatedBacke
     backend.close()
 
 
-def learn(learner: SmallLearner, seed: int) -> None:
+def learn(learner, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in learner.model.parameters():
@@ -60,7 +58,7 @@ def learn(learner: SmallLearner, seed: int) -> None:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
-def serves(backend: ColocatedBackend, learner: SmallLearner) -> None:
+def serves(backend, learner):
     requests = [learner.request(position, max_new_tokens=8) for position in range(3)]
     for request, rollout in zip(requests, backend.generate(requests), strict=True):
         tokens, logprobs = learner.greedy(request)
@@ -69,8 +67,8 @@ def serves(backend: ColocatedBackend, learner: SmallLearner) -> None:
 
 
 def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights(
-    backend: ColocatedBackend, host: AdaptedHost, learner: SmallLearner
-) -> None:
+    backend, host, learner
+):
     for seed in (1, 2):
         learn(learner, seed)
         host.offloads.clear()

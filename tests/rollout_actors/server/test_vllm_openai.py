@@ -5,13 +5,12 @@ engine: `environments/test_endpoints.py`.)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from rollout_actors.server.openai_routes import OpenAIAnswer, OpenAIRoute
+from rollout_actors.server.openai_routes import OpenAIRoute
 from rollout_actors.server.service import RefusalError
 from shared.errors import ConfigError
 
@@ -31,7 +30,7 @@ class TellingEngine:
 
     name, shut, adapter = "server-0", "", "the adapter that is served"
 
-    def __init__(self, ends: str = "stop", *, lora: bool = False, device: str = "cpu") -> None:
+    def __init__(self, ends="stop", *, lora=False, device="cpu"):
         self.ends = ends
         self.counted = 0
         self.asked: list[dict[str, Any]] = []
@@ -48,12 +47,10 @@ class TellingEngine:
             generate=self._generate,
         )
 
-    def count(self, num_tokens: int) -> None:
+    def count(self, num_tokens):
         self.counted += num_tokens
 
-    async def _generate(
-        self, prompt: Any, params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[Any, None]:
+    async def _generate(self, prompt, params, request_id, **options):
         self.asked.append({"prompt": prompt, "params": params, "request_id": request_id} | options)
         try:
             for token_ids, reason in (([1], None), ([2, 3], self.ends)):
@@ -64,23 +61,23 @@ class TellingEngine:
             self.num_closed += 1
 
 
-def client_of(engine: TellingEngine) -> Any:
+def client_of(engine):
     from rollout_actors.server.vllm_openai import GuardedClient
 
     return GuardedClient(cast("Any", engine))
 
 
-def ask(engine: TellingEngine, params: Any = PARAMS, **options: Any) -> int:
+def ask(engine, params=PARAMS, **options):
     """Ask for everything; returns the number of outputs."""
 
-    async def outputs() -> int:
+    async def outputs():
         made = client_of(engine).generate("prompt", params, "1", **options)
         return len([output async for output in made])
 
     return asyncio.run(outputs())
 
 
-def test_every_request_is_of_the_adapter_that_is_served_and_counted() -> None:
+def test_every_request_is_of_the_adapter_that_is_served_and_counted():
     engine = TellingEngine()
     assert ask(engine, lora_request=None, priority=0) == 2
     request = {"prompt": "prompt", "params": PARAMS, "request_id": "1", "priority": 0}
@@ -88,10 +85,10 @@ def test_every_request_is_of_the_adapter_that_is_served_and_counted() -> None:
     assert (engine.counted, engine.num_closed) == (3, 1)
 
 
-def test_a_request_that_is_given_up_is_ended_and_counted_as_far_as_it_went() -> None:
+def test_a_request_that_is_given_up_is_ended_and_counted_as_far_as_it_went():
     engine = TellingEngine()
 
-    async def given_up() -> None:
+    async def given_up():
         outputs = client_of(engine).generate("prompt", PARAMS, "1")
         await anext(outputs)
         await outputs.aclose()
@@ -100,7 +97,7 @@ def test_a_request_that_is_given_up_is_ended_and_counted_as_far_as_it_went() -> 
     assert (engine.counted, engine.num_closed) == (1, 1)
 
 
-def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
+def test_nothing_is_given_to_an_engine_that_takes_weights():
     engine = TellingEngine()
     engine.shut = "its sync to version 3 is under way, or was not completed"
     with pytest.raises(RefusalError, match=f"server-0 serves no rollouts: {engine.shut}") as caught:
@@ -108,7 +105,7 @@ def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
     assert (caught.value.status, engine.asked) == (409, [])
 
 
-def test_a_request_that_was_sent_away_is_no_answer() -> None:
+def test_a_request_that_was_sent_away_is_no_answer():
     engine = TellingEngine("abort")
     sent_away = "server-0 was given other weights before it had begun with the call; ask again"
     with pytest.raises(RefusalError, match=sent_away) as caught:
@@ -121,8 +118,8 @@ def test_a_request_that_was_sent_away_is_no_answer() -> None:
     [(True, "cpu", True), (False, "cpu", False), (True, "cuda", False)],
 )
 def test_log_probabilities_of_prompts_are_refused_where_vllm_would_die_of_them(
-    lora: bool, device: str, refused: bool
-) -> None:
+    lora, device, refused
+):
     from vllm.exceptions import VLLMValidationError
 
     engine = TellingEngine(lora=lora, device=device)
@@ -141,10 +138,10 @@ class SayingServing:
     returns what it is told.
     """
 
-    def __init__(self, said: Any) -> None:
+    def __init__(self, said):
         self.said = said
 
-    async def create_chat_completion(self, request: Any) -> Any:
+    async def create_chat_completion(self, request):
         if isinstance(self.said, Exception):
             raise self.said
         return self.said
@@ -152,7 +149,7 @@ class SayingServing:
     create_completion = create_chat_completion
 
 
-def answered(said: Any, route: OpenAIRoute = OpenAIRoute.CHAT, **call: Any) -> OpenAIAnswer:
+def answered(said, route=OpenAIRoute.CHAT, **call):
     from rollout_actors.server.vllm_openai import VllmOpenAI
 
     one = VllmOpenAI(
@@ -166,7 +163,7 @@ def answered(said: Any, route: OpenAIRoute = OpenAIRoute.CHAT, **call: Any) -> O
     return asyncio.run(one.answer(route, {"model": "m"} | given | call))
 
 
-def refusal(answer: OpenAIAnswer) -> Any:
+def refusal(answer):
     """The error of an answer that refuses the call."""
     assert isinstance(answer.content, dict)
     assert (answer.status, set(answer.content)) == (400, {"error"})
@@ -188,8 +185,8 @@ def refusal(answer: OpenAIAnswer) -> Any:
     ],
 )
 def test_a_prompt_that_is_too_long_has_openais_code_and_nothing_else_has(
-    parameter: str | None, text: str, asked: dict[str, Any], code: Any
-) -> None:
+    parameter, text, asked, code
+):
     from vllm.exceptions import VLLMValidationError
 
     error = refusal(answered(VLLMValidationError(text, parameter=parameter), **asked))
@@ -198,9 +195,7 @@ def test_a_prompt_that_is_too_long_has_openais_code_and_nothing_else_has(
 
 
 @pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
-def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(
-    route: OpenAIRoute,
-) -> None:
+def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(route):
     error = refusal(answered(None, route, temprature=0.5, guided_regex="a", top_k=3))
     unknown = "no such field: temprature (did you mean temperature?), guided_regex"
     assert error["message"].startswith(unknown)
@@ -208,9 +203,7 @@ def test_a_field_that_nobody_knows_is_refused_with_the_one_that_is_meant(
 
 @pytest.mark.parametrize("route", [OpenAIRoute.CHAT, OpenAIRoute.COMPLETIONS])
 @pytest.mark.parametrize("penalty", [1e-320, "1e-320", 1e300])
-def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(
-    route: OpenAIRoute, penalty: Any
-) -> None:
+def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(route, penalty):
     error = refusal(answered(None, route, repetition_penalty=penalty))
     wanted = "send a value from 0.01 to 100"
     assert error["message"] == f"repetition_penalty: is {float(penalty)}; {wanted}"
@@ -233,19 +226,17 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x
     ],
     ids=str,
 )
-def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(
-    brought: dict[str, Any],
-) -> None:
+def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(brought):
     too_large = "characters, a call may bring 100000; send a smaller one"
     assert too_large in refusal(answered(None, **brought))["message"]
 
 
-def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
+def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     from rollout_actors.server.vllm_openai import grammars_of
 
-    def tried(**brought: Any) -> list[tuple[str, str]]:
+    def tried(**brought):
         call = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | brought
         return [
             (grammar.kind.name, grammar.text)
@@ -266,9 +257,9 @@ def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried() -> None:
     assert tried(tools=[tool], tool_choice="required") == [("JSON_SCHEMA", '{"type": "object"}')]
 
 
-def test_fields_of_openai_and_of_vllm_are_taken() -> None:
+def test_fields_of_openai_and_of_vllm_are_taken():
     class Said:
-        def model_dump(self) -> dict[str, Any]:
+        def model_dump(self):
             return {"id": "an answer"}
 
     fields = {
@@ -283,9 +274,7 @@ def test_fields_of_openai_and_of_vllm_are_taken() -> None:
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
-def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argument(
-    choice: dict[str, Any],
-) -> None:
+def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argument(choice):
     """vLLM names arguments of `vllm serve`, which `launch.serve` does not have."""
     tools = [
         {
@@ -301,7 +290,7 @@ def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argu
     )
 
 
-def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_loaded() -> None:
+def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_loaded():
     from rollout_actors.server.vllm_openai import check_tool_parser
 
     check_tool_parser(None)
