@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import torch
 from config_support import configuration
 from torch import nn
 
-from learner.model.checkpoint import CheckpointWeights, WeightSource
+from learner.model.checkpoint import CheckpointWeights
 from learner.model.ranks import RankTopology, ReceiverGroup
 from learner.weight_sync.publisher import make_sender as make_configured_sender
 from learner.weight_sync.sender import WeightSender
@@ -33,8 +34,10 @@ from shared.weight_sync.shared_memory import NAME, this_machine
 from shared.weight_sync.transports import TransportKind
 
 FOLDER = Path("/dev/shm")
+SERVER_LIMIT = "rollout_matching.vllm.server.timeout_s"
 PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), (-0.1, -2.5), tolerance=1e-4)
 QUESTION = replace(PROBE, expected_logprobs=None)
+Tensors = dict[str, torch.Tensor]
 
 
 def score() -> tuple[float, ...]:
@@ -50,71 +53,41 @@ class TiedModel(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def make_sender(
-    *receivers: ReceiverGroup,
-    source: WeightSource | None = None,
-    timeout_s: float = 0.5,
-    **settings: Any,
-) -> WeightSender:
-    """Over gloo, to one receiver unless said otherwise; of a small model."""
-    return WeightSender(
-        source or CheckpointWeights(TiedModel()),
-        **{"transport": "rollmatch_gloo", "bucket_bytes": 10, **settings},
-        receivers=receivers or (ReceiverGroup(1),),
-        timeout_s=timeout_s,
-    )
+class Counted(CheckpointWeights):
+    """Counts how often its tensors were made."""
 
-
-def test_an_offer_names_every_parameter_once_with_its_size() -> None:
-    sender = make_sender()
-    terms = sender.offer(3, QUESTION, score).terms
-    assert [
-        (tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in terms.tensors
-    ] == [
-        ("embedding.weight", "float32", (7, 3), 84),
-        ("norm.weight", "bfloat16", (3,), 6),
-        ("norm.bias", "bfloat16", (3,), 6),
-    ]
-    assert (terms.num_bytes, terms.group.world_size) == (96, 2)
-    assert [spec.shape for spec in terms.sent[-2:]] == [(2 * 8,), (2 * 8,)], (
-        "behind the weights: a checksum for each bucket, and the canary's numbers"
-    )
-    sender.close()
-
-
-class Counted:
-    """A source that tells how often its tensors were made."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._full = CheckpointWeights(model)
-        self.passes = 0
-
-    def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        return self._full.specs()
+    passes = 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.passes += 1
-        return self._full.tensors()
+        return super().tensors()
 
 
-def test_an_offer_computes_nothing_of_the_weights() -> None:
-    source = Counted(TiedModel())
-    sender = make_sender(source=source)
-    sender.offer(1, QUESTION, score)
-    assert source.passes == 0
-    sender.close()
+MakeSender = Callable[..., WeightSender]
 
 
-def test_a_port_is_bound_before_it_is_offered_and_kept_for_the_next_offer() -> None:
-    sender = make_sender()
-    first, second = (
-        sender.offer(1, QUESTION, score).terms.group,
-        sender.offer(2, QUESTION, score).terms.group,
-    )
-    assert first == second
-    with pytest.raises(OSError, match="in use"):
-        socket.create_server((first.host, first.port))
-    sender.close()
+@pytest.fixture
+def make_sender() -> Iterator[MakeSender]:
+    """Senders of a small model over gloo, to one receiver unless named otherwise."""
+    senders = []
+
+    def make(*receivers: ReceiverGroup, source: Any = None, **settings: Any) -> WeightSender:
+        sender = WeightSender(
+            source or CheckpointWeights(TiedModel()),
+            receivers=receivers or (ReceiverGroup(1),),
+            **{
+                "transport": "rollmatch_gloo",
+                "bucket_bytes": 10,
+                "timeout_s": 0.5,
+                **settings,
+            },
+        )
+        senders.append(sender)
+        return sender
+
+    yield make
+    for sender in senders:
+        sender.close()
 
 
 def free_port() -> int:
@@ -122,21 +95,79 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_each_group_of_receivers_has_its_port_and_opens_the_configured_one_again_under_another_key() -> (
-    None
-):
+def elsewhere() -> tuple[int, ...]:
+    """Name the machine as a receiver on another one does."""
+    return (0,) * len(this_machine())
+
+
+def mappings() -> int:
+    """Count the mappings of weights in this process, which is both ends."""
+    return Path("/proc/self/maps").read_text().count(NAME)
+
+
+def join(
+    group: ProcessGroupSpec,
+    rank: int,
+    timeout_s: float,
+    *,
+    join_s: float | None = None,
+    is_elsewhere: bool = False,
+) -> GlooReceiver:
+    return GlooReceiver(
+        group.host,
+        group.port,
+        rank=rank,
+        world_size=group.world_size,
+        join_s=timeout_s if join_s is None else join_s,
+        timeout_s=timeout_s,
+        machine=elsewhere if is_elsewhere else this_machine,
+    )
+
+
+def arriving(joined: GlooReceiver, terms: FullOffer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Do what an engine's transport does, without an engine."""
+    for bucket, packed in joined.receive(terms.sent, terms.bucket_bytes):
+        for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True):
+            values = packed[start : start + spec.num_bytes].view(torch.__dict__[spec.dtype])
+            yield spec.name, values.view(spec.shape).clone()
+
+
+def test_an_offer_names_every_parameter_once_with_its_size_and_computes_nothing_of_the_weights(
+    make_sender: MakeSender,
+) -> None:
+    source = Counted(TiedModel())
+    terms = make_sender(source=source).offer(3, QUESTION, score).terms
+    assert terms.tensors == (
+        TensorSpec("embedding.weight", "float32", (7, 3), 84),
+        TensorSpec("norm.weight", "bfloat16", (3,), 6),
+        TensorSpec("norm.bias", "bfloat16", (3,), 6),
+    )
+    assert (terms.num_bytes, terms.group.world_size, source.passes) == (96, 2, 0)
+    assert [spec.shape for spec in terms.sent[-2:]] == [(2 * 8,), (2 * 8,)], (
+        "behind the weights: a checksum for each bucket, and the canary's numbers"
+    )
+
+
+def test_each_group_has_its_port_bound_from_its_offer_on_and_opens_the_configured_one_again_under_another_key(
+    make_sender: MakeSender,
+) -> None:
     port = free_port()
     sender = make_sender(ReceiverGroup(2, port), ReceiverGroup(1))
-    terms = sender.offer(1, QUESTION, score).terms
-    assert [group.world_size for group in terms.groups] == [3, 2]
-    assert terms.groups[0].port == port != terms.groups[1].port
+    groups = sender.offer(1, QUESTION, score).terms.groups
+    assert [group.world_size for group in groups] == [3, 2]
+    assert groups[0].port == port != groups[1].port
+    assert sender.offer(2, QUESTION, score).terms.groups == groups
+    for group in groups:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((group.host, group.port))
     sender.close()
-    again = sender.offer(2, QUESTION, score).terms.groups[0]
-    assert (again.port, again.key == terms.groups[0].key) == (port, False)
-    sender.close()
+    again = sender.offer(3, QUESTION, score).terms.groups[0]
+    assert (again.port, again.key == groups[0].key) == (port, False)
 
 
-def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None:
+def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key(
+    make_sender: MakeSender,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         sender = make_sender(ReceiverGroup(1), ReceiverGroup(1, port))
@@ -149,51 +180,6 @@ def test_a_configured_port_that_is_taken_is_an_error_with_port_and_key() -> None
         ):
             sender.offer(1, QUESTION, score)
     assert sender.offer(1, QUESTION, score).terms.groups[1].port == port, "free again"
-    sender.close()
-
-
-def elsewhere() -> tuple[int, ...]:
-    """What a receiver on another machine says of it."""
-    return (0,) * len(this_machine())
-
-
-def mappings() -> int:
-    """Of weights, in this process, which is both ends."""
-    return Path("/proc/self/maps").read_text().count(NAME)
-
-
-def join(
-    group: ProcessGroupSpec,
-    rank: int,
-    timeout_s: float,
-    *,
-    join_s: float | None = None,
-    is_elsewhere: bool = False,
-) -> GlooReceiver:
-    opened = {"machine": elsewhere} if is_elsewhere else {}
-    limits = {"join_s": timeout_s if join_s is None else join_s, "timeout_s": timeout_s}
-    return GlooReceiver(
-        group.host, group.port, rank=rank, world_size=group.world_size, **limits, **opened
-    )
-
-
-def receive(
-    joined: GlooReceiver, terms: FullOffer, num_buckets: int | None = None
-) -> dict[str, torch.Tensor]:
-    """What an engine's transport does, without an engine."""
-    tensors = {}
-    for bucket, packed in itertools.islice(
-        joined.receive(terms.sent, terms.bucket_bytes), num_buckets
-    ):
-        *starts, _ = offsets(bucket)
-        for spec, start in zip(bucket, starts, strict=True):
-            tensors[spec.name] = (
-                packed[start : start + spec.num_bytes]
-                .view(torch.__dict__[spec.dtype])
-                .view(spec.shape)
-                .clone()
-            )
-    return tensors
 
 
 @pytest.mark.slow
@@ -203,22 +189,24 @@ def receive(
     ids=["all on this machine", "one elsewhere", "one of each group elsewhere"],
 )
 def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_again_and_again(
-    remote: set[int],
+    make_sender: MakeSender, remote: set[int]
 ) -> None:
     model = TiedModel()
-    sender = make_sender(
-        ReceiverGroup(2), ReceiverGroup(1), source=CheckpointWeights(model), timeout_s=20.0
-    )
-    places = {1: (0, 1), 2: (0, 2), 3: (1, 1)}
+    source = CheckpointWeights(model)
+    sender = make_sender(ReceiverGroup(2), ReceiverGroup(1), source=source, timeout_s=20.0)
+    positions = {1: (0, 1), 2: (0, 2), 3: (1, 1)}  # group and rank in it
     joined: dict[int, GlooReceiver] = {}
+    shared = {frozenset({1, 2}), frozenset({3})}
+    shared = {group for group in shared if not group & remote}
+    num_mappings = sum(map(len, shared)) + bool(shared)  # theirs, and the sender's
 
-    def take(who: int, terms: FullOffer) -> dict[str, torch.Tensor]:
-        group, rank = places[who]
+    def take(who: int, terms: FullOffer) -> Tensors:
+        group, rank = positions[who]
         if who not in joined:
             joined[who] = join(terms.groups[group], rank, 20.0, is_elsewhere=who in remote)
-        return receive(joined[who], terms)
+        return dict(arriving(joined[who], terms))
 
-    with ThreadPoolExecutor(len(places)) as threads:
+    with ThreadPoolExecutor(len(positions)) as threads:
         for version in (1, 2, 3):
             if version == 3:  # over new groups, as after a change of receivers
                 sender.close()
@@ -226,61 +214,68 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
             with torch.no_grad():
                 model.norm.bias += 1
             offer = sender.offer(version, QUESTION, score)
-            terms = offer.terms
-            arriving = [threads.submit(take, who, terms) for who in places]
+            taking = [threads.submit(take, who, offer.terms) for who in positions]
             report = sender.send(offer)
             # By the prefix a report's total leaves them out: they run beside the receivers' phases.
-            assert set(report.phase_s) == {
-                "send_gather",
-                "send_rendezvous",
-                "send_wire",
-                "send_verify",
-                "send_canary",
-            }
-            expected = dict(ChecksummedWeights(CheckpointWeights(model).tensors(), terms, score))
-            for arrived in arriving:
-                tensors = arrived.result(timeout=20)
+            steps = ("gather", "rendezvous", "wire", "verify", "canary")
+            assert set(report.phase_s) == {f"send_{step}" for step in steps}
+            expected = dict(ChecksummedWeights(source.tensors(), offer.terms, score))
+            for taken in taking:
+                tensors = taken.result(timeout=20)
                 assert list(tensors) == list(expected)
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-            # The group of 2 receivers, the group of 1, and the sender.
-            assert mappings() == (2 * (not remote & {1, 2}) + (3 not in remote)) + (
-                remote != {1, 3}
-            )
+            assert mappings() == num_mappings
     sender.close()
-    for group in joined.values():
-        group.close()
+    for member in joined.values():
+        member.close()
     assert mappings() == 0
 
 
 @pytest.mark.slow
-def test_a_sender_that_waits_for_its_receivers_holds_nothing_that_a_kill_would_leave_behind() -> (
-    None
-):
-    before = set(FOLDER.iterdir())
-    sender = make_sender(timeout_s=2.0)
+@pytest.mark.parametrize(
+    ("timeout_s", "joining", "is_configured"),
+    [(0.5, None, False), (0.5, None, True), (3600.0, Timeout(0.05, SERVER_LIMIT), False)],
+    ids=["within a phase's limit", "at a configured port", "within the servers' own limit"],
+)
+def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_leaves_neither_port_nor_memory(
+    make_sender: MakeSender, timeout_s: float, joining: Timeout | None, is_configured: bool
+) -> None:
+    named = set(FOLDER.iterdir())
+    group = ReceiverGroup(1, free_port() if is_configured else 0)
+    sender = make_sender(group, timeout_s=timeout_s, join=joining)
     offer = sender.offer(1, QUESTION, score)
+    assert (offer.terms.join, offer.terms.timeout_s) == (joining, timeout_s)
+    started = time.monotonic()
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(sender.send, offer)
         while not sending.done():
             assert mappings() == 0
-            assert not {path for path in set(FOLDER.iterdir()) - before if NAME in path.name}
-            time.sleep(0.1)
-    assert isinstance(sending.exception(), WeightSyncError)
+            assert not {path for path in set(FOLDER.iterdir()) - named if NAME in path.name}
+            time.sleep(0.05)
+    assert time.monotonic() - started < 10
+    kept = sending.exception()  # whose traceback must not hold the port
+    assert isinstance(kept, WeightSyncError)
+    assert (kept.actor, kept.phase) == ("learner", "rendezvous")
+    assert re.search("check that every rollout engine is alive", str(kept))
+    again = sender.offer(2, QUESTION, score).terms.group
+    assert (again.port == offer.terms.group.port) == is_configured
+    assert again.key != offer.terms.group.key
 
 
 @pytest.mark.slow
-def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
+def test_a_group_that_has_formed_is_left_where_another_does_not_form(
+    make_sender: MakeSender,
+) -> None:
     sender = make_sender(ReceiverGroup(1), ReceiverGroup(1), timeout_s=2.0)
     offer = sender.offer(1, QUESTION, score)
-    terms = offer.terms
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(join, terms.groups[0], 1, 20.0)
+        joining = threads.submit(join, offer.terms.groups[0], 1, 20.0)
         with pytest.raises(WeightSyncError, match="rendezvous on learner") as failed:
             sender.send(offer)
         joined = joining.result(timeout=60)
         started = time.monotonic()
         with pytest.raises(RuntimeError):
-            receive(joined, terms)
+            list(arriving(joined, offer.terms))
         assert time.monotonic() - started < 10, (
             f"it is told at once, while the error is still there: {failed.value}"
         )
@@ -288,9 +283,27 @@ def test_a_group_that_has_formed_is_left_where_another_does_not_form() -> None:
     assert mappings() == 0
 
 
-def listening() -> set[tuple[str, int]]:
+@contextmanager
+def connected(
+    host: str, timeout_s: float, join_s: float
+) -> Iterator[tuple[GlooSender, GlooReceiver, FullOffer]]:
+    """Both ends of a group of two, and what they agree on."""
+    bound = socket.create_server((host, 0))
+    group = ProcessGroupSpec(host, bound.getsockname()[1], world_size=2, key="a")
+    tensor = TensorSpec("t", "uint8", (4,), 4)
+    terms = FullOffer((group,), timeout_s, 10, (tensor,), join=Timeout(join_s, "a key"))
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join, group, 1, timeout_s, join_s=join_s)
+        wire = GlooSender(terms, [bound])
+        joined = joining.result(timeout=20)
+    yield wire, joined, terms
+    wire.close()
+    joined.close()
+
+
+def listening() -> set[str]:
     return {
-        (connection.laddr.ip, connection.laddr.port)
+        f"{connection.laddr.ip}:{connection.laddr.port}"
         for connection in psutil.Process().net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -302,28 +315,10 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
     """Where the name is 127.0.1.1, as Debian has it, gloo by itself would publish that, which is
     another machine on every other node.
     """
-    bound = socket.create_server(("127.0.0.2", 0))
     before = listening()
-    group = ProcessGroupSpec("127.0.0.2", bound.getsockname()[1], world_size=2, key="a")
-    with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(join, group, 1, 20.0)
-        wire = GlooSender(
-            FullOffer(
-                (group,),
-                timeout_s=20.0,
-                bucket_bytes=10,
-                tensors=(TensorSpec("t", "uint8", (4,), 4),),
-            ),
-            [bound],
-        )
-        joined = joining.result(timeout=20)
-    opened = listening() - before
-    assert {address for address, _ in opened} == {
-        "127.0.0.2",
-        address_towards("127.0.0.2", group.port),
-    }
-    wire.close()
-    joined.close()
+    with connected("127.0.0.2", 20.0, 20.0) as (_, _, terms):
+        opened = {address.rpartition(":")[0] for address in listening() - before}
+        assert opened == {"127.0.0.2", address_towards("127.0.0.2", terms.group.port)}
 
 
 @pytest.mark.slow
@@ -331,25 +326,14 @@ def test_both_ends_of_a_group_listen_where_the_other_reaches_them_whatever_the_h
 def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_phase(
     who: str,
 ) -> None:
-    bound = socket.create_server(("127.0.0.1", 0))
-    group = ProcessGroupSpec("127.0.0.1", bound.getsockname()[1], world_size=2, key="a")
-    tensor = TensorSpec("t", "uint8", (4,), 4)
-    terms = FullOffer(
-        (group,), timeout_s=0.1, bucket_bytes=10, tensors=(tensor,), join=Timeout(3600.0, "a key")
-    )
-    with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(join, group, 1, 0.1, join_s=3600.0)
-        wire = GlooSender(terms, [bound])
-        joined = joining.result(timeout=20)
-    weights = [(spec.name, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in terms.sent]
-    waits = {
-        "sender": lambda: wire.send(weights, terms),
-        "receiver": lambda: list(joined.receive(terms.sent, terms.bucket_bytes)),
-    }
-    with pytest.raises(RuntimeError, match="Timed out waiting 100ms"):
-        waits[who]()
-    wire.close()
-    joined.close()
+    with connected("127.0.0.1", 0.1, 3600.0) as (wire, joined, terms):
+        weights = [(spec.name, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in terms.sent]
+        waits = {
+            "sender": lambda: wire.send(weights, terms),
+            "receiver": lambda: list(arriving(joined, terms)),
+        }
+        with pytest.raises(RuntimeError, match="Timed out waiting 100ms"):
+            waits[who]()
 
 
 def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from() -> None:
@@ -362,27 +346,23 @@ def test_the_address_towards_a_host_is_the_one_that_connections_to_it_leave_from
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(
-    is_elsewhere: bool,
+    make_sender: MakeSender, is_elsewhere: bool
 ) -> None:
-    sender = make_sender(timeout_s=20.0)
     arrived = threading.Event()
 
     def wait() -> tuple[float, ...]:
         assert arrived.wait(20), "the first buckets do not wait for this"
         return score()
 
+    sender = make_sender(timeout_s=20.0)
     offer = sender.offer(1, QUESTION, wait)
-    terms = offer.terms
 
-    def take() -> dict[str, torch.Tensor]:
-        joined = join(terms.group, 1, 20.0, is_elsewhere=is_elsewhere)
+    def take() -> Tensors:
         tensors = {}
-        for bucket, packed in joined.receive(terms.sent, terms.bucket_bytes):
+        joined = join(offer.terms.group, 1, 20.0, is_elsewhere=is_elsewhere)
+        for name, tensor in arriving(joined, offer.terms):
             arrived.set()
-            tensors |= {
-                spec.name: packed[start : start + spec.num_bytes].clone()
-                for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True)
-            }
+            tensors[name] = tensor
         return tensors
 
     with ThreadPoolExecutor(1) as threads:
@@ -392,18 +372,20 @@ def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_l
     assert list(tensors)[-2:] == [CHECKSUMS, CANARY_TENSOR]
     assert offer.canary.with_logprobs(tensors[CANARY_TENSOR].view(torch.float64).tolist()) == PROBE
     assert report.phase_s["send_canary"] > 0
-    sender.close()
 
 
-def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> None:
+def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason(
+    make_sender: MakeSender,
+) -> None:
     def fail() -> tuple[float, ...]:
         raise RuntimeError("out of memory")
 
     sender = make_sender(timeout_s=5.0)
     offer = sender.offer(1, QUESTION, fail)
-    terms = offer.terms
     with ThreadPoolExecutor(1) as threads:
-        receiving = threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
+        receiving = threads.submit(
+            lambda: list(arriving(join(offer.terms.group, 1, 5.0), offer.terms))
+        )
         with pytest.raises(
             LearnerError,
             match="canary on the learner: its canary failed: RuntimeError: out of memory",
@@ -414,17 +396,17 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason() -> Non
 
 
 @pytest.mark.slow
-def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_engine() -> None:
-    sender = make_sender(timeout_s=2.0)
-
+def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_engine(
+    make_sender: MakeSender,
+) -> None:
     def score_slowly() -> tuple[float, ...]:
         time.sleep(2.2)
         return score()
 
+    sender = make_sender(timeout_s=2.0)
     offer = sender.offer(1, QUESTION, score_slowly)
-    terms = offer.terms
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(lambda: receive(join(terms.group, 1, 5.0), terms))
+        threads.submit(lambda: list(arriving(join(offer.terms.group, 1, 5.0), offer.terms)))
         with pytest.raises(
             WeightSyncError,
             match=(
@@ -436,146 +418,85 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
 
 
 @pytest.mark.slow
-def test_a_configured_port_is_free_again_while_the_error_of_its_rendezvous_is_kept() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    sender = make_sender(ReceiverGroup(1, port), timeout_s=1.0)
-    with pytest.raises(WeightSyncError, match="rendezvous on learner") as kept:
-        sender.send(sender.offer(1, QUESTION, score))
-    assert sender.offer(2, QUESTION, score).terms.group.port == port, kept.value
-    sender.close()
-
-
-@pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_a_receiver_that_leaves_ends_the_send_for_every_group(is_elsewhere: bool) -> None:
-    sender = make_sender(ReceiverGroup(1), ReceiverGroup(1), timeout_s=20.0)
-    offer = sender.offer(1, QUESTION, score)
-    terms = offer.terms
-    with ThreadPoolExecutor(2) as threads:
-        threads.submit(
-            lambda: receive(join(terms.groups[0], 1, 20.0, is_elsewhere=is_elsewhere), terms, 1)
-        )
-        staying = threads.submit(
-            lambda: receive(join(terms.groups[1], 1, 20.0, is_elsewhere=is_elsewhere), terms)
-        )
-        with pytest.raises(WeightSyncError, match="wire on learner") as failed:
-            sender.send(offer)
-        assert isinstance(staying.exception(timeout=15), RuntimeError), (
-            f"it is told at once, while the error is still there: {failed.value}"
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_elsewhere", [False, True])
-@pytest.mark.parametrize("leaving", [1, 2, 3])
-def test_a_receiver_that_leaves_ends_the_wait_of_its_whole_group_however_long_errors_are_kept(
-    leaving: int, is_elsewhere: bool
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
+@pytest.mark.parametrize(
+    ("sizes", "leaving"),
+    [((1, 1), 0), ((3,), 0), ((3,), 1), ((3,), 2)],
+    ids=["of another group", "first of its group", "second of its group", "last of its group"],
+)
+def test_a_receiver_that_leaves_ends_the_wait_of_all_however_long_errors_are_kept(
+    make_sender: MakeSender, sizes: tuple[int, ...], leaving: int, is_elsewhere: bool
 ) -> None:
     """Gloo's broadcast goes from receiver to receiver, so each that is told has to tell the
     next."""
-    sender = make_sender(ReceiverGroup(3), timeout_s=60.0)
+    sender = make_sender(*map(ReceiverGroup, sizes), timeout_s=60.0)
     offer = sender.offer(1, QUESTION, score)
-    terms = offer.terms
+    members = [
+        (group, rank)
+        for group, size in zip(offer.terms.groups, sizes, strict=True)
+        for rank in range(1, size + 1)
+    ]
     kept = []
 
-    def take(rank: int) -> None:
-        joined = join(terms.group, rank, 60.0, is_elsewhere=is_elsewhere)
-        arriving = joined.receive(terms.sent, terms.bucket_bytes)
-        kept.append(arriving)  # as a traceback does
+    def take(index: int) -> None:
+        group, rank = members[index]
+        joined = join(group, rank, 60.0, is_elsewhere=is_elsewhere)
+        tensors = arriving(joined, offer.terms)
+        kept.append(tensors)  # as a traceback does
         try:
-            for _ in arriving:
-                if rank == leaving:
+            for _ in tensors:
+                if index == leaving:
                     raise ZeroDivisionError
         finally:
             joined.close()
 
     started = time.monotonic()
-    with ThreadPoolExecutor(3) as threads:
-        taking = [threads.submit(take, rank) for rank in (1, 2, 3)]
+    with ThreadPoolExecutor(len(members)) as threads:
+        taking = [threads.submit(take, index) for index in range(len(members))]
         with pytest.raises(WeightSyncError, match="wire on learner") as failed:
             sender.send(offer)
         errors = [type(future.exception(timeout=60)) for future in taking]
     assert time.monotonic() - started < 30, "nobody waited for the timeout"
-    assert errors == [
-        ZeroDivisionError if rank == leaving else RuntimeError for rank in (1, 2, 3)
-    ], failed.value
+    expected = [RuntimeError] * len(members)
+    expected[leaving] = ZeroDivisionError
+    assert errors == expected, failed.value
 
 
-def test_within_one_process_there_is_nothing_to_open_or_to_send() -> None:
+def test_within_one_process_there_is_nothing_to_open_or_to_send(make_sender: MakeSender) -> None:
     sender = make_sender(transport="inproc")
     offer = sender.offer(1, QUESTION, score)
-    assert (
-        offer.transport,
-        offer.terms.groups,
-        offer.canary,
-        sender.send(offer).phase_s,
-    ) == ("inproc", (), PROBE, {})
+    assert (offer.transport, offer.terms.groups, offer.canary) == ("inproc", (), PROBE)
+    assert sender.send(offer).phase_s == {}
 
 
-@pytest.mark.slow
-def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_the_next_offer_has_a_new_port() -> (
-    None
-):
-    sender = make_sender()
-    offer = sender.offer(1, QUESTION, score)
-    started = time.monotonic()
-    with pytest.raises(
-        WeightSyncError, match=r"rendezvous on learner.*check that every rollout engine is alive"
-    ) as caught:
-        sender.send(offer)
-    assert time.monotonic() - started < 10
-    assert (caught.value.actor, caught.value.phase) == ("learner", "rendezvous")
-    again, before = sender.offer(2, QUESTION, score).terms.group, offer.terms.group
-    assert (again.port != before.port, again.key != before.key) == (True, True)
-    sender.close()
-
-
-def test_the_joining_of_servers_has_a_limit_of_its_own() -> None:
-    join = Timeout(0.05, "rollout_matching.vllm.server.timeout_s")
-    sender = make_sender(timeout_s=3600.0, join=join)
-    offer = sender.offer(1, QUESTION, score)
-    assert (offer.terms.join, offer.terms.timeout_s) == (join, 3600.0)
-    with pytest.raises(WeightSyncError, match="rendezvous on learner"):
-        sender.send(offer)
-    sender.close()
+SERVER = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}], "timeout_s": 7.0}
 
 
 @pytest.mark.parametrize(
-    ("transport", "given", "bucket_bytes"),
+    ("transport", "vllm", "bucket_bytes", "joining"),
     [
-        ("nccl", None, 256 << 20),
-        ("ipc", None, 256 << 20),
-        ("rollmatch_gloo", None, 16 << 20),
-        ("inproc", None, 16 << 20),
-        ("nccl", 1 << 20, 1 << 20),
+        ("nccl", {"mode": "actors"}, 256 << 20, None),
+        ("ipc", {"mode": "actors"}, 256 << 20, None),
+        ("rollmatch_gloo", {"mode": "actors"}, 16 << 20, None),
+        ("inproc", {"mode": "actors"}, 16 << 20, None),
+        ("nccl", {"mode": "actors", "sync": {"bucket_bytes": 1 << 20}}, 1 << 20, None),
+        (
+            "rollmatch_gloo",
+            {"mode": "server", "server": SERVER},
+            16 << 20,
+            Timeout(7.0, SERVER_LIMIT),
+        ),
     ],
 )
-def test_buckets_are_large_where_the_engines_loader_is_called_for_each(
-    tmp_path: Path, transport: str, given: int | None, bucket_bytes: int
+def test_buckets_are_large_where_the_engines_loader_is_called_for_each_and_servers_have_a_limit_of_their_own(
+    tmp_path: Path,
+    transport: str,
+    vllm: dict[str, Any],
+    bucket_bytes: int,
+    joining: Timeout | None,
 ) -> None:
-    config = configuration(
-        tmp_path,
-        tmp_path,
-        tmp_path,
-        rollout_matching__vllm={"mode": "actors", "sync": {"bucket_bytes": given}},
-    )
+    config = configuration(tmp_path, tmp_path, tmp_path, rollout_matching__vllm=vllm)
     parts: Any = SimpleNamespace(weights=CheckpointWeights(TiedModel()))
     sender = make_configured_sender(config, RankTopology(TransportKind(transport), ()), parts)
-    assert sender.offer(1, QUESTION, score).terms.bucket_bytes == bucket_bytes
-
-
-def test_servers_are_waited_for_by_their_own_key(tmp_path: Path) -> None:
-    server = {"servers": [{"base_url": "http://127.0.0.1:1", "group_port": 0}], "timeout_s": 7.0}
-    config = configuration(
-        tmp_path, tmp_path, tmp_path, rollout_matching__vllm={"mode": "server", "server": server}
-    )
-    parts: Any = SimpleNamespace(weights=CheckpointWeights(TiedModel()))
-    sender = make_configured_sender(config, RankTopology(TransportKind.GLOO, ()), parts)
-    assert sender.offer(1, QUESTION, score).terms.join == Timeout(
-        7.0, "rollout_matching.vllm.server.timeout_s"
-    )
-
-
-def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ValueError, match="'carrier_pigeon' is not a valid TransportKind"):
-        make_sender(transport="carrier_pigeon")
+    terms = sender.offer(1, QUESTION, score).terms
+    assert (terms.bucket_bytes, terms.join) == (bucket_bytes, joining)

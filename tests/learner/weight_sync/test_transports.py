@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from idle_llm import IdleLLM
 from torch import nn
 
 from learner.model.checkpoint import CheckpointWeights
@@ -161,17 +162,17 @@ class LoadedModel(nn.Module):
         self.loaded += [(name, tensor.clone()) for name, tensor in weights]
 
 
-class FakeLLM:
-    """An `UpdatedEngine` that `JoinsGroups`: vLLM's own `nccl` engine in each of its workers. What
-    it is sent goes through JSON, as to a server.
+class NcclLLM(IdleLLM):
+    """vLLM's own `nccl` engine in each of its workers. What it is sent goes through JSON, as to a
+    server.
     """
 
     def __init__(self, num_workers: int) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+        super().__init__()
         self.models = [LoadedModel() for _ in range(num_workers)]
-        self.joined: list[dict[str, Any]] = []
         self.workers = []
         for rank, model in enumerate(self.models):
             parallel = SimpleNamespace(data_parallel_index=0, world_size=num_workers, rank=rank)
@@ -184,7 +185,7 @@ class FakeLLM:
             )
 
     async def init_weight_transfer_engine(self, request: InitRequest) -> None:
-        self.joined.append(request.init_info)
+        await super().init_weight_transfer_engine(request)
         for worker in self.workers:
             worker.init_transfer_engine(
                 worker.parse_init_info(json.loads(json.dumps(request.init_info)))
@@ -198,27 +199,14 @@ class FakeLLM:
         for worker in self.workers:
             worker.update_weights(json.loads(json.dumps(request.update_info)))
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def start_weight_update(self) -> None: ...
-    async def finish_weight_update(self) -> None: ...
-    async def reset_mm_cache(self) -> None: ...
-    async def reset_encoder_cache(self) -> None: ...
-    async def update_weight_version(self, new_version: str) -> None: ...
-
-    async def reset_prefix_cache(self) -> bool:
-        return True
-
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [
-            asdict(LoadReport([], [], [], [], load_s=0.0, verify_s=0.0, logprobs=[]))
-            for _ in self.workers
-        ]
+        report = LoadReport([], [], [], [], load_s=0.0, verify_s=0.0, logprobs=[])
+        return [asdict(report) for _ in self.workers]
 
 
 class Engine:
     def __init__(self, num_workers: int) -> None:
-        self.llm = FakeLLM(num_workers)
+        self.llm = NcclLLM(num_workers)
         group = TransferGroup(self.llm, transport=TransportKind.NCCL, rank_offset=1)
         self._intake = WeightReceiver("server-0", self.llm, group, score=self._score, adapter=None)
 

@@ -50,49 +50,48 @@ def sent(terms: FullOffer = TERMS) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(ChecksummedWeights(TENSORS, terms, lambda: [-0.25, -1.5]))
 
 
-def test_the_model_gets_the_weights_and_the_receipt_what_comes_behind_them() -> None:
+def loaded_by(calls: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> ChecksumLoader:
+    """Load the weights in these calls, and check that model and account have all of them."""
     model = FakeModel()
-    watch = ChecksumLoader(model, TERMS.bucket_bytes)
-    watch.load_weights(sent())
+    loader = ChecksumLoader(model, TERMS.bucket_bytes)
+    for weights in calls:
+        loader.load_weights(weights)
     assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in TENSORS)
-    assert watch.loaded == watch.expected == {"a", "b", "c"}
-    assert len(watch.sent) == 2
-    assert watch.checksums == watch.sent
-    assert watch.logprobs == [-0.25, -1.5]
+    assert loader.loaded == loader.expected == {"a", "b", "c"}
+    assert len(loader.sent) == 2
+    assert (loader.checksums, loader.logprobs) == (loader.sent, [-0.25, -1.5])
+    return loader
 
 
-def test_a_bucket_of_exactly_its_size_is_open_to_the_sender_and_to_the_receiver() -> None:
-    """As in vLLM's own packed transfer: the tensor that takes a bucket past its size closes it."""
-    terms = replace(TERMS, bucket_bytes=TENSORS[0][1].nbytes)
-    watch = ChecksumLoader(FakeModel(), terms.bucket_bytes)
-    watch.load_weights(sent(terms))
-    assert len(watch.sent) == 2, "the first tensor fills its bucket and does not close it"
-    assert watch.checksums == watch.sent
+def test_the_model_gets_the_weights_and_the_account_what_comes_behind_them() -> None:
+    loaded_by([sent()])
+
+
+def test_it_is_the_same_in_as_many_calls_as_the_transport_likes() -> None:
+    loaded_by([named] for named in sent())
 
 
 @pytest.mark.parametrize("behind", [0, 2, 13])
 def test_what_comes_behind_the_weights_may_begin_at_any_byte_of_a_packed_bucket(
     behind: int,
 ) -> None:
-    watch = ChecksumLoader(FakeModel(), TERMS.bucket_bytes)
-    for name, tensor in sent():
-        packed = torch.zeros(behind + tensor.nbytes, dtype=torch.uint8)
-        packed[behind:] = tensor.view(torch.uint8)
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
         # vLLM's own unpacking, which puts no number where it must not be: weights are as they were,
         # these are bytes.
-        watch.load_weights([(name, packed[behind:] if tensor.dtype == torch.uint8 else tensor)])
-    assert (watch.checksums, watch.logprobs) == (watch.sent, [-0.25, -1.5])
+        if tensor.dtype != torch.uint8:
+            return tensor
+        return torch.cat([torch.zeros(behind, dtype=torch.uint8), tensor])[behind:]
+
+    loaded_by([(name, packed(tensor))] for name, tensor in sent())
 
 
-def test_it_is_the_same_in_as_many_calls_as_the_transport_likes() -> None:
-    watch = ChecksumLoader(FakeModel(), TERMS.bucket_bytes)
-    for named in sent():
-        watch.load_weights([named])
-    assert (watch.loaded, watch.checksums, watch.logprobs) == (
-        {"a", "b", "c"},
-        watch.sent,
-        [-0.25, -1.5],
-    )
+def test_a_bucket_of_exactly_its_size_is_open_to_the_sender_and_to_the_receiver() -> None:
+    """As in vLLM's own packed transfer: the tensor that takes a bucket past its size closes it."""
+    terms = replace(TERMS, bucket_bytes=TENSORS[0][1].nbytes)
+    loader = ChecksumLoader(FakeModel(), terms.bucket_bytes)
+    loader.load_weights(sent(terms))
+    assert len(loader.sent) == 2, "the first tensor fills its bucket and does not close it"
+    assert loader.checksums == loader.sent
 
 
 def test_waiting_for_tensors_is_no_part_of_loading_them() -> None:
@@ -106,9 +105,8 @@ def test_waiting_for_tensors_is_no_part_of_loading_them() -> None:
             waited_s += time.perf_counter() - began_s
             yield named
 
-    watch = ChecksumLoader(FakeModel(), TERMS.bucket_bytes)
     began_s = time.perf_counter()
-    watch.load_weights(slowly())
+    loader = loaded_by([slowly()])
     whole_s = time.perf_counter() - began_s
     assert waited_s >= 0.02 * len(TERMS.sent)
-    assert watch.load_s + watch.verify_s <= whole_s - waited_s
+    assert loader.load_s + loader.verify_s <= whole_s - waited_s

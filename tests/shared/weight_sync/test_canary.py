@@ -5,76 +5,73 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shared.errors import ConfigError, WeightSyncError
-from shared.weight_sync.canary import EFFECT_OVER_NOISE, NOISE_FILE, CanaryProbe, Differences
-
-PROBE = CanaryProbe(
-    token_ids=(1, 50, 2),
-    images=(),
-    expanded_token_ids=(1, 50, 50, 2),
-    expected_logprobs=(-1.0, -2.0, -3.0),
-    tolerance=1e-4,
+from shared.weight_sync.canary import (
+    EFFECT_OVER_NOISE,
+    NOISE_FILE,
+    CanaryProbe,
+    Differences,
+    Scores,
 )
+
+IDS = (1, 50, 50, 2)
+PROBE = CanaryProbe((1, 50, 2), (), IDS, expected_logprobs=(-1.0, -2.0, -3.0), tolerance=1e-4)
+WITH_IMAGE = replace(PROBE, placeholder_ids=(50,))
 
 
 def test_agreement_gives_the_largest_difference() -> None:
-    assert PROBE.check("actor", [1, 50, 50, 2], [-1.0, -2.00005, -3.0]).largest == pytest.approx(
-        5e-5
-    )
-
-
-@pytest.mark.parametrize("wrong", [-2.1, math.nan, -math.inf])
-def test_a_difference_names_the_actor_and_the_first_token(wrong: float) -> None:
-    with pytest.raises(
-        WeightSyncError, match=r"canary on actor-1: .*first at token 2 \(id 50\): learner -2.000000"
-    ) as caught:
-        PROBE.check("actor-1", [1, 50, 50, 2], [-1.0, wrong, -4.0])
-    assert (caught.value.actor, caught.value.phase, caught.value.quantity) == (
-        "actor-1",
-        "canary",
-        "canary log-probability",
-    )
-
-
-def test_other_expanded_tokens_are_a_difference_of_their_own() -> None:
-    with pytest.raises(
-        WeightSyncError, match=r"to 3 tokens, the learner to 4, first difference at token 2"
-    ) as caught:
-        PROBE.check("actor-1", [1, 50, 2], [-1.0, -2.0])
-    assert caught.value.quantity == "canary token ids"
-
-
-def test_as_many_other_tokens_are_a_difference_though_they_are_as_probable() -> None:
-    assert PROBE.expected_logprobs is not None
-    with pytest.raises(
-        WeightSyncError, match=r"to 4 tokens, the learner to 4, first difference at token 2"
-    ) as caught:
-        PROBE.check("actor-1", [1, 50, 51, 2], PROBE.expected_logprobs)
-    assert (caught.value.quantity, caught.value.size) == ("canary token ids", 1.0)
-
-
-def test_a_probe_needs_one_log_probability_per_token_but_the_first() -> None:
-    with pytest.raises(ValueError, match="4 canary tokens need one log-probability less"):
-        CanaryProbe((1, 50, 2), (), (1, 50, 50, 2), (-1.0,), 1e-4)
-
-
-IMAGE = 50
-WITH_IMAGE = replace(PROBE, placeholder_ids=(IMAGE,))
+    assert PROBE.check("actor", IDS, (-1.0, -2.00005, -3.0)).largest == pytest.approx(5e-5)
 
 
 def test_image_placeholders_are_no_part_of_the_comparison() -> None:
     """The token behind them is: what the engine makes of the image shows there."""
-    assert WITH_IMAGE.check("actor", [1, 50, 50, 2], [-9.0, math.nan, -3.0]) == Differences(
-        0.0, 0.0
-    )
-    with pytest.raises(
-        WeightSyncError, match=r"1 of 1 log-probabilities differ .*first at token 3 \(id 2\)"
-    ):
-        WITH_IMAGE.check("actor", [1, 50, 50, 2], [-1.0, -2.0, -3.1])
+    assert WITH_IMAGE.check("actor", IDS, (-9.0, math.nan, -3.0)) == Differences(0.0, 0.0)
+
+
+TOKEN_2 = r"2 of 3 .*first at token 2 \(id 50\): learner -2\.000000"
+TOKEN_3 = r"1 of 1 log-probabilities differ .*first at token 3 \(id 2\)"
+FEWER = "to 3 tokens, the learner to 4, first difference at token 2"
+OTHERS = "to 4 tokens, the learner to 4, first difference at token 2"
+
+
+@pytest.mark.parametrize(
+    ("probe", "token_ids", "logprobs", "told", "quantity", "size"),
+    [
+        (PROBE, IDS, (-1.0, -2.1, -4.0), TOKEN_2, "canary log-probability", 1.0),
+        (PROBE, IDS, (-1.0, math.nan, -4.0), TOKEN_2, "canary log-probability", math.nan),
+        (PROBE, IDS, (-1.0, -math.inf, -4.0), TOKEN_2, "canary log-probability", math.inf),
+        (WITH_IMAGE, IDS, (-1.0, -2.0, -3.1), TOKEN_3, "canary log-probability", 0.1),
+        (PROBE, (1, 50, 2), (-1.0, -2.0), FEWER, "canary token ids", 2.0),
+        (PROBE, (1, 50, 51, 2), PROBE.expected_logprobs, OTHERS, "canary token ids", 1.0),
+    ],
+    ids=[
+        "other",
+        "nan",
+        "infinite",
+        "behind an image",
+        "fewer tokens",
+        "other tokens, as probable",
+    ],
+)
+def test_a_difference_names_the_actor_and_the_first_token(
+    probe: CanaryProbe, token_ids: Any, logprobs: Any, told: str, quantity: str, size: float
+) -> None:
+    with pytest.raises(WeightSyncError, match=f"canary on actor-1: .*{told}") as caught:
+        probe.check("actor-1", token_ids, logprobs)
+    error = caught.value
+    assert (error.actor, error.phase, error.quantity) == ("actor-1", "canary", quantity)
+    assert error.size == pytest.approx(size, nan_ok=True)
+
+
+@pytest.mark.parametrize("field", ["expected_logprobs", "base_logprobs"])
+def test_a_probe_needs_one_log_probability_per_token_but_the_first(field: str) -> None:
+    with pytest.raises(ValueError, match="4 canary tokens need one log-probability less, not 1"):
+        replace(PROBE, **{field: (-1.0,)})
 
 
 LEARNERS = tuple(-0.02 * i for i in range(100))
@@ -83,10 +80,9 @@ HALF = CanaryProbe(tuple(range(101)), (), tuple(range(101)), LEARNERS, tolerance
 
 
 def engines(*, everywhere: float = 0.0, some: float = 0.0, num_some: int = 0) -> list[float]:
-    """The learner's, a little off at all tokens and more at some."""
-    return [
-        logprob + everywhere + (some if i < num_some else 0.0) for i, logprob in enumerate(LEARNERS)
-    ]
+    """Return the learner's, a little off at all tokens and more at some."""
+    off = [everywhere + some] * num_some + [everywhere] * (100 - num_some)
+    return [logprob + distance for logprob, distance in zip(LEARNERS, off, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -121,19 +117,14 @@ def test_in_bfloat16_mean_and_share_are_bounded_by_the_noise_and_no_single_token
 
 
 def test_of_a_short_probe_too_two_tokens_may_be_anything() -> None:
-    short = replace(
-        HALF,
-        token_ids=tuple(range(40)),
-        expanded_token_ids=tuple(range(40)),
-        expected_logprobs=LEARNERS[:39],
-    )
-    assert short.check(
-        "actor", short.expanded_token_ids, engines(some=0.6, num_some=2)[:39]
-    ).largest == pytest.approx(0.6)
+    ids = tuple(range(40))
+    short = CanaryProbe(ids, (), ids, LEARNERS[:39], tolerance=None)
+    found = short.check("actor", ids, engines(some=0.6, num_some=2)[:39])
+    assert found.largest == pytest.approx(0.6)
     with pytest.raises(
         WeightSyncError, match=r"3 of 39 log-probabilities differ by more than 0\.5"
     ):
-        short.check("actor", short.expanded_token_ids, engines(some=0.6, num_some=3)[:39])
+        short.check("actor", ids, engines(some=0.6, num_some=3)[:39])
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf])
@@ -153,17 +144,25 @@ def test_noise_is_measured_and_more_than_rounding_makes_is_none() -> None:
         HALF.measure("actor", (ids[1:], engines()))
 
 
-def test_a_fault_that_is_there_before_the_first_sync_is_not_measured_away() -> None:
-    at_fault = (HALF.expanded_token_ids, engines(everywhere=0.2))
-    with pytest.raises(WeightSyncError, match=r"on average by 0\.2000 \(0\.1000 is allowed\)"):
-        replace(HALF, noise=HALF.measure("actor", at_fault)).check("actor", *at_fault)
+NOISE_OF_A_BAD_ENGINE = Differences.worst([Differences(0.005, 0.1), Differences(0.09, 4.0)])
 
 
-def test_a_bad_engine_loosens_the_bounds_of_all_to_the_usual_ones_at_most() -> None:
-    noise = Differences.worst([Differences(0.005, 0.1), Differences(0.09, 4.0)])
-    ids = HALF.expanded_token_ids
-    with pytest.raises(WeightSyncError, match=r"\(0\.1000 is allowed\)"):
-        replace(HALF, noise=noise).check("actor", ids, engines(everywhere=0.11))
+@pytest.mark.parametrize(
+    ("everywhere", "noise"),
+    [
+        (0.2, HALF.measure("actor", (HALF.expanded_token_ids, engines(everywhere=0.2)))),
+        (0.11, NOISE_OF_A_BAD_ENGINE),
+    ],
+    ids=["measured with the fault", "of several engines, one of them bad"],
+)
+def test_a_fault_that_is_there_before_the_first_sync_is_not_measured_away(
+    everywhere: float, noise: Differences | None
+) -> None:
+    told = rf"on average by {everywhere:.4f} \(0\.1000 is allowed\)"
+    with pytest.raises(WeightSyncError, match=told):
+        replace(HALF, noise=noise).check(
+            "actor", HALF.expanded_token_ids, engines(everywhere=everywhere)
+        )
 
 
 def test_a_runs_folder_keeps_the_noise_to_the_bit(tmp_path: Path) -> None:
@@ -210,19 +209,14 @@ class TwoSides:
         self._base = draws.uniform(-6.0, -1.0, NUM_TOKENS - 1)
         self._effect = effect * draws.normal(size=NUM_TOKENS - 1)
         self._rounding = lambda: noise * draws.standard_t(4, size=NUM_TOKENS - 1)
-        self.ids = list(range(NUM_TOKENS))
-        self.probe = CanaryProbe(
-            token_ids=tuple(self.ids),
-            images=(),
-            expanded_token_ids=tuple(self.ids),
-            expected_logprobs=tuple(self._base + self._effect + self._rounding()),
-            tolerance=0.5,
-            base_logprobs=tuple(self._base + self._rounding()),
-        )
+        self.ids = tuple(range(NUM_TOKENS))
+        adapted = tuple(self._base + self._effect + self._rounding())
+        base = tuple(self._base + self._rounding())
+        self.probe = CanaryProbe(self.ids, (), self.ids, adapted, 0.5, base)
         self.base = (self.ids, list(self._base + self._rounding()))
 
-    def adapted(self, scale: float = 1.0) -> tuple[list[int], list[float]]:
-        """Of an engine that applies the adapter so many times."""
+    def adapted(self, scale: float = 1.0) -> Scores:
+        """Score like an engine that applies the adapter so many times."""
         return self.ids, list(self._base + scale * self._effect + self._rounding())
 
 
@@ -257,8 +251,7 @@ def test_an_adapter_that_is_held_and_not_applied_or_scaled_wrongly_is_found_thou
     assert (caught.value.phase, caught.value.quantity) == ("canary", "effect of the adapter")
 
 
-def test_an_engine_whose_answers_are_those_of_the_base_model_has_not_applied_it() -> None:
-    """Exactly: the same request, computed the same way, twice."""
+def test_an_engine_that_answers_to_the_bit_as_the_base_model_has_not_applied_it() -> None:
     sides = TwoSides(effect=0.1, noise=BFLOAT16)
     with pytest.raises(WeightSyncError, match=r"is 0\.00 times"):
         sides.probe.check_adapter("actor", sides.base, sides.base)
@@ -283,12 +276,8 @@ def test_noise_that_works_against_a_right_adapter_with_all_its_might_is_no_alarm
     sides = TwoSides(effect=0.1, noise=0.0)
     base, adapted = np.array(sides.base[1]), np.array(sides.adapted()[1])
     noise = (adapted - base) / (EFFECT_OVER_NOISE * 1.001)
-    assert (
-        sides.probe.check_adapter(
-            "actor", (sides.ids, list(adapted - noise)), (sides.ids, list(base + noise))
-        )
-        is not None
-    )
+    scores = [(sides.ids, list(logprobs)) for logprobs in (adapted - noise, base + noise)]
+    assert sides.probe.check_adapter("actor", *scores) is not None
 
 
 def test_an_engine_with_other_base_weights_under_the_adapter_is_found() -> None:
@@ -296,8 +285,3 @@ def test_an_engine_with_other_base_weights_under_the_adapter_is_found() -> None:
     wrong = [logprob - 0.6 for logprob in sides.base[1]]
     with pytest.raises(WeightSyncError, match="weights without the adapter are not the learner's"):
         sides.probe.check_adapter("actor", sides.adapted(), (sides.ids, wrong))
-
-
-def test_log_probabilities_without_the_adapter_are_as_many_as_with_it() -> None:
-    with pytest.raises(ValueError, match="4 canary tokens need one log-probability less, not 1"):
-        replace(PROBE, base_logprobs=(-1.0,))

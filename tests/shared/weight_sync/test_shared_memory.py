@@ -69,19 +69,13 @@ def test_it_has_no_name_and_goes_with_its_last_owner() -> None:
 
 
 def holdings() -> tuple[int, int]:
-    """Mappings and descriptors of weights in this process, which other tests may have left some
-    of."""
+    """Count this process's mappings and descriptors of weights, which other tests may have left
+    some of."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count(NAME), sum(
-        NAME in link for link in descriptors()
-    )
-
-
-def descriptors() -> list[str]:
     # The folder itself was open while it was listed.
-    return [
-        str(link.readlink()) for link in list(Path("/proc/self/fd").iterdir()) if link.is_symlink()
-    ]
+    links = [link for link in list(Path("/proc/self/fd").iterdir()) if link.is_symlink()]
+    descriptors = sum(NAME in str(link.readlink()) for link in links)
+    return Path("/proc/self/maps").read_text().count(NAME), descriptors
 
 
 def test_its_size_cannot_be_changed_by_anybody(mine: SharedMemory) -> None:
@@ -98,26 +92,15 @@ def test_other_memory_than_the_announced_is_not_opened(mine: SharedMemory, field
 
 
 def test_any_other_file_is_not_opened_whatever_its_numbers(tmp_path: Path) -> None:
-    secret = tmp_path / NAME
-    secret.write_text("of the server's user")
-    with secret.open() as file:
-        found = os.fstat(file.fileno())
-        assert (
-            SharedMemory.open(
-                Address(os.getpid(), file.fileno(), found.st_size, found.st_dev, found.st_ino)
-            )
-            is None
-        )
+    secret = os.open(tmp_path / NAME, os.O_CREAT | os.O_RDWR)
+    os.write(secret, b"of the server's user")
     lookalike = os.memfd_create(NAME)  # not sealed: it could be cut while it is read
     os.ftruncate(lookalike, 10)
-    found = os.fstat(lookalike)
-    assert (
-        SharedMemory.open(
-            Address(os.getpid(), lookalike, found.st_size, found.st_dev, found.st_ino)
-        )
-        is None
-    )
-    os.close(lookalike)
+    for descriptor in (secret, lookalike):
+        found = os.fstat(descriptor)
+        address = Address(os.getpid(), descriptor, found.st_size, found.st_dev, found.st_ino)
+        assert SharedMemory.open(address) is None
+        os.close(descriptor)
 
 
 def test_more_than_there_is_is_none_and_so_is_what_is_opened_nowhere() -> None:
@@ -126,17 +109,9 @@ def test_more_than_there_is_is_none_and_so_is_what_is_opened_nowhere() -> None:
 
 
 def test_processes_of_one_machine_name_it_alike() -> None:
-    told = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from shared.weight_sync.shared_memory import this_machine; print(this_machine())",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert told.stdout.strip() == str(this_machine())
+    code = "from shared.weight_sync.shared_memory import this_machine; print(this_machine())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(this_machine())
 
 
 def test_memory_that_cannot_be_mapped_is_not_there_and_holds_nothing(

@@ -30,8 +30,6 @@ def test_the_placement_decides_the_transport(
 def test_a_gpu_on_one_side_alone_is_refused(
     devices: tuple[Device, Device], sharing: Sharing
 ) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"from a learner on .* to an engine on .* give both sides GPUs or neither",
-    ):
+    told = "from a learner on .* to an engine on .* give both sides GPUs or neither"
+    with pytest.raises(ConfigError, match=told):
         choose_transport(*devices, sharing)
