@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ DECODE = DecodeSettings(
     1.1,
     8,
     1,
-    stop_token_ids=(STOP, 8),
+    (STOP, 8),
     banned_token_ids=(4, 5),
     return_logprobs=True,
 )
@@ -31,50 +32,59 @@ LOGPROBS = (-0.1, -0.2, -0.3, -0.4, -0.5)
 
 
 def rollout(
-    answer: Completion, *, rule: RepeatRule | None = None, request: RolloutRequest = REQUEST
+    token_ids: tuple[int, ...],
+    reason: FinishReason,
+    rule: RepeatRule | None = None,
+    logprobs: tuple[float, ...] | None = LOGPROBS,
+    request: RolloutRequest = REQUEST,
 ) -> Rollout:
-    return answer.rollout(
-        request, EngineInfo("a-0", 2, rule, StartTime(unix_s=100.0, counter_s=7.0)), 7.5
+    logprobs = None if logprobs is None else logprobs[: len(token_ids)]
+    info = EngineInfo("a-0", 2, rule, StartTime(unix_s=100.0, counter_s=7.0))
+    return Completion((1, 2, 2), token_ids, logprobs, reason).rollout(request, info, 7.5)
+
+
+END, LIMIT, REPEATED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION
+
+
+@pytest.mark.parametrize(
+    ("found", "response", "stop", "logprobs", "of_stop", "reason", "forced"),
+    [
+        (rollout((5, 6, STOP), END), (5, 6), STOP, (-0.1, -0.2), -0.3, END, ()),
+        (rollout((5, STOP), LIMIT), (5, STOP), None, (-0.1, -0.2), None, LIMIT, ()),
+        (rollout((5, STOP), REPEATED), (5, STOP), None, (-0.1, -0.2), None, REPEATED, ()),
+        (rollout((5, STOP), END, logprobs=None), (5,), STOP, None, None, END, ()),
+        (rollout((5, 5, 5, 9), END, RULE), (5,) * 3, 9, LOGPROBS[:3], None, REPEATED, (3,)),
+    ],
+    ids=[
+        "the stop token is kept apart with its log-probability",
+        "a response that ended at its limit is kept whole",
+        "a response that an engine ended for repeating itself too",
+        "without log-probabilities there are none",
+        "a stop token behind a repetition was forced and has no log-probability",
+    ],
+)
+def test_a_rollout_is_read_from_how_its_response_ended(
+    found: Rollout,
+    response: tuple[int, ...],
+    stop: int | None,
+    logprobs: tuple[float, ...] | None,
+    of_stop: float | None,
+    reason: FinishReason,
+    forced: tuple[int, ...],
+) -> None:
+    of_request = (3, 7, "a", (1, 2, 2), response, stop, logprobs, of_stop, reason, forced)
+    assert found == Rollout(*of_request, 2, "a-0", 0, 11, generate_s=0.5, started_s=100.0)
+
+
+def test_a_repetition_that_went_on_was_not_guarded() -> None:
+    endless = ((5, 5, 5, 5), FinishReason.LENGTH)
+    with pytest.raises(RolloutError, match="was not active"):
+        rollout(*endless, RULE)
+    free = replace(REQUEST, decode=replace(DECODE, stop_token_ids=()))
+    assert rollout(*endless, RULE, request=free).response_token_ids == (5, 5, 5, 5), (
+        "without a stop token there is nothing to force"
     )
-
-
-def test_the_stop_token_is_kept_apart_with_its_log_probability() -> None:
-    said = rollout(Completion((1, 2, 2), (5, 6, STOP), LOGPROBS[:3], FinishReason.STOP))
-    assert said == Rollout(
-        3,
-        7,
-        "a",
-        (1, 2, 2),
-        (5, 6),
-        STOP,
-        (-0.1, -0.2),
-        -0.3,
-        FinishReason.STOP,
-        (),
-        2,
-        "a-0",
-        0,
-        11,
-        0.5,
-        100.0,
-    )
-
-
-@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.REPETITION])
-def test_a_response_that_ended_otherwise_is_kept_whole(reason: FinishReason) -> None:
-    said = rollout(Completion((1,), (5, STOP), LOGPROBS[:2], reason))
-    assert (
-        said.response_token_ids,
-        said.stop_token_id,
-        said.logprobs,
-        said.stop_token_logprob,
-    ) == ((5, STOP), None, (-0.1, -0.2), None)
-    assert said.finish_reason is reason
-
-
-def test_without_log_probabilities_there_are_none() -> None:
-    said = rollout(Completion((1,), (5, STOP), None, FinishReason.STOP))
-    assert (said.logprobs, said.stop_token_logprob, said.response_token_ids) == (None, None, (5,))
+    assert rollout(*endless).response_token_ids == (5, 5, 5, 5), "no guard was configured"
 
 
 @pytest.mark.parametrize(
@@ -90,54 +100,21 @@ def test_without_log_probabilities_there_are_none() -> None:
 def test_an_engine_that_does_not_say_why_a_response_ended_is_read_by_its_first_stop_token(
     token_ids: list[int], kept: list[int], reason: FinishReason
 ) -> None:
-    answer = Completion.up_to_stop((1,), token_ids, LOGPROBS, DECODE)
-    assert (answer.token_ids, answer.finish_reason, answer.logprobs) == (
-        kept,
-        reason,
-        LOGPROBS[: len(kept)],
-    )
-    assert (
-        Completion.up_to_stop(
-            (1,), token_ids, LOGPROBS, replace(DECODE, return_logprobs=False)
-        ).logprobs
-        is None
-    )
-    assert (
-        Completion.up_to_stop(
-            (1,), token_ids, LOGPROBS, replace(DECODE, stop_token_ids=())
-        ).token_ids
-        == token_ids
-    )
+    def read(**changes: Any) -> Completion:
+        return Completion.up_to_stop((1,), token_ids, LOGPROBS, replace(DECODE, **changes))
+
+    assert read() == Completion((1,), kept, LOGPROBS[: len(kept)], reason)
+    assert read(return_logprobs=False).logprobs is None
+    assert read(stop_token_ids=()).token_ids == token_ids
 
 
-def test_a_stop_token_behind_a_repetition_was_forced_and_has_no_log_probability() -> None:
-    said = rollout(Completion((1,), (5, 5, 5, STOP), LOGPROBS[:4], FinishReason.STOP), rule=RULE)
-    assert (said.finish_reason, said.forced_positions, said.stop_token_logprob) == (
-        FinishReason.REPETITION,
-        (3,),
-        None,
-    )
-    assert said.logprobs == LOGPROBS[:3]
-
-
-def test_a_repetition_that_went_on_was_not_guarded() -> None:
-    endless = Completion((1,), (5, 5, 5, 5), LOGPROBS[:4], FinishReason.LENGTH)
-    with pytest.raises(RolloutError, match="was not active"):
-        rollout(endless, rule=RULE)
-    free = replace(REQUEST, decode=replace(DECODE, stop_token_ids=()))
-    assert rollout(endless, rule=RULE, request=free).response_token_ids == (5, 5, 5, 5), (
-        "without a stop token there is nothing to force"
-    )
-    assert rollout(endless).response_token_ids == (5, 5, 5, 5), "no guard was configured"
-
-
-@pytest.mark.parametrize("said", ["abort", "error", None])
-def test_a_request_that_vllm_gave_up_is_no_rollout(said: str | None) -> None:
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_a_request_that_vllm_gave_up_is_no_rollout(reason: str | None) -> None:
     with pytest.raises(
         RolloutError,
-        match=f"generate on a-0: sample a was ended with {said!r}, and half an answer is none",
+        match=f"generate on a-0: sample a was ended with {reason!r}, and half an answer is none",
     ):
-        finish_reason(said, REQUEST, "a-0")
+        finish_reason(reason, REQUEST, "a-0")
 
 
 def test_a_request_says_everything_that_a_servers_defaults_could_fill() -> None:

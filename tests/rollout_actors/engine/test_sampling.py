@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageOps
@@ -14,73 +15,61 @@ from shared.errors import RolloutError
 from shared.records import ImageRef
 
 
-def ref(data: bytes) -> ImageRef:
-    return ImageRef(path=None, data=data, sha256="")
+def seen_by_engine(data: bytes, path: Path | None = None) -> Image.Image:
+    (image,) = decode_images([ImageRef(path=path, data=data, sha256="")], "a", actor="b")
+    return image
+
+
+def seen_by_learner(data: bytes) -> Image.Image:
+    return decode_image(ImageRef(path=None, data=data, sha256=""))
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_pixels_bring_no_orientation_that_an_engine_would_turn_them_by(kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    buffer = io.BytesIO()
-    Image.frombytes("RGB", (3, 2), bytes(range(0, 180, 10))).save(buffer, kind, exif=exif)
-    (image,) = decode_images([ref(buffer.getvalue())], "a", actor="b")
-    of_learner = Image.open(io.BytesIO(buffer.getvalue())).convert("RGB")
-    turned = ImageOps.exif_transpose(image)  # what vLLM does
+    data = saved(Image.frombytes("RGB", (3, 2), bytes(range(0, 180, 10))), kind, exif=exif)
+    of_learner = Image.open(io.BytesIO(data)).convert("RGB")
+    turned = ImageOps.exif_transpose(seen_by_engine(data))  # what vLLM does
     assert (turned.size, turned.tobytes()) == ((3, 2), of_learner.tobytes())
 
 
-def test_an_image_that_is_not_one_names_the_actor_and_the_sample() -> None:
-    with pytest.raises(RolloutError, match="generate on b: image 0 of sample a"):
-        decode_images([ref(b"no image")], "a", actor="b")
+NO_FORMAT = "cannot be decoded: it is of no format that is known$"
+NO_RANGE = "cannot be decoded: its pixels are floating-point .*; save it with 8 or 16 bits"
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("data", "path", "told"),
     [
-        (None, "image 0 of sample a cannot"),
-        (Path("x/y.png"), r"image 0 of sample a \(x/y.png\) cannot"),
+        (b"no image", None, f"image 0 of sample a {NO_FORMAT}"),
+        (b"no image", Path("x/y.png"), rf"image 0 of sample a \(x/y.png\) {NO_FORMAT}"),
+        (saved(Image.new("F", (2, 2), 0.5), "TIFF"), None, f"image 0 of sample a {NO_RANGE}"),
     ],
+    ids=["no image", "no image in a file", "pixels without a range"],
 )
-def test_it_names_the_file_where_there_is_one_and_no_address_in_memory(
-    path: Path | None, told: str
+def test_an_image_that_is_not_one_names_the_actor_the_sample_the_file_and_the_reason(
+    data: bytes, path: Path | None, told: str
 ) -> None:
-    with pytest.raises(
-        RolloutError, match=rf"{told} be decoded: it is of no format that is known$"
-    ):
-        decode_images([ImageRef(path=path, data=b"no image", sha256="")], "a", actor="b")
+    with pytest.raises(RolloutError, match=f"generate on b: {told}"):
+        seen_by_engine(data, path)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P", "I;16"])
 def test_engine_and_learner_see_the_same_pixels(mode: str) -> None:
-    buffer = io.BytesIO()
-    Image.effect_noise((9, 8), 90).convert(mode).save(
-        buffer, "PNG", **({"transparency": 5} if mode == "P" else {})
-    )
-    (image,) = decode_images([ref(buffer.getvalue())], "a", actor="b")
-    of_learner = decode_image(ref(buffer.getvalue()))
+    options = {"transparency": 5} if mode == "P" else {}
+    data = saved(Image.effect_noise((9, 8), 90).convert(mode), **options)
+    image = seen_by_engine(data)
+    of_learner = seen_by_learner(data)
     assert (image.mode, image.tobytes()) == (of_learner.mode, of_learner.tobytes())
 
 
-def test_an_engine_names_the_sample_whose_pixels_have_no_known_range() -> None:
-    buffer = io.BytesIO()
-    Image.new("F", (2, 2), 0.5).save(buffer, "TIFF")
-    with pytest.raises(
-        RolloutError,
-        match=(
-            r"image 0 of sample a cannot be decoded: its pixels are floating-point numbers .*; save"
-            r" it with 8 or 16 bits"
-        ),
-    ):
-        decode_images([ref(buffer.getvalue())], "a", actor="b")
-
-
 def test_both_see_white_behind_what_is_transparent() -> None:
-    buffer = io.BytesIO()
-    Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(buffer, "PNG")
-    (image,) = decode_images([ref(buffer.getvalue())], "a", actor="b")
-    assert (
-        image.getpixel((0, 0))
-        == decode_image(ref(buffer.getvalue())).getpixel((0, 0))
-        == (255, 255, 255)
-    )
+    data = saved(Image.new("RGBA", (2, 2), (0, 0, 0, 0)))
+    for image in (seen_by_engine(data), seen_by_learner(data)):
+        assert image.getpixel((0, 0)) == (255, 255, 255)

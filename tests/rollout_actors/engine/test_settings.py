@@ -14,6 +14,7 @@ from engine_support import small_settings
 
 from rollout_actors.engine import warm_python
 from rollout_actors.engine.settings import (
+    EngineSettings,
     engine_arguments,
     engine_environment,
     engine_runtime_env,
@@ -27,61 +28,63 @@ from shared.weight_sync.offer import LORA_RANKS
 from shared.weight_sync.transports import Device
 
 
+def settings_of(**changes: Any) -> EngineSettings:
+    return small_settings(Path("model"), **changes)
+
+
 @pytest.mark.parametrize(
     ("rank", "room"), [(1, 1), (4, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)]
 )
 def test_an_adapter_takes_the_room_of_the_next_rank_that_vllm_knows(rank: int, room: int) -> None:
-    arguments = lora_arguments(small_settings(Path("model"), enable_lora=True, max_lora_rank=rank))
+    arguments = lora_arguments(settings_of(enable_lora=True, max_lora_rank=rank))
     assert arguments == {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
 
 
 def test_an_engine_without_lora_is_started_as_ever() -> None:
-    assert lora_arguments(small_settings(Path("model"))) == {}
+    assert lora_arguments(settings_of()) == {}
 
 
-@pytest.mark.parametrize(("given", "demanded"), [(None, 0.45), (1 << 30, 0.01)])
+@pytest.mark.parametrize(("cache_bytes", "demanded"), [(None, 0.45), (1 << 30, 0.01)])
 def test_where_the_bytes_of_the_cache_are_given_vllm_demands_no_fraction_of_the_device(
-    given: int | None, demanded: float
+    cache_bytes: int | None, demanded: float
 ) -> None:
     """It would refuse a GPU with less than that free, which the learner beside it may have
     taken."""
     arguments = engine_arguments(
-        small_settings(Path("model"), kv_cache_memory_bytes=given, gpu_memory_utilization=0.45)
+        settings_of(kv_cache_memory_bytes=cache_bytes, gpu_memory_utilization=0.45)
     )
-    assert (arguments["kv_cache_memory_bytes"], arguments["gpu_memory_utilization"]) == (
-        given,
-        demanded,
-    )
+    assert arguments["kv_cache_memory_bytes"] == cache_bytes
+    assert arguments["gpu_memory_utilization"] == demanded
 
 
 def test_engines_on_cpu_and_their_neighbours_are_forked_from_a_server_with_an_engines_variables() -> (
     None
 ):
-    settings = small_settings(Path("model"))
-    own = engine_environment(settings)
-    server = {warm_python.FOLDER: warm_python.run_folder(), warm_python.VARIABLES: json.dumps(own)}
-    python = shlex.join(warm_python.command())
-    assert engine_runtime_env(settings, PLACE="here") == {
-        "env_vars": own | {"PLACE": "here"} | server,
-        "py_executable": python,
+    settings = settings_of()
+    of_engine = engine_environment(settings)
+    server = {
+        warm_python.FOLDER: warm_python.run_folder(),
+        warm_python.VARIABLES: json.dumps(of_engine),
     }
-    assert neighbour_runtime_env(settings, PLACE="here") == {
-        "env_vars": {"PLACE": "here"} | server,
-        "py_executable": python,
-    }
+    for runtime_env, variables in (
+        (engine_runtime_env(settings, PLACE="here"), of_engine),
+        (neighbour_runtime_env(settings, PLACE="here"), {}),
+    ):
+        assert runtime_env == {
+            "env_vars": variables | {"PLACE": "here"} | server,
+            "py_executable": shlex.join(warm_python.command()),
+        }
 
 
 @pytest.mark.parametrize("changes", [{"device": Device.CUDA}, {"tensor_parallel_size": 2}])
 def test_beside_engines_that_cannot_be_forked_an_actor_gets_its_own_variables_alone(
     changes: dict[str, Any],
 ) -> None:
-    settings = small_settings(Path("model"), **changes)
-    assert neighbour_runtime_env(settings, OMP_NUM_THREADS="3") == {
-        "env_vars": {"OMP_NUM_THREADS": "3"}
-    }
-    assert engine_runtime_env(settings, PLACE="here") == {
-        "env_vars": engine_environment(settings) | {"PLACE": "here"}
-    }
+    settings = settings_of(**changes)
+    variables = {"PLACE": "here"}
+    assert neighbour_runtime_env(settings, **variables) == {"env_vars": variables}
+    of_engine = engine_environment(settings) | variables
+    assert engine_runtime_env(settings, **variables) == {"env_vars": of_engine}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ def test_beside_engines_that_cannot_be_forked_an_actor_gets_its_own_variables_al
 def test_an_engine_in_float32_on_a_gpu_has_triton_multiply_in_float32(
     device: Device, dtype: str, precision: str | None
 ) -> None:
-    settings = small_settings(Path("model"), device=device, dtype=dtype)
+    settings = settings_of(device=device, dtype=dtype)
     assert engine_environment(settings).get("TRITON_F32_DEFAULT") == precision
 
 
@@ -117,12 +120,8 @@ def test_the_ranks_are_vllms_own() -> None:
 def test_an_engine_on_cpu_reads_no_prompt_in_two_steps() -> None:
     """vLLM sets back the generator of such a request, which a seeded one on CPU does not
     survive."""
-    on_cpu, on_gpu = (
-        engine_arguments(small_settings(Path("model"), device=device))
-        for device in (Device.CPU, Device.CUDA)
-    )
-    assert on_cpu["enable_chunked_prefill"] is False
-    assert "enable_chunked_prefill" not in on_gpu
+    assert engine_arguments(settings_of(device=Device.CPU))["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in engine_arguments(settings_of(device=Device.CUDA))
 
 
 @pytest.mark.engine
@@ -139,7 +138,7 @@ def test_the_highest_temperature_is_vllms_own() -> None:
 def test_as_many_beams_are_permitted_as_vllms_search_gets_log_probabilities_for() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    assert "max_logprobs" not in engine_arguments(small_settings(Path("model")))
+    assert "max_logprobs" not in engine_arguments(settings_of())
     assert EngineArgs.max_logprobs == 2 * MAX_VLLM_BEAMS
 
 
