@@ -11,7 +11,6 @@ import pytest
 import ray
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
-from launch.runtime.rollout_client import RolloutClient
 from rollout_actors.repeat_guard.rule import require_guard
 from shared.errors import RolloutError
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
@@ -116,16 +115,6 @@ def test_a_request_without_a_stop_token_has_nothing_to_be_ended_with(
     assert {(rollout.finish_reason, len(rollout.response_token_ids)) for rollout in rollouts} == {
         (FinishReason.LENGTH, LONGEST)
     }
-
-
-def test_a_guarded_engine_takes_weights_and_agrees_with_the_learner_about_its_canary(
-    guarded: Any, demo_checkpoint: Path
-) -> None:
-    learner = SmallLearner(demo_checkpoint, num_receivers=1)
-    pool = RolloutClient([guarded], ["guarded"], TIMEOUTS, decode_batch_size=8, devices=(1,))
-    learner.learn(seed=2)
-    assert sync_weights(learner, pool).canary_max_abs < 1e-4
-    learner.close()
 
 
 def test_an_engine_that_was_started_without_the_guard_is_refused_by_what_its_workers_answer(

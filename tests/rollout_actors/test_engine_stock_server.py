@@ -24,8 +24,7 @@ from rollout_actors.backends.stock_server import StockClient, StockRoutes
 from rollout_actors.engine.settings import EngineSettings
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
-from shared.rollouts import FinishReason
-from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
+from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -109,26 +108,6 @@ def test_the_server_sees_the_pixels_that_an_actor_sees(
     request = both.request(0, max_new_tokens=32)
     request = replace(request, images=(odd_image(request.images[0], kind),))
     assert what_was_said(pool.generate([request])) == what_was_said(engine_pool.generate([request]))
-
-
-def test_the_guard_ends_what_repeats_itself_and_nothing_else(
-    pool: OneServer, engine_pool: EnginePool, both: SmallLearner
-) -> None:
-    requests = [both.request(position, max_new_tokens=96) for position in range(6)]
-    ended = 0
-    for guarded, free in zip(pool.generate(requests), engine_pool.generate(requests), strict=True):
-        length = RepeatRule(GUARD).first_repetition(free.response_token_ids)
-        if length is None:
-            assert what_was_said([guarded]) == what_was_said([free])
-            continue
-        ended += 1
-        assert guarded.response_token_ids == free.response_token_ids[:length]
-        assert (guarded.finish_reason, guarded.forced_positions, guarded.stop_token_id) == (
-            FinishReason.REPETITION,
-            (length,),
-            both.stop,
-        )
-    assert ended
 
 
 def test_a_spoiled_tensor_is_seen_by_the_canary_and_nothing_is_served_until_a_sync_succeeds(

@@ -7,7 +7,8 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from config_support import configuration
 from learner_support import make_learner
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from learner.learner import Learner
 from shared.errors import WeightSyncError
 from shared.weight_sync.canary import NOISE_FILE, CanaryProbe, Differences, Scores
 
@@ -37,7 +37,6 @@ CONFIG = Qwen3Config(
     tie_word_embeddings=True,
     max_position_embeddings=256,
 )
-HEAD = "model.embed_tokens.weight"
 Weights = dict[str, torch.Tensor]
 
 
@@ -48,17 +47,20 @@ class Language:
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.successors = torch.randint(VOCABULARY, (VOCABULARY, 4), generator=self.generator)
+        self.successors = self.draw_tokens(VOCABULARY, 4)
+
+    def draw_tokens(self, *shape: int) -> torch.Tensor:
+        return torch.randint(VOCABULARY, shape, generator=self.generator)
 
     def change(self) -> None:
-        """A third of the tokens get other successors."""
-        others = torch.randint(VOCABULARY, (VOCABULARY, 4), generator=self.generator)
+        """Give a third of the tokens other successors."""
+        others = self.draw_tokens(VOCABULARY, 4)
         changes = torch.rand(VOCABULARY, 1, generator=self.generator) < 0.3
         self.successors = torch.where(changes, others, self.successors)
 
     def sentences(self, count: int) -> torch.Tensor:
         """int64 [count, LENGTH]"""
-        ids = torch.randint(VOCABULARY, (count, 1), generator=self.generator)
+        ids = self.draw_tokens(count, 1)
         while ids.shape[1] < LENGTH:
             which = torch.multinomial(
                 self.frequency, count, replacement=True, generator=self.generator
@@ -94,37 +96,31 @@ def trained() -> Trained:
     *_, first = learn(120, 3e-3)
     language.change()
     weights = {0: first} | dict(enumerate(learn(STEPS, 3e-5), 1))
-    random = torch.randint(VOCABULARY, (16,), generator=language.generator)
+    random = language.draw_tokens(16)
     torch.set_num_threads(threads)
     return Trained(weights, torch.cat([language.sentences(1)[0], random]))
 
 
-Engine = Callable[[Qwen3ForCausalLM], None]
-
-
-def in_float32(model: Qwen3ForCausalLM) -> None:
-    model.float()
+Engine = Callable[[Qwen3ForCausalLM], object]
 
 
 def by_another_attention(model: Qwen3ForCausalLM) -> None:
     model.set_attn_implementation("eager")
 
 
-@pytest.fixture(params=[in_float32, by_another_attention])
+@pytest.fixture(params=[Qwen3ForCausalLM.float, by_another_attention], ids=["float32", "attention"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     return request.param
 
 
-def logprobs(
-    weights: Mapping[str, torch.Tensor],
-    ids_T: torch.Tensor,
-    engine: Engine | None = None,
-    head: torch.Tensor | None = None,
-) -> tuple[float, ...]:
-    """Return those of the probe's tokens but the first, of weights that were rounded to bfloat16.
+def scores(
+    trained: Trained, weights: Weights, engine: Engine | None, head: torch.Tensor | None = None
+) -> Scores:
+    """Score the probe by weights that were rounded to bfloat16; None: as the learner does.
 
     `head` is one that is not the embedding any more.
     """
+    ids_T = trained.ids_T
     # Of its own, since the attention is a part of the configuration.
     model = Qwen3ForCausalLM(deepcopy(CONFIG))
     model.load_state_dict(weights)
@@ -135,31 +131,25 @@ def logprobs(
         engine(model)
     with torch.no_grad():
         logits_TV = model(input_ids=ids_T[None]).logits[0, :-1].float()
-    return tuple(logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0].tolist())
-
-
-def scores(
-    trained: Trained, engine: Engine, weights: Weights, head: torch.Tensor | None = None
-) -> Scores:
-    return tuple(trained.ids_T.tolist()), logprobs(weights, trained.ids_T, engine, head)
+    logprobs = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+    return tuple(ids_T.tolist()), tuple(logprobs.tolist())
 
 
 def probe_at(trained: Trained, step: int, noise: Differences | None = None) -> CanaryProbe:
-    ids = tuple(trained.ids_T.tolist())
-    expected = logprobs(trained.weights[step], trained.ids_T)
+    ids, expected = scores(trained, trained.weights[step], None)
     return CanaryProbe(ids, (), ids, expected, tolerance=None, noise=noise)
 
 
 @pytest.fixture
 def probe(trained: Trained, engine: Engine) -> CanaryProbe:
     """Of the last step, with the noise of version 0."""
-    noise = probe_at(trained, 0).measure("actor", scores(trained, engine, trained.weights[0]))
+    noise = probe_at(trained, 0).measure("actor", scores(trained, trained.weights[0], engine))
     assert noise is not None and 0 < noise.mean < 0.02
     return probe_at(trained, STEPS, noise)
 
 
 def exchanged_layers(trained: Trained, step: int = STEPS) -> Weights:
-    """The second and the third."""
+    """Exchange the second and the third."""
     names = {".layers.1.": ".layers.2.", ".layers.2.": ".layers.1."}
 
     def taken_from(name: str) -> str:
@@ -170,16 +160,16 @@ def exchanged_layers(trained: Trained, step: int = STEPS) -> Weights:
 
 
 def a_share_left_out(trained: Trained) -> Weights:
-    """Of two tensor-parallel workers the first one's part of every split matrix is old."""
+    """Keep the first of two tensor-parallel workers' part of every split matrix old."""
+    rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     found = {}
     for name, tensor in trained.weights[STEPS].items():
+        old = trained.weights[0][name]
         found[name] = tensor.clone()
-        if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
-            found[name][: len(tensor) // 2] = trained.weights[0][name][: len(tensor) // 2]
+        if any(part in name for part in rows):
+            found[name][: len(tensor) // 2] = old[: len(tensor) // 2]
         if any(part in name for part in ("o_proj", "down_proj")):
-            found[name][:, : tensor.shape[1] // 2] = trained.weights[0][name][
-                :, : tensor.shape[1] // 2
-            ]
+            found[name][:, : tensor.shape[1] // 2] = old[:, : tensor.shape[1] // 2]
     return found
 
 
@@ -188,30 +178,33 @@ def weights_fifty_steps_old(trained: Trained) -> Weights:
     return trained.weights[0]
 
 
+NOT_THE_LEARNERS = r"canary on actor: .*weights are not the learner's"
+
+
 @pytest.mark.parametrize("fault", [exchanged_layers, a_share_left_out, weights_fifty_steps_old])
 def test_a_fault_is_noticed_at_bfloat16s_noise(
     trained: Trained, engine: Engine, probe: CanaryProbe, fault: Callable[[Trained], Weights]
 ) -> None:
-    with pytest.raises(WeightSyncError, match=r"canary on actor: .*weights are not the learner's"):
-        probe.check("actor", *scores(trained, engine, fault(trained)))
+    with pytest.raises(WeightSyncError, match=NOT_THE_LEARNERS):
+        probe.check("actor", *scores(trained, fault(trained), engine))
+
+
+def test_a_stale_tied_head_is_noticed_at_bfloat16s_noise(
+    trained: Trained, engine: Engine, probe: CanaryProbe
+) -> None:
+    head = trained.weights[0]["model.embed_tokens.weight"].clone()
+    with pytest.raises(WeightSyncError, match=NOT_THE_LEARNERS):
+        probe.check("actor", *scores(trained, trained.weights[STEPS], engine, head))
 
 
 def test_exchanged_layers_are_noticed_though_the_noise_was_measured_with_them(
     trained: Trained, engine: Engine
 ) -> None:
     """As of an engine that loads the checkpoint wrongly, at the start and at every sync."""
-    at_fault = scores(trained, engine, exchanged_layers(trained, 0))
+    at_fault = scores(trained, exchanged_layers(trained, 0), engine)
     noise = probe_at(trained, 0).measure("actor", at_fault)
-    with pytest.raises(WeightSyncError, match=r"canary on actor: .*weights are not the learner's"):
+    with pytest.raises(WeightSyncError, match=NOT_THE_LEARNERS):
         probe_at(trained, 0, noise).check("actor", *at_fault)
-
-
-def test_a_stale_tied_head_is_noticed_at_bfloat16s_noise(
-    trained: Trained, engine: Engine, probe: CanaryProbe
-) -> None:
-    head = trained.weights[0][HEAD]
-    with pytest.raises(WeightSyncError, match=r"canary on actor: .*weights are not the learner's"):
-        probe.check("actor", *scores(trained, engine, trained.weights[STEPS], head.clone()))
 
 
 @pytest.mark.parametrize("step", range(0, STEPS + 1, 10))
@@ -219,39 +212,29 @@ def test_the_learners_own_weights_agree_at_every_version(
     trained: Trained, engine: Engine, probe: CanaryProbe, step: int
 ) -> None:
     at_step = probe_at(trained, step, probe.noise)
-    at_step.check("actor", *scores(trained, engine, trained.weights[step]))
+    at_step.check("actor", *scores(trained, trained.weights[step], engine))
 
 
 def test_weights_one_step_old_are_below_the_noise_and_for_checksums_and_versions_to_find(
     trained: Trained, engine: Engine, probe: CanaryProbe
 ) -> None:
-    probe.check("actor", *scores(trained, engine, trained.weights[STEPS - 1]))
+    probe.check("actor", *scores(trained, trained.weights[STEPS - 1], engine))
 
 
 # The learner's half
 
 
-@pytest.fixture
-def in_bfloat16(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> Iterator[Learner]:
-    learner = make_learner(
-        configuration(demo_checkpoint, demo_data, tmp_path, model__dtype="bfloat16")
-    )
-    yield learner
-    learner.close()
-
-
 def test_an_offer_says_which_tokens_stand_for_images_and_brings_the_noise_that_a_sync_measured(
-    in_bfloat16: Learner, tmp_path: Path
+    demo_checkpoint: Path, demo_data: Path, tmp_path: Path
 ) -> None:
-    publisher = in_bfloat16.publisher
-    question = publisher.canary.question()
-    assert question.placeholder_ids == (in_bfloat16.loaded.model.config.image_token_id,)
-    assert (question.tolerance, question.noise) == (None, None)
-    measured = Differences(mean=0.004, largest=0.03)
-    publisher.done(measured)
-    assert publisher.canary.question().noise == measured
-    publisher.done(None)
-    assert publisher.canary.question().noise == measured, (
-        "of all syncs, the first alone measures it"
-    )
+    config = configuration(demo_checkpoint, demo_data, tmp_path, model__dtype="bfloat16")
+    with closing(make_learner(config)) as learner:
+        publisher = learner.publisher
+        question = publisher.canary.question()
+        assert question.placeholder_ids == (learner.loaded.model.config.image_token_id,)
+        assert (question.tolerance, question.noise) == (None, None)
+        measured = Differences(mean=0.004, largest=0.03)
+        for noise in (measured, None):  # of all syncs, the first alone measures it
+            publisher.done(noise)
+            assert publisher.canary.question().noise == measured
     assert not (tmp_path / NOISE_FILE).exists(), "the learner shares no disk with who writes that"
