@@ -25,9 +25,7 @@ RULE = RepeatRule(
 def over(scores: torch.Tensor) -> list[bool]:
     ended = scores[:, STOP] == 0.0
     assert torch.isneginf(scores[ended][:, :STOP]).all()
-    assert torch.equal(scores[~ended], torch.ones_like(scores[~ended])), (
-        "neighbours keep their scores"
-    )
+    assert (scores[~ended] == 1.0).all(), "neighbours keep their scores"
     return ended.tolist()
 
 
@@ -51,8 +49,8 @@ def test_every_row_is_judged_by_its_own_tokens_even_when_rows_change_places_as_b
             verdicts = over(processor(ids, torch.ones(len(rows), 12)))
             assert verdicts == [expected(row) for row in rows]
             ended += sum(verdicts)
-            for place in rng.sample(range(4), num_shuffled):
-                rows[place] = list(rng.choice(rows))
+            for index in rng.sample(range(4), num_shuffled):
+                rows[index] = list(rng.choice(rows))
             for row in rows:
                 row.append(row[-2] if len(row) > 1 and rng.random() < 0.7 else rng.randrange(6))
     assert ended > 50
@@ -68,15 +66,11 @@ def test_generate_ends_the_offending_sequences_and_leaves_their_neighbours_alone
     demo_checkpoint: Path, num_beams: int
 ) -> None:
     model = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32).eval()
-    rng, stop = random.Random(0), 0
+    rng = random.Random(0)
+    stop = 0
     ids = torch.tensor([[rng.randrange(1300) for _ in range(PROMPT)] for _ in range(8)])
-    config = GenerationConfig(
-        do_sample=False,
-        num_beams=num_beams,
-        max_new_tokens=24,
-        eos_token_id=stop,
-        pad_token_id=stop,
-    )
+    stops = {"eos_token_id": stop, "pad_token_id": stop}
+    config = GenerationConfig(do_sample=False, num_beams=num_beams, max_new_tokens=24, **stops)
     rule = RepeatRule(RepeatGuardSettings(0, 8, 99, 2, None))
 
     def generate(*processors: HFRepeatGuard) -> list[list[int]]:
@@ -87,19 +81,15 @@ def test_generate_ends_the_offending_sequences_and_leaves_their_neighbours_alone
                 generation_config=config,
                 logits_processor=LogitsProcessorList(processors),
             )
-        return [
-            row[: row.index(stop)] if stop in row else row for row in output[:, PROMPT:].tolist()
-        ]
+        rows = output[:, PROMPT:].tolist()
+        return [row[: row.index(stop)] if stop in row else row for row in rows]
 
-    free, guarded = (
-        generate(),
-        generate(HFRepeatGuard(rule, prompt_length=PROMPT, stop_token_id=stop)),
-    )
+    free = generate()
+    guarded = generate(HFRepeatGuard(rule, prompt_length=PROMPT, stop_token_id=stop))
     ends = [rule.first_repetition(row) for row in free]
-    assert None in ends and set(ends) != {None}
-    assert all(rule.first_repetition(row) in (None, len(row)) for row in guarded), (
-        "nothing goes on behind a repetition"
-    )
+    assert {None} < set(ends)
+    for row in guarded:
+        assert rule.first_repetition(row) in (None, len(row)), "it goes on behind a repetition"
     if num_beams == 1:
         assert guarded == [row[:end] for row, end in zip(free, ends, strict=True)]
     else:  # its beams are one prompt's: a prompt none of whose beams is ended keeps its answer

@@ -16,14 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rollout_actors.engine.settings import GUARD_PROCESSOR, engine_arguments
 from rollout_actors.repeat_guard.rule import guard_call, repeat_rule, require_guard
 from shared.errors import RolloutError
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 
-V1, V2 = "V1", "V2"
+V1 = "V1"
+V2 = "V2"
 SETTINGS = RepeatGuardSettings(5, 4, 2, 3, None)
 WITH_KEYS = RepeatGuardSettings(5, 4, 2, 3, 2)
 VOCABULARY = 12
@@ -41,30 +44,34 @@ def module() -> Any:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Twelve tokens, some of which are parts of keys."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
     pieces = ["a", "b", "c", "d", "e", "f", '"object_1":', '"object_', "2", '":', '"', "z"]
+    model = BPE({piece: i for i, piece in enumerate(pieces)}, [])
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(folder)
     return str(folder)
 
 
+def rule_of(settings: RepeatGuardSettings, tokenizer: str) -> RepeatRule:
+    rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
+    assert rule is not None
+    return rule
+
+
 def config(tokenizer: str = "", **changes: Any) -> Any:
-    return SimpleNamespace(
-        model_config=SimpleNamespace(tokenizer=tokenizer),
-        speculative_config=None,
-        parallel_config=SimpleNamespace(enable_batch_sharded_sampling=False),
-        **changes,
-    )
+    sampling = SimpleNamespace(enable_batch_sharded_sampling=False)
+    fields = {"speculative_config": None, "parallel_config": sampling} | changes
+    return SimpleNamespace(model_config=SimpleNamespace(tokenizer=tokenizer), **fields)
+
+
+def guard_of(module: Any, version: str, **changes: Any) -> Any:
+    device = (torch.device("cpu"), False)
+    arguments = device if version == V1 else (FakeRunner().state(),)
+    return module.VllmRepeatGuard(config(**changes), *arguments)
 
 
 @dataclass(eq=False)
 class Request:
-    """What the test knows of one request."""
+    """One request, as the test knows it."""
 
     stop: int | None
     prompt: list[int]
@@ -73,9 +80,8 @@ class Request:
     def params(self) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(
-            stop_token_ids=[] if self.stop is None else [self.stop], ignore_eos=True
-        )
+        stops = [] if self.stop is None else [self.stop]
+        return SamplingParams(stop_token_ids=stops, ignore_eos=True)
 
     def is_over(self, rule: RepeatRule) -> bool:
         guard = rule.guard()
@@ -90,18 +96,16 @@ def new_request(rng: random.Random) -> Request:
 
 def next_token(request: Request, rng: random.Random) -> int:
     known = [*request.prompt, *request.output]
-    return (
-        known[-rng.choice([1, 2])]
-        if len(known) > 1 and rng.random() < 0.75
-        else rng.randrange(VOCABULARY)
-    )
+    if len(known) > 1 and rng.random() < 0.75:
+        return known[-rng.choice([1, 2])]
+    return rng.randrange(VOCABULARY)
 
 
 def check_forced(
     logits: torch.Tensor, before: torch.Tensor, requests: list[Request], rule: RepeatRule
 ) -> int:
-    """Rows of ended requests are certain of their stop token, all others are what they were.
-    Returns how many are ended.
+    """Check that rows of ended requests are certain of their stop token, and that all others are
+    what they were. Return how many are ended.
     """
     num_over = 0
     for row, request in enumerate(requests):
@@ -125,12 +129,11 @@ def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(
     from vllm.v1.sample.logits_processor import BatchUpdateBuilder, MoveDirectionality
 
     rng = random.Random(3)
-    processor = module.VllmRepeatGuard(config(tokenizer), torch.device("cpu"), False)
+    processor = guard_of(module, V1, tokenizer=tokenizer)
     processor.guard_by(settings)
     assert isinstance(processor, module.GuardV1)
     assert not processor.is_argmax_invariant()
-    rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
-    assert rule is not None
+    rule = rule_of(settings, tokenizer)
     rows: list[Request | None] = []
     waiting: list[Request] = []
     num_over = 0
@@ -165,11 +168,11 @@ def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(
             rows[a], rows[b] = rows[b], rows[a]
             update.moved.append((a, b, MoveDirectionality.SWAP))
         processor.update_state(update.get_and_reset(len(rows)))
-        there = [request for request in rows if request is not None]
-        assert len(there) == len(rows)
+        present = [request for request in rows if request is not None]
+        assert len(present) == len(rows)
         before = torch.randn(len(rows), VOCABULARY)
-        num_over += check_forced(processor.apply(before.clone()), before, there, rule)
-        for request in there:
+        num_over += check_forced(processor.apply(before.clone()), before, present, rule)
+        for request in present:
             if rng.random() < 0.02 and request.output:
                 del request.output[-1]  # vLLM takes tokens back that it could not keep
             elif rng.random() < 0.9:  # else a part of a prompt: no token
@@ -182,35 +185,25 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self.tokens = torch.zeros(SLOTS, LONGEST, dtype=torch.int32)
-        self.prompt_len, self.prefill_len, self.total_len = (
-            np.zeros(SLOTS, dtype=np.int32) for _ in range(3)
-        )
+        self.prompt_len = np.zeros(SLOTS, dtype=np.int32)
+        self.prefill_len = np.zeros(SLOTS, dtype=np.int32)
+        self.total_len = np.zeros(SLOTS, dtype=np.int32)
 
     def state(self) -> Any:
         from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcRequestState
 
-        both = {
-            name: SimpleNamespace(np=values, gpu=torch.from_numpy(values))
-            for name, values in vars(self).items()
-            if name != "tokens"
-        }
-        return LogitsProcRequestState(
-            torch.device("cpu"),
-            SLOTS,
-            VOCABULARY,
-            all_token_ids=SimpleNamespace(gpu=self.tokens),
-            **both,
-        )  # type: ignore[arg-type]
+        buffers: dict[str, Any] = {"all_token_ids": SimpleNamespace(gpu=self.tokens)}
+        for name in ("prompt_len", "prefill_len", "total_len"):
+            values = getattr(self, name)
+            buffers[name] = SimpleNamespace(np=values, gpu=torch.from_numpy(values))
+        return LogitsProcRequestState(torch.device("cpu"), SLOTS, VOCABULARY, **buffers)
 
     def enter(self, slot: int, request: Request) -> None:
-        """What was there before stays behind the request's tokens."""
+        """Write the request's tokens; older ones stay behind them."""
         known = [*request.prompt, *request.output]
         self.tokens[slot, : len(known)] = torch.tensor(known)
-        self.prompt_len[slot], self.prefill_len[slot], self.total_len[slot] = (
-            len(request.prompt),
-            len(known),
-            len(known),
-        )
+        self.prompt_len[slot] = len(request.prompt)
+        self.prefill_len[slot] = self.total_len[slot] = len(known)
 
     def append(self, slot: int, token: int) -> None:
         self.tokens[slot, self.total_len[slot]] = token
@@ -229,12 +222,12 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(
     processor = module.VllmRepeatGuard(config(tokenizer), runner.state())
     processor.guard_by(settings)
     assert isinstance(processor, module.GuardV2)
-    rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
-    assert rule is not None
+    rule = rule_of(settings, tokenizer)
     slots: dict[int, Request] = {}
     computed: dict[int, int] = {}
     waiting: list[Request] = []
-    num_over = num_resumed = 0
+    num_over = 0
+    num_resumed = 0
     for _ in range(1500):
         for slot in list(slots):
             if rng.random() < 0.05 or runner.total_len[slot] == LONGEST:
@@ -247,24 +240,20 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(
                 num_resumed += bool(slots[slot].output)
                 computed[slot] = 0
                 runner.enter(slot, slots[slot])
-                assert processor.add_request(slot, slots[slot].params()) == (
-                    slots[slot].stop is not None
-                )
+                is_guarded = processor.add_request(slot, slots[slot].params())
+                assert is_guarded == (slots[slot].stop is not None)
         processor.apply_staged_writes()
         batch = rng.sample(sorted(slots), len(slots))  # rows are reordered in every step
         if not batch:
             continue
         # A prompt may be computed in parts; only its last token is followed by one of the model's.
-        lengths = [int(runner.total_len[slot]) for slot in batch]
-        parts = [
-            (
-                length
-                if computed[slot] >= runner.prefill_len[slot] or rng.random() < 0.7
-                else rng.randint(1, length)
-            )
-            for slot, length in zip(batch, lengths, strict=True)
-        ]
-        mapping, last = torch.tensor(batch, dtype=torch.int32), torch.tensor(parts) - 1
+        parts = []
+        for slot in batch:
+            length = int(runner.total_len[slot])
+            is_whole = computed[slot] >= runner.prefill_len[slot] or rng.random() < 0.7
+            parts.append(length if is_whole else rng.randint(1, length))
+        mapping = torch.tensor(batch, dtype=torch.int32)
+        last = torch.tensor(parts) - 1
         context = LogitsContext(
             expanded_idx_mapping=mapping,
             idx_mapping=mapping,
@@ -276,14 +265,9 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(
         )
         before = torch.randn(len(batch), VOCABULARY)
         logits = processor.apply(before.clone(), context)
-        whole = [
-            row
-            for row, (part, length) in enumerate(zip(parts, lengths, strict=True))
-            if part == length
-        ]
-        num_over += check_forced(
-            logits[whole], before[whole], [slots[batch[row]] for row in whole], rule
-        )
+        whole = [row for row, slot in enumerate(batch) if parts[row] == runner.total_len[slot]]
+        requests = [slots[batch[row]] for row in whole]
+        num_over += check_forced(logits[whole], before[whole], requests, rule)
         for row, slot in enumerate(batch):
             computed[slot] = parts[row]
             if row in whole:
@@ -304,9 +288,7 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(
 def test_v2_refuses_by_name_what_it_cannot_follow(
     module: Any, change: dict[str, Any], name: str
 ) -> None:
-    asked = config()
-    vars(asked).update(change)
-    guard = module.VllmRepeatGuard(asked, FakeRunner().state())
+    guard = guard_of(module, V2, **change)
     guard.guard_by(None)
     with pytest.raises(ValueError, match=f"V2 model runner with {name}"):
         guard.guard_by(SETTINGS)
@@ -316,35 +298,30 @@ def test_both_runners_accept_the_one_name(module: Any) -> None:
     from vllm.v1.sample.logits_processor import _load_logitsprocs_by_fqcns
     from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_by_fqcns
 
-    assert (
-        _load_logitsprocs_by_fqcns([GUARD_PROCESSOR])
-        == _load_v2_logitsprocs_by_fqcns([GUARD_PROCESSOR])
-        == [module.VllmRepeatGuard]
-    )
+    for load in (_load_logitsprocs_by_fqcns, _load_v2_logitsprocs_by_fqcns):
+        assert load([GUARD_PROCESSOR]) == [module.VllmRepeatGuard]
 
 
 @pytest.mark.parametrize("version", [V1, V2])
 def test_nothing_is_guarded_before_a_run_has_brought_its_rule_and_after_one_without_a_guard(
     module: Any, version: str
 ) -> None:
-    guard = module.VllmRepeatGuard(config(), *arguments_of(version))
+    from vllm.v1.sample.logits_processor import BatchUpdateBuilder
+
+    guard = guard_of(module, version)
     for settings in (None, SETTINGS, None):
         guard.guard_by(settings)
         assert guard.settings == settings
         repeats = Request(9, [1], [5] * 20)
-        logits = torch.zeros(1, VOCABULARY)
         if version == V1:
-            from vllm.v1.sample.logits_processor import BatchUpdateBuilder
-
             update = BatchUpdateBuilder()
             update.added.append((0, repeats.params(), repeats.prompt, repeats.output))
             guard.update_state(update.get_and_reset(1))
-            logits = guard.apply(logits)
+            is_guarded = bool(guard.apply(torch.zeros(1, VOCABULARY)).any())
         else:
-            assert guard.add_request(0, repeats.params()) == (settings is not None)
+            is_guarded = guard.add_request(0, repeats.params())
             guard.apply_staged_writes()
-            continue
-        assert bool(logits.any()) == (settings is not None)
+        assert is_guarded == (settings is not None)
 
 
 def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it_ignores_it(
@@ -352,46 +329,40 @@ def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it
 ) -> None:
     from vllm import SamplingParams
 
-    ordinary, ignoring, naming = (
-        SamplingParams(),
-        SamplingParams(ignore_eos=True),
-        SamplingParams(stop_token_ids=[4, 5]),
-    )
-    for params in (ordinary, ignoring, naming):
+    for options, expected in (
+        ({}, 2),
+        ({"ignore_eos": True}, None),
+        ({"stop_token_ids": [4, 5]}, 4),
+    ):
+        params = SamplingParams(**options)
         params.update_from_generation_config({}, 2)
-    assert [module.stop_token(params) for params in (ordinary, ignoring, naming)] == [2, None, 4]
+        assert module.stop_token(params) == expected
 
 
-def runner_of(version: str, processors: list[Any]) -> Any:
-    if version == V1:
-        return SimpleNamespace(
-            input_batch=SimpleNamespace(logitsprocs=SimpleNamespace(all=processors))
-        )
-    return SimpleNamespace(sampler=SimpleNamespace(logits_processors=processors))
-
-
-def answer(module: Any, version: str, processors: list[Any]) -> dict[str, Any]:
-    return worker_of(module, version, processors).active_guard()
-
-
-def worker_of(module: Any, version: str, processors: list[Any]) -> Any:
+def worker_of(module: Any, version: str, *processors: Any) -> Any:
     worker = module.GuardedWorker()
-    worker.use_v2_model_runner, worker.model_runner = version == V2, runner_of(version, processors)
+    worker.use_v2_model_runner = version == V2
+    if version == V2:
+        sampler = SimpleNamespace(logits_processors=list(processors))
+        worker.model_runner = SimpleNamespace(sampler=sampler)
+    else:
+        batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=list(processors)))
+        worker.model_runner = SimpleNamespace(input_batch=batch)
     return worker
 
 
-def arguments_of(version: str) -> tuple[Any, ...]:
-    """Of a processor, behind the configuration."""
-    return (torch.device("cpu"), False) if version == V1 else (FakeRunner().state(),)
+def guarded_by(worker: Any, settings: RepeatGuardSettings | None) -> dict[str, Any]:
+    """Call the worker as an engine does."""
+    method, argument = guard_call(settings)
+    answer: dict[str, Any] = getattr(worker, method)(argument)
+    return answer
 
 
 @pytest.mark.parametrize("version", [V1, V2])
 def test_an_engine_whose_every_worker_holds_the_guard_starts(module: Any, version: str) -> None:
-    guard = module.VllmRepeatGuard(config(), *arguments_of(version))
-    worker = worker_of(module, version, [object(), guard])
+    worker = worker_of(module, version, object(), guard_of(module, version))
     assert worker.active_guard() == {"runner": version, "is_loaded": True, "settings": None}
-    method, told = guard_call(SETTINGS)
-    answers = [getattr(worker, method)(told)] * 2
+    answers = [guarded_by(worker, SETTINGS)] * 2
     require_guard(answers, SETTINGS, "actor-0")
     with pytest.raises(RolloutError, match="'ngram_size': 2"):
         require_guard(answers, RepeatGuardSettings(5, 4, 3, 3, None), "actor-0")
@@ -402,25 +373,49 @@ def test_a_rule_that_is_in_force_is_not_made_again(
     module: Any, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokenizer takes seconds to load, and a stock server is told the rule in every sync."""
-    made: list[RepeatGuardSettings | None] = []
+    rules: list[RepeatGuardSettings | None] = []
 
-    def rule_of(settings: RepeatGuardSettings | None, tokenizer: str) -> Any:
-        made.append(settings)
+    def make_rule(settings: RepeatGuardSettings | None, tokenizer: str) -> Any:
+        rules.append(settings)
         return repeat_rule(settings, lambda: None)
 
-    monkeypatch.setattr(module, "_rule", rule_of)
-    worker = worker_of(module, version, [module.VllmRepeatGuard(config(), *arguments_of(version))])
+    monkeypatch.setattr(module, "_rule", make_rule)
+    worker = worker_of(module, version, guard_of(module, version))
     other = replace(SETTINGS, ngram_size=SETTINGS.ngram_size + 1)
     for settings in (None, SETTINGS, SETTINGS, other, other, None, None):
-        method, told = guard_call(settings)
-        assert getattr(worker, method)(told)["settings"] == told
-    assert made == [SETTINGS, other, None]
+        assert guarded_by(worker, settings)["settings"] == guard_call(settings)[1]
+    assert rules == [SETTINGS, other, None]
 
 
-class RefusingLLM:
-    """An `AsyncLLM` whose workers do not take a guard."""
+@pytest.mark.parametrize("version", [V1, V2])
+def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_path_is_missing(
+    module: Any, version: str
+) -> None:
+    without = worker_of(module, version, object()).active_guard()
+    assert without == {"runner": version, "is_loaded": False, "settings": None}
+    with pytest.raises(RolloutError) as caught:
+        require_guard([without | {"settings": asdict(SETTINGS)}, without], SETTINGS, "actor-0")
+    message = str(caught.value)
+    assert caught.value.phase == "start"
+    assert f"the {version} model runner of worker 1 holds no repeat guard" in message
+    assert GUARD_PROCESSOR in message
+    assert "rollout_matching.repeat_terminate" in message
+    assert ("VLLM_USE_V2_MODEL_RUNNER=0" in message) == (version == V2)
 
-    def __init__(self, error: Exception | None) -> None:
+
+def test_an_engine_without_a_guard_is_asked_for_none() -> None:
+    assert guard_call(None) == ("guard_by", None)
+    assert repeat_rule(None, lambda: None) is None
+    require_guard([{"runner": V1, "is_loaded": True, "settings": None}], None, "actor-0")
+
+
+# The engine that asks its workers
+
+
+class FakeLLM:
+    """An `AsyncLLM` whose workers take a guard, or fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
         self._error = error
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
@@ -429,7 +424,7 @@ class RefusingLLM:
         return [{"runner": V2, "is_loaded": True, "settings": args[0]}]
 
 
-def engine_over(llm: RefusingLLM) -> Any:
+def engine_over(llm: FakeLLM) -> Any:
     from engine_support import small_settings
 
     from rollout_actors.engine.vllm_engine import VllmEngine
@@ -443,17 +438,15 @@ def engine_over(llm: RefusingLLM) -> Any:
 def test_a_guard_that_the_workers_refuse_names_the_server_and_what_to_switch_off() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    said = (
-        "Call to collective_rpc method failed: the repeat guard cannot be active with speculative"
-        " decoding; switch off one of them"
+    refusal = Exception(
+        "the repeat guard cannot be active with speculative decoding; switch off it"
     )
-    with pytest.raises(
-        RolloutError, match=r"server-3: .*repeat_terminate.* with speculative decoding; switch off"
-    ) as caught:
-        asyncio.run(engine_over(RefusingLLM(Exception(said))).guard_by(SETTINGS))
+    message = r"server-3: .*repeat_terminate.* with speculative decoding; switch off"
+    with pytest.raises(RolloutError, match=message) as caught:
+        asyncio.run(engine_over(FakeLLM(refusal)).guard_by(SETTINGS))
     assert caught.value.actor == "server-3"
     with pytest.raises(EngineDeadError):
-        asyncio.run(engine_over(RefusingLLM(EngineDeadError())).guard_by(SETTINGS))
+        asyncio.run(engine_over(FakeLLM(EngineDeadError())).guard_by(SETTINGS))
 
 
 def test_an_engine_answers_other_calls_while_its_rule_is_made(
@@ -471,7 +464,7 @@ def test_an_engine_answers_other_calls_while_its_rule_is_made(
     monkeypatch.setattr(vllm_engine, "engine_rule", engine_rule)
 
     async def guarded() -> Any:
-        engine = engine_over(RefusingLLM(None))
+        engine = engine_over(FakeLLM())
         asyncio.get_running_loop().call_later(0.05, goes_on.set)
         await engine.guard_by(SETTINGS)
         return engine._rule
@@ -479,64 +472,41 @@ def test_an_engine_answers_other_calls_while_its_rule_is_made(
     assert asyncio.run(guarded()) == "the rule"
 
 
-@pytest.mark.parametrize("version", [V1, V2])
-def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_path_is_missing(
-    module: Any, version: str
-) -> None:
-    without = answer(module, version, [object()])
-    assert without == {"runner": version, "is_loaded": False, "settings": None}
-    with pytest.raises(RolloutError) as caught:
-        require_guard([without | {"settings": asdict(SETTINGS)}, without], SETTINGS, "actor-0")
-    said = str(caught.value)
-    assert caught.value.phase == "start"
-    assert f"the {version} model runner of worker 1 holds no repeat guard" in said
-    assert GUARD_PROCESSOR in said and "rollout_matching.repeat_terminate" in said
-    assert ("VLLM_USE_V2_MODEL_RUNNER=0" in said) == (version == V2)
-
-
 @pytest.mark.slow
 def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(
     module: Any, demo_checkpoint: Path
 ) -> None:
-    """The guard is an argument of the engine's start. What is sent with a request does not know of
-    it.
-    """
+    """The guard is an argument of the engine's start, which no request knows of."""
     from engine_support import small_settings
 
     from rollout_actors.engine.vllm_io import sampling_params
     from shared.rollouts import DecodeMode, DecodeSettings
 
-    guarded, free = (
-        engine_arguments(small_settings(demo_checkpoint, repeat_guard=guard))
-        for guard in (SETTINGS, None)
-    )
+    guarded = engine_arguments(small_settings(demo_checkpoint, repeat_guard=SETTINGS))
+    free = engine_arguments(small_settings(demo_checkpoint, repeat_guard=None))
     assert guarded == free, "always loaded: the rule comes after the start"
     assert guarded["logits_processors"] == [GUARD_PROCESSOR]
-    params = sampling_params(
-        DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 40, 1, (1,), (), return_logprobs=True),
-        7,
+    decode = DecodeSettings(
+        DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 40, 1, (1,), (), return_logprobs=True
     )
+    params = sampling_params(decode, 7)
     assert (params.extra_args, params.repetition_detection) == (None, None)
 
 
-def test_an_engine_without_a_guard_is_asked_for_none() -> None:
-    assert guard_call(None) == ("guard_by", None)
-    assert repeat_rule(None, lambda: None) is None
-    require_guard([{"runner": V1, "is_loaded": True, "settings": None}], None, "actor-0")
+# The rule
 
 
 def test_the_tokenizer_is_read_only_where_keys_are_counted() -> None:
     rule = repeat_rule(SETTINGS, lambda: pytest.fail("it takes seconds"))
-    assert rule is not None and rule.settings == SETTINGS
+    assert rule is not None
+    assert rule.settings == SETTINGS
 
 
 def test_the_rule_reads_keys_in_the_checkpoints_own_tokens(demo_checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint)
-    ids = tokenizer(
-        '{"object_1": {"desc": "a"}, "object_2": {"desc": "b"}}', add_special_tokens=False
-    ).input_ids
-    rule = repeat_rule(RepeatGuardSettings(0, 10**6, 10**6, 2, 1), lambda: tokenizer)
-    assert rule is not None
+    text = '{"object_1": {"desc": "a"}, "object_2": {"desc": "b"}}'
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    rule = rule_of(RepeatGuardSettings(0, 10**6, 10**6, 2, 1), str(demo_checkpoint))
     end = rule.first_repetition(ids)
     assert end is not None
     assert '"object_2":' in tokenizer.decode(ids[:end])

@@ -157,7 +157,7 @@ def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_a
     assert first + second == expected
     assert len({rollout.reward for rollout in expected}) > 2
     assert [rollout.error for rollout in first] == [None] * 4 + [
-        "ZeroDivisionError: no such luck (runner_environment.py:48)"
+        "ZeroDivisionError: no such luck (runner_environment.py:47)"
     ] * 2, "a rollout's own error crosses as data"
 
 
