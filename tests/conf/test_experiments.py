@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +26,9 @@ from shared.schedule import RunSchedule
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-CHOICES = {
-    f"rollout_matching.{key}"
-    for key in (
-        "rollout_backend",
-        "vllm.mode",
-        "vllm.server.kind",
-        "vllm.enforce_eager",
-        "vllm.kv_cache_memory_bytes",
-    )
-} | {"stage2_ab.channel_b.enable_pipeline", "environment.rollouts_per_example"}
-"""Written out where a file is about them, or where an experiment takes back what the one it builds
-on has set.
-"""
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
 PAGES = [CONF.parent / "README.md", *sorted((CONF.parent / "docs").glob("*.md"))]
+# What README and docs start runs with.
 COMMANDS = sorted(
     {
         found
@@ -46,9 +36,19 @@ COMMANDS = sorted(
         for found in re.findall(r"\+experiment=\w+(?: [\w.]+=[^\s\"`]+)*", page.read_text())
     }
 )
-"""What README and docs start runs with."""
-ASKED = (1, 1, 1)
-"""What servers, or a cluster without GPUs, answer when they are asked for their devices."""
+MAIN = "+experiment=stage2_3v1"
+WITHOUT_PIPELINE = "stage2_ab.channel_b.enable_pipeline=false"
+# Written out where a file is about them, or where an experiment takes back what the one it builds
+# on has set.
+CHOICES = {
+    "environment.rollouts_per_example",
+    "rollout_matching.rollout_backend",
+    "rollout_matching.vllm.enforce_eager",
+    "rollout_matching.vllm.kv_cache_memory_bytes",
+    "rollout_matching.vllm.mode",
+    "rollout_matching.vllm.server.kind",
+    "stage2_ab.channel_b.enable_pipeline",
+}
 
 
 def composed(*overrides: str) -> dict[str, Any]:
@@ -58,15 +58,33 @@ def composed(*overrides: str) -> dict[str, Any]:
     return {str(key): value for key, value in config.items()}
 
 
+@cache
 def loaded(*overrides: str) -> RunConfig:
     return load_config(composed(*overrides))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_shipped_experiment_loads(experiment: str) -> None:
-    run = loaded(f"+experiment={experiment}")
-    assert batch_algebra(run, engine_devices(run) or ASKED).describe()
+def test_every_shipped_experiment_loads_and_repeats_no_default_of_the_schema(
+    experiment: str,
+) -> None:
+    written = composed(f"+experiment={experiment}")
+    run = load_config(written)
+    # What servers, or a cluster without GPUs, answer when they are asked for their devices.
+    asked = (1, 1, 1)
+    assert batch_algebra(run, engine_devices(run) or asked).describe()
+    assert set(repeated(RunConfig.model_fields, written)) <= CHOICES
+
+
+def repeated(fields: Any, values: dict[str, Any], above: str = "") -> Iterator[str]:
+    """Yield the keys whose values are defaults; arguments of an environment have none."""
+    for key, value in values.items():
+        field = fields[key]
+        if isinstance(value, dict) and sections_in(field.annotation):
+            (section,) = sections_in(field.annotation)
+            yield from repeated(section.model_fields, value, f"{above}{key}.")
+        elif not field.is_required() and field.default == value:
+            yield f"{above}{key}"
 
 
 @pytest.mark.slow
@@ -76,63 +94,54 @@ def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rat
     experiment: str, model: str
 ) -> None:
     run = loaded(f"+experiment={experiment}", f"model={model}")
-    assert (
-        run.model.dtype,
-        run.model.gradient_checkpointing,
-        run.canary_tolerance,
-        run.logprob_tolerance,
-    ) == ("bfloat16", True, None, 1.0)
-    parts = run.training.parts
-    assert (
-        parts.vision_tower.learning_rate,
-        parts.aligner.learning_rate,
-        parts.language_model.learning_rate,
-    ) == (1e-6, 1e-5, 1e-5)
-    assert not any(
-        part.frozen for part in (parts.vision_tower, parts.aligner, parts.language_model)
+    assert (run.model.dtype, run.model.gradient_checkpointing) == ("bfloat16", True)
+    assert (run.canary_tolerance, run.logprob_tolerance) == (None, 1.0)
+    training = run.training
+    parts = (
+        training.parts.vision_tower,
+        training.parts.aligner,
+        training.parts.language_model,
     )
-    assert (
-        run.training.max_grad_norm,
-        run.training.adam_beta2,
-        run.training.max_nonfinite_updates,
-    ) == (1.0, 0.95, 3)
+    assert [part.learning_rate for part in parts] == [1e-6, 1e-5, 1e-5]
+    assert not any(part.frozen for part in parts)
+    assert (training.max_grad_norm, training.adam_beta2) == (1.0, 0.95)
+    assert training.max_nonfinite_updates == 3
     assert (run.checkpoint.keep_last, run.checkpoint.keep_best) == (2, 1)
 
 
 @pytest.mark.slow
 def test_the_real_run_is_the_main_job_with_other_sizes() -> None:
-    main, real = loaded("+experiment=stage2_3v1"), loaded("+experiment=stage2_3v1_4b")
-    assert real.model == loaded("+experiment=stage2_3v1", "model=qwen3_vl_4b").model
+    main = loaded(MAIN)
+    real = loaded("+experiment=stage2_3v1_4b")
+    assert real.model == loaded(MAIN, "model=qwen3_vl_4b").model
     assert (real.custom, real.stage2_ab.schedule) == (main.custom, main.stage2_ab.schedule)
     pipeline = main.rollout_matching.pipeline.model_dump()
+    # The demo's random weights want wider targets.
     coord_reg = pipeline["objective"][1]["config"]
     assert coord_reg["target_sigma"] == 8.0
     coord_reg["target_sigma"] = 2.0
-    assert real.rollout_matching.pipeline.model_dump() == pipeline, (
-        "but for the targets' width, which the demo's random weights want wide"
-    )
+    assert real.rollout_matching.pipeline.model_dump() == pipeline
     assert batch_algebra(real).round_sizes == (64, 64)
-    assert (
-        real.rollout_matching.vllm.enforce_eager,
-        real.rollout_matching.vllm.kv_cache_memory_bytes,
-    ) == (False, None), "sizes of the demo are taken back"
+    vllm = real.rollout_matching.vllm
+    sizes = (vllm.enforce_eager, vllm.kv_cache_memory_bytes)
+    assert sizes == (False, None), "sizes of the demo are taken back"
 
 
 def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16() -> None:
-    run = loaded("+experiment=stage2_3v1")
+    run = loaded(MAIN)
     algebra = batch_algebra(run)
-    assert (algebra.engine_devices, algebra.learner_world_size, algebra.round_sizes) == (
-        (1, 1, 1),
-        1,
-        (16, 16),
-    )
-    assert run.stage2_ab.channel_b.enable_pipeline and run.training.packing
+    assert algebra.engine_devices == (1, 1, 1)
+    assert (algebra.learner_world_size, algebra.round_sizes) == (1, (16, 16))
+    assert run.stage2_ab.channel_b.enable_pipeline
+    assert run.training.packing
+    assert run.telemetry.name == "run"
     assert run.telemetry.run_dir.is_relative_to("outputs")
 
 
 @pytest.mark.slow
 def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> None:
-    main, control = loaded("+experiment=stage2_3v1"), loaded("+experiment=control_channel_a")
+    main = loaded(MAIN)
+    control = loaded("+experiment=control_channel_a")
     assert control.training.max_steps > main.training.max_steps
     assert batch_algebra(control).b_steps == 0
     expected = main.model_dump()
@@ -144,7 +153,8 @@ def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> 
 
 @pytest.mark.slow
 def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_samples() -> None:
-    main, run = loaded("+experiment=stage2_3v1"), loaded("+experiment=env_3v1")
+    main = loaded(MAIN)
+    run = loaded("+experiment=env_3v1")
     assert run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
     assert (run.rollout_matching.vllm, run.learner) == (main.rollout_matching.vllm, main.learner)
     assert (run.data.train, run.data.val) == (None, None)
@@ -153,35 +163,28 @@ def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_sam
 
 
 def test_the_batch_algebra_of_trajectories_counts_examples() -> None:
-    assert batch_algebra(loaded("+experiment=env_3v1")).describe()[1:] == (
-        (
-            "channel-B step  256 raw rollouts = 32 examples x 8 rollouts, in 2 rounds (128 + 128);"
-            " per learner rank 256"
-        ),
-        (
-            "round           at most 144 rollouts over 3 actors of 1 device, at most 48 per device"
-            " at a time; shares per actor 43+43+42 | 43+42+43"
-        ),
-        (
-            "rows            packed to at most 512 tokens, taken after every 8 segments and at the"
-            " step's end"
-        ),
+    step, in_round, rows = batch_algebra(loaded("+experiment=env_3v1")).describe()[1:]
+    assert step == (
+        "channel-B step  256 raw rollouts = 32 examples x 8 rollouts, in 2 rounds (128 + 128);"
+        " per learner rank 256"
+    )
+    assert in_round == (
+        "round           at most 144 rollouts over 3 actors of 1 device, at most 48 per device"
+        " at a time; shares per actor 43+43+42 | 43+42+43"
+    )
+    assert rows == (
+        "rows            packed to at most 512 tokens, taken after every 8 segments and at the"
+        " step's end"
     )
 
 
 def test_an_environment_of_ones_own_is_named_on_the_command_line() -> None:
-    own = [
-        "environment.id=./sort_words.py",
-        "environment.args.num_words=6",
-        "environment.num_actors=2",
-    ]
-    section = loaded("+experiment=env_3v1", *as_schema_overrides(own)).environment
+    sizes = ["environment.args.num_words=6", "environment.num_actors=2"]
+    overrides = as_schema_overrides(["environment.id=./sort_words.py", *sizes])
+    section = loaded("+experiment=env_3v1", *overrides).environment
     assert section is not None
-    assert (section.id, section.args, section.num_actors) == (
-        "./sort_words.py",
-        {"num_words": 6},
-        2,
-    )
+    assert (section.id, section.args) == ("./sort_words.py", {"num_words": 6})
+    assert section.num_actors == 2
 
 
 @pytest.mark.slow
@@ -189,18 +192,12 @@ def test_an_environment_of_ones_own_is_named_on_the_command_line() -> None:
 def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(
     backend: str,
 ) -> None:
-    choice = [
-        "+experiment=env_3v1",
-        f"backend={backend}",
-        "stage2_ab.channel_b.enable_pipeline=false",
-    ]
+    choice = ["+experiment=env_3v1", f"backend={backend}", WITHOUT_PIPELINE]
     if backend not in ("colocate", "hf"):
         assert loaded(*choice).environment
         return
-    with pytest.raises(
-        ConfigError,
-        match=r"^rollout_matching\.(vllm\.mode|rollout_backend): '\w+' generates in the learner",
-    ):
+    problem = r"^rollout_matching\.(vllm\.mode|rollout_backend): '\w+' generates in the learner"
+    with pytest.raises(ConfigError, match=problem):
         loaded(*choice)
 
 
@@ -215,28 +212,24 @@ def test_every_command_of_the_readme_loads(command: str) -> None:
 def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run() -> None:
     (command,) = (command for command in COMMANDS if "model.path=/models" in command)
     run = loaded(*as_schema_overrides(command.split()))
-    assert (
-        run.model.dtype,
-        run.rollout_matching.vllm.kv_cache_memory_bytes,
-        run.training.parts.language_model.learning_rate,
-    ) == ("bfloat16", None, 1e-5)
+    assert run.model.dtype == "bfloat16"
+    assert run.rollout_matching.vllm.kv_cache_memory_bytes is None
+    assert run.training.parts.language_model.learning_rate == 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_shipped_backend_takes_the_place_of_the_actors(backend: str) -> None:
-    run = loaded(
-        "+experiment=stage2_3v1", f"backend={backend}", "stage2_ab.channel_b.enable_pipeline=false"
-    )
-    expected = {
+    matching = loaded(MAIN, f"backend={backend}", WITHOUT_PIPELINE).rollout_matching
+    modes = {
         "actors": "actors",
         "colocate": "colocate",
         "hf": "colocate",
         "server": "server",
         "stock_server": "server",
     }
-    assert run.rollout_matching.vllm.mode == expected[backend]
-    assert run.rollout_matching.rollout_backend == ("hf" if backend == "hf" else "vllm")
+    assert matching.vllm.mode == modes[backend]
+    assert matching.rollout_backend == ("hf" if backend == "hf" else "vllm")
 
 
 @pytest.mark.slow
@@ -245,7 +238,8 @@ def test_every_shipped_backend_takes_the_place_of_the_actors(backend: str) -> No
 )
 def test_a_topology_is_the_main_job_on_other_devices(topology: str) -> None:
     """What is learned, and in which steps, is the same."""
-    main, other = loaded("+experiment=stage2_3v1"), loaded(f"+experiment={topology}")
+    main = loaded(MAIN)
+    other = loaded(f"+experiment={topology}")
     for section in ("model", "data", "custom", "training", "global_max_length", "evaluation"):
         assert getattr(other, section) == getattr(main, section)
     assert other.rollout_matching.pipeline == main.rollout_matching.pipeline
@@ -253,21 +247,13 @@ def test_a_topology_is_the_main_job_on_other_devices(topology: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_named_on_the_command_line() -> None:
-    assert loaded("+experiment=stage2_3v1").telemetry.name == "run"
-    assert loaded("+experiment=stage2_3v1", "++telemetry.name=demo").telemetry.name == "demo"
-
-
-@pytest.mark.slow
 def test_a_refused_configuration_leaves_no_folder_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", "training.foo=1"]
-    environment = os.environ | {"PYTHONPATH": str(CONF.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "launch.train", MAIN, "training.foo=1"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": str(CONF.parent), "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=300,
         check=False,
     )
@@ -283,12 +269,11 @@ def test_hydra_leaves_the_warnings_of_the_run_alone() -> None:
 
 
 def test_values_are_overridden_on_the_command_line() -> None:
-    assert (
-        loaded(
-            "+experiment=stage2_3v1", "training.max_steps=10", "+training.packing=false"
-        ).training.max_steps
-        == 10
-    )
+    overrides = ["training.max_steps=10", "+training.packing=false", "++telemetry.name=demo"]
+    run = loaded(MAIN, *overrides)
+    assert run.training.max_steps == 10
+    assert not run.training.packing
+    assert run.telemetry.name == "demo"
 
 
 def test_the_other_variant_is_chosen_on_the_command_line_and_has_no_schedule() -> None:
@@ -297,36 +282,12 @@ def test_the_other_variant_is_chosen_on_the_command_line_and_has_no_schedule() -
         "training.effective_batch_size=32",
         "++training.per_device_train_batch_size=8",
     ]
-    algebra = batch_algebra(loaded("+experiment=stage2_3v1", *other))
-    assert (
-        algebra.raw_rollouts_per_step,
-        algebra.gradient_accumulation_steps,
-        algebra.b_steps,
-    ) == (32, 4, algebra.updates)
+    algebra = batch_algebra(loaded(MAIN, *other))
+    assert (algebra.raw_rollouts_per_step, algebra.gradient_accumulation_steps) == (32, 4)
+    assert algebra.b_steps == algebra.updates
 
 
 def test_without_an_experiment_the_missing_keys_are_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"(?m)^custom\.trainer_variant: is required, and missing"
-    ):
+    problem = r"(?m)^custom\.trainer_variant: is required, and missing"
+    with pytest.raises(ConfigError, match=problem):
         loaded()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_a_shipped_value_that_repeats_the_schema_s_default_is_left_out(experiment: str) -> None:
-    written = composed(f"+experiment={experiment}")
-    load_config(written)
-    assert set(repeated(RunConfig.model_fields, written)) <= CHOICES
-
-
-def repeated(fields: Any, values: dict[str, Any], above: str = "") -> Any:
-    for key, value in values.items():
-        field = fields[key]
-        # Of a mapping with keys of its own, as arguments of an environment are, there is no default
-        # for one.
-        if isinstance(value, dict) and sections_in(field.annotation):
-            (section,) = sections_in(field.annotation)
-            yield from repeated(section.model_fields, value, f"{above}{key}.")
-        elif not field.is_required() and field.default == value:
-            yield f"{above}{key}"

@@ -10,13 +10,21 @@ from launch.demo import data as demo
 from launch.demo.__main__ import main
 from learner.image_files import image_size
 from shared.dataset import load_dataset
-from shared.errors import ConfigError
+
+SIZES = {"num_train": 40, "num_val": 12}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "data"
-    assert demo.make_demo_data(out, seed=17, num_train=40, num_val=12)
+    assert demo.make_demo_data(out, seed=17, **SIZES)
+    return out
+
+
+@pytest.fixture(scope="module", params=["polygons", "mixed"])
+def outlined(request, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("demo") / request.param
+    assert demo.make_demo_data(out, seed=17, **SIZES, geometry=demo.DemoGeometry(request.param))
     return out
 
 
@@ -24,21 +32,34 @@ def records(data: Path, split: str) -> list[dict]:
     return [json.loads(line) for line in (data / f"{split}.jsonl").read_text().splitlines()]
 
 
-def every_file(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+def objects(data: Path) -> list[dict]:
+    return [found for row in records(data, "train") for found in row["objects"]]
+
+
+def files(folder: Path, pattern: str = "*") -> dict[str, bytes]:
+    paths = [path for path in folder.rglob(pattern) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_gives_others(data, tmp_path):
-    demo.make_demo_data(tmp_path / "again", seed=17, num_train=40, num_val=12)
-    demo.make_demo_data(tmp_path / "other", seed=18, num_train=40, num_val=12)
-    assert every_file(tmp_path / "again") == every_file(data)
-    assert every_file(tmp_path / "other").keys() == every_file(data).keys()
-    assert (tmp_path / "other" / "train.jsonl").read_bytes() != (data / "train.jsonl").read_bytes()
+    again = tmp_path / "again"
+    other = tmp_path / "other"
+    demo.make_demo_data(again, seed=17, **SIZES)
+    demo.make_demo_data(other, seed=18, **SIZES)
+    assert files(again) == files(data)
+    assert files(other).keys() == files(data).keys()
+    assert (other / "train.jsonl").read_bytes() != (data / "train.jsonl").read_bytes()
+
+
+def test_boxes_are_the_default_and_have_the_bytes_they_always_had(data):
+    digests = [
+        hashlib.sha256((data / f"{split}.jsonl").read_bytes()).hexdigest()[:12]
+        for split in ("train", "val")
+    ]
+    assert digests == ["9a47c7462759", "e43f4b1326b5"]
+    settings = json.loads((data / "made_from.json").read_text())
+    assert settings == {"seed": 17, "train": 40, "val": 12}
 
 
 def test_every_scene_has_its_image_and_one_to_four_named_boxes_in_reading_order(data):
@@ -81,10 +102,9 @@ def test_digits_never_overlap():
     rng = np.random.default_rng(0)
     for _ in range(50):
         covered = np.zeros((96, 96), dtype=int)
-        for placed in demo.arrange_scene(digits, rng):
-            covered[
-                placed.top : placed.top + placed.size, placed.left : placed.left + placed.size
-            ] += 1
+        for digit in demo.arrange_scene(digits, rng):
+            rows = slice(digit.top, digit.top + digit.size)
+            covered[rows, digit.left : digit.left + digit.size] += 1
         assert covered.max() == 1
 
 
@@ -101,100 +121,54 @@ def test_data_that_is_there_is_kept(data, capsys):
     assert (data / "train.jsonl").stat().st_mtime_ns == before
 
 
-def test_a_folder_made_from_other_settings_is_refused_by_name(data):
-    with pytest.raises(ConfigError, match="was made from another seed, train; remove it"):
-        demo.make_demo_data(data, seed=18, num_train=41, num_val=12)
-
-
-@pytest.fixture(scope="module", params=["polygons", "mixed"])
-def outlined(request, tmp_path_factory) -> tuple[Path, demo.DemoGeometry]:
-    out, geometry = tmp_path_factory.mktemp("demo") / "data", demo.DemoGeometry(request.param)
-    assert demo.make_demo_data(out, seed=17, num_train=40, num_val=12, geometry=geometry)
-    return out, geometry
-
-
-def bins_of(found: dict) -> list[int]:
-    return found["poly"] if "poly" in found else found["bbox_2d"]
-
-
-def test_boxes_are_the_default_and_have_the_bytes_they_always_had(data):
-    digests = {
-        split: hashlib.sha256((data / f"{split}.jsonl").read_bytes()).hexdigest()[:12]
-        for split in ("train", "val")
-    }
-    assert digests == {"train": "9a47c7462759", "val": "e43f4b1326b5"}
-    assert json.loads((data / "made_from.json").read_text()) == {"seed": 17, "train": 40, "val": 12}
-
-
 @pytest.mark.slow
 def test_outlines_change_the_objects_and_not_the_pictures(data, outlined):
-    folder, _ = outlined
-    assert {name: bytes for name, bytes in every_file(folder).items() if name.endswith(".png")} == {
-        name: bytes for name, bytes in every_file(data).items() if name.endswith(".png")
-    }
-    for with_boxes, with_outlines in zip(
-        records(data, "train"), records(folder, "train"), strict=True
-    ):
-        assert sorted(found["desc"] for found in with_boxes["objects"]) == sorted(
-            found["desc"] for found in with_outlines["objects"]
-        )
+    assert files(outlined, "*.png") == files(data, "*.png")
+    with_outlines = records(outlined, "train")
+    for with_boxes, row in zip(records(data, "train"), with_outlines, strict=True):
+        names = [sorted(found["desc"] for found in of["objects"]) for of in (with_boxes, row)]
+        assert names[0] == names[1]
 
 
 @pytest.mark.slow
-def test_outlines_are_the_same_twice_and_their_folder_is_not_taken_for_one_of_boxes(
-    data, outlined, tmp_path
-):
-    folder, geometry = outlined
-    out = str(tmp_path / "again")
-    main(["data", "--out", out, "--train", "40", "--val", "12", "--geometry", geometry])
-    assert every_file(tmp_path / "again") == every_file(folder)
-    with pytest.raises(ConfigError, match="was made from another geometry; remove it"):
-        demo.make_demo_data(folder, seed=17, num_train=40, num_val=12)
-    with pytest.raises(ConfigError, match="was made from another geometry; remove it"):
-        demo.make_demo_data(data, seed=17, num_train=40, num_val=12, geometry=geometry)
+def test_outlines_are_the_same_twice_and_their_geometry_is_noted(outlined, tmp_path):
+    out = tmp_path / "again"
+    sizes = ["--train", "40", "--val", "12"]
+    main(["data", "--out", str(out), *sizes, "--geometry", outlined.name])
+    assert files(out) == files(outlined)
+    assert json.loads((out / "made_from.json").read_text())["geometry"] == outlined.name
 
 
 def test_mixed_scenes_have_outlines_for_the_odd_digits(outlined):
-    folder, geometry = outlined
-    for found in (found for row in records(folder, "train") for found in row["objects"]):
-        odd = demo.NAMES.index(found["desc"]) % 2 == 1
-        assert ("poly" in found) == (odd or geometry is demo.DemoGeometry.POLYGONS)
+    for found in objects(outlined):
+        is_odd = demo.NAMES.index(found["desc"]) % 2 == 1
+        assert ("poly" in found) == (is_odd or outlined.name == "polygons")
 
 
-def test_the_ordinary_loader_reads_outlines_in_reading_order(outlined):
-    folder, _ = outlined
-    for split in ("train", "val"):
-        loaded = load_dataset(
-            folder / f"{split}.jsonl",
-            on_bad_row="error",
-            sort_objects=False,
-            check_images=True,
-            image_size=image_size,
-        )
-        assert [[list(found.bins) for found in sample.objects] for sample in loaded] == [
-            [bins_of(found) for found in row["objects"]] for row in records(folder, split)
-        ]
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_the_ordinary_loader_reads_outlines_in_reading_order(outlined, split):
+    loaded = load_dataset(
+        outlined / f"{split}.jsonl",
+        on_bad_row="error",
+        sort_objects=False,
+        check_images=True,
+        image_size=image_size,
+    )
+    assert [[list(found.bins) for found in sample.objects] for sample in loaded] == [
+        [found["poly"] if "poly" in found else found["bbox_2d"] for found in row["objects"]]
+        for row in records(outlined, split)
+    ]
 
 
 def test_an_outline_starts_at_its_top_goes_clockwise_and_has_three_to_six_vertices(outlined):
-    folder, _ = outlined
-    for ring in (
-        found["poly"]
-        for row in records(folder, "train")
-        for found in row["objects"]
-        if "poly" in found
-    ):
+    for ring in [found["poly"] for found in objects(outlined) if "poly" in found]:
         points = list(zip(ring[::2], ring[1::2], strict=True))
         assert 3 <= len(points) <= 6
         assert points[0] == min(points, key=lambda point: (point[1], point[0]))
-        turns = [
-            (b[0] - a[0]) * (c[1] - b[1]) - (b[1] - a[1]) * (c[0] - b[0])
-            for a, b, c in zip(
-                points, points[1:] + points[:1], points[2:] + points[:2], strict=True
-            )
-        ]
+        corners = zip(points, points[1:] + points[:1], points[2:] + points[:2], strict=True)
         # In an image y points down, so to the right is positive: convex and clockwise.
-        assert all(turn > 0 for turn in turns)
+        for a, b, c in corners:
+            assert (b[0] - a[0]) * (c[1] - b[1]) - (b[1] - a[1]) * (c[0] - b[0]) > 0
 
 
 def test_an_outline_has_its_corners_on_ink_and_holds_nearly_all_of_it():

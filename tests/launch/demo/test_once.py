@@ -21,8 +21,12 @@ def test_a_folder_of_the_user_is_never_taken_over(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_what_is_there_is_not_made_again(tmp_path):
-    made = []
-    assert make_once(tmp_path / "out", {"seed": 1}, made.append)
-    assert not make_once(tmp_path / "out", {"seed": 1}, made.append)
-    assert len(made) == 1
+def test_what_exists_is_not_made_again_and_refused_where_its_settings_were_others(tmp_path):
+    folders = []
+    settings = {"seed": 1, "train": 40, "val": 12}
+    assert make_once(tmp_path / "out", settings, folders.append)
+    assert not make_once(tmp_path / "out", settings, folders.append)
+    changed = {"seed": 2, "train": 41, "val": 12, "geometry": "mixed"}
+    with pytest.raises(ConfigError, match="was made from another geometry, seed, train; remove it"):
+        make_once(tmp_path / "out", changed, folders.append)
+    assert len(folders) == 1

@@ -1,4 +1,4 @@
-"""COCO AP against a case computed by hand and against pycocotools as everybody calls it (issue 3,
+"""COCO AP against cases computed by hand and against pycocotools as everybody calls it (issue 3,
 "Evaluation").
 """
 
@@ -16,60 +16,75 @@ from shared.grounding.coco import (
     predictions_to_coco,
     samples_to_coco,
 )
-from shared.grounding.evaluation import Scene
 
-NOTHING = CocoAP(None, None, None, None)
-
-
-def boxes(scenes: list[Scene]) -> CocoAP:
-    return coco_scores(scenes).by_class[IouType.BBOX]
+ONE = [truth(0, 0, 200, 200)]
+TWO = [*ONE, truth(500, 500, 700, 700)]
+SMALL = guess(0, 0, 9, 9)
 
 
-def test_one_of_two_found_with_one_mistake_by_hand():
-    there = [truth(0, 0, 200, 200), truth(500, 500, 700, 700)]
-    # First the right one, then a wrong one: precision 1 at the recall levels 0, .01, ..., .5, which
-    # are 51 of 101, and 0 at the others.
-    found = [guess(0, 0, 200, 200, score=0.9), guess(800, 0, 900, 100, score=0.8)]
-    assert boxes([scene(0, there, found)]) == CocoAP(*[pytest.approx(51 / 101)] * 3, 0.5)
-    # The other way round: precision 1/2 at those levels.
-    surer_of_the_wrong_one = [guess(0, 0, 200, 200, score=0.8), guess(800, 0, 900, 100, score=0.9)]
-    assert boxes([scene(0, there, surer_of_the_wrong_one)]) == CocoAP(
-        *[pytest.approx(51 / 202)] * 3, 0.5
-    )
+def right(score=1.0):
+    return guess(0, 0, 200, 200, score=score)
 
 
-def test_a_box_of_iou_07_counts_at_five_of_ten_thresholds():
-    # .50, .55, .60, .65, .70: rounding decides nothing at 0.72.
-    scores = boxes([scene(0, [truth(0, 0, 500, 500)], [guess(0, 0, 360, 500)])])
-    assert scores == CocoAP(pytest.approx(0.5), pytest.approx(1.0), 0.0, pytest.approx(0.5))
+def wrong(score=1.0, desc="cat"):
+    return guess(800, 0, 900, 100, score=score, desc=desc)
+
+
+@pytest.mark.parametrize(
+    ("scenes", "expected"),
+    [
+        # First the right one, then a wrong one: precision 1 at the recall levels 0, .01, ..., .5,
+        # which are 51 of 101, and 0 at the others; the other way round 1/2 at those levels.
+        ([scene(0, TWO, [right(0.9), wrong(0.8)])], [51 / 101] * 3 + [0.5]),
+        ([scene(0, TWO, [right(0.8), wrong(0.9)])], [51 / 202] * 3 + [0.5]),
+        # .50, .55, .60, .65, .70 are reached: rounding decides nothing at 0.72.
+        ([scene(0, [truth(0, 0, 500, 500)], [guess(0, 0, 360, 500)])], [0.5, 1.0, 0.0, 0.5]),
+        # A name that no ground truth has enters no mean.
+        ([scene(0, ONE, [right(), wrong(desc="yak")])], [1.0] * 4),
+        ([scene(0, ONE, [])], [0.0] * 4),
+        ([scene(0, [], [SMALL])], [None] * 4),
+        ([scene(0, [], [])], [None] * 4),
+        ([], [None] * 4),
+    ],
+    ids=[
+        "the surer one is right",
+        "the surer one is wrong",
+        "IoU 0.72",
+        "a strange name",
+        "no predictions",
+        "no ground truth",
+        "an empty scene",
+        "no scenes",
+    ],
+)
+def test_boxes_are_scored_as_by_hand(scenes, expected, capsys):
+    scores = coco_scores(scenes).by_class[IouType.BBOX]
+    values = (scores.ap, scores.ap50, scores.ap75, scores.ar)
+    assert [value is None for value in values] == [value is None for value in expected]
+    assert [value or 0.0 for value in values] == pytest.approx([value or 0.0 for value in expected])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_name_that_no_ground_truth_has_has_no_score():
+    scores = coco_scores([scene(0, ONE, [right(), wrong(desc="yak")])])
+    assert scores.class_ap == {"cat": pytest.approx(1.0), "yak": None}
 
 
 def test_among_equal_scores_the_one_written_first_comes_first():
-    there, right, wrong = (
-        [truth(0, 0, 200, 200)],
-        guess(0, 0, 200, 200),
-        guess(500, 500, 700, 700, desc="dog"),
-    )
-    first, last = (
-        coco_scores([scene(0, there, found)]).any_class[IouType.BBOX]
-        for found in ([right, wrong], [wrong, right])
-    )
-    assert (first.ap, last.ap) == (pytest.approx(1.0), pytest.approx(0.5))
+    orders = ([right(), wrong(desc="dog")], [wrong(desc="dog"), right()])
+    aps = [coco_scores([scene(0, ONE, found)]).any_class[IouType.BBOX].ap for found in orders]
+    assert aps == pytest.approx([1.0, 0.5])
 
 
 def test_perfect_predictions_have_1():
-    scenes = [
-        scene(
-            one.position,
-            one.sample.objects,
-            [guess(*t.bins, desc=t.desc) for t in one.sample.objects],
-        )
-        for one in random_scenes(20)
-    ]
+    scenes = []
+    for at in random_scenes(20):
+        truths = at.sample.objects
+        found = [guess(*found.bins, desc=found.desc) for found in truths]
+        scenes.append(scene(at.position, truths, found))
     scores = coco_scores(scenes)
-    assert [scores.by_class[IouType.BBOX], scores.any_class[IouType.BBOX]] == [
-        CocoAP(*[pytest.approx(1.0)] * 4)
-    ] * 2
+    perfect = CocoAP(*[pytest.approx(1.0)] * 4)
+    assert scores.by_class[IouType.BBOX] == scores.any_class[IouType.BBOX] == perfect
     assert scores.class_ap == {name: pytest.approx(1.0) for name in ("cat", "dog", "owl")}
 
 
@@ -79,18 +94,17 @@ def test_the_scores_are_those_of_pycocotools_as_everybody_calls_it(tmp_path, iou
     if iou_type is IouType.SEGM:
         scenes.append(scene(30, [truth(0, 0, 600, 0, 600, 600)], [guess(0, 0, 600, 0, 600, 500)]))
     categories = number_categories(["cat", "dog", "owl"])
-    (tmp_path / "truth.json").write_text(
-        json.dumps(samples_to_coco([one.sample for one in scenes], range(len(scenes)), categories))
-    )
+    samples = [at.sample for at in scenes]
     predictions = [
-        ImagePredictions(i, one.sample.width, one.sample.height, one.objects)
-        for i, one in enumerate(scenes)
+        ImagePredictions(i, at.sample.width, at.sample.height, at.objects)
+        for i, at in enumerate(scenes)
     ]
-    (tmp_path / "found.json").write_text(
-        json.dumps(predictions_to_coco(predictions, categories).results)
-    )
-    truths = COCO(str(tmp_path / "truth.json"))
-    theirs = COCOeval(truths, truths.loadRes(str(tmp_path / "found.json")), iou_type.value)
+    truth_file = tmp_path / "truth.json"
+    truth_file.write_text(json.dumps(samples_to_coco(samples, range(len(scenes)), categories)))
+    found_file = tmp_path / "found.json"
+    found_file.write_text(json.dumps(predictions_to_coco(predictions, categories).results))
+    truths = COCO(str(truth_file))
+    theirs = COCOeval(truths, truths.loadRes(str(found_file)), iou_type.value)
     theirs.evaluate()
     theirs.accumulate()
     theirs.summarize()
@@ -107,36 +121,7 @@ def test_the_scores_are_those_of_pycocotools_as_everybody_calls_it(tmp_path, iou
 def test_masks_are_scored_only_where_there_are_polygons():
     assert list(coco_scores(random_scenes(3)).by_class) == [IouType.BBOX]
     half = scene(0, [truth(0, 0, 600, 0, 600, 600)], [guess(0, 0, 600, 600, 0, 600)])
-    scores = coco_scores([half])
+    by_class = coco_scores([half]).by_class
     # The boxes around the two halves of a square are the same; the halves are not.
-    assert (scores.by_class[IouType.BBOX].ap50, scores.by_class[IouType.SEGM].ap50) == (
-        pytest.approx(1.0),
-        0.0,
-    )
-
-
-def test_without_ground_truth_there_is_no_score_and_without_predictions_it_is_0():
-    assert (
-        boxes([])
-        == boxes([scene(0, [], [])])
-        == boxes([scene(0, [], [guess(0, 0, 9, 9)])])
-        == NOTHING
-    )
-    assert boxes([scene(0, [truth(0, 0, 9, 9)], [])]) == CocoAP(0.0, 0.0, 0.0, 0.0)
-    # A name that no ground truth has enters no mean.
-    scores = coco_scores(
-        [
-            scene(
-                0,
-                [truth(0, 0, 200, 200)],
-                [guess(0, 0, 200, 200), guess(300, 0, 400, 99, desc="yak")],
-            )
-        ]
-    )
-    assert scores.by_class[IouType.BBOX].ap == pytest.approx(1.0)
-    assert scores.class_ap == {"cat": pytest.approx(1.0), "yak": None}
-
-
-def test_nothing_is_printed(capsys):
-    coco_scores(random_scenes(2))
-    assert capsys.readouterr().out == ""
+    assert by_class[IouType.BBOX].ap50 == pytest.approx(1.0)
+    assert by_class[IouType.SEGM].ap50 == 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.reports.rewards import RewardReport, write_reward_report
-from learner.rollout_logs.trajectories import TrajectoryRecord, read_step, trajectory_record
+from learner.rollout_logs.trajectories import read_step, trajectory_record
 from shared.errors import StorageError
 from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
@@ -32,6 +32,15 @@ ROLLOUT = EnvironmentRollout(
     started_s=100.0,
     generate_s=0.5,
 )
+TRUNCATED = replace(
+    ROLLOUT,
+    position=1,
+    example=1,
+    reward=0.25,
+    metrics={"first": 0.5, "last": 0.0},
+    is_truncated=True,
+    num_turns=1,
+)
 FAILED = replace(
     ROLLOUT,
     position=2,
@@ -42,29 +51,17 @@ FAILED = replace(
     completion=None,
     num_turns=0,
 )
-ROLLOUTS = (
-    ROLLOUT,
-    replace(
-        ROLLOUT,
-        position=1,
-        example=1,
-        reward=0.25,
-        metrics={"first": 0.5, "last": 0.0},
-        is_truncated=True,
-        num_turns=1,
-    ),
-    FAILED,
-)
 
 
-def report(*rollouts: EnvironmentRollout) -> RewardReport:
-    return RewardReport(Evaluation(20, 21, rollouts or ROLLOUTS, wall_s=1.5))
+def report(*rollouts: EnvironmentRollout, step: int | None = 20) -> RewardReport:
+    outcomes = rollouts or (ROLLOUT, TRUNCATED, FAILED)
+    return RewardReport(Evaluation(step, 21, outcomes, wall_s=1.5))
 
 
 def test_the_mean_reward_is_of_the_rollouts_that_did_not_fail() -> None:
     assert report().reward == 0.5
     assert report(FAILED).reward == 0.0, "a score by which checkpoints are kept is a number"
-    assert (report().headline.name, report().headline.value) == ("mean reward", report().reward)
+    assert report().headline == ("mean reward", 0.5)
     assert (report().num_failed, report(ROLLOUT).num_failed) == (1, 0)
 
 
@@ -94,51 +91,30 @@ def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it() -> None:
     assert (metrics["val/reward/first"], metrics["val/reward/other"]) == (1.0, 3.0)
 
 
-def rows(folder: Path) -> list[TrajectoryRecord]:
-    return read_step(folder / "rollouts.jsonl")
-
-
 def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_model_wrote(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "evaluations" / "step_000020"
     write_reward_report(folder, report())
     figures = json.loads((folder / "report.json").read_text())
-    assert (
-        figures["step"],
-        figures["weight_version"],
-        figures["num_samples"],
-        figures["wall_s"],
-    ) == (20, 21, 3, 1.5)
+    expected = {"step": 20, "weight_version": 21, "num_samples": 3, "wall_s": 1.5}
+    assert {name: figures[name] for name in expected} == expected
     assert figures["val/reward"] == pytest.approx(0.5)
-    assert [row["example"] for row in rows(folder)] == [0, 1, 2]
-    assert rows(folder)[0] == json.loads(json.dumps(trajectory_record(20, ROLLOUT)))
-    assert rows(folder)[0]["completion"] == [{"role": "assistant", "content": "4\ud800 猫"}]
-    assert (rows(folder)[2]["error"], rows(folder)[2]["completion"]) == ("ValueError: no", None)
+    rows = read_step(folder / "rollouts.jsonl")
+    assert [row["example"] for row in rows] == [0, 1, 2]
+    assert rows[0] == json.loads(json.dumps(trajectory_record(20, ROLLOUT)))
+    assert rows[0]["completion"] == [{"role": "assistant", "content": "4\ud800 猫"}]
+    assert (rows[2]["error"], rows[2]["completion"]) == ("ValueError: no", None)
     assert [path.name for path in folder.parent.iterdir()] == ["step_000020"]
+    assert sorted(path.name for path in folder.iterdir()) == ["report.json", "rollouts.jsonl"]
 
 
 def test_a_report_of_a_checkpoint_that_does_not_say_its_step_has_lines_without_one(
     tmp_path: Path,
 ) -> None:
-    write_reward_report(
-        tmp_path / "report", RewardReport(Evaluation(None, 0, ROLLOUTS, wall_s=1.5))
-    )
-    assert [row["step"] for row in rows(tmp_path / "report")] == [None] * 3
-
-
-def test_what_a_report_that_was_interrupted_left_is_no_report_and_in_nobodys_way(
-    tmp_path: Path,
-) -> None:
-    partial = tmp_path / "step_000020.partial"
-    partial.mkdir()
-    (partial / "old").touch()
-    write_reward_report(tmp_path / "step_000020", report())
-    assert sorted(path.name for path in (tmp_path / "step_000020").iterdir()) == [
-        "report.json",
-        "rollouts.jsonl",
-    ]
-    assert not partial.exists()
+    write_reward_report(tmp_path / "report", report(step=None))
+    rows = read_step(tmp_path / "report" / "rollouts.jsonl")
+    assert [row["step"] for row in rows] == [None] * 3
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

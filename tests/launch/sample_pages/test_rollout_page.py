@@ -1,5 +1,4 @@
-"""One rollout of an environment as a page: what is on it, and what is said where it cannot be
-made."""
+"""One rollout of an environment as a page."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class Run:
     """A run's folder with one step of rollouts made by hand."""
 
     def __init__(self, folder: Path, checkpoint: Path, **changes: Any) -> None:
-        self.folder, self.checkpoint = folder, checkpoint
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(
             trajectory_config(checkpoint, folder, **changes).model_dump_json()
@@ -48,7 +47,7 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
     def example(self, *parts: tuple[str, float | bool], **fields: Any) -> TrainingExample:
-        """Of texts, each with the advantage that its tokens have, or READ."""
+        """Make an example of texts, each with the advantage of its tokens, or READ."""
         token_ids: list[int] = []
         mask: list[int] = []
         advantages: list[float] = []
@@ -61,7 +60,7 @@ class Run:
             mask += [int(advantage is not READ)] * len(of_part)
             advantages += [float(advantage)] * len(of_part)
         logprobs = [-0.5 if learned else 0.0 for learned in mask]
-        given = {
+        others = {
             "reward": 0.75,
             "advantage": 0.5,
             "token_advantages": advantages,
@@ -70,11 +69,11 @@ class Run:
             "steps": (0,),
         }
         if len(fields.get("steps", ())) > 1:
-            given["step_ends"] = (*ends, len(token_ids))
-        return TrainingExample(token_ids, logprobs, mask, **{**given, **fields})
+            others["step_ends"] = (*ends, len(token_ids))
+        return TrainingExample(token_ids, logprobs, mask, **{**others, **fields})
 
     def rollout(self, *examples: TrainingExample, **changes: Any) -> EnvironmentRollout:
-        made = EnvironmentRollout(
+        rollout = EnvironmentRollout(
             position=0,
             example=12,
             reward=0.75,
@@ -92,10 +91,10 @@ class Run:
             started_s=100.0,
             generate_s=1.234,
         )
-        return replace(made, **changes)
+        return replace(rollout, **changes)
 
     def write(self, *rollouts: EnvironmentRollout) -> None:
-        """At positions from 0."""
+        """Log the rollouts, at positions from 0."""
         log = StepLog(self.folder / "rollouts")
         log.begin(STEP)
         for position, rollout in enumerate(rollouts):
@@ -103,14 +102,15 @@ class Run:
         log.close()
 
     def page(self, position: int = 0) -> str:
-        path = show_sample(ShowOptions(run=self.folder, step=STEP, position=position))
-        html = path.read_text()
-        Page(html)
-        return html
+        return show_sample(ShowOptions(run=self.folder, step=STEP, position=position)).read_text()
 
     def page_of(self, rollout: EnvironmentRollout) -> str:
         self.write(rollout)
         return self.page()
+
+    def shown(self, *examples: TrainingExample, **changes: Any) -> Page:
+        """Read the page of one rollout, whose elements must nest."""
+        return Page(self.page_of(self.rollout(*examples, **changes)))
 
 
 @pytest.fixture
@@ -130,12 +130,12 @@ def merged(run: Run) -> TrainingExample:
 
 
 def text_of(html: str) -> str:
-    """What a reader reads, elements apart."""
+    """Return what a reader reads, elements apart."""
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html.partition("</style>")[2]))
 
 
-def tooltips(html: str) -> list[str]:
-    return [title for title in Page(html).titles if re.match(r"token \d+ · id \d+ · ", title)]
+def tooltips(page: Page) -> list[str]:
+    return [title for title in page.titles if re.match(r"token \d+ · id \d+ · ", title)]
 
 
 def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(
@@ -158,17 +158,14 @@ def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_b
 
 
 def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run: Run) -> None:
-    text = text_of(
-        run.page_of(
-            run.rollout(
-                merged(run),
-                run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0"),
-                is_truncated=True,
-            )
-        )
-    )
-    for fact in (
+    other = run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0")
+    errors = {"judge": "TimeoutError: 60 s"}
+    rollout = run.rollout(merged(run), other, is_truncated=True, reward_errors=errors)
+    text = text_of(run.page_of(rollout))
+    for part in (
         "Step 7, position 0",
+        str(run.folder),
+        "Reward 0.75 for 3 calls of the model: 2 training examples with 5 learned tokens.",
         "row 12",
         "turns 3",
         "splits 1",
@@ -176,15 +173,17 @@ def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run: Run) -> No
         "weights v5, v6",
         "engine actor-0, actor-2",
         "environment environment-1",
+        "truncated: it was ended for its length",
+        "reward 0.75",
+        "exact 1",
+        "form 0.25",
+        "judge failed: TimeoutError: 60 s",
+        (
+            "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize"
+            " step, advantage_epsilon 0.0001)"
+        ),
     ):
-        assert fact in text
-    for figure in ("reward 0.75", "exact 1", "form 0.25"):
-        assert figure in text
-    assert "truncated: it was ended for its length" in text
-    assert (
-        "Reward 0.75 for 3 calls of the model: 2 training examples with 5 learned tokens." in text
-    )
-    assert str(run.folder) in text
+        assert part in text
 
 
 def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(run: Run) -> None:
@@ -196,53 +195,35 @@ def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(ru
         {"role": "assistant", "content": "4\ud800 \u202egro\u00dfe"},
         {"role": '"><b>', "content": "<hr>"},
     ]
-    html = run.page_of(run.rollout(prompt=prompt, completion=completion))
-    page = Page(html)
+    page = run.shown(prompt=prompt, completion=completion)
     assert page.texts["who"] == 'systemuserassistant"><b>'
-    assert "script" not in page.tags
-    assert "hr" not in page.tags
-    for text in ("<script>alert(1)</script>", "first↵\nsecond", "4\\ud800 \\u202egroße", "<hr>"):
+    assert not {"script", "hr"} & set(page.tags)
+    for text in ("<script>alert(1)</script>", "first↵\nsecond", "<hr>"):
         assert text in page.texts["text"]
     assert page.texts["completion"] == "4\\ud800 \\u202egroße"
 
 
 def test_a_tool_call_is_shown_with_its_arguments_and_its_answer_with_its_call(run: Run) -> None:
-    call = json.dumps(
-        {
-            "id": "call_7",
-            "type": "function",
-            "function": {"name": "to_centimetres", "arguments": '{"length": 3, "unit": "<feet>"}'},
-        }
-    )
+    function = {"name": "to_centimetres", "arguments": '{"length": 3, "unit": "<feet>"}'}
+    call = json.dumps({"id": "call_7", "type": "function", "function": function})
+    calls = [call, "{broken", json.dumps({"other": 1})]
     completion = [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [call, "{broken", json.dumps({"other": 1})],
-        },
+        {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": "91.44", "tool_call_id": "call_7", "name": None},
     ]
-    page = Page(run.page_of(run.rollout(completion=completion)))
-    assert (
-        page.texts["call"]
-        == 'to_centimetres {"length": 3, "unit": "<feet>"} call_7{broken{"other": 1}'
-    )
-    assert page.texts["field"] == "tool_call_id call_7"
-    assert "91.44" in page.texts["text"]
+    texts = run.shown(completion=completion).texts
+    expected = 'to_centimetres {"length": 3, "unit": "<feet>"} call_7{broken{"other": 1}'
+    assert texts["call"] == expected
+    assert texts["field"] == "tool_call_id call_7"
+    assert "91.44" in texts["text"]
 
 
 def test_content_in_parts_is_shown_part_by_part_and_what_is_no_text_by_its_type(run: Run) -> None:
-    parts = [
-        {"type": "text", "text": "how many"},
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-        "bare",
-        {"odd": 1},
-    ]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    parts = [{"type": "text", "text": "how many"}, image, "bare", {"odd": 1}]
     html = run.page_of(run.rollout(prompt=[{"role": "user", "content": parts}]))
-    assert (
-        '<div>how many</div><div><b class="code">image_url</b></div><div>bare</div><div>{"odd":'
-        " 1}</div>" in html
-    )
+    shown = ("how many", '<b class="code">image_url</b>', "bare", '{"odd": 1}')
+    assert "".join(f"<div>{part}</div>" for part in shown) in html
     assert "base64" not in html
 
 
@@ -255,38 +236,35 @@ def test_content_in_parts_is_shown_part_by_part_and_what_is_no_text_by_its_type(
     ],
 )
 def test_a_message_of_any_form_is_shown(run: Run, message: dict[str, Any], shown: str) -> None:
-    assert shown in text_of(run.page_of(run.rollout(completion=[message])))
+    texts = run.shown(completion=[message]).texts
+    assert shown in texts["who"] + texts["text"]
 
 
 def test_of_an_environment_that_completes_text_the_text_is_shown(run: Run) -> None:
-    page = Page(run.page_of(run.rollout(prompt="Once upon", completion=" a <time>")))
-    assert page.texts["who"] == "promptcompletion"
-    assert page.texts["completion"] == " a <time>"
+    texts = run.shown(prompt="Once upon", completion=" a <time>").texts
+    assert texts["who"] == "promptcompletion"
+    assert texts["completion"] == " a <time>"
 
 
 def test_every_token_is_there_in_order_and_says_what_it_is_learned_with(run: Run) -> None:
     example = merged(run)
-    html = run.page_of(run.rollout(example))
-    titles = tooltips(html)
-    assert [title.split(" · ")[:2] for title in titles] == [
-        [f"token {place}", f"id {token_id}"] for place, token_id in enumerate(example.token_ids)
+    page = run.shown(example)
+    facts = [title.split(" · ") for title in tooltips(page)]
+    assert [of_token[:2] for of_token in facts] == [
+        [f"token {index}", f"id {token_id}"] for index, token_id in enumerate(example.token_ids)
     ]
-    first, last = example.mask.index(1), len(titles) - 2
-    assert titles[0].split(" · ")[2] == "context"
-    assert titles[first].endswith(
-        "advantage +0.75 · log-probability -0.500 (probability 0.607) · 4"
-    )
-    assert titles[last].endswith("advantage -0.25 · log-probability -0.500 (probability 0.607) · 1")
-    assert titles[-1].split(" · ")[2] == "advantage 0"
-    assert "first of 431<|im_end|>" in Page(html).texts["tokens"]
+    logprob = "log-probability -0.500 (probability 0.607)"
+    assert facts[0][2] == "context"
+    assert facts[example.mask.index(1)][2:] == ["advantage +0.75", logprob, "4"]
+    assert facts[-2][2:] == ["advantage -0.25", logprob, "1"]
+    assert facts[-1][2] == "advantage 0"
+    assert "first of 431<|im_end|>" in page.texts["tokens"]
 
 
 def test_the_colour_of_a_learned_token_is_its_advantage_by_sign_and_size(run: Run) -> None:
     html = run.page_of(run.rollout(merged(run), run.example(("last", READ), (" of", 0.5))))
-    runs = re.findall(
-        r'<span class="run (\w+)"(?: style="--a:([\d.]+)")?>', html.partition("<h3>")[2]
-    )
-    assert runs == [
+    tokens = html.partition("<h3>")[2]
+    assert re.findall(r'<span class="run (\w+)"(?: style="--a:([\d.]+)")?>', tokens) == [
         ("context", ""),
         ("up", "0.50"),
         ("context", ""),
@@ -296,32 +274,23 @@ def test_the_colour_of_a_learned_token_is_its_advantage_by_sign_and_size(run: Ru
         ("up", "0.37"),
     ]
     legend = Page(html).texts["legend"]
-    for words in (
+    for row in (
         "up3+0.5 … +0.75learned, and to be made more likely",
         "down1-0.25learned, and to be made less likely",
         "level10",
         "context",
     ):
-        assert words in legend
+        assert row in legend
     assert "unusable" not in legend
 
 
 def test_each_example_has_its_figures(run: Run) -> None:
-    whole = run.example(
-        ("last", READ),
-        (" of", 0.5),
-        token_advantages=None,
-        advantage=-0.5,
-        weight_version=None,
-        engine=None,
-        steps=(),
-    )
+    absent = {"token_advantages": None, "weight_version": None, "engine": None, "steps": ()}
+    whole = run.example(("last", READ), (" of", 0.5), advantage=-0.5, **absent)
     text = text_of(run.page_of(run.rollout(merged(run), whole, run.example(("last", READ)))))
-    num_tokens = len(merged(run).token_ids)
-    assert (
-        f"0 {num_tokens} 4 one per token -0.500 0, 1 v5 actor-2 1 2 1 -0.5 -0.500 – – – 2 1 0 one"
-        " per token – 0 v5 actor-2" in text
-    )
+    first = f"0 {len(merged(run).token_ids)} 4 one per token -0.500 0, 1 v5 actor-2"
+    second = "1 2 1 -0.5 -0.500 – – –"
+    assert f"{first} {second} 2 1 0 one per token – 0 v5 actor-2" in text
 
 
 def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run: Run) -> None:
@@ -330,142 +299,116 @@ def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run: Run) ->
 
 
 def test_the_images_of_each_example_are_counted_where_there_are_any(run: Run) -> None:
-    one, two = (ImageRef(None, data, data.hex()) for data in (b"one", b"two"))
-    shown, text = (
-        run.example(("last", READ), (" of", 0.5), images=(one, two)),
-        run.example(("last", READ), (" of", 0.5)),
-    )
-    with_images, without = (
-        text_of(run.page_of(run.rollout(*examples))) for examples in ((shown, text), (text, text))
-    )
+    images = tuple(ImageRef(None, data, data.hex()) for data in (b"one", b"two"))
+    seen = run.example(("last", READ), (" of", 0.5), images=images)
+    read = run.example(("last", READ), (" of", 0.5))
+    with_images = text_of(run.page_of(run.rollout(seen, read)))
     assert "example tokens images learned" in with_images
-    assert "0 2 2 1 one per token" in with_images and "1 2 0 1 one per token" in with_images
-    assert "example tokens learned" in without
+    assert "0 2 2 1 one per token" in with_images
+    assert "1 2 0 1 one per token" in with_images
+    assert "example tokens learned" in text_of(run.page_of(run.rollout(read, read)))
 
 
 def test_numbers_that_ended_a_run_are_shown(run: Run) -> None:
-    example = run.example(
-        ("last", READ), (" of", 0.5), (" of", 0.5), token_advantages=None, advantage=math.nan
-    )
+    parts = (("last", READ), (" of", 0.5), (" of", 0.5))
+    example = run.example(*parts, token_advantages=None, advantage=math.nan)
     unscored = replace(example, logprobs=[0.0, math.inf, -math.inf], advantage=None)
-    html = run.page_of(run.rollout(example, unscored, metrics={"exact": math.nan}))
-    assert "exact nan" in text_of(html)
-    assert "to be learned, but with no advantage that is a number: the run ends here" in html
-    assert any("no advantage · log-probability inf" in title for title in tooltips(html))
+    page = run.shown(example, unscored, metrics={"exact": math.nan})
+    assert "exact nan" in page.text
+    assert "to be learned, but with no advantage that is a number: the run ends here" in page.text
+    assert any("no advantage · log-probability inf" in title for title in tooltips(page))
 
 
-def test_a_rollout_that_failed_shows_its_error(run: Run) -> None:
-    html = run.page_of(
-        run.rollout(
-            error="ValueError: <no>\ud800", reward=0.0, metrics={}, prompt=None, completion=None
-        )
-    )
-    text = text_of(html)
-    assert "Failed after 3 calls of the model: nothing is learned of it." in text
-    assert "ValueError: &lt;no&gt; \\ud800" in text
-    assert "none: it ended before" in text
-    assert "Nothing: it failed." in text
-
-
-def test_a_rollout_without_examples_says_so(run: Run) -> None:
-    assert "Nothing: no call of the model has left tokens." in text_of(run.page_of(run.rollout()))
-
-
-def test_a_reward_function_that_failed_is_told_beside_the_figures_of_the_others(run: Run) -> None:
-    failed = run.rollout(merged(run), reward_errors={"judge": "TimeoutError: 60 s"})
-    assert "judge failed: TimeoutError: 60 s" in text_of(run.page_of(failed))
-
-
-def test_the_objective_is_named(run: Run) -> None:
-    assert (
-        "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize step,"
-        " advantage_epsilon 0.0001)" in run.page_of(run.rollout(merged(run)))
-    )
+def test_a_rollout_that_failed_shows_its_error_and_one_without_examples_says_so(run: Run) -> None:
+    ended = {"reward": 0.0, "metrics": {}, "prompt": None, "completion": None}
+    failed = text_of(run.page_of(run.rollout(error="ValueError: <no>\ud800", **ended)))
+    for part in (
+        "Failed after 3 calls of the model: nothing is learned of it.",
+        "ValueError: &lt;no&gt; \\ud800",
+        "none: it ended before",
+        "Nothing: it failed.",
+    ):
+        assert part in failed
+    assert "Nothing: no call of the model has left tokens." in run.shown().text
 
 
 def test_what_the_objective_makes_of_the_advantages_is_told(
     tmp_path: Path, language_model: Path
 ) -> None:
-    run = Run(
-        tmp_path / "run",
-        language_model,
-        objective={"advantage_std": True},
-        environment__drop_equal_groups=True,
-    )
+    settings = {"objective": {"advantage_std": True}, "environment__drop_equal_groups": True}
+    run = Run(tmp_path / "run", language_model, **settings)
     flat = run.example(("last", READ), (" of", 0.0), advantage=0.0)
     run.write(run.rollout(merged(run)), run.rollout(flat))
-    divided, left_out = (
-        "advantage_std divides them by the standard deviation",
-        "drop_equal_groups leaves them out of the step",
-    )
-    assert divided in run.page(0) and left_out not in run.page(0)
+    left_out = "drop_equal_groups leaves them out of the step"
+    assert "advantage_std divides them by the standard deviation" in run.page(0)
+    assert left_out not in run.page(0)
     assert left_out in run.page(1)
 
 
 @pytest.mark.slow
-def test_a_byte_level_tokenizer_shows_its_tokens_too(tmp_path: Path, demo_checkpoint: Path) -> None:
-    """The tokens of one character are shown by their bytes."""
+def test_a_byte_level_tokenizer_shows_tokens_inside_a_character_by_their_bytes(
+    tmp_path: Path, demo_checkpoint: Path
+) -> None:
     run = Run(tmp_path / "run", demo_checkpoint)
     example = run.example(("cat ", READ), ("猫", 0.5))
-    html = run.page_of(run.rollout(example))
-    assert len(tooltips(html)) == len(example.token_ids) > 2
-    assert "e7" in Page(html).texts["code"]
+    page = run.shown(example)
+    assert len(tooltips(page)) == len(example.token_ids) > 2
+    assert "e7" in page.texts["code"]
+
+
+def two_tokens(first: int, second: int) -> TrainingExample:
+    return TrainingExample([first, second], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5)
 
 
 def test_a_token_outside_the_vocabulary_is_told_of(run: Run) -> None:
     size = len(run.tokenizer)
-    example = TrainingExample([1, size], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            rf"model\.path: .* has no token {size}, which the log has, but {size} of them; restore"
-            r" the folder"
-        ),
-    ):
-        run.page_of(run.rollout(example))
+    problem = rf"model\.path: .* has no token {size}, which the log has, but {size} of them"
+    with pytest.raises(ConfigError, match=problem + "; restore the folder"):
+        run.page_of(run.rollout(two_tokens(1, size)))
 
 
 def test_a_token_without_a_text_is_one_that_the_embeddings_have_beyond_the_tokenizer(
     tmp_path: Path, language_model: Path
 ) -> None:
-    shutil.copytree(language_model, tmp_path / "lm")
-    settings = json.loads((tmp_path / "lm" / "config.json").read_text())
-    run = Run(tmp_path / "run", tmp_path / "lm")
-    (tmp_path / "lm" / "config.json").write_text(json.dumps({**settings, "vocab_size": 128}))
-    html = run.page_of(
-        run.rollout(TrainingExample([1, 127], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5))
-    )
-    assert tooltips(html)[1].endswith("· no text")
+    model = Path(shutil.copytree(language_model, tmp_path / "lm"))
+    run = Run(tmp_path / "run", model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "vocab_size": 128}))
+    assert tooltips(run.shown(two_tokens(1, 127)))[1].endswith("· no text")
 
 
 def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(
     tmp_path: Path, language_model: Path
 ) -> None:
-    shutil.copytree(language_model, tmp_path / "lm")
-    run = Run(tmp_path / "run", tmp_path / "lm")
+    model = Path(shutil.copytree(language_model, tmp_path / "lm"))
+    run = Run(tmp_path / "run", model)
     run.write(run.rollout(merged(run)), run.rollout(error="ValueError: no"))
-    shutil.rmtree(tmp_path / "lm")
-    with pytest.raises(
-        ConfigError, match=r"model\.path: .* holds no tokenizer .*; restore the folder"
-    ):
+    shutil.rmtree(model)
+    problem = r"model\.path: .* holds no tokenizer .*; restore the folder"
+    with pytest.raises(ConfigError, match=problem):
         run.page(0)
     assert "ValueError: no" in run.page(1)
 
 
-def test_no_such_step_or_position_says_which_there_are(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("step", "position", "message"),
+    [
+        (8, 0, r"step: .* has no step 8; it has 7"),
+        (STEP, 2, r"position: step 7 of .* has no position 2; it has 0-1"),
+    ],
+)
+def test_no_such_step_or_position_says_which_there_are(
+    run: Run, step: int, position: int, message: str
+) -> None:
     run.write(run.rollout(), run.rollout())
-    with pytest.raises(ConfigError, match=r"step: .* has no step 8; it has 7"):
-        show_sample(ShowOptions(run=run.folder, step=8, position=0))
-    with pytest.raises(ConfigError, match=r"position: step 7 of .* has no position 2; it has 0-1"):
-        show_sample(ShowOptions(run=run.folder, step=STEP, position=2))
+    with pytest.raises(ConfigError, match=message):
+        show_sample(ShowOptions(run=run.folder, step=step, position=position))
 
 
 def test_a_damaged_log_is_an_error_with_its_line(run: Run) -> None:
     run.write(run.rollout())
     path = step_path(run.folder / "rollouts", STEP)
     path.write_text(path.read_text() + "{}\n")
-    with pytest.raises(
-        RecordError,
-        match=r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited",
-    ):
+    problem = r"step_000007\.jsonl:2: step: field required; a run's log is not to be edited"
+    with pytest.raises(RecordError, match=problem):
         run.page()

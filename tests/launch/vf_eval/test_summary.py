@@ -9,7 +9,7 @@ from launch.vf_eval.summary import summary_tables
 
 
 def finished(example: int, **changes) -> FinishedRollout:
-    given = {
+    fields = {
         "example": example,
         "rollout": 0,
         "example_id": example,
@@ -27,7 +27,7 @@ def finished(example: int, **changes) -> FinishedRollout:
         "completion_tokens": None,
         "columns": {},
     }
-    return FinishedRollout(**given | changes)
+    return FinishedRollout(**fields | changes)
 
 
 def shown(*rollouts: FinishedRollout) -> str:
