@@ -1,6 +1,4 @@
-"""Fixtures that are dear: one Ray cluster, one demo checkpoint and three engines for the whole
-session.
-"""
+"""Fixtures of the whole session: one Ray cluster, one demo checkpoint and three engines."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _modules_are_looked_for_where_they_were() -> Iterator[None]:
-    """An environment's file adds its folder, in which the next test's module of the same name is
-    another.
-    """
+    """Forget folders that environments' files added: the next test's module is another."""
     before = list(sys.path)
     yield
     sys.path[:] = before
@@ -83,9 +79,7 @@ def _modules_are_looked_for_where_they_were() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _the_process_is_left_as_it_was() -> Iterator[None]:
-    """What one test sets for the whole process, another one finds, depending on which of them share
-    a worker.
-    """
+    """Fail where a test leaves a setting behind that others in its worker would find."""
     before = gc.get_threshold(), gc.isenabled(), Path.cwd()
     yield
     assert (gc.get_threshold(), gc.isenabled(), Path.cwd()) == before, (
@@ -95,9 +89,7 @@ def _the_process_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The server that forks the engines of a session that has any. It stays between two tests
-    because it has a connection.
-    """
+    """Keep the server that forks the engines of a session that has any, by a connection."""
     if not any(item.get_closest_marker("engine") for item in request.session.items):
         yield
         return
@@ -121,23 +113,14 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A cluster of this session's own, of 8 CPUs by its own account. A short path, because sockets
-    live in it.
-
-    Its processes find the modules of the tests: an actor with a `runtime_env` of its own, which
-    would say so too, never gets a process that waits.
-    """
+    """Start a cluster of this session's own, which believes that it has 8 CPUs."""
     import ray
 
-    folder = tempfile.mkdtemp(prefix="rm", dir="/tmp")
+    folder = tempfile.mkdtemp(prefix="rm", dir="/tmp")  # short, because sockets live in it
+    # An actor with a `runtime_env` would find the tests' modules too, but never a waiting process.
+    modules = [str(Path(__file__).parent / name) for name in ("fakes", "fixtures")]
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(
-            "PYTHONPATH",
-            os.pathsep.join(
-                str(Path(__file__).parent / folder) for folder in ("fakes", "fixtures")
-            ),
-            prepend=os.pathsep,
-        )
+        environment.setenv("PYTHONPATH", os.pathsep.join(modules), prepend=os.pathsep)
         ray.init(
             address="local",
             num_cpus=8,
@@ -164,9 +147,7 @@ def _fake_actors(ray_cluster: None) -> Iterator[list[Any]]:
 
 @pytest.fixture
 def fake_actors(_fake_actors: list[Any]) -> Iterator[list[Any]]:
-    """`FakeActor`s actor-0 and actor-1, which know of no trouble yet. Other tests have them too, so
-    no test ends one.
-    """
+    """`FakeActor`s actor-0 and actor-1 without troubles; other tests share them, so end none."""
     import ray
 
     ray.get([actor.become.remote() for actor in _fake_actors])
@@ -188,20 +169,20 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few of the demo's scenes: `train.jsonl` and `val.jsonl` with their images."""
-    from launch.demo.data import make_demo_data
-
-    folder = tmp_path_factory.mktemp("demo") / "data"
-    make_demo_data(folder, seed=17, num_train=64, num_val=16)
-    return folder
+    return _few_scenes(tmp_path_factory, "boxes")
 
 
 @pytest.fixture(scope="session")
 def polygon_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same kind of scenes, with an outline polygon for every odd digit."""
+    return _few_scenes(tmp_path_factory, "mixed")
+
+
+def _few_scenes(tmp_path_factory: pytest.TempPathFactory, geometry: str) -> Path:
     from launch.demo.data import DemoGeometry, make_demo_data
 
-    folder = tmp_path_factory.mktemp("demo") / "polygons"
-    make_demo_data(folder, seed=17, num_train=64, num_val=16, geometry=DemoGeometry.MIXED)
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    make_demo_data(folder, seed=17, num_train=64, num_val=16, geometry=DemoGeometry(geometry))
     return folder
 
 
@@ -209,28 +190,22 @@ def polygon_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def warm_checkpoint(
     demo_checkpoint: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The demo's model after some steps of channel A on those few scenes: it writes objects, not
-    yet in the right places. One worker makes it for all.
+    """The demo's model after some steps of channel A on those few scenes.
+
+    It writes objects, not yet in the right places. One worker makes it for all.
     """
     from config_support import configuration
     from learner_support import make_learner
 
     from shared.schedule import RunSchedule
 
-    of_this_process = tmp_path_factory.getbasetemp()
-    folder = (
-        of_this_process.parent if "PYTEST_XDIST_WORKER" in os.environ else of_this_process
-    ) / "warm"
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "warm"
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            changes = {
-                "max_steps": 25,
-                "effective_batch_size": 16,
-                "learning_rate": 2e-3,
-                "lr_warmup_steps": 3,
-            }
-            training = {f"training__{name}": value for name, value in changes.items()}
             run_dir = tmp_path_factory.mktemp("warming")
             config = configuration(
                 demo_checkpoint,
@@ -238,7 +213,10 @@ def warm_checkpoint(
                 run_dir,
                 stage2_ab__schedule__warmup_steps=25,
                 global_max_length=512,
-                **training,
+                training__max_steps=25,
+                training__effective_batch_size=16,
+                training__learning_rate=2e-3,
+                training__lr_warmup_steps=3,
             )
             learner = make_learner(config)
             for plan in RunSchedule(config).plans():
@@ -251,17 +229,14 @@ def warm_checkpoint(
 
 @pytest.fixture(scope="session")
 def engine_pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[EnginePool]:
-    """Three actors with real engines, started at once. Version and weights are whatever the test
-    before left: sync first.
-    """
+    """Three actors with real engines. Version and weights are the last test's: sync first."""
     from engine_support import TIMEOUTS, EnginePool, create_actor, small_settings
 
     from launch.runtime.rollout_client import RolloutClient
 
     names = [f"actor-{i}" for i in range(3)]
-    actors = {
-        name: create_actor(name, small_settings(demo_checkpoint), i) for i, name in enumerate(names)
-    }
+    settings = small_settings(demo_checkpoint)
+    actors = {name: create_actor(name, settings, i) for i, name in enumerate(names)}
     pool = RolloutClient(list(actors.values()), names, TIMEOUTS, decode_batch_size=8)
     pool.start()
     yield EnginePool(actors, pool)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,15 +20,14 @@ HEAVY = {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}
 
 def modules_of(package: str) -> list[str]:
     paths = sorted((ROOT / package).rglob("*.py"))
-    return [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in paths
-    ]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return [name.removesuffix(".__init__") for name in names]
 
 
 def loaded_after(*groups: list[str], python: Sequence[str] = (sys.executable,)) -> list[set[str]]:
-    """Top-level names in `sys.modules` after importing each of these groups, one after the other in
-    one fresh process.
+    """Import the groups one after the other in a fresh process; return what is loaded after each.
+
+    Names are those at the top level of `sys.modules`.
     """
     code = (
         "import importlib, json, sys\n"
@@ -48,16 +48,13 @@ def loaded_after(*groups: list[str], python: Sequence[str] = (sys.executable,)) 
 
 
 def loaded_by(modules: list[str], python: Sequence[str] = (sys.executable,)) -> set[str]:
-    """The same of one group."""
     return loaded_after(modules, python=python)[0]
 
 
-WITH_TORCH = {"shared.weight_sync.gloo"}
-"""Modules of shared that import torch: where both ends of a wire of tensors are."""
-
-
 def test_shared_is_pure():
-    loaded = loaded_by([name for name in modules_of("shared") if name not in WITH_TORCH])
+    # Both ends of a wire of tensors.
+    with_torch = {"shared.weight_sync.gloo"}
+    loaded = loaded_by([name for name in modules_of("shared") if name not in with_torch])
     assert not loaded & (HEAVY | {"learner", "rollout_actors", "launch", "PIL"})
 
 
@@ -68,36 +65,33 @@ def test_the_learner_imports_neither_rollout_actors_nor_launch_nor_vllm_and_ray_
 
 
 def imported_at_the_top_of(name: str) -> set[str]:
-    """Modules that importing this one imports: those of statements outside functions and outside
-    `if TYPE_CHECKING`.
-    """
-    tree = ast.parse((ROOT / name.replace(".", "/")).with_suffix(".py").read_text())
+    """List the modules that importing this one imports, outside functions and conditions."""
     names: set[str] = set()
-    for statement in tree.body:
+    for statement in ast.parse(source_of(name).read_text()).body:
         if isinstance(statement, ast.Import):
             names |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
             assert statement.module is not None, "no relative imports"
-            names |= {
-                statement.module,
-                *(f"{statement.module}.{alias.name}" for alias in statement.names),
-            }
+            names.add(statement.module)
+            names |= {f"{statement.module}.{alias.name}" for alias in statement.names}
     return names
 
 
+def source_of(name: str) -> Path:
+    return (ROOT / name.replace(".", "/")).with_suffix(".py")
+
+
 def engine_modules() -> set[str]:
-    """What imports vllm at its top, or something that does: left to the engine tests, which import
-    it anyway, ten seconds each.
+    """Find what imports vllm at its top, or something that does.
+
+    It is left to the engine tests, which import it anyway, ten seconds each.
     """
-    imports = {
-        name: imported_at_the_top_of(name)
-        for name in modules_of("rollout_actors")
-        if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
-    }
+    modules = [name for name in modules_of("rollout_actors") if source_of(name).is_file()]
+    imports = {name: imported_at_the_top_of(name) for name in modules}
     found = {
-        name for name, of in imports.items() if any(each.split(".")[0] == "vllm" for each in of)
+        name for name, names in imports.items() if "vllm" in {of.split(".")[0] for of in names}
     }
-    while more := {name for name, of in imports.items() if name not in found and of & found}:
+    while more := {name for name, names in imports.items() if name not in found and names & found}:
         found |= more
     return found
 
@@ -137,25 +131,19 @@ def test_rollout_actors_import_neither_learner_nor_launch_and_ray_only_in_actors
 @pytest.mark.long
 def test_the_engine_modules_import_neither_learner_nor_launch_nor_ray_themselves():
     for name in sorted(ENGINE_MODULES):
-        source = (ROOT / name.replace(".", "/")).with_suffix(".py").read_text()
+        source = source_of(name).read_text()
         assert "import ray" not in source
         assert "from ray" not in source
-    assert not loaded_by(sorted(ENGINE_MODULES), warm_python.command()) & {
-        "learner",
-        "launch",
-        "hydra",
-        "omegaconf",
-    }
+    loaded = loaded_by(sorted(ENGINE_MODULES), warm_python.command())
+    assert not loaded & {"learner", "launch", "hydra", "omegaconf"}
 
 
 def test_nobody_imports_launch():
     for package in ("shared", "learner", "rollout_actors"):
         for path in (ROOT / package).rglob("*.py"):
-            assert "launch" not in {
-                line.split()[1].split(".")[0]
-                for line in path.read_text().splitlines()
-                if line.lstrip().startswith(("import ", "from "))
-            }, path
+            assert not re.search(r"^\s*(from|import) launch\b", path.read_text(), re.MULTILINE), (
+                path
+            )
 
 
 def test_a_wrong_configuration_is_reported_before_anything_heavy_is_imported():

@@ -1,6 +1,4 @@
-"""docs/requirements.md names modules and tests that exist, and what is quoted there of a
-specification is in the names of its tests.
-"""
+"""docs/requirements.md names modules and tests that exist, and tests by their quoted scenarios."""
 
 import ast
 import re
@@ -29,9 +27,7 @@ def test_the_tables_were_found_and_their_rows_were_read():
     [("Rollout matching", 50), ("Trajectories", 8), ("Rollout orchestration", 13)],
 )
 def test_each_specification_is_quoted(section, quoted):
-    """The trajectories' summary has eight points; orchestration has nine points in its testing
-    plan, and four acceptance criteria.
-    """
+    # Orchestration has nine points in its testing plan, and four acceptance criteria.
     (table,) = (part for part in PAGE.split("\n## ") if part.startswith(f"{section}\n"))
     assert len(re.findall(r'^\| "', table, flags=re.MULTILINE)) >= quoted
 
@@ -46,7 +42,7 @@ def test_the_modules_exist(row):
 
 @cache
 def functions_of(file):
-    """The names of a file's functions, which many rows name."""
+    """Return the names of a file's functions, which many rows name."""
     return {
         node.name
         for node in ast.walk(ast.parse((ROOT / file).read_text()))

@@ -21,36 +21,23 @@ def test_a_probe_runs_on_a_cpu_at_toy_size(probe, monkeypatch, capfd):
 
 
 def test_a_probe_that_fails_is_told_and_does_not_end_the_others(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--device",
-        "meta",
-        "--toy",
-        "--out",
-        str(tmp_path),
-    ]
-    ran = subprocess.run(
-        [*command, "update_order", "patch_embedding"], capture_output=True, text=True, check=False
-    )
+    probes = ["update_order", "patch_embedding"]
+    options = ["--device", "meta", "--toy", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *options, *probes]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     lines = [json.loads(line) for line in (tmp_path / "probes.jsonl").read_text().splitlines()]
-    assert [(line["probe"], line["status"]) for line in lines] == [
-        ("update_order", 1),
-        ("patch_embedding", 1),
-    ]
-    assert "== update_order: FAILED (1)" in ran.stdout and "Error" in lines[0]["said"]
+    assert [(line["probe"], line["status"]) for line in lines] == [(probe, 1) for probe in probes]
+    assert "== update_order: FAILED (1)" in ran.stdout
+    assert "Error" in lines[0]["said"]
 
 
 def test_the_probes_need_nothing_that_a_bare_card_lacks():
-    """What docs/gpu_plan.md lists, and neither peft nor what starts engines and actors."""
-    probes = "; ".join(f"import benchmarks.gpu.{probe}" for probe in PROBES)
-    absent = (
-        "import sys; sys.modules |= dict.fromkeys(['peft', 'vllm', 'ray', 'hydra', 'omegaconf',"
-        " 'psutil', 'PIL'])"
-    )
-    subprocess.run([sys.executable, "-c", f"{absent}; {probes}"], check=True)
+    """Neither peft nor what starts engines and actors."""
+    absent = ["peft", "vllm", "ray", "hydra", "omegaconf", "psutil", "PIL"]
+    imports = "; ".join(f"import benchmarks.gpu.{probe}" for probe in PROBES)
+    program = f"import sys; sys.modules |= dict.fromkeys({absent}); {imports}"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_plan_names_every_probe():

@@ -1,6 +1,4 @@
-"""The faults that the tests are tried on, by themselves; what the tests make of them takes an hour:
-`python -m benchmarks.mutations`.
-"""
+"""The faults of `benchmarks.mutations` fit the code; trying the tests on them takes an hour."""
 
 from __future__ import annotations
 
@@ -20,14 +18,12 @@ def mutations(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_fault_fits_the_code_that_it_is_to_be_put_into(mutations: Any) -> None:
-    """Who rewrites a line that one of them changes writes the fault anew (`old` and `new` of the
-    mutant that is named here).
-    """
+    """A line that is rewritten needs its fault anew: `old` and `new` of the mutant named here."""
     assert mutations.problems() == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"old": "no such line"}, "'no such line' is 0 times in"),
         ({"old": "import "}, "times in"),
@@ -38,23 +34,23 @@ def test_every_fault_fits_the_code_that_it_is_to_be_put_into(mutations: Any) -> 
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_one_that_does_not_fit_is_named(
-    mutations: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], told: str
+    mutations: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
-    sound, spoiled = mutations.MUTANTS[0], replace(mutations.MUTANTS[1], **changes)
-    monkeypatch.setattr(mutations, "MUTANTS", (sound, spoiled))
+    spoiled = replace(mutations.MUTANTS[1], **changes)
+    monkeypatch.setattr(mutations, "MUTANTS", (mutations.MUTANTS[0], spoiled))
     (problem,) = mutations.problems()
     assert problem.startswith(f"{spoiled.name}: ")
-    assert told in problem
+    assert message in problem
 
 
 def test_two_of_the_same_name_are_named(mutations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = mutations.MUTANTS[0]
-    monkeypatch.setattr(mutations, "MUTANTS", (one, one))
-    assert mutations.problems() == [f"{one.name}: is the name of several"] * 2
+    mutant = mutations.MUTANTS[0]
+    monkeypatch.setattr(mutations, "MUTANTS", (mutant, mutant))
+    assert mutations.problems() == [f"{mutant.name}: is the name of several"] * 2
 
 
 def test_what_fails_wherever_a_fault_is_put_in_is_no_test_of_it(mutations: Any) -> None:
-    """This file: in a tree with a fault, that fault fits no more."""
+    """Leave this file out: in a tree with a fault, that fault fits no more."""
     assert (mutations.ROOT / mutations.ABOUT_MUTANTS).samefile(__file__)
     (stage,) = (stage for stage in mutations.STAGES if stage.on_all_files)
     assert f"--ignore={mutations.ABOUT_MUTANTS}" in stage.arguments(mutations.MUTANTS)

@@ -27,7 +27,7 @@ STEPS = [
 
 @cache
 def names_of(file: Path) -> set[str]:
-    """The names that a module defines: functions, classes with their members, constants."""
+    """Return the names of a module: functions, classes with their members, constants."""
 
     def defined(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
         for statement in body:
@@ -37,10 +37,9 @@ def names_of(file: Path) -> set[str]:
                     yield from defined(statement.body, f"{prefix}{name}.")
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                     yield prefix + name
-                case (
-                    ast.Assign(targets=[ast.Name(id=name)])
-                    | ast.AnnAssign(target=ast.Name(id=name))
-                ):
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    yield prefix + name
+                case ast.AnnAssign(target=ast.Name(id=name)):
                     yield prefix + name
 
     return set(defined(ast.parse(file.read_text()).body))
@@ -58,18 +57,17 @@ def is_key(path: str) -> bool:
     return key in section.model_fields
 
 
-@pytest.mark.parametrize(
-    "path", [quoted for quoted in QUOTED if re.fullmatch(r"[\w.]*/[\w./]*", quoted)]
-)
+def quoted_like(pattern: str) -> list[str]:
+    return [quoted for quoted in QUOTED if re.fullmatch(pattern, quoted)]
+
+
+@pytest.mark.parametrize("path", quoted_like(r"[\w.]*/[\w./]*"))
 def test_every_path_exists(path):
     file = ROOT / path
     assert file.is_dir() if path.endswith("/") else file.is_file()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [quoted for quoted in QUOTED if re.fullmatch(rf"({'|'.join(PACKAGES)})(\.\w+)+", quoted)],
-)
+@pytest.mark.parametrize("name", quoted_like(rf"({'|'.join(PACKAGES)})(\.\w+)+"))
 def test_every_dotted_name_is_a_module_or_defined_in_one(name):
     if not (ROOT / f"{name.replace('.', '/')}.py").is_file():
         module, _, member = name.rpartition(".")
@@ -83,10 +81,10 @@ def test_the_four_walks_were_found():
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: " ".join(step.split())[:60])
 def test_every_step_of_a_walk_names_what_its_files_define(step):
     quoted = re.findall(r"`([^`]+)`", step)
-    files = [one for one in quoted if one.endswith((".py", ".yaml"))]
-    assert files
-    defined = {name for one in files if one.endswith(".py") for name in names_of(ROOT / one)}
-    names = [one for one in quoted if "/" not in one]
+    modules = [path for path in quoted if path.endswith(".py")]
+    assert modules or any(path.endswith(".yaml") for path in quoted)
+    defined = {name for path in modules for name in names_of(ROOT / path)}
+    names = [name for name in quoted if "/" not in name]
     assert [name for name in names if name not in defined and not is_key(name)] == []
 
 

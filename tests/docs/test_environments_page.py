@@ -23,17 +23,14 @@ from rollout_actors.environments.loading import load_environment
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-FILES = {
-    text.partition("\n")[0].removeprefix("# "): text
-    for language, text in BLOCKS
-    if language == "python"
-}
+PROGRAMS = [text for language, text in BLOCKS if language == "python"]
+FILES = {text.partition("\n")[0].removeprefix("# "): text for text in PROGRAMS}
 COMMANDS = [line for language, text in BLOCKS if not language for line in text.splitlines()]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The reader's, with the files of the page."""
+    """The reader's folder, with the files of the page."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -46,12 +43,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def answered(said: str) -> str:
-    return f"<answer>{said}</answer>"
+def answered(text: str) -> str:
+    return f"<answer>{text}</answer>"
 
 
 def sorts_at_last(call: Call) -> str:
-    """Says nothing that can be read, then the words as they are, and then in their order."""
+    """Answer nothing that can be read, then the words as they are, then in their order."""
     words = call.prompt[1]["content"]
     return ["hm", answered(words), answered(" ".join(sorted(words.split())))][call.turn]
 
@@ -73,18 +70,15 @@ def test_the_file_of_the_page_is_an_environment(folder):
 
 def test_a_right_answer_ends_the_rollout(folder):
     environment = load_environment("sort_words")
-    state = generated(
-        environment,
-        [{"question": "dune apple", "answer": "apple dune"}],
-        ScriptedClient([answered("apple dune")]),
-    ).state[0]
+    rows = [{"question": "dune apple", "answer": "apple dune"}]
+    client = ScriptedClient([answered("apple dune")])
+    (state,) = generated(environment, rows, client).state
     assert (state["stop_condition"], state["reward"]) == ("sorted_at_last", pytest.approx(1.3))
 
 
 def test_the_rollouts_can_be_looked_at_as_the_page_does(folder, capsys):
-    results = asyncio.run(
-        importlib.import_module("look").look(ScriptedClient(sorts_at_last), "my-model")
-    )
+    look = importlib.import_module("look").look
+    results = asyncio.run(look(ScriptedClient(sorts_at_last), "my-model"))
     printed = capsys.readouterr().out
     assert len(results.state) == 3
     assert printed.count("error: None") == 3
@@ -96,15 +90,11 @@ def test_the_rollouts_can_be_looked_at_as_the_page_does(folder, capsys):
 @pytest.mark.slow
 def test_the_tools_of_the_page_can_be_called(folder):
     environment = load_environment("convert_units")
-    calls = [
-        ("to_centimetres", {"length": 3, "unit": "mile"}),
-        ("to_centimetres", {"length": 3, "unit": "foot"}),
-    ]
+    calls = [("to_centimetres", {"length": 3, "unit": unit}) for unit in ("mile", "foot")]
     client = ScriptedClient([Answer(None, tool_calls=calls), "It is 91.44 cm."])
     results = generated(environment, environment.get_dataset(), client)
-    assert [
-        message["content"] for message in results.completion[0] if message["role"] == "tool"
-    ] == ["no unit mile; there are inch, foot, yard", "91.44"]
+    answers = [message["content"] for message in results.completion[0] if message["role"] == "tool"]
+    assert answers == ["no unit mile; there are inch, foot, yard", "91.44"]
     assert results.reward == [1.0]
     assert results.metadata.avg_metrics["num_tool_errors"] == 1.0
 
@@ -121,33 +111,22 @@ def test_the_group_of_the_page_plays_both(folder):
 
 
 def replies(text: str) -> str:
-    """Sorts words; of a game, always the same guess."""
-    return (
-        answered(" ".join(sorted(text.split())))
-        if re.fullmatch(r"[a-z ]+", text)
-        else "<guess>50</guess>"
-    )
+    """Sort words; in a game, always make the same guess."""
+    if re.fullmatch(r"[a-z ]+", text):
+        return answered(" ".join(sorted(text.split())))
+    return "<guess>50</guess>"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", [command for command in COMMANDS if "launch.vf_eval" in command]
-)
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "launch.vf_eval" in line])
 def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     with serving(FakeOpenAI(reply=replies).app()) as url:
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
-        places = {"PYTHONPATH": str(ROOT), "PATH": str(Path(sys.executable).parent)}
-        environ |= {
-            "OPENAI_BASE_URL": f"{url}/v1",
-            **{
-                name: f"{place}{os.pathsep}{environ.get(name, '')}"
-                for name, place in places.items()
-            },
-        }
         done = subprocess.run(
             ["bash", "-c", command],
-            cwd=folder,
-            env=environ,
+            env=environ | {"OPENAI_BASE_URL": f"{url}/v1"},
             capture_output=True,
             text=True,
             timeout=300,
@@ -155,17 +134,12 @@ def test_the_commands_of_the_page_evaluate_as_they_stand(folder, command):
         )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("all_right" if "sort_words" in command else "found") in done.stdout
-    assert len(list(folder.glob("outputs/evals/*/*/results.jsonl"))) == (
-        1 if " -s " in command else 0
-    )
+    num_datasets = len(list(folder.glob("outputs/evals/*/*/results.jsonl")))
+    assert num_datasets == (1 if " -s " in command else 0)
 
 
 def test_the_page_names_the_examples_that_there_are():
-    there = {
-        path.stem for path in (ROOT / "rollout_actors" / "environments" / "examples").glob("*.py")
-    } - {"__init__"}
-    assert {name for name in there if f"`{name}` (" in PAGE} == there
-
-
-def test_the_readme_leads_to_the_page():
+    folder = ROOT / "rollout_actors" / "environments" / "examples"
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert [name for name in names if f"`{name}` (" not in PAGE] == []
     assert "(docs/environments.md)" in (ROOT / "README.md").read_text()

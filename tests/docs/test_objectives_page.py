@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_find_its_objective(tmp_path, monkeypatch):
-    """From outside of the packages: a module, a YAML file, and a command that names both."""
+    """A module and a YAML file outside of the packages, and a command that names both."""
     for path, language in (("focal_text.py", "python"), ("objective/focal.yaml", "yaml")):
         assert f"`mine/{path}`" in PAGE
         file = tmp_path / "mine" / path
@@ -34,13 +34,10 @@ def test_the_commands_of_the_page_find_its_objective(tmp_path, monkeypatch):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         overrides = as_schema_overrides(checked[1].split())
         config = load_config(as_mapping(compose("train", overrides=overrides)))
-    pipeline = config.rollout_matching.pipeline
     try:
-        built = build_objectives(pipeline, Channel.B, torch.arange(1000))
+        built = build_objectives(config.rollout_matching.pipeline, Channel.B, torch.arange(1000))
     finally:
         sys.modules.pop("mine.focal_text", None)
         sys.modules.pop("mine", None)
-    assert [objective.term_names for objective in built.objectives] == [
-        ("token_ce",),
-        ("focal_text",),
-    ]
+    names = [objective.term_names for objective in built.objectives]
+    assert names == [("token_ce",), ("focal_text",)]

@@ -23,39 +23,27 @@ PAGE = Path(__file__).parents[2] / "docs" / "running.md"
 
 
 def commands(models: Path) -> list[tuple[str, list[str]]]:
-    """The modules of the section's first block, in order, each with its arguments."""
-    block = (
-        PAGE.read_text()
-        .partition("## Your model, your data")[2]
-        .split("```")[1]
-        .replace("/models", str(models))
-    )
-    assignment = re.search(r'^JOB="(.*)"$', block, re.MULTILINE)
-    assert assignment is not None
-    lines = [
-        shlex.split(line.replace("$JOB", assignment[1]), comments=True)
-        for line in block.splitlines()
-        if line.startswith(".venv")
-    ]
-    assert all(words[:2] == [".venv/bin/python", "-m"] for words in lines)
-    return [(words[2], words[3:]) for words in lines]
+    """Return the modules of the section's first block, in order, each with its arguments."""
+    section = PAGE.read_text().partition("## Your model, your data")[2]
+    block = section.split("```")[1].replace("/models", str(models))
+    (job,) = re.findall(r'^JOB="(.*)"$', block, re.MULTILINE)
+    lines = re.findall(r"^(\.venv.*)$", block, re.MULTILINE)
+    commands = [shlex.split(line.replace("$JOB", job), comments=True) for line in lines]
+    assert all(words[:2] == [".venv/bin/python", "-m"] for words in commands)
+    return [(words[2], words[3:]) for words in commands]
 
 
 @pytest.mark.slow
 def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a stock checkpoint in small and COCO files with polygons; the job itself is looked at and
-    not run.
-    """
+    """A small stock checkpoint and COCO files with polygons; the job is checked and not run."""
     monkeypatch.chdir(tmp_path)
     stock = make_stock_model(tmp_path / "models" / "Qwen3-VL-4B-Instruct", "qwen3_vl")
     config_file = stock / "config.json"
-    config_file.write_text(
-        config_file.read_text().replace(
-            '"max_position_embeddings": 4096', '"max_position_embeddings": 262144'
-        )
-    )
+    length = '"max_position_embeddings": '
+    text = config_file.read_text()
+    config_file.write_text(text.replace(f"{length}4096", f"{length}262144"))
     (tmp_path / "images").mkdir()
     for part, number in (("train", 1), ("val", 2)):
         Image.new("RGB", (100, 80)).save(tmp_path / "images" / f"{number}.png")
@@ -69,26 +57,21 @@ def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(
             "area": 600,
         }
         image = {"id": number, "file_name": f"{number}.png", "width": 100, "height": 80}
-        content = {
-            "images": [image],
-            "annotations": [box],
-            "categories": [{"id": 3, "name": "cat"}],
-        }
+        categories = [{"id": 3, "name": "cat"}]
+        content = {"images": [image], "annotations": [box], "categories": categories}
         (tmp_path / f"instances_{part}.json").write_text(json.dumps(content))
 
     *steps, checked, trained = commands(tmp_path / "models")
     assert (checked[0], trained) == ("launch.preflight", ("launch.train", checked[1]))
-    assert [module for module, _ in steps] == [
-        "launch.add_coord_tokens",
-        "launch.coco",
-        "launch.coco",
-    ]
-    for module, arguments in steps:
-        (add_coord_tokens if module == "launch.add_coord_tokens" else coco).main(arguments)
+    adding, *importing = steps
+    assert adding[0] == "launch.add_coord_tokens"
+    add_coord_tokens.main(adding[1])
+    assert [module for module, _ in importing] == ["launch.coco"] * 2
+    for _, arguments in importing:
+        coco.main(arguments)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = load_config(
-            as_mapping(compose("train", overrides=as_schema_overrides(checked[1])))
-        )
+        overrides = as_schema_overrides(checked[1])
+        config = load_config(as_mapping(compose("train", overrides=overrides)))
     findings = preflight(
         with_absolute_paths(config),
         nodes_of=lambda _: [Resources(cpus=64, gpus=4)],

@@ -17,14 +17,11 @@ from launch.vf_eval.__main__ import main
 from launch.vf_eval.arguments import check_sampling, read_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vf_eval.md").read_text()
-BLOCKS = [
-    text.splitlines() for text in re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-]
+BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 COMMANDS = [
     shlex.split(line)
     for block in BLOCKS
-    for line in block
-    if line.startswith(("vf-eval ", "python -m "))
+    for line in re.findall(r"^(?:vf-eval|python -m) .*$", block, re.MULTILINE)
 ]
 
 
@@ -54,28 +51,22 @@ def test_a_command_of_the_page_evaluates(
     assert check_sampling(options.sampling_args or {}, "chat") == options.sampling_args
     main(command)
     printed = capsys.readouterr().out
-    assert (
-        f"{(options.num_examples or 0) * (options.rollouts_per_example or 0)}, of"
-        f" {options.num_examples} examples" in printed
-    )
+    total = (options.num_examples or 0) * (options.rollouts_per_example or 0)
+    assert f"{total}, of {options.num_examples} examples" in printed
     if number == 0:
-        assert named(printed.splitlines()) == named(
-            next(block for block in BLOCKS if block[0] == "arithmetic, demo")
-        )
+        (summary,) = (block for block in BLOCKS if block.startswith("arithmetic, demo\n"))
+        assert subjects(printed) == subjects(summary)
 
 
-def named(lines: list[str]) -> list[str]:
-    """What each line of the summary is about."""
-    return [re.split(r"\s{2,}", line.strip())[0] for line in lines if line.strip()]
+def subjects(summary: str) -> list[str]:
+    """Return what each line of a summary is about."""
+    lines = [line.strip() for line in summary.splitlines()]
+    return [re.split(r"\s{2,}", line)[0] for line in lines if line]
 
 
 def test_the_files_of_the_page_are_those_that_are_written(url: str, tmp_path: Path) -> None:
     main(["arithmetic", "-b", url, "-n", "1", "-r", "1", "-s"])
     (folder,) = tmp_path.glob("outputs/evals/arithmetic--demo/*")
-    table = set(
-        re.findall(
-            r"`([\w.]+\.jsonl?)`",
-            "".join(line for line in PAGE.splitlines() if line.startswith("| `")),
-        )
-    )
-    assert {path.name for path in folder.iterdir()} == table
+    rows = "".join(line for line in PAGE.splitlines() if line.startswith("| `"))
+    names = set(re.findall(r"`([\w.]+\.jsonl?)`", rows))
+    assert {path.name for path in folder.iterdir()} == names

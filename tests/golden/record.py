@@ -1,12 +1,11 @@
-"""Records short runs of six experiments, to see that a change of the code moved no bit of a result.
+"""Records short runs of seven experiments, to see that a change of the code moved no bit.
 
-    python tests/golden/record.py /tmp/golden_before                  # on the commit before python
-    tests/golden/record.py /tmp/golden_after /tmp/golden_before  # on the commit after: runs, then
-    compares
+    python tests/golden/record.py /tmp/before               # on the commit before
+    python tests/golden/record.py /tmp/after /tmp/before    # on the commit after: runs, compares
 
-Run by hand: all of it takes some minutes, and pytest does not collect this file. What is compared
-is `metrics.jsonl`, `plan.jsonl`, `evaluations.jsonl` and `rollouts/`, without times. The commit
-before has to make the model and data of the demo (`make demo-data demo-lm`).
+Run it by hand: it takes some minutes, and pytest does not collect this file. It compares
+`metrics.jsonl`, `plan.jsonl`, `evaluations.jsonl` and `rollouts/`, without times. The commit before
+has to make the model and data of the demo (`make demo-data demo-lm`).
 """
 
 import json
@@ -16,28 +15,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT = ["training.max_steps=4", "stage2_ab.schedule.warmup_steps=1"]
+LONGER = ["training.max_steps=12", "stage2_ab.schedule.warmup_steps=4"]
 # The first run makes the model that the runs of samples begin with: from random weights no answer
 # opens.
 RUNS = {
     "warm": ["+experiment=control_channel_a", "training.max_steps=60"],
-    "demo": [
-        "+experiment=stage2_3v1",
-        "training.max_steps=12",
-        "stage2_ab.schedule.warmup_steps=4",
-    ],
+    "demo": ["+experiment=stage2_3v1", *LONGER],
     "env": ["+experiment=env_3v1", "training.max_steps=6"],
     "aligned": ["+experiment=rollout_aligned_3v1", "training.max_steps=4"],
-    "two_learners": [
-        "+experiment=stage2_2learners",
-        "training.max_steps=4",
-        "stage2_ab.schedule.warmup_steps=1",
-    ],
-    "colocate": [
-        "+experiment=stage2_colocate",
-        "training.max_steps=4",
-        "stage2_ab.schedule.warmup_steps=1",
-    ],
-    "hf": ["+experiment=stage2_hf", "training.max_steps=4", "stage2_ab.schedule.warmup_steps=1"],
+    "two_learners": ["+experiment=stage2_2learners", *SHORT],
+    "colocate": ["+experiment=stage2_colocate", *SHORT],
+    "hf": ["+experiment=stage2_hf", *SHORT],
 }
 FROM_WARM = ("demo", "aligned", "two_learners", "colocate", "hf")
 # Times and what follows from them, wherever such a key stands.
@@ -55,10 +44,11 @@ def record(out):
         print(" ".join(command[1:]), flush=True)
         log = out / f"{name}.log"
         with log.open("w") as file:
-            if subprocess.run(
+            process = subprocess.run(
                 command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
-            ).returncode:
-                sys.exit(f"{name} failed; see {log}")
+            )
+        if process.returncode:
+            sys.exit(f"{name} failed; see {log}")
 
 
 def without_times(value):
@@ -68,19 +58,14 @@ def without_times(value):
 
 
 def lines_of(run):
-    """All compared lines of a run's folder: (file, number of the line) -> its values."""
-    files = [
-        run / "metrics.jsonl",
-        run / "plan.jsonl",
-        run / "evaluations.jsonl",
-        *sorted((run / "rollouts").glob("*.jsonl")),
-    ]
+    """Return the compared lines of a run's folder by file and number."""
+    names = ("metrics.jsonl", "plan.jsonl", "evaluations.jsonl")
+    files = [run / name for name in names] + sorted((run / "rollouts").glob("*.jsonl"))
     found = {}
-    for file in files:
-        for number, line in enumerate(file.read_text().splitlines() if file.exists() else []):
-            found[f"{run.name}/{file.relative_to(run)}:{number + 1}"] = without_times(
-                json.loads(line)
-            )
+    for file in filter(Path.exists, files):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            key = f"{run.name}/{file.relative_to(run)}:{number}"
+            found[key] = without_times(json.loads(line))
     return found
 
 
@@ -93,12 +78,8 @@ def compare(before, after):
         one = old.get(key) or {}
         other = new.get(key) or {}
         changed = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
-        print(
-            f"{key}: "
-            + ", ".join(f"{name}: {one.get(name)!r} -> {other.get(name)!r}" for name in changed)[
-                :400
-            ]
-        )
+        changes = [f"{name}: {one.get(name)!r} -> {other.get(name)!r}" for name in changed]
+        print(f"{key}: {', '.join(changes)[:400]}")
     print(f"{len(differing)} of {len(old)} lines differ")
     return not differing
 

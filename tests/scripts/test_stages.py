@@ -1,6 +1,4 @@
-"""`scripts/stages.sh`, which decides whether CI passes: every stage runs, and a failed one is told
-at the end.
-"""
+"""`scripts/stages.sh`, which decides whether CI passes."""
 
 from __future__ import annotations
 
