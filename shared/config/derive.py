@@ -178,13 +178,14 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
 
     It is no error because a run that was shortened, or taken off its servers, has it on purpose.
     """
-    matching, tokens = run.rollout_matching, FreshTokens.of(Path(run.model.path))
+    matching = run.rollout_matching
+    tokens = FreshTokens.of(Path(run.model.path))
+    warm = run.training.lr_warmup_steps
+    steps = run.training.max_steps
     found = []
-    warm, steps = run.training.lr_warmup_steps, run.training.max_steps
     if warm >= steps:
         found.append(
             f"training.lr_warmup_steps: {warm} of {steps} steps, so the learning rate only rises"
-            " and the schedule after it never comes"
         )
     if matching.vllm.server is not None and rollout_servers(run) is None:
         found.append(
@@ -193,8 +194,8 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
         )
     if matching.offload.enabled and matching.backend_name != "colocate":
         found.append(
-            "rollout_matching.offload: no effect, because nothing shares the learner's device; only"
-            " rollout_backend: vllm with vllm.mode: colocate has it"
+            "rollout_matching.offload: no effect, because nothing shares the learner's device;"
+            " vllm.mode: colocate does"
         )
     decoding = matching.decoding
     if decoding.effective_temperature != decoding.temperature:
@@ -206,23 +207,21 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
     if tokens is not None and run.model.adapter is None and is_frozen:
         found.append(
             f"training.parts.language_model.frozen: the embeddings of {tokens.count:,} tokens in"
-            f" {run.model.path} were made and not learned ({FILE}), and stay so; unfreeze the part,"
-            " or set model.adapter"
+            f" {run.model.path} were never learned ({FILE}), and stay so; unfreeze the part, or"
+            " set model.adapter"
         )
     if tokens is not None and _serves_lora(run) and matching.vllm.sync.mode == "auto":
         found.append(
-            "rollout_matching.vllm.sync.mode: auto is full, because the fresh embeddings of"
-            f" {tokens.count:,} tokens in {run.model.path} ({FILE}) are trained with the adapter,"
-            " and vLLM takes no adapter with such rows"
+            "rollout_matching.vllm.sync.mode: auto is full, because vLLM takes no adapter with the"
+            f" fresh embeddings of {tokens.count:,} tokens in {run.model.path} ({FILE})"
         )
     if run.environment is not None:
         idle = ", ".join(path for path in _changed(run) if path.startswith(_OF_SAMPLES))
         if idle:
-            found.append(
-                f"{idle}: no effect under {run.custom.trainer_variant}, which learns from an"
-                " environment"
-            )
-        size, ranks = matching.decode_batch_size, run.learner.world_size
+            variant = run.custom.trainer_variant
+            found.append(f"{idle}: no effect under {variant}, which learns from an environment")
+        size = matching.decode_batch_size
+        ranks = run.learner.world_size
         devices = engine_devices(run)
         if devices is not None and chunk_size(size, devices, ranks) < group_size(run):
             found.append(

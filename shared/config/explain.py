@@ -46,15 +46,12 @@ class KeyPath:
     """
 
     path: str
-    """Dotted, with list indices."""
     above: str
-    """Dotted path of the section that holds the last key."""
+    """Path of the section that holds the last key."""
     key: str | int
-    """The last key, or list index."""
     field: FieldInfo | None
     """The schema's field of the last key that is one: for `channels[1]` that of `channels`."""
     parent: type[Section]
-    """The section that holds the last key."""
     sections: tuple[type[Section], ...]
     """The kinds of section the value may be; several for an entry whose name is wrong."""
 
@@ -66,7 +63,8 @@ def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
     """
     keys: list[str | int] = []
     field: FieldInfo | None = None
-    parent, inside = root, sections_in(root)
+    parent = root
+    inside = sections_in(root)
     for part in loc:
         if isinstance(part, int):
             keys.append(part)
@@ -82,44 +80,48 @@ def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
 
 def explain(root: type[Section], error: ErrorDetails) -> Problem:
     """Turn one pydantic error into a problem: full path, what is wrong, what to do."""
-    place, kind, value = locate(root, error["loc"]), error["type"], error["input"]
+    at = locate(root, error["loc"])
+    kind = error["type"]
+    value = error["input"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(place.path, "is not a known key", _another_key(place))
+        return Problem(at.path, "is not a known key", _another_key(at))
     if kind == "refused":
-        key = context["key"]
-        path = place.path if key is None else f"{place.path}.{key}"
+        path = at.path if context["key"] is None else f"{at.path}.{context['key']}"
         return Problem(path, context["wrong"], context["remedy"])
     if kind.startswith("union_tag"):
-        modules = tuple(map(_tag, place.sections))
+        modules = tuple(map(_tag, at.sections))
         if kind == "union_tag_not_found":
-            return Problem(f"{place.path}.name", MISSING, f"choose one of {', '.join(modules)}")
-        tag = context["tag"]
-        remedy = _instead(tag, modules, "choose one of")
-        return Problem(f"{place.path}.name", f"{tag!r} is not an objective module", remedy)
+            return Problem(f"{at.path}.name", MISSING, f"choose one of {', '.join(modules)}")
+        wrong = f"{context['tag']!r} is not an objective module"
+        return Problem(f"{at.path}.name", wrong, _instead(context["tag"], modules))
 
-    field = place.field
+    field = at.field
     assert field is not None, "the other errors lie at known keys"
+    remedy = _change(field)
     if kind == "missing":
-        return Problem(place.path, MISSING, _add(str(place.key), field))
-    if kind in ("literal_error", "enum"):
+        wrong = MISSING
+        remedy = _add(str(at.key), field)
+    elif kind in ("literal_error", "enum"):
         options = _options(field.annotation)
         wrong = f"must be {_one_of(options)}, got {shown(value)}"
-        return Problem(place.path, wrong, _instead(str(value), options, "choose one of"))
-    if kind == "finite_number":
+        remedy = _instead(str(value), options)
+    elif kind == "finite_number":
         wrong = f"must be a finite number, got {value}"
-        return Problem(place.path, wrong, "write an ordinary number")
-    if kind == "string_too_short":
-        return Problem(place.path, "must not be empty", _change(field))
-    if kind in _BOUNDS:
+        remedy = "write an ordinary number"
+    elif kind == "string_too_short":
+        wrong = "must not be empty"
+    elif kind in _BOUNDS:
         words, key = _BOUNDS[kind]
         bound = context[key]
         text = f"{bound:g}" if isinstance(bound, float) else bound
-        return Problem(place.path, f"must be {words} {text}, got {shown(value)}", _change(field))
-    if kind in _EXPECTED:
+        wrong = f"must be {words} {text}, got {shown(value)}"
+    elif kind in _EXPECTED:
         wrong = f"must be {_EXPECTED[kind]}, got {shown(value)}"
-        return Problem(place.path, wrong, _convert(place, field, kind, value))
-    return Problem(place.path, error["msg"][0].lower() + error["msg"][1:], _change(field))
+        remedy = _convert(at, field, kind, value)
+    else:
+        wrong = error["msg"][0].lower() + error["msg"][1:]
+    return Problem(at.path, wrong, remedy)
 
 
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
@@ -178,7 +180,7 @@ def _one_of(options: Sequence[str]) -> str:
     return options[0] if len(options) == 1 else f"one of {', '.join(options)}"
 
 
-def _instead(word: str, known: Collection[str], introduction: str) -> str:
+def _instead(word: str, known: Collection[str], introduction: str = "choose one of") -> str:
     """Suggest the known word that is like this one, or name all of them."""
     close = suggestion(word, known)
     if close is not None:
@@ -188,14 +190,14 @@ def _instead(word: str, known: Collection[str], introduction: str) -> str:
     return f"{introduction} {', '.join(known)}" if len(known) > 1 else f"write {next(iter(known))}"
 
 
-def _another_key(place: KeyPath) -> str:
+def _another_key(at: KeyPath) -> str:
     """Suggest a key of the section, or one that was moved out of it, for an unknown one."""
-    elsewhere = moved_under(place.above)
-    close = suggestion(str(place.key), [*place.parent.model_fields, *elsewhere])
+    elsewhere = moved_under(at.above)
+    close = suggestion(str(at.key), [*at.parent.model_fields, *elsewhere])
     if close in elsewhere:
         section, _, key = elsewhere[close].rpartition(".")
-        return f"did you mean '{key if section == place.above else elsewhere[close]}'?"
-    return _instead(str(place.key), place.parent.model_fields, "the keys here are")
+        return f"did you mean '{key if section == at.above else elsewhere[close]}'?"
+    return _instead(str(at.key), at.parent.model_fields, "the keys here are")
 
 
 def _doc(field: FieldInfo) -> str:
@@ -217,7 +219,7 @@ def _change(field: FieldInfo) -> str:
     return f"change it ({_doc(field)}{default})"
 
 
-def _convert(place: KeyPath, field: FieldInfo, kind: str, value: object) -> str:
+def _convert(at: KeyPath, field: FieldInfo, kind: str, value: object) -> str:
     """Say how to write a value of the wrong type, where the meaning is plain."""
     if isinstance(value, str) and kind in ("int_type", "float_type"):
         try:
@@ -229,14 +231,11 @@ def _convert(place: KeyPath, field: FieldInfo, kind: str, value: object) -> str:
         return f"write {value.lower()} without quotes"
     if isinstance(value, float) and kind in ("int_type", "int_from_float") and value.is_integer():
         return f"write {value:.0f} without a decimal point"
-    if place.sections:
-        keys = ", ".join(place.sections[0].model_fields)
+    if at.sections:
+        keys = ", ".join(at.sections[0].model_fields)
         if not keys:
             return "write {}, it has no keys"
-        if field.is_required():
-            return f"write its keys ({keys})"
-        ending = "" if field.default is None else " for the defaults"
-        return f"write its keys ({keys}), or remove it{ending}"
+        return f"write its keys ({keys})" + ("" if field.is_required() else ", or remove it")
     if value is None and not field.is_required():
         return f"remove the key for the default, {as_yaml(field.default)}"
     return _change(field)

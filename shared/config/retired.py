@@ -13,10 +13,7 @@ from shared.config.base import Problem
 
 _ENTRY_CONFIG = "rollout_matching.pipeline.objective[].config"
 _RENAMED_IN = {
-    "bbox_geo": {
-        "bbox_smoothl1_weight": "smoothl1_weight",
-        "bbox_ciou_weight": "ciou_weight",
-    },
+    "bbox_geo": {"bbox_smoothl1_weight": "smoothl1_weight", "bbox_ciou_weight": "ciou_weight"},
     "coord_reg": {
         "coord_soft_ce_weight": "soft_ce_weight",
         "coord_w1_weight": "w1_weight",
@@ -43,26 +40,18 @@ _MOVED = {
     "rollout_matching.top_p": "rollout_matching.decoding.top_p",
     "rollout_matching.top_k": "rollout_matching.decoding.top_k",
 }
-_SERVERS = (
-    "list servers as rollout_matching.vllm.server.servers[], each with base_url and group_port"
-)
+_LIST_SERVERS = "list them as rollout_matching.vllm.server.servers[], with base_url and group_port"
 _GONE = {
-    "custom.coord_soft_ce_w1": (
-        "declare a coord_reg entry in rollout_matching.pipeline.objective, with soft_ce_weight and"
-        " w1_weight in its config"
-    ),
-    "rollout_matching.post_rollout_pack_scope": (
-        "remove it: which rollouts share rows follows from custom.trainer_variant"
-    ),
+    "custom.coord_soft_ce_w1": "declare a coord_reg entry in rollout_matching.pipeline.objective",
+    "rollout_matching.post_rollout_pack_scope": "remove it: custom.trainer_variant decides it",
     "rollout_matching.rollout_buffer": (
-        "remove it: rollouts are used once; to overlap rollout and learning set"
-        " stage2_ab.channel_b.enable_pipeline"
+        "remove it; to overlap rollout and learning set stage2_ab.channel_b.enable_pipeline"
     ),
     "rollout_matching.vllm.sync.transport": (
-        "remove it: where the learner and the engines are placed decides how weights travel"
+        "remove it: where learner and engines are placed decides how weights travel"
     ),
-    "rollout_matching.vllm.server.base_url": _SERVERS,
-    "rollout_matching.vllm.server.group_port": _SERVERS,
+    "rollout_matching.vllm.server.base_url": _LIST_SERVERS,
+    "rollout_matching.vllm.server.group_port": _LIST_SERVERS,
 }
 
 
@@ -107,8 +96,7 @@ RETIRED: tuple[Retired, ...] = (
     Retired(
         "custom.extra",
         "is not a known key",
-        "remove it: rollout settings are keys of rollout_matching, those of the channels keys of"
-        " stage2_ab",
+        "remove it: its settings are keys of rollout_matching and stage2_ab",
     ),
 )
 """The first that fits a path counts."""
@@ -116,12 +104,11 @@ RETIRED: tuple[Retired, ...] = (
 
 def moved_under(section: str) -> dict[str, str]:
     """Return the retired keys of a section, each with the path of its successor elsewhere."""
-    found = {}
-    for retired in RETIRED:
-        above, _, key = retired.pattern.rpartition(".")
-        if above == section and retired.successor is not None:
-            found[key] = retired.successor
-    return found
+    return {
+        retired.pattern.rpartition(".")[2]: retired.successor
+        for retired in RETIRED
+        if retired.pattern.rpartition(".")[0] == section and retired.successor is not None
+    }
 
 
 def take_retired(config: dict[str, Any]) -> list[Problem]:
@@ -148,7 +135,8 @@ def _take_from(node: Any, path: str, problems: list[Problem], values: dict[str, 
     if not isinstance(node, dict):
         return
     for key in list(node):
-        child, below = node[key], f"{path}.{key}".removeprefix(".")
+        child = node[key]
+        below = f"{path}.{key}".removeprefix(".")
         has_keys = isinstance(child, dict) and len(child) > 0
         retired = None if has_keys else _retired_at(below)
         if retired is None:

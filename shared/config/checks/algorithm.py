@@ -1,6 +1,6 @@
-"""Contradictions between `custom.trainer_variant` and the other sections.
+"""Contradictions between `custom.trainer_variant` and the other sections (decisions 2, 7, 18, 37).
 
-Listed in `shared.config.checks.general`. See decisions 2, 7 and 18, and decision 37.
+Listed in `shared.config.checks.general`.
 """
 
 from __future__ import annotations
@@ -45,27 +45,17 @@ def has_its_data(run: RunConfig) -> Iterator[Problem]:
     variant = run.custom.trainer_variant
     if run.algorithm.uses_environment:
         if run.environment is None:
-            yield Problem(
-                "environment",
-                MISSING,
-                "add it, for example `environment: {id: guess_number}` (what trajectories are of)",
-            )
+            remedy = "add it, for example `environment: {id: guess_number}`"
+            yield Problem("environment", MISSING, remedy)
         for key, path in (("data.train", run.data.train), ("data.val", run.data.val)):
             if path is not None:
-                yield Problem(
-                    key,
-                    f"has no effect under {variant}: the environment has data of its own",
-                    "remove it (`data=none` on the command line, `override /data: none` in an"
-                    " experiment)",
-                )
+                wrong = f"has no effect under {variant}: the environment has data of its own"
+                remedy = "remove it (`data=none`, or `override /data: none` in an experiment)"
+                yield Problem(key, wrong, remedy)
         return
     if run.data.train is None:
-        yield Problem(
-            "data.train",
-            MISSING,
-            "add it, for example `train: outputs/demo/data/train.jsonl` (JSONL file of training"
-            " samples)",
-        )
+        remedy = "add it, for example `train: outputs/demo/data/train.jsonl`"
+        yield Problem("data.train", MISSING, remedy)
     if run.environment is not None:
         wrong = f"has no effect under {variant}"
         yield Problem("environment", wrong, f"remove it, or {_SET_TRAJECTORIES}")
@@ -73,27 +63,23 @@ def has_its_data(run: RunConfig) -> Iterator[Problem]:
 
 def objective_has_its_input(run: RunConfig) -> Iterator[Problem]:
     """Trajectories have advantages and no ground truth; samples have it the other way round."""
-    variant, pipeline = run.custom.trainer_variant, run.rollout_matching.pipeline
+    variant = run.custom.trainer_variant
+    pipeline = run.rollout_matching.pipeline
     on_trajectories = run.algorithm.uses_environment
+    missing = "ground truth" if on_trajectories else "advantages"
+    change = "choose another custom.trainer_variant" if on_trajectories else _SET_TRAJECTORIES
     for index, entry in enumerate(pipeline.objective):
         if not entry.enabled or isinstance(entry, ImportedEntry):  # which may use either
             continue
         if isinstance(entry, PolicyGradientEntry) is not on_trajectories:
-            missing = "ground truth" if on_trajectories else "advantages"
-            change = "choose another custom.trainer_variant"
-            yield Problem(
-                f"{_OBJECTIVE}[{index}].name",
-                f"'{entry.name}' has no {missing} to learn from under {variant}",
-                f"remove the entry, or {change if on_trajectories else _SET_TRAJECTORIES}",
-            )
+            wrong = f"'{entry.name}' has no {missing} to learn from under {variant}"
+            path = f"{_OBJECTIVE}[{index}].name"
+            yield Problem(path, wrong, f"remove the entry, or {change}")
     for index, diagnostic in enumerate(pipeline.diagnostics if on_trajectories else ()):
         if diagnostic.enabled:
-            yield Problem(
-                f"rollout_matching.pipeline.diagnostics[{index}].name",
-                f"'{diagnostic.name}' is about coordinates of ground truth, which there is none of"
-                f" under {variant}",
-                "remove the entry",
-            )
+            path = f"rollout_matching.pipeline.diagnostics[{index}].name"
+            wrong = f"'{diagnostic.name}' has no ground truth to look at under {variant}"
+            yield Problem(path, wrong, "remove the entry")
 
 
 def geometry_is_learned(run: RunConfig) -> Iterator[Problem]:
@@ -110,15 +96,14 @@ def objective_covers_channels(run: RunConfig) -> Iterator[Problem]:
     """A step of every channel must learn something; the declared objective is all there is."""
     pipeline = run.rollout_matching.pipeline
     if run.algorithm.uses_environment:
-        entries = pipeline.objective
         if not any(
             isinstance(entry, PolicyGradientEntry) and entry.enabled and entry.teaches
-            for entry in entries
+            for entry in pipeline.objective
         ):
             yield Problem(
                 _OBJECTIVE,
-                f"no enabled policy_gradient with a weight above 0, and {_TRAJECTORIES} learns by"
-                " nothing else",
+                "no enabled policy_gradient with a weight above 0, and nothing else teaches"
+                f" {_TRAJECTORIES}",
                 f"write an entry such as `{as_yaml(EXAMPLE_POLICY_GRADIENT)}`",
             )
         return
@@ -127,8 +112,8 @@ def objective_covers_channels(run: RunConfig) -> Iterator[Problem]:
         if not any(entry.teaches for entry in pipeline.active(channel)):
             yield Problem(
                 _OBJECTIVE,
-                "no enabled entry with a weight above 0, its own and a term's, covers channel"
-                f" {channel}, so its steps would learn nothing",
+                f"no enabled entry with a weight above 0, its own and a term's, covers channel"
+                f" {channel}",
                 f"add {channel} to the channels of an entry that has them{change}",
             )
 
@@ -149,10 +134,9 @@ def text_gate_has_text(run: RunConfig) -> Iterator[Problem]:
         if without_text:
             yield Problem(
                 f"{_OBJECTIVE}[{index}].config.text_gate_weight",
-                f"{entry.config.text_gate_weight:g} acts on the text that token_ce weighs, and no"
-                f" token_ce is active on channel {' and '.join(without_text)}",
-                "add a token_ce entry there, with weight 0.0 if text is not to be learned, or set"
-                " text_gate_weight: 0.0",
+                f"{entry.config.text_gate_weight:g} acts on the text that token_ce weighs, and none"
+                f" is active on channel {' and '.join(without_text)}",
+                "add one there (weight 0.0: not to learn text), or set text_gate_weight: 0.0",
             )
 
 
@@ -170,13 +154,14 @@ def _channels(run: RunConfig) -> tuple[Channel, ...]:
 
 def budget_has_effect(run: RunConfig) -> Iterator[Problem]:
     """A step that carries segments is its micro-steps, so its size is theirs."""
-    budget, effective = run.stage2_ab.channel_b.rollouts_per_step, effective_batch_size(run)
+    budget = run.stage2_ab.channel_b.rollouts_per_step
+    effective = effective_batch_size(run)
     if run.algorithm.carries_segments and budget not in (None, effective):
         yield Problem(
             "stage2_ab.channel_b.rollouts_per_step",
             f"{budget} has no effect under {run.custom.trainer_variant}, whose steps take the"
-            f" effective batch size, {effective} raw rollouts",
-            "remove the key, and set training.effective_batch_size to the raw rollouts of a step",
+            f" effective batch size, {effective}",
+            "remove the key, and set training.effective_batch_size to the rollouts of a step",
         )
 
 
@@ -185,43 +170,38 @@ def leftovers_are_dropped(run: RunConfig) -> Iterator[Problem]:
     if row_rule(run) is RowRule.CARRY and not run.training.packing_drop_last:
         yield Problem(
             "training.packing_drop_last",
-            "false asks for further steps that learn the segments left at the end of the run, and"
-            f" {run.custom.trainer_variant} only carries: it drops what is left then",
+            f"false, and {run.custom.trainer_variant} has no step for the segments left at the end",
             "set training.packing_drop_last: true, or training.packing: false",
         )
 
 
 def packing_buffer_is_large_enough(run: RunConfig) -> Iterator[Problem]:
     """A rank's buffer must hold what is inserted before a row is taken."""
-    buffer, ranks, rule = run.training.packing_buffer, run.learner.world_size, row_rule(run)
+    buffer = run.training.packing_buffer
+    ranks = run.learner.world_size
+    rule = row_rule(run)
     # Nobody knows how many segments an environment's rollouts are: there a full buffer gives a row.
     if run.algorithm.uses_environment or rule is RowRule.SEGMENT:
         return
     if rule is RowRule.CARRY:
         # Carried segments come on top. How many depends on lengths that are not known yet, so
         # that is checked when it happens.
-        needed, unit = run.training.per_device_train_batch_size, "micro-step"
-        what = (
-            f"the {needed} raw rollouts of a micro-step (training.per_device_train_batch_size),"
-            " with which a row is taken"
-        )
+        needed = run.training.per_device_train_batch_size
+        unit = "micro-step"
+        what = f"the {needed} raw rollouts of a micro-step (training.per_device_train_batch_size)"
     else:
         # A step begins with an empty buffer. How much of it waits for a row depends on lengths
         # that are not known yet: only room for all of it is safe.
         samples = len(rank_share(effective_batch_size(run), ranks, 0))
         rollouts = len(rank_share(raw_rollouts_per_step(run), ranks, 0))
-        needed, unit = max(samples, rollouts), "step"
-        share = f"a learner rank's share of a step, of {ranks} ranks"
-        what = (
-            f"{'a whole step' if ranks == 1 else share} ({samples} samples on channel A,"
-            f" {rollouts} raw rollouts on channel B)"
-        )
+        needed = max(samples, rollouts)
+        unit = "step"
+        share = "a whole step" if ranks == 1 else f"a rank's share of a step, of {ranks} ranks"
+        what = f"{share} ({samples} samples on channel A, {rollouts} raw rollouts on channel B)"
     if buffer < needed:
-        yield Problem(
-            "training.packing_buffer",
-            f"{buffer} segments cannot hold {what}",
-            f"raise it to at least {needed}, or take fewer per {unit}",
-        )
+        wrong = f"{buffer} segments cannot hold {what}"
+        remedy = f"raise it to at least {needed}, or take fewer per {unit}"
+        yield Problem("training.packing_buffer", wrong, remedy)
 
 
 def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
@@ -229,19 +209,12 @@ def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
     mode = run.rollout_matching.resolved_decode_mode
     if not run.algorithm.uses_environment or mode is DecodeMode.SAMPLE:
         return
-    same = (
-        f"the rollouts of an example all the same, and {_TRAJECTORIES} learns from their"
-        " differences"
-    )
+    same = f"makes an example's rollouts all the same, and {_TRAJECTORIES} learns from differences"
     if run.rollout_matching.decode_mode is None:
-        wrong = f"0 is greedy decoding, which makes {same}"
-        yield Problem("rollout_matching.decoding.temperature", wrong, "set 1.0")
+        yield Problem("rollout_matching.decoding.temperature", f"0 is greedy: it {same}", "set 1.0")
     else:
-        yield Problem(
-            "rollout_matching.decode_mode",
-            f"'{mode}' makes {same}",
-            "remove the key, and set rollout_matching.decoding.temperature: 1.0",
-        )
+        remedy = "remove the key, and set rollout_matching.decoding.temperature: 1.0"
+        yield Problem("rollout_matching.decode_mode", f"'{mode}' {same}", remedy)
 
 
 def engines_answer_at_any_time(run: RunConfig) -> Iterator[Problem]:
@@ -252,9 +225,9 @@ def engines_answer_at_any_time(run: RunConfig) -> Iterator[Problem]:
     yield Problem(
         "rollout_matching.rollout_backend" if is_hf else "rollout_matching.vllm.mode",
         f"'{run.rollout_matching.backend_name}' generates in the learner, in turn with its"
-        " learning, and environments ask for answers at any time",
+        " learning, and environments ask at any time",
         f"set {'vllm, and rollout_matching.vllm.mode: ' if is_hf else ''}actors or server"
-        " (`backend=actors` on the command line, `override /backend: actors` in an experiment)",
+        " (`backend=actors`, or `override /backend: actors` in an experiment)",
     )
 
 
@@ -275,8 +248,8 @@ def environments_have_room(run: RunConfig) -> Iterator[Problem]:
     if run.environment is not None and run.environment.num_actors > size:
         yield Problem(
             "environment.num_actors",
-            f"{run.environment.num_actors} share the {size} that an engine decodes at a time"
-            " (rollout_matching.decode_batch_size), and each needs one of them",
+            f"{run.environment.num_actors} actors share the {size} rollouts that an engine decodes"
+            " at a time, and each needs one",
             f"set it to {size} or less, or raise rollout_matching.decode_batch_size",
         )
 
@@ -286,7 +259,9 @@ def groups_are_whole(run: RunConfig) -> Iterator[Problem]:
     is_open = run.stage2_ab.channel_b.rollouts_per_step is None and any(batch_size_is_one(run))
     if not run.algorithm.uses_environment or is_open:
         return
-    size, rollouts, ranks = group_size(run), raw_rollouts_per_step(run), run.learner.world_size
+    size = group_size(run)
+    rollouts = raw_rollouts_per_step(run)
+    ranks = run.learner.world_size
     if rollouts % size == 0 and rollouts >= size * ranks:
         return
     group = f"of {size} (environment.rollouts_per_example)"
@@ -296,38 +271,42 @@ def groups_are_whole(run: RunConfig) -> Iterator[Problem]:
     key, amount, unit = _rollouts_of_a_step(run)
     unit = lcm(size, unit)
     needed = -(-max(rollouts, size * ranks) // unit) * unit
-    remedy = f"set {needed}, or a larger multiple of {unit}"
+    change = "set"
     if key == "training.gradient_accumulation_steps":
-        remedy = (
-            f"replace it by training.effective_batch_size: {needed}, or a larger multiple of {unit}"
-        )
+        change = "replace it by training.effective_batch_size:"
+    remedy = f"{change} {needed}, or a larger multiple of {unit}"
     yield Problem(key, f"{amount} cannot {cannot}", remedy)
 
 
 def _rollouts_of_a_step(run: RunConfig) -> tuple[str, str, int]:
     """Return the key that sets a step's rollouts, their number in words, and a divisor of it."""
-    training, budget = run.training, run.stage2_ab.channel_b.rollouts_per_step
+    training = run.training
+    budget = run.stage2_ab.channel_b.rollouts_per_step
     if budget is not None:
         return "stage2_ab.channel_b.rollouts_per_step", f"{budget} rollouts a step", 1
-    ranks, total = run.learner.world_size, effective_batch_size(run)
+    ranks = run.learner.world_size
+    total = effective_batch_size(run)
     micro_step = training.per_device_train_batch_size * ranks
-    key, value = "effective_batch_size", training.effective_batch_size
+    key = "training.effective_batch_size"
+    value = training.effective_batch_size
     if value == total:
-        return f"training.{key}", f"{total} rollouts a step", micro_step
+        return key, f"{total} rollouts a step", micro_step
     if value is None and training.gradient_accumulation_steps is not None:
-        key, value = "gradient_accumulation_steps", training.gradient_accumulation_steps
+        key = "training.gradient_accumulation_steps"
+        value = training.gradient_accumulation_steps
     rollouts = "1 rollout" if total == 1 else f"{total} rollouts"
     amount = (
         f"{as_yaml(value)} comes to {rollouts} a step (training.per_device_train_batch_size"
         f" {training.per_device_train_batch_size} x learner.world_size {ranks} x"
         f" {accumulation_steps(run)} accumulation steps), which"
     )
-    return f"training.{key}", amount, micro_step
+    return key, amount, micro_step
 
 
 def batch_size_is_one(run: RunConfig) -> Iterator[Problem]:
     """The accumulation steps and the effective batch size say the same where both are written."""
-    steps, effective = run.training.gradient_accumulation_steps, run.training.effective_batch_size
+    steps = run.training.gradient_accumulation_steps
+    effective = run.training.effective_batch_size
     if steps is None or effective is None:
         return
     needed = needed_accumulation_steps(run, effective)

@@ -25,20 +25,16 @@ def _something_is_trained(run: RunConfig) -> Iterator[Problem]:
     parts = dict(run.training.parts)
     for name, section in parts.items():
         if section.frozen and section.learning_rate is not None:
-            yield Problem(
-                f"training.parts.{name}.learning_rate",
-                f"{section.learning_rate:g}, and the part is frozen",
-                "remove one of the two keys",
-            )
+            wrong = f"{section.learning_rate:g}, and the part is frozen"
+            path = f"training.parts.{name}.learning_rate"
+            yield Problem(path, wrong, "remove one of the two keys")
     if all(section.frozen for section in parts.values()):
         wrong = "all of them are frozen: nothing is left to train"
         yield Problem("training.parts", wrong, "unfreeze one")
     elif run.model.adapter is not None and run.training.parts.language_model.frozen:
-        yield Problem(
-            "training.parts.language_model.frozen",
-            "true, and model.adapter, all that is trained, is in it",
-            "unfreeze it, or remove model.adapter",
-        )
+        wrong = "true, and model.adapter, all that is trained, is in it"
+        remedy = "unfreeze it, or remove model.adapter"
+        yield Problem("training.parts.language_model.frozen", wrong, remedy)
 
 
 def _modules_are_once_per_channel(run: RunConfig) -> Iterator[Problem]:
@@ -63,36 +59,32 @@ def _modules_are_once_per_channel(run: RunConfig) -> Iterator[Problem]:
 
 
 def _decode_mode_fits_temperature(run: RunConfig) -> Iterator[Problem]:
-    mode, temperature = run.rollout_matching.decode_mode, run.rollout_matching.decoding.temperature
+    mode = run.rollout_matching.decode_mode
+    temperature = run.rollout_matching.decoding.temperature
     if mode is DecodeMode.SAMPLE and temperature == 0:
-        yield Problem(
-            _MODE,
-            "'sample' contradicts decoding.temperature 0, which is greedy",
-            f"raise {_TEMPERATURE} above 0, or remove {_MODE}",
-        )
+        wrong = "'sample' contradicts decoding.temperature 0, which is greedy"
+        yield Problem(_MODE, wrong, f"raise {_TEMPERATURE} above 0, or remove {_MODE}")
     if mode in (DecodeMode.GREEDY, DecodeMode.BEAM) and temperature > 0:
-        yield Problem(
-            _MODE,
-            f"'{mode}' contradicts decoding.temperature {temperature:g}, which is sampling",
-            f"set {_TEMPERATURE}: 0.0, or remove {_MODE}",
-        )
+        wrong = f"'{mode}' contradicts decoding.temperature {temperature:g}, which is sampling"
+        yield Problem(_MODE, wrong, f"set {_TEMPERATURE}: 0.0, or remove {_MODE}")
 
 
 def _prompts_have_room(run: RunConfig) -> Iterator[Problem]:
-    if run.rollout_matching.max_new_tokens >= run.global_max_length:
-        yield Problem(
-            "global_max_length",
-            f"{run.global_max_length} tokens leave no room for a prompt beside"
-            f" rollout_matching.max_new_tokens {run.rollout_matching.max_new_tokens}",
-            "raise global_max_length or lower rollout_matching.max_new_tokens",
-        )
+    longest = run.rollout_matching.max_new_tokens
+    if longest >= run.global_max_length:
+        wrong = f"{run.global_max_length} tokens have no room for a prompt and max_new_tokens"
+        remedy = "raise it, or lower rollout_matching.max_new_tokens"
+        yield Problem("global_max_length", f"{wrong} {longest}", remedy)
 
 
 def _reports_have_data(run: RunConfig) -> Iterator[Problem]:
-    what, why, remedy = "samples", "data.val is not set", "set data.val to a JSONL file"
+    what = "samples"
+    why = "data.val is not set"
+    remedy = "set data.val to a JSONL file"
     has_data = run.data.val is not None
     if run.algorithm.uses_environment:
-        what, why = "examples", "environment.num_eval_examples is 0"
+        what = "examples"
+        why = "environment.num_eval_examples is 0"
         remedy = "set environment.num_eval_examples above 0"
         # Without the section nobody can say whether there are any examples.
         has_data = run.environment is None or has_held_out(run)

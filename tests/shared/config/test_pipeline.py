@@ -1,5 +1,4 @@
-"""Entries of the pipeline are explicit, complete and canonical: every key written, every key known,
-each module in its list.
+"""Entries of the pipeline are explicit, complete and canonical.
 
 Requirements "Rollout pipeline specs are explicit and complete", "Rollout pipeline module configs
 are strict and canonical" and "Rollout-aligned Stage-2 supports text_gate via coord_reg module
@@ -11,13 +10,19 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
+from config_changes import (
+    ALIGNED,
+    BBOX_GEO,
+    DIAGNOSTICS,
+    OBJECTIVE,
+    entry,
+    load,
+    load_trajectories,
+    problems,
+)
 
 from shared.config import pipeline as schema
 from shared.config.pipeline import Channel
-
-PIPELINE = "rollout_matching.pipeline"
-OBJECTIVE = f"{PIPELINE}.objective"
-DIAGNOSTICS = f"{PIPELINE}.diagnostics"
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "token_ce": {
@@ -48,22 +53,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Every module of this version with all the keys of its config (decision 37)."""
 OPTIONAL = {"policy_gradient": ["advantage_epsilon"]}
 """Keys beside them that have a default."""
-
-MODULES = [
-    pytest.param(DIAGNOSTICS if name == "coord_diag" else OBJECTIVE, name, id=name)
-    for name in CONFIGS
-]
-
-
-def entry(name: str) -> dict[str, Any]:
-    channels = ["B"] if name == "policy_gradient" else ["A", "B"]
-    return {
-        "name": name,
-        "enabled": True,
-        "weight": 1.0,
-        "channels": channels,
-        "config": CONFIGS[name],
-    }
+ENTRIES = {
+    name: entry(name, *("B" if name == "policy_gradient" else "AB"), **config)
+    for name, config in CONFIGS.items()
+}
+ALL_KEYS = [(name, key) for name, config in CONFIGS.items() for key in config]
+IMPORTED = entry("mine.focal_text:FocalText", gamma=2.0)
 
 
 def without(mapping: dict[str, Any], key: str) -> dict[str, Any]:
@@ -72,100 +67,93 @@ def without(mapping: dict[str, Any], key: str) -> dict[str, Any]:
 
 def lists_with(name: str, changed: dict[str, Any]) -> dict[str, Any]:
     """Both lists complete, with one entry replaced."""
-    entries = {other: changed if other == name else entry(other) for other in CONFIGS}
-    return {
-        OBJECTIVE: [one for other, one in entries.items() if other != "coord_diag"],
-        DIAGNOSTICS: [entries["coord_diag"]],
-    }
+    entries = ENTRIES | {name: changed}
+    diagnostic = entries.pop("coord_diag")
+    return {OBJECTIVE: list(entries.values()), DIAGNOSTICS: [diagnostic]}
 
 
-def place(name: str) -> str:
-    return (
-        f"{DIAGNOSTICS}[0]" if name == "coord_diag" else f"{OBJECTIVE}[{list(CONFIGS).index(name)}]"
-    )
+def lists_with_config(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return lists_with(name, ENTRIES[name] | {"config": config})
 
 
-def test_all_modules_written_out_in_full_are_accepted_and_listed_by_channel(
-    load, load_trajectories
-):
-    lists = lists_with("bbox_geo", entry("bbox_geo") | {"channels": ["B"]})
-    pipeline = load(
-        lists | {f"{place('policy_gradient')}.enabled": False}
-    ).rollout_matching.pipeline
-    assert [one.name for one in pipeline.active(Channel.A)] == ["token_ce", "coord_reg"]
-    assert [one.name for one in pipeline.active(Channel.B)] == ["token_ce", "coord_reg", "bbox_geo"]
-    assert [one.name for one in pipeline.active_diagnostics(Channel.B)] == ["coord_diag"]
-    pipeline = load_trajectories({OBJECTIVE: [entry("policy_gradient")]}).rollout_matching.pipeline
-    assert [one.name for one in pipeline.active(Channel.B)] == ["policy_gradient"]
+def path(name: str) -> str:
+    if name == "coord_diag":
+        return f"{DIAGNOSTICS}[0]"
+    return f"{OBJECTIVE}[{list(CONFIGS).index(name)}]"
+
+
+def names(entries):
+    return [one.name for one in entries]
+
+
+def test_all_modules_written_out_in_full_are_accepted_and_listed_by_channel():
+    lists = lists_with("bbox_geo", BBOX_GEO) | {f"{path('policy_gradient')}.enabled": False}
+    pipeline = load(lists).rollout_matching.pipeline
+    assert names(pipeline.active(Channel.A)) == ["token_ce", "coord_reg"]
+    assert names(pipeline.active(Channel.B)) == ["token_ce", "coord_reg", "bbox_geo"]
+    assert names(pipeline.active_diagnostics(Channel.B)) == ["coord_diag"]
+    disabled = load({f"{OBJECTIVE}[0].enabled": False}).rollout_matching.pipeline
+    assert names(disabled.active(Channel.A)) == ["coord_reg"]
+    of_trajectories = load_trajectories({OBJECTIVE: [ENTRIES["policy_gradient"]]})
+    pipeline = of_trajectories.rollout_matching.pipeline
+    assert names(pipeline.active(Channel.B)) == ["policy_gradient"]
     assert pipeline.active(Channel.A) == ()
 
 
 @pytest.mark.parametrize("key", ["name", "enabled", "weight", "channels", "config"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_entry_without_one_of_its_keys_is_refused(problems, name, key):
-    (line,) = problems(lists_with(name, without(entry(name), key)))
-    assert line.startswith(f"{place(name)}.{key}: is required, and missing; ")
+def test_an_entry_without_one_of_its_keys_is_refused(name, key):
+    (line,) = problems(lists_with(name, without(ENTRIES[name], key)))
+    assert line.startswith(f"{path(name)}.{key}: is required, and missing; ")
+    if (name, key) == ("coord_diag", "config"):
+        assert "; add it, for example `config: {}` (" in line
 
 
-@pytest.mark.parametrize(
-    ("name", "key"), [(name, key) for name, config in CONFIGS.items() for key in config]
-)
-def test_a_config_without_one_of_its_keys_is_refused(problems, name, key):
-    (line,) = problems(lists_with(name, entry(name) | {"config": without(CONFIGS[name], key)}))
-    assert line.startswith(f"{place(name)}.config.{key}: is required, and missing; add it")
+@pytest.mark.parametrize(("name", "key"), ALL_KEYS)
+def test_a_config_without_one_of_its_keys_is_refused(name, key):
+    (line,) = problems(lists_with_config(name, without(CONFIGS[name], key)))
+    assert line.startswith(f"{path(name)}.config.{key}: is required, and missing; add it")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indices(problems, name):
-    lines = problems(
-        lists_with(name, entry(name) | {"wieght": 1.0, "config": CONFIGS[name] | {"unknown": 1.0}})
-    )
+def test_unknown_keys_of_an_entry_and_of_its_config_are_refused_with_list_indices(name):
+    changed = ENTRIES[name] | {"wieght": 1.0, "config": CONFIGS[name] | {"unknown": 1.0}}
     keys = [*CONFIGS[name], *OPTIONAL.get(name, [])]
     known = f"the keys here are {', '.join(keys)}" if keys else "remove it, nothing is set here"
-    assert sorted(lines) == sorted(
-        [
-            f"{place(name)}.config.unknown: is not a known key; {known}",
-            f"{place(name)}.wieght: is not a known key; did you mean 'weight'?",
-        ]
-    )
+    assert sorted(problems(lists_with(name, changed))) == [
+        f"{path(name)}.config.unknown: is not a known key; {known}",
+        f"{path(name)}.wieght: is not a known key; did you mean 'weight'?",
+    ]
 
 
 @pytest.mark.parametrize(
     "alias", ["bbox_smoothl1_weight", "bbox_ciou_weight", "coord_soft_ce_weight", "coord_w1_weight"]
 )
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_alias_is_refused_in_the_config_of_every_module(problems, name, alias):
+def test_an_alias_is_refused_in_the_config_of_every_module(name, alias):
     """In a module without the successor that is unknown too."""
-    line, *others = problems(
-        lists_with(name, entry(name) | {"config": CONFIGS[name] | {alias: 1.0}})
-    )
-    assert line.startswith(f"{place(name)}.config.{alias}: ")
+    line, *others = problems(lists_with_config(name, CONFIGS[name] | {alias: 1.0}))
+    assert line.startswith(f"{path(name)}.config.{alias}: ")
     successor = line.rpartition("; use ")[2]
-    assert [other for other in others if not other.startswith(f"{successor}: is not a known")] == []
+    assert all(other.startswith(f"{successor}: is not a known") for other in others)
 
 
 @pytest.mark.parametrize(
     "key", ["smoothl1_weight", "text_gate_weight", "desc_ce_weight", "clip_low"]
 )
-def test_a_key_of_another_module_is_unknown(problems, key):
-    owners = [name for name, config in CONFIGS.items() if key in config]
-    for name in (name for name in CONFIGS if name not in owners):
-        (line,) = problems(lists_with(name, entry(name) | {"config": CONFIGS[name] | {key: 1.0}}))
-        assert line.startswith(f"{place(name)}.config.{key}: is not a known key; ")
+def test_a_key_of_another_module_is_unknown(key):
+    for name in (name for name, config in CONFIGS.items() if key not in config):
+        (line,) = problems(lists_with_config(name, CONFIGS[name] | {key: 1.0}))
+        assert line.startswith(f"{path(name)}.config.{key}: is not a known key; ")
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [
-        (name, key)
-        for name, config in CONFIGS.items()
-        for key in config
-        if key.endswith("_weight") or key in ("clip_low", "clip_high")
-    ],
+    [(name, key) for name, key in ALL_KEYS if key.endswith("_weight") or key.startswith("clip_")],
 )
-def test_weights_are_not_negative(problems, name, key):
-    (line,) = problems(lists_with(name, entry(name) | {"config": CONFIGS[name] | {key: -0.5}}))
-    assert line.startswith(f"{place(name)}.config.{key}: must be at least 0, got -0.5; ")
+def test_weights_are_not_negative(name, key):
+    (line,) = problems(lists_with_config(name, CONFIGS[name] | {key: -0.5}))
+    assert line.startswith(f"{path(name)}.config.{key}: must be at least 0, got -0.5; ")
 
 
 @pytest.mark.parametrize(
@@ -177,83 +165,79 @@ def test_weights_are_not_negative(problems, name, key):
     ],
 )
 @pytest.mark.parametrize("name", ["bbox_geo", "coord_diag"])
-def test_channels_are_a_subset_of_a_and_b(problems, name, channels, wrong):
-    (line,) = problems(lists_with(name, entry(name) | {"channels": channels}))
-    assert line.startswith(f"{place(name)}.channels") and wrong in line
+def test_channels_are_a_subset_of_a_and_b(name, channels, wrong):
+    (line,) = problems(lists_with(name, ENTRIES[name] | {"channels": channels}))
+    assert line.startswith(f"{path(name)}.channels")
+    assert wrong in line
 
 
 @pytest.mark.parametrize("wrong", [None, [], 3])
-def test_the_empty_config_of_a_diagnostic_is_written_as_a_mapping(problems, wrong):
-    (line,) = problems(lists_with("coord_diag", entry("coord_diag") | {"config": wrong}))
-    assert line.startswith(
-        f"{DIAGNOSTICS}[0].config: must be a mapping of keys, got "
-    ) and line.endswith("; write {}, it has no keys")
+def test_the_empty_config_of_a_diagnostic_is_written_as_a_mapping(wrong):
+    (line,) = problems(lists_with_config("coord_diag", wrong))
+    assert line.startswith(f"{DIAGNOSTICS}[0].config: must be a mapping of keys, got ")
+    assert line.endswith("; write {}, it has no keys")
 
 
-def test_a_missing_empty_config_says_how_it_is_written(problems):
-    (line,) = problems(lists_with("coord_diag", without(entry("coord_diag"), "config")))
-    assert line.startswith(
-        f"{DIAGNOSTICS}[0].config: is required, and missing; add it, for example `config: {{}}` ("
-    )
-
-
-def test_a_diagnostic_in_the_objective_and_an_objective_in_the_diagnostics_are_sent_to_their_list(
-    problems,
-):
-    assert problems({f"{OBJECTIVE}[2]": entry("coord_diag")}) == [
+@pytest.mark.parametrize(
+    ("listed", "one", "expected"),
+    [
         (
-            f"{OBJECTIVE}[2].name: 'coord_diag' is a diagnostic, which nothing is learned from; move"
-            f" the entry to {DIAGNOSTICS}"
-        )
-    ]
-    for name in (name for name in CONFIGS if name != "coord_diag"):
-        assert problems({f"{DIAGNOSTICS}[0]": entry(name)}) == [
+            f"{OBJECTIVE}[2]",
+            ENTRIES["coord_diag"],
             (
-                f"{DIAGNOSTICS}[0].name: '{name}' is an objective module, and would not be learned from"
-                f" here; move the entry to {OBJECTIVE}"
+                "'coord_diag' is a diagnostic, which nothing is learned from; move the entry to"
+                f" {DIAGNOSTICS}"
+            ),
+        ),
+        *(
+            (
+                f"{DIAGNOSTICS}[0]",
+                one,
+                (
+                    f"'{one['name']}' is an objective module, and would not be learned from here; move"
+                    f" the entry to {OBJECTIVE}"
+                ),
             )
-        ]
-
-
-def test_a_diagnostic_that_does_not_exist_is_refused(problems):
-    assert problems({f"{DIAGNOSTICS}[0]": entry("coord_diag") | {"name": "coord_dig"}}) == [
+            for one in (*without(ENTRIES, "coord_diag").values(), IMPORTED)
+        ),
         (
-            f"{DIAGNOSTICS}[0].name: must be coord_diag, got the text 'coord_dig'; did you mean"
-            " 'coord_diag'?"
-        )
-    ]
+            f"{DIAGNOSTICS}[0]",
+            entry("coord_dig"),
+            "must be coord_diag, got the text 'coord_dig'; did you mean 'coord_diag'?",
+        ),
+        (
+            f"{OBJECTIVE}[0]",
+            entry("token_c"),
+            "'token_c' is not an objective module; did you mean 'token_ce'?",
+        ),
+    ],
+)
+def test_an_entry_in_the_wrong_list_or_of_no_module_is_sent_to_the_right_one(listed, one, expected):
+    assert problems({listed: one}) == [f"{listed}.name: {expected}"]
 
 
-def test_this_test_and_the_refusals_know_every_module_of_the_schema(problems):
+def test_this_test_and_the_refusals_know_every_module_of_the_schema():
     kinds = [*get_args(schema.ObjectiveEntry), schema.CoordDiagEntry]
     kinds.remove(schema.ImportedEntry)
-    entries = {get_args(one.model_fields["name"].annotation)[0]: one for one in kinds}
-    assert {
-        name: list(one.model_fields["config"].annotation.model_fields)
-        for name, one in entries.items()
-    } == {name: [*config, *OPTIONAL.get(name, [])] for name, config in CONFIGS.items()}
+    keys_of = {
+        get_args(kind.model_fields["name"].annotation)[0]: list(
+            kind.model_fields["config"].annotation.model_fields
+        )
+        for kind in kinds
+    }
+    assert keys_of == {name: [*config, *OPTIONAL.get(name, [])] for name, config in CONFIGS.items()}
     (line,) = problems({f"{OBJECTIVE}[0].name": "nothing_like_it"})
-    listed = [*list(entries)[:-1], schema.IMPORTED]
+    listed = [*list(keys_of)[:-1], schema.IMPORTED]
     assert line.rpartition("; choose one of ")[2].split(", ") == listed
 
 
-IMPORTED = {
-    "name": "mine.focal_text:FocalText",
-    "enabled": True,
-    "weight": 1.0,
-    "channels": ["A", "B"],
-    "config": {"gamma": 2.0},
-}
-
-
-@pytest.mark.parametrize("variant", ["load", "load_trajectories"])
-def test_an_imported_objective_may_be_listed_with_any_variant(request, variant):
-    config = request.getfixturevalue(variant)({f"{OBJECTIVE}[1]": IMPORTED})
-    entry = config.rollout_matching.pipeline.objective[1]
-    assert (entry.name, entry.config) == (IMPORTED["name"], {"gamma": 2.0})
+@pytest.mark.parametrize("load", [load, load_trajectories])
+def test_an_imported_objective_may_be_listed_with_any_variant(load):
+    config = load({f"{OBJECTIVE}[1]": IMPORTED})
+    one = config.rollout_matching.pipeline.objective[1]
+    assert (one.name, one.config) == (IMPORTED["name"], {"gamma": 2.0})
     # As the run's folder keeps it.
-    kept = type(config).model_validate_json(config.model_dump_json())
-    assert kept == config
+    assert type(config).model_validate_json(config.model_dump_json()) == config
 
 
 @pytest.mark.parametrize(
@@ -266,31 +250,25 @@ def test_an_imported_objective_may_be_listed_with_any_variant(request, variant):
         ({"wieght": 1.0}, "wieght: is not a known key; did you mean 'weight'?"),
     ],
 )
-def test_an_imported_entry_is_checked_like_any_other(problems, changes, expected):
+def test_an_imported_entry_is_checked_like_any_other(changes, expected):
     (line,) = problems({f"{OBJECTIVE}[2]": IMPORTED | changes})
     assert line.startswith(f"{OBJECTIVE}[2].{expected}")
 
 
-def test_an_imported_objective_in_the_diagnostics_is_sent_to_its_list(problems):
-    (line,) = problems({f"{DIAGNOSTICS}[0]": IMPORTED})
-    assert line.endswith(f"; move the entry to {OBJECTIVE}")
-
-
-def test_an_imported_objective_is_the_only_one_of_its_class_on_a_channel(problems):
+def test_an_imported_objective_is_the_only_one_of_its_class_on_a_channel():
     (line,) = problems({f"{OBJECTIVE}[2]": IMPORTED, f"{OBJECTIVE}[3]": IMPORTED})
     assert "is active on channel A and B already" in line
 
 
 @pytest.mark.parametrize("channels", [["A"], ["A", "B"], ["B", "A"]])
-def test_the_channels_of_policy_gradient_are_b_alone(problems, channels):
-    (line,) = problems(
-        lists_with("policy_gradient", entry("policy_gradient") | {"channels": channels})
-    )
-    assert (
-        line
-        == f"{place('policy_gradient')}.channels: must be [B], got [{', '.join(channels)}]: only"
-        " what the model sampled itself has a policy gradient; write [B]"
-    )
+def test_the_channels_of_policy_gradient_are_b_alone(channels):
+    changed = ENTRIES["policy_gradient"] | {"channels": channels}
+    assert problems(lists_with("policy_gradient", changed)) == [
+        (
+            f"{path('policy_gradient')}.channels: must be [B], got [{', '.join(channels)}]: only what"
+            " the model sampled itself has a policy gradient; write [B]"
+        )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -299,45 +277,24 @@ def test_the_channels_of_policy_gradient_are_b_alone(problems, channels):
         ("clip_low", 1.5, "must be at most 1, got 1.5; "),
         ("ratio_cap", 1.0, "must be greater than 1, got 1.0; "),
         ("normalize", "token", "must be one of step, rollout, constant, got the text 'token'; "),
-        (
-            "normalize",
-            "segment",
-            (
-                "'segment' was removed: it depended on which calls of the model had been merged;"
-                " use step, where"
-            ),
-        ),
+        ("normalize", "segment", "'segment' was removed: "),
         ("advantage_std", 1, "must be true or false, got "),
         ("advantage_epsilon", -1e-4, "must be at least 0, got -0.0001; "),
     ],
 )
-def test_settings_of_policy_gradient_that_mean_nothing_are_refused(problems, key, value, wrong):
-    (line,) = problems(
-        lists_with(
-            "policy_gradient",
-            entry("policy_gradient") | {"config": CONFIGS["policy_gradient"] | {key: value}},
-        )
-    )
-    assert line.startswith(f"{place('policy_gradient')}.config.{key}: {wrong}")
+def test_settings_of_policy_gradient_that_mean_nothing_are_refused(key, value, wrong):
+    config = CONFIGS["policy_gradient"] | {key: value}
+    (line,) = problems(lists_with_config("policy_gradient", config))
+    assert line.startswith(f"{path('policy_gradient')}.config.{key}: {wrong}")
 
 
-def test_boxes_alone_contribute_to_bbox_geo_so_the_aligned_variant_may_list_it(load):
+def test_boxes_alone_contribute_to_bbox_geo_so_the_aligned_variant_may_list_it():
     """`stage2_rollout_aligned` handles polygons as well: they simply have no box slots."""
-    changes = {
-        "custom.trainer_variant": "stage2_rollout_aligned",
-        "stage2_ab": ...,
-        f"{OBJECTIVE}[2]": entry("bbox_geo"),
-    }
-    assert [one.name for one in load(changes).rollout_matching.pipeline.active(Channel.B)] == [
-        "token_ce",
-        "coord_reg",
-        "bbox_geo",
-    ]
+    pipeline = load({**ALIGNED, f"{OBJECTIVE}[2]": BBOX_GEO}).rollout_matching.pipeline
+    assert names(pipeline.active(Channel.B)) == ["token_ce", "coord_reg", "bbox_geo"]
 
 
-def test_a_wrong_entry_beside_a_missing_list_is_reported_with_it(problems):
-    """The example that stands in for the pipeline has no such entry, so its place is gone while the
-    rest is checked.
-    """
-    lines = problems({OBJECTIVE: ..., f"{DIAGNOSTICS}[0]": without(entry("coord_diag"), "config")})
+def test_a_wrong_entry_beside_a_missing_list_is_reported_with_it():
+    changes = {OBJECTIVE: ..., f"{DIAGNOSTICS}[0]": without(ENTRIES["coord_diag"], "config")}
+    lines = problems(changes)
     assert [line.split(": ")[0] for line in lines] == [OBJECTIVE, f"{DIAGNOSTICS}[0].config"]
