@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -369,9 +370,13 @@ def _make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -
     """Return the backend that generates in every learner rank."""
     section = config.rollout_matching
     if section.rollout_backend == "hf":
-        from rollout_actors.backends.hf import HFBackendSpec
+        from rollout_actors.backends.hf import HFBackend
 
-        return HFBackendSpec(section.decode_batch_size, section.repeat_terminate.settings())
+        return partial(
+            HFBackend,
+            decode_batch_size=section.decode_batch_size,
+            repeat_guard=section.repeat_terminate.settings(),
+        )
     from rollout_actors.backends.colocate import ColocatedSpec
 
     return ColocatedSpec(settings_of_run(config, placement, images), sleep=section.vllm.sleep)

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.gpu.probe import median_s, options
 from learner.model.ranks import LearnerDevice
-from rollout_actors.backends.ipc_handles import CudaDevice, SharingDevice, packed_buckets
+from rollout_actors.backends.ipc_handles import CudaDevice, packed_buckets
 from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.offer import FullOffer, TensorSpec
 
@@ -26,7 +26,7 @@ LIMIT_S = 120.0
 
 
 class HostDevice:
-    """Host memory in the place of a GPU's."""
+    """Host memory in the place of a GPU's: a `CudaDevice` without CUDA."""
 
     uuid = "host"
 
@@ -73,7 +73,7 @@ def main() -> None:
     arguments = options(__doc__)
     device = arguments.device
     size = 2**12 if arguments.toy else 2**25
-    sharing: SharingDevice = CudaDevice(0) if device.type == "cuda" else HostDevice()
+    sharing = CudaDevice(0) if device.type == "cuda" else HostDevice()
     weights = [(f"w{number}", torch.zeros(size, device=device)) for number in range(5)]
     specs = tuple(TensorSpec(name, "float32", (size,), tensor.nbytes) for name, tensor in weights)
     terms = FullOffer((), LIMIT_S, 2 * specs[0].num_bytes - 1, specs)  # two tensors to a bucket

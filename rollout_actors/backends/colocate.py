@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
     """Return the devices of one engine: `given`, or the largest of 4, 2, 1 that a rank can have.
 
-    Raises:
-        ConfigError: more than the learner rank can have on its node.
+    Raises ConfigError for more than a rank can have on its node.
     """
     available = max(visible_devices, 1)
     if given is None:
@@ -67,7 +66,7 @@ class ColocatedBackend:
     def __init__(
         self, host: BackendHost, name: str, settings: EngineSettings, *, sleep: bool
     ) -> None:
-        # Here and not above: the driver imports this module too, and need not pay for torch.
+        # The driver imports this module too, and need not pay for torch.
         from rollout_actors.backends.process_isolation import EngineContext
 
         self._host = host
@@ -85,13 +84,7 @@ class ColocatedBackend:
         """Reason why the engine will do nothing any more."""
 
     def start(self) -> None:
-        """Load the engine, unless it is loaded.
-
-        Raises:
-            RolloutError: phase "start"; then this backend is of no use.
-        """
-        if self._llm is not None:
-            return
+        """Load the engine. Raises RolloutError; then this backend is of no use."""
         with self._host.offloaded(), self._context.entered(), self._failing("start"):
             with explained_import(self._name):
                 from rollout_actors.backends.colocated_llm import ColocatedLLM
@@ -104,10 +97,7 @@ class ColocatedBackend:
             self._llm.fall_asleep()
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generate rollouts, until the host raises between two of the engine's steps.
-
-        Then, too, the host is back on its device, and the engine empty.
-        """
+        """Generate rollouts, until the host raises between two of the engine's steps."""
         if not requests:
             return []
         if shut := self._ended or self._engine.intake.unavailable_reason:
@@ -155,9 +145,9 @@ class ColocatedBackend:
         self._ended = "it was closed"
         if self._llm is None:
             return
+        llm = self._llm
+        self._llm = None
         with self._context.entered():
-            llm = self._llm
-            self._llm = None
             self._context.forget_default_group()
             llm.shut_down()
         self._failures.remove()

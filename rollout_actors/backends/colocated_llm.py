@@ -1,8 +1,7 @@
 """vLLM's synchronous `LLM` in the learner's process: requests in, rollouts out, weights in memory.
 
-On CPU the engine runs in the calling thread. On a GPU vLLM gives it a process of its own on the
-same device, because CUDA's shared memory cannot be opened by the process that owns it; `LLM` is the
-same from here. Not run on a GPU.
+On CPU the engine runs in the calling thread. On a GPU, which was not tried, vLLM gives it a process
+of its own: CUDA's shared memory cannot be opened by the process that owns it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 
-from rollout_actors.backends.ipc_handles import SharingDevice, cuda_devices, packed_buckets
+from rollout_actors.backends.ipc_handles import CudaDevice, cuda_devices, packed_buckets
 from rollout_actors.engine.completion import Completion, EngineInfo, StartTime
 from rollout_actors.engine.sampling import BAN, finish_reason
 from rollout_actors.engine.settings import EngineSettings, engine_arguments
@@ -64,9 +63,8 @@ CACHE = "kv_cache"
 class UpdatedLLM:
     """`LLM` as the `UpdatedEngine` of a sync whose weights need no wire and no rendezvous.
 
-    They are a reference on CPU, and a handle of CUDA's on a GPU, where the engine has a process of
-    its own. Every method is done when it returns: the work is in the calling thread, nobody else is
-    waited for, and no limit can end it.
+    They are a reference on CPU, and a handle of CUDA's on a GPU. Every method is done when it
+    returns, and no limit can end it.
     """
 
     def __init__(
@@ -74,13 +72,12 @@ class UpdatedLLM:
         llm: LLM,
         *,
         transport: TransportKind,
-        devices: Sequence[SharingDevice],
+        devices: Sequence[CudaDevice],
         wake: Callable[[], None],
     ) -> None:
         """
         Args:
-            transport: `inproc` or `ipc`.
-            devices: the engine's, where the transport is `ipc`.
+            devices: the engine's, where the transport is `ipc` and not `inproc`.
             wake: takes back the memory that an update does not need, and the canary does.
         """
         self._llm = llm
@@ -91,7 +88,7 @@ class UpdatedLLM:
 
     @contextmanager
     def handing_over(self, weights: ChecksummedWeights) -> Iterator[None]:
-        """Offer these weights to the next update, and keep nothing of them afterwards."""
+        """Offer these weights to the next update, and keep nothing of them."""
         self._weights = weights
         try:
             yield
@@ -99,7 +96,7 @@ class UpdatedLLM:
             self._weights = None
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None:
-        """Do nothing: the engine is synchronous, and this call holds its only thread."""
+        """Do nothing: this call holds the engine's only thread."""
 
     async def resume_generation(self) -> None:
         self._wake()
@@ -170,13 +167,12 @@ class BeamLLM(LLM):
         base_sampling_params.repetition_penalty = decode.repetition_penalty
         # The request's stop token takes the place of the tokenizer's. vLLM's search knows one.
         stop = decode.stop_token_ids[0] if decode.stop_token_ids else None
-        continues: bool = super()._beam_search_step(
+        return super()._beam_search_step(
             base_sampling_params=base_sampling_params,
             eos_token_id=stop,
             ignore_eos=stop is None,
             **rest,
         )
-        return continues
 
 
 class ColocatedLLM:
@@ -196,8 +192,7 @@ class ColocatedLLM:
             sleep: whether it sleeps between the calls, where the platform can.
             raise_if_stopping: called before each step of a generation, which it leaves by raising.
 
-        Raises:
-            RolloutError: the repeat guard is configured and not active.
+        Raises RolloutError where the repeat guard is configured and not active.
         """
         self._name = name
         self._rule = engine_rule(settings.repeat_guard, settings.model_path)
@@ -205,10 +200,10 @@ class ColocatedLLM:
         self._llm = BeamLLM(**engine_arguments(settings) | {"enable_sleep_mode": self.sleeps})
         self._raise_if_stopping = raise_if_stopping
         self._llm.raise_if_stopping = raise_if_stopping
-        answers = self.collective_rpc(*guard_call(settings.repeat_guard))
-        require_guard(answers, settings.repeat_guard, name)
+        guards = self.collective_rpc(*guard_call(settings.repeat_guard))
+        require_guard(guards, settings.repeat_guard, name)
         self._llm.update_weight_version("0")
-        devices: Sequence[SharingDevice] = ()
+        devices: Sequence[CudaDevice] = ()
         if settings.transport == TransportKind.IPC:
             devices = cuda_devices(settings.tensor_parallel_size)
         self._updated = UpdatedLLM(
@@ -252,31 +247,24 @@ class ColocatedLLM:
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of its workers; returns one answer for each device."""
-        answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
-        return answers
+        return self._llm.collective_rpc(method, args=arguments)
 
     def fall_asleep(self) -> None:
-        """Give the device's memory back: weights move to host memory, the cache is dropped.
-
-        Does nothing where the engine does not sleep.
-        """
+        """Give the device's memory back: weights move to host memory, the cache is dropped."""
         if self.sleeps and not self._sleeping:
             self._llm.sleep(level=1)
             self._sleeping = (WEIGHTS, CACHE)
 
     def wake(self) -> None:
-        """Take all memory back."""
         if self._sleeping:
             self._llm.wake_up(list(self._sleeping))
             self._sleeping = ()
 
     def wake_for(self, offer: WeightOffer) -> None:
-        """Take back the memory that a sync of the offer begins with: that of the weights alone.
-
-        While they arrive there is a copy of a part of them, and no use for the cache. A sync that
-        begins with scoring them, once in a run, needs all memory: before that vLLM schedules
-        nothing, and `LLM.generate` would never return.
-        """
+        """Take back the memory that a sync of the offer begins with."""
+        # That of the weights: while they arrive there is a copy of a part of them, and no use for
+        # the cache. A sync that begins with scoring them, once in a run, needs all memory: before
+        # that vLLM schedules nothing, and `LLM.generate` would never return.
         if self.intake.measures_noise(offer):
             self.wake()
         elif WEIGHTS in self._sleeping:
@@ -292,7 +280,7 @@ class ColocatedLLM:
     def _complete(
         self, requests: Sequence[RolloutRequest], version: int
     ) -> list[tuple[Completion, float]]:
-        """Return each answer with the time of its end, by `time.perf_counter`."""
+        """Return each answer with the time of its end."""
         engine = self._llm.llm_engine
         queued: list[str] = []
         ended: list[tuple[RequestOutput, float]] = []

@@ -40,7 +40,7 @@ NO_STOP_TOKEN = -1
 
 
 class StopCheck(LogitsProcessor):
-    """Leaves `generate` before its next token where the run is being ended."""
+    """Leaves `generate` before its next token once the run is ending."""
 
     def __init__(self, raise_if_stopping: Callable[[], None]) -> None:
         self._raise_if_stopping = raise_if_stopping
@@ -54,12 +54,11 @@ class SeenTokens:
     """The ids that occur in each row, prompt included, for the repetition penalty."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Take the prompts without their padding."""
         self._prompts = prompts
         self._prompt_length = max(len(prompt) for prompt in prompts)
 
     def mask(self, ids_BL: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Return bool [B, V]. B is a multiple of the prompts' number where each has beams."""
+        """Return bool [B, V], without the padding. Each prompt has as many rows as beams."""
         mask_BV = torch.zeros(len(ids_BL), vocabulary, dtype=torch.bool, device=ids_BL.device)
         rows_per_prompt = len(ids_BL) // len(self._prompts)
         for row in range(len(ids_BL)):
@@ -72,9 +71,9 @@ def processed_logits(
 ) -> torch.Tensor:
     """Return the logits that a token is drawn from, in fp32; not in place.
 
-    Bans, repetition penalty, temperature, top-k and top-p are applied in vLLM's order. `seen_BV` is
-    None where there is no repetition penalty.
+    `seen_BV` is None where there is no repetition penalty.
     """
+    # vLLM's order: bans, repetition penalty, temperature, top-k, top-p.
     logits_BV = logits_BV.float().clone()
     if decode.banned_token_ids:
         logits_BV[:, list(decode.banned_token_ids)] += BAN
@@ -102,12 +101,10 @@ def processed_logits(
 def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
     """Return int64 [B]: the first token whose cumulated probability exceeds the row's number.
 
-    The numbers are in [0, 1). A row's token depends on its log-probabilities and its number alone;
-    in fp64, so that the sum over a large vocabulary is exact enough.
-
     Example:
-        probabilities 0.2, 0.5, 0.3 and the number 0.6 -> token 1
+        probabilities 0.2, 0.5, 0.3 and the number 0.6 of [0, 1) -> token 1
     """
+    # In fp64, so that the sum over a large vocabulary is exact enough.
     cumulated_BV = logprobs_BV.double().exp().cumsum(-1)
     total_B1 = cumulated_BV[:, -1:].contiguous()
     uniforms_B1 = torch.tensor(uniforms, dtype=torch.float64, device=logprobs_BV.device)[:, None]
@@ -118,7 +115,7 @@ def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
 
 
 class _LogprobProcessor(LogitsProcessor):
-    """Log-probabilities by the request's settings, for the two processors that choose by them."""
+    """Log-probabilities by the request's settings."""
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
         self._decode = decode
@@ -143,9 +140,7 @@ class Chooser(_LogprobProcessor):
         self._generators = [random.Random(seed) for seed in seeds]
         self._chosen: list[torch.Tensor] = []
         self.times: list[float] = []
-        """`time.perf_counter` when each step's tokens were chosen. On a GPU, which runs behind the
-        host, up to a step before.
-        """
+        """`time.perf_counter` when each step's tokens were chosen; on a GPU up to a step before."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         logprobs_BV = self._logprobs(input_ids, scores)
@@ -160,16 +155,14 @@ class Chooser(_LogprobProcessor):
 
     def logprobs(self) -> list[list[float]]:
         """Return [B][T]: of what was chosen, also behind a row's end."""
-        rows: list[list[float]] = torch.stack(self._chosen, dim=1).tolist()
-        return rows
+        return torch.stack(self._chosen, dim=1).tolist()
 
 
 class BeamScores(_LogprobProcessor):
-    """Scores a beam search by the same rules, and keeps the candidates that a beam can go on with.
+    """Scores a beam search by the same rules, and keeps the candidates for its next tokens."""
 
-    transformers hands over log-probabilities, so a repetition penalty multiplies every seen token's
-    (vLLM's divides a positive logit instead).
-    """
+    # transformers hands over log-probabilities, so a repetition penalty multiplies every seen
+    # token's (vLLM's divides a positive logit instead).
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
         super().__init__(decode, prompts)
@@ -183,7 +176,7 @@ class BeamScores(_LogprobProcessor):
         return logprobs_BV
 
     def logprobs(self, beams: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """Return one per token; `beams` are the rows (`beam_indices`) that each was added to."""
+        """Return one per token; `beams` are the rows that each was added to."""
         values = []
         for (ids_BK, logprobs_BK), beam, token_id in zip(
             self._candidates, beams, token_ids, strict=False
@@ -191,22 +184,6 @@ class BeamScores(_LogprobProcessor):
             (candidate,) = (ids_BK[beam] == token_id).nonzero()[0].tolist()
             values.append(float(logprobs_BK[beam, candidate]))
         return values
-
-
-@dataclass(frozen=True, slots=True)
-class HFBackendSpec:
-    """Makes an `HFBackend` in the learner's process."""
-
-    decode_batch_size: int
-    repeat_guard: RepeatGuardSettings | None = None
-
-    def __call__(self, host: BackendHost) -> HFBackend:
-        return HFBackend(
-            host,
-            host.name,
-            decode_batch_size=self.decode_batch_size,
-            repeat_guard=self.repeat_guard,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,25 +199,20 @@ class _Encoded:
 class HFBackend:
     """A `RolloutBackend` over its host's model, which may be in training mode or carry an adapter.
 
-    A response depends on its request alone: on its seed, not on its neighbours or on any global
-    random state. In fp32 the log-probabilities of a padded batch differ from those of a prompt
-    alone by the rounding of the sums (under 1e-5).
+    A response depends on its request and seed alone. In fp32 the log-probabilities of a padded
+    batch differ from those of a prompt alone by the rounding of the sums (under 1e-5).
     """
 
     def __init__(
         self,
         host: BackendHost,
-        name: str,
         *,
         decode_batch_size: int,
         repeat_guard: RepeatGuardSettings | None = None,
     ) -> None:
-        """Decode at most `decode_batch_size` sequences at a time, each beam being one.
-
-        The beams of a prompt are never separated.
-        """
+        """Decode at most `decode_batch_size` sequences at a time, each beam being one."""
         self._host = host
-        self._name = name
+        self._name = host.name
         self._decode_batch_size = decode_batch_size
         self._rule = repeat_rule(repeat_guard, lambda: host.processor.tokenizer)
         self._version = 0
@@ -275,7 +247,7 @@ class HFBackend:
         return RolloutError(message, actor=self._name, phase="generate")
 
     def _batches(self, requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
-        """Yield requests that are decoded together, which have the same settings."""
+        """Yield requests of the same settings; the beams of a prompt are never separated."""
         for decode, group in groupby(requests, key=lambda request: request.decode):
             alike = list(group)
             width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1
@@ -323,31 +295,25 @@ class HFBackend:
             processors.append(
                 HFRepeatGuard(self._rule, prompt_length=prompt_length, stop_token_id=stop)
             )
-        if decode.mode is DecodeMode.BEAM:
-            beams = BeamScores(decode, prompts)
-            output = self._generate(inputs, decode, [*processors, beams])
-            end = time.perf_counter()
-            answers = []
-            for prompt, tokens, rows in zip(
-                prompts,
-                output.sequences[:, prompt_length:].tolist(),
-                output.beam_indices.tolist(),
-                strict=True,
-            ):
-                # Behind a response there is padding, which no beam has chosen.
-                response = cut_behind_stop(tokens, decode)
-                logprobs = beams.logprobs(rows, response)
-                answers.append(Completion.up_to_stop(prompt, response, logprobs, decode))
-            return [(answer, end) for answer in answers]
+        is_beam = decode.mode is DecodeMode.BEAM
+        beams = BeamScores(decode, prompts)
         chooser = Chooser(decode, [request.seed for request in batch], prompts)
-        output = self._generate(inputs, decode, [*processors, chooser])
+        output = self._generate(inputs, decode, [*processors, beams if is_beam else chooser])
+        end = time.perf_counter()
         responses = output.sequences[:, prompt_length:].tolist()
+        if is_beam:
+            # Behind a response there is padding, which no beam has chosen.
+            responses = [cut_behind_stop(tokens, decode) for tokens in responses]
+            rows = output.beam_indices.tolist()
+            logprobs = [beams.logprobs(*beam) for beam in zip(rows, responses, strict=True)]
+        else:
+            logprobs = chooser.logprobs()
         answers = [
-            Completion.up_to_stop(prompt, response, logprobs, decode)
-            for prompt, response, logprobs in zip(
-                prompts, responses, chooser.logprobs(), strict=True
-            )
+            Completion.up_to_stop(*answer, decode)
+            for answer in zip(prompts, responses, logprobs, strict=True)
         ]
+        if is_beam:
+            return [(answer, end) for answer in answers]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
     def _inputs(self, encoded: list[_Encoded]) -> dict[str, torch.Tensor]:
@@ -380,8 +346,7 @@ class HFBackend:
         decode: DecodeSettings,
         processors: list[LogitsProcessor],
     ) -> Any:
-        # Everything that a checkpoint's generation_config.json may set is stated: what is left out
-        # would come from there.
+        # What is left out would come from the checkpoint's generation_config.json.
         config = GenerationConfig(
             do_sample=False,
             num_beams=decode.num_beams if decode.mode is DecodeMode.BEAM else 1,

@@ -1,7 +1,6 @@
-"""Calls to a rollout server, and the engine that both kinds of server have in common.
+"""The engine behind a rollout server, over HTTP: what both kinds of server have in common.
 
-An `HttpEngine` waits for its server, checks that it suits the run, asks it twice and watches it
-while it works (spec: server mode). `rollmatch_server` and `stock_server` are its two dialects.
+`rollmatch_server` and `stock_server` are its two dialects (spec: server mode).
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ Call = Callable[[], Coroutine[Any, Any, T]]
 
 SECTION = "rollout_matching.vllm.server"
 POLL_S = 0.5
-"""Between two questions whether a starting server is up."""
+"""Time between two looks whether a starting server is up."""
 WATCH_S = 10.0
-"""Between two questions whether a working server still answers and makes progress."""
+"""Time between two looks whether a working server answers and makes progress."""
 CONNECT_S = 10.0
-"""Longest time to open a connection."""
 STILL_LOADING = (502, 503, 504)
 """Statuses of a server, or of the proxy before it, that loads."""
 IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
@@ -41,10 +39,7 @@ IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollo
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """One entry of `rollout_matching.vllm.server.servers`, with the settings of the section.
-
-    Picklable.
-    """
+    """One entry of `rollout_matching.vllm.server.servers`, with the section's settings."""
 
     key: str
     """Path of the entry in the configuration, for messages."""
@@ -59,17 +54,17 @@ class ServerAddress:
 
     @property
     def health_route(self) -> str:
-        """The open route of a server that is up. A stock one would redirect from `/health/`."""
+        """The open route of a server that is up."""
+        # A stock server would redirect from `/health/`.
         return "/health" if self.kind == "vllm" else "/health/"
 
 
 def server_addresses(
     section: ServerSection, instead: str = IN_THE_LEARNER
 ) -> tuple[ServerAddress, ...]:
-    """Return the servers in order. Reads the token, once, from this process's environment.
+    """Return the servers in order, with the token of this process's environment.
 
-    Raises:
-        ConfigError: the token's variable is not set.
+    Raises ConfigError where the token's variable is not set.
     """
     token = None
     if section.token_env is not None:
@@ -79,19 +74,10 @@ def server_addresses(
                 f"{SECTION}.token_env: the environment variable {section.token_env} is not set;"
                 " export the servers' token in it, or remove the key"
             )
-    limit_s = section.infer_timeout_s
-    if limit_s is not None and limit_s <= 0:
-        limit_s = None
+    limit_s = section.infer_timeout_s if (section.infer_timeout_s or 0) > 0 else None
+    settings = (section.timeout_s, limit_s, section.kind, token, instead)
     return tuple(
-        ServerAddress(
-            f"{SECTION}.servers[{index}]",
-            entry.base_url,
-            section.timeout_s,
-            limit_s,
-            section.kind,
-            token,
-            instead,
-        )
+        ServerAddress(f"{SECTION}.servers[{index}]", entry.base_url, *settings)
         for index, entry in enumerate(section.servers)
     )
 
@@ -110,35 +96,23 @@ class HttpStatusError(Exception):
 
 
 def _error_message(answer: httpx.Response) -> str:
-    """Find the message in an error's body: `{"error": {"message": ...}}` here as in vLLM."""
     try:
         body = json.loads(answer.content)
     except ValueError:
         return answer.text[:500]
     match body:
-        case (
-            {"error": {"message": str(message)}}
-            | {"message": str(message)}
-            | {"detail": str(message)}
-        ):
-            return message
+        case {"error": {"message": str(text)}} | {"message": str(text)} | {"detail": str(text)}:
+            return text
         case _:
             return str(body)[:500]
 
 
 class HttpClient:
-    """Calls one server, each time on a new connection.
-
-    A server may close an idle connection at any time, and the next call on it would fail.
-    """
+    """Calls one server, which has this name among the rollout actors."""
 
     def __init__(self, name: str, address: ServerAddress) -> None:
-        """Prepare calls; `name` is the server's among the rollout actors."""
         self.name = name
         self.address = address
-        self._headers: dict[str, str] = {}
-        if address.token is not None:
-            self._headers["Authorization"] = f"Bearer {address.token}"
         # A proxy of the environment does not lead to this machine's own address.
         self._trust_env = not is_loopback(urlsplit(address.base_url).hostname or "")
         self._tls = httpx.create_ssl_context(trust_env=self._trust_env)
@@ -146,18 +120,14 @@ class HttpClient:
     async def get(self, route: str, *, timeout_s: float | None = None) -> bytes:
         """Return the answer's body; the limit is `timeout_s` or else the address's.
 
-        Raises:
-            UnansweredError: no answer in time.
-            HttpStatusError: an answer with an error status.
+        Raises UnansweredError and HttpStatusError.
         """
         return await self._call("GET", route, None, timeout_s or self.address.timeout_s)
 
     async def post(self, route: str, body: bytes, *, timeout_s: float | None) -> bytes:
         """Send JSON and return the answer's body. Cancelling it closes the connection.
 
-        Raises:
-            UnansweredError: no answer in time.
-            HttpStatusError: an answer with an error status.
+        Raises UnansweredError and HttpStatusError.
         """
         return await self._call("POST", route, body, timeout_s)
 
@@ -173,9 +143,10 @@ class HttpClient:
     async def _call(
         self, method: str, route: str, body: bytes | None, timeout_s: float | None
     ) -> bytes:
-        headers = dict(self._headers)
-        if body is not None:
-            headers["Content-Type"] = "application/json"
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        if self.address.token is not None:
+            headers["Authorization"] = f"Bearer {self.address.token}"
+        # A new one each time: a server may close an idle one, and the next call would fail.
         connection = httpx.AsyncClient(
             verify=self._tls,
             trust_env=self._trust_env,
@@ -199,7 +170,7 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts that a server reports about itself."""
+    """A server's account of itself."""
 
     world_size: int
     """Rollout devices."""
@@ -225,7 +196,7 @@ class HttpEngine(RolloutEngine, ABC):
     ) -> None:
         """
         Args:
-            index: place among the servers of the run, and so of its group in a weight sync.
+            index: the server's among those of the run, and so its group's in a weight sync.
             expected: the settings of an engine that suits the run.
             command: starts a server that suits, for messages.
         """
@@ -239,8 +210,7 @@ class HttpEngine(RolloutEngine, ABC):
         """Wait for the server and check that it suits the run. Returns its rollout devices.
 
         Raises:
-            RolloutError: phase "start": no server in time, or one that does not suit, with
-                everything that differs and the command line that would suit.
+            RolloutError: no server in time, or one that does not suit, with the command that would.
         """
         await self._wait_until_up()
         facts = await self.inspect()
@@ -253,11 +223,7 @@ class HttpEngine(RolloutEngine, ABC):
 
     @abstractmethod
     async def inspect(self) -> ServerFacts:
-        """Ask a server that is up about itself; changes nothing there.
-
-        Raises:
-            RolloutError: phase "start": it does not tell.
-        """
+        """Ask a server that is up about itself; changes nothing there. Raises RolloutError."""
 
     async def _claim(self) -> None:
         """Begin to use a server that suits."""
@@ -266,7 +232,7 @@ class HttpEngine(RolloutEngine, ABC):
     async def _num_tokens(self) -> int | None:
         """Ask for the number of tokens sampled so far; None: nothing to do, or no count.
 
-        Raises UnansweredError and HttpStatusError where the server is no longer up.
+        Raises UnansweredError and HttpStatusError.
         """
 
     @property
@@ -275,10 +241,7 @@ class HttpEngine(RolloutEngine, ABC):
 
     @property
     def is_dead(self) -> bool:
-        """Never true: a server that ended may be started again.
-
-        Its weights are then no longer this run's, and its version or label tells.
-        """
+        # A server that ended may be started again; its version or label tells of other weights.
         return False
 
     def close(self) -> None:
@@ -314,10 +277,7 @@ class HttpEngine(RolloutEngine, ABC):
         """Make all calls at once; where one fails or is late, make all of them once more.
 
         Returns the answers in order, and the number of failures before them (`Rollout.attempt`).
-
-        Raises:
-            UnreachableError: the server did not answer or failed; another one may be asked.
-            RolloutError: the server refused, as any other would.
+        Raises UnreachableError, and RolloutError where the server refused, as any other would.
         """
         for attempt in range(TRIES):
             # All of them, since seeds are per request: the same rollouts come again.
@@ -340,8 +300,7 @@ class HttpEngine(RolloutEngine, ABC):
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, which has no limit, while the server answers and makes progress.
 
-        Raises UnansweredError when the server stops, or its count of tokens stands still for
-        `timeout_s`: an engine can be stuck behind a server that lives.
+        Raises UnansweredError.
         """
         task = asyncio.create_task(work)
         watch = asyncio.create_task(self._watch())
@@ -356,6 +315,7 @@ class HttpEngine(RolloutEngine, ABC):
             watch.cancel()
 
     async def _watch(self) -> None:
+        # An engine can be stuck behind a server that lives: then its count of tokens stands still.
         timeout_s = self._http.address.timeout_s
         last: int | None = None
         changed = time.monotonic()

@@ -1,14 +1,12 @@
 """Weights for the engine beside the learner on GPUs, by vLLM's packed IPC.
 
-Each GPU has one buffer, shared once in a sync (CUDA's shared memory is of one GPU), into which one
-bucket after the other is copied. A handle for each parameter would cost one of CUDA's counters in
-every sync, which torch gives back late or never.
+Each GPU has one buffer, shared once in a sync, into which one bucket after the other is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,33 +14,16 @@ from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.offer import buckets
 
 
-class SharingDevice(Protocol):
-    """A GPU of the engine, which belongs to the learner rank."""
-
-    uuid: str
-    """Name by which a worker of vLLM finds the handles that are for it."""
-
-    def share(self, num_bytes: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """Return a new buffer, uint8, and what a process on this device rebuilds it from."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all copies to this device are done: readers use streams of their own."""
-        ...
-
-    def collect(self) -> None:
-        """Free shared buffers that nobody refers to any more, here or in the engine."""
-        ...
-
-
 class CudaDevice:
-    """A CUDA device. Not run on a GPU."""
+    """A GPU of the engine, which belongs to the learner rank. Not run on a GPU."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
+        # By this a worker of vLLM finds the handles that are for it.
         self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
     def share(self, num_bytes: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """Return a new buffer, uint8, and what a process on this device rebuilds it from."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -50,27 +31,31 @@ class CudaDevice:
         return buffer, arguments
 
     def synchronize(self) -> None:
+        """Wait until all copies to this device are done: readers use streams of their own."""
         torch.cuda.synchronize(self._device)
 
     def collect(self) -> None:
+        """Free shared buffers that nobody refers to any more, here or in the engine."""
         torch.cuda.ipc_collect()
 
 
-def cuda_devices(tensor_parallel_size: int) -> tuple[SharingDevice, ...]:
+def cuda_devices(tensor_parallel_size: int) -> tuple[CudaDevice, ...]:
     """Return the first GPUs that this process sees, as vLLM gives them to its workers."""
     return tuple(CudaDevice(index) for index in range(tensor_parallel_size))
 
 
 def packed_buckets(
-    weights: ChecksummedWeights, devices: Sequence[SharingDevice]
+    weights: ChecksummedWeights, devices: Sequence[CudaDevice]
 ) -> Generator[dict[str, Any]]:
     """Yield the update info of vLLM's packed `ipc` engine for each bucket, the checksums' included.
 
     Each is valid until the next one is asked for; the buffers are kept until the iterator ends or
-    is closed. The handles are by the devices' UUIDs, as every worker looks for its own.
+    is closed.
     """
     cut = list(buckets(weights.terms.sent, weights.terms.bucket_bytes))
     largest = max(sum(spec.num_bytes for spec in bucket) for bucket in cut)
+    # A handle for each parameter would cost one of CUDA's counters in every sync, which torch gives
+    # back late or never.
     buffers = []
     handles = {}
     for device in devices:

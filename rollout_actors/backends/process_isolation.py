@@ -44,11 +44,11 @@ def random_state_kept() -> Iterator[None]:
 class EngineContext:
     """The engine's side of the process: everything that touches the engine is in `entered()`.
 
-    Not reentrant, and the process is the engine's alone meanwhile.
+    Not reentrant, and the process is the engine's alone meanwhile. `environment` is set for the
+    engine and its children.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Prepare; `environment` is set for the engine and its children."""
         self._environment = dict(environment)
         self._world = EngineWorld()
 
@@ -92,7 +92,7 @@ class EngineContext:
     def forget_default_group(self) -> None:
         """Shut down the engine's group, inside, before the engine ends.
 
-        Left to itself it ends by destroying "all" groups, names of the learner's included.
+        Left to itself it ends by destroying "all" groups, the learner's included.
         """
         self._world.end_default_group()
 
@@ -111,23 +111,20 @@ class EngineWorld(c10d._World):
     property is overridden here.
     """
 
+    # Groups are numbered within a process. The engine's begin far above the learner's, whose next
+    # group must get the same name on every rank, wherever engines are.
     FIRST_GROUP = 1_000_000
-    """Number of the engine's first group, far above the learner's.
-
-    Names of groups differ within a process, and the learner's next group must get the same name on
-    every rank, wherever engines are.
-    """
 
     pg_map = _engine_map("pg_map")
     """Group -> backend and store. `destroy_process_group()` ends all that are in it."""
     pg_names = _engine_map("pg_names")
-    """Group -> name, by which functional collectives find it."""
+    """Group -> name."""
     pg_group_ranks = _engine_map("pg_group_ranks")
-    """Group -> its ranks by global rank: the engine's global ranks are not the learner's."""
+    """Group -> its ranks by global rank."""
     pg_backend_config = _engine_map("pg_backend_config")
-    """Group -> its backend for each kind of device."""
+    """Group -> backend for each kind of device."""
     tags_to_pg = _engine_map("tags_to_pg")
-    """Tag -> groups, in which an existing group of the same ranks is looked for."""
+    """Tag -> groups."""
     pg_to_tag = _engine_map("pg_to_tag")
     """Group -> tag."""
 
@@ -138,7 +135,6 @@ class EngineWorld(c10d._World):
 
     @property
     def group_count(self) -> int:
-        """The next group's name."""
         return self._group_count
 
     @group_count.setter

@@ -7,8 +7,10 @@ import shlex
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from rollout_actors.backends.http import (
@@ -37,8 +39,7 @@ def infer_calls(
 ) -> list[InferCall]:
     """Cut a share into as few calls as the server's limits allow, in order.
 
-    Raises:
-        ValueError: names a sample that is too large for a call of its own.
+    Raises ValueError naming a sample that is too large for a call.
 
     Example:
         7 requests and max_requests 3 -> calls of 3, 3 and 1.
@@ -63,8 +64,8 @@ def infer_calls(
 
 
 def _body_bytes(call: InferCall) -> int:
-    """Return the size of the call's body without encoding its images, which are most of it."""
     (request,) = call.requests
+    # Without encoding its images, which are most of it.
     images = tuple(replace(image, data=image.data and b"") for image in request.images)
     without_data = call.model_copy(update={"requests": (replace(request, images=images),)})
     size = len(without_data.body())
@@ -76,10 +77,7 @@ def _body_bytes(call: InferCall) -> int:
 def serve_command(
     settings: EngineSettings, base_url: str, *, tool_call_parser: str | None = None
 ) -> str:
-    """Return the shell command of a server that suits a run.
-
-    The parser is for callers of the OpenAI API; this package's own ask for tokens.
-    """
+    """Return the shell command of a server that suits a run."""
     arguments = serve_arguments(settings, port=urlsplit(base_url).port or 8000)
     if tool_call_parser is not None:
         arguments.append(f"tool_call_parser={tool_call_parser}")
@@ -139,10 +137,7 @@ class ServerClient(HttpEngine):
         return ServerFacts(world_size, info.version, info.process, problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Ask in one `/infer/`, or in as many at a time as the server's limits need.
-
-        Where a call fails or is late, all of them are made once more with the same seeds.
-        """
+        """Ask in one `/infer/`, or in as many at a time as the server's limits need."""
         if not requests:
             return []
         try:
@@ -173,14 +168,10 @@ class ServerClient(HttpEngine):
         return [replace(rollout, actor=self._http.name, attempt=attempt) for rollout in rollouts]
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Make one HTTP call, never repeated: a phase that was tried has changed the server.
-
-        Full weights travel by the process group, an adapter in the offer.
-        """
+        """Make one HTTP call, never repeated: a phase that was tried has changed the server."""
         # The server keeps the phase's limit itself, and its error says more.
         limit_s = phase_limit(offer, phase).seconds + CLIENT_MARGIN_S
-        is_rendezvous = phase is SyncPhase.RENDEZVOUS
-        route = "/init_communicator/" if is_rendezvous else f"/sync/{phase}/"
+        route = "/init_communicator/" if phase is SyncPhase.RENDEZVOUS else f"/sync/{phase}/"
         call = messages.SyncCall.of(phase, offer.for_group(self._index), self._run)
         try:
             answer = await self._http.post(route, call.body(), timeout_s=limit_s)
@@ -218,25 +209,21 @@ class ServerClient(HttpEngine):
         self, error: UnansweredError | HttpStatusError | RolloutError, phase: SyncPhase
     ) -> WeightSyncError:
         """Make the error of a phase; the engine's own arrives with all its fields."""
-        name = self._http.name
-        if isinstance(error, RolloutError):
-            return WeightSyncError(error.message, actor=name, phase=phase)
+        fields: dict[str, Any] = {"actor": self._http.name, "phase": phase}
         message = str(error)
+        if isinstance(error, RolloutError):
+            return WeightSyncError(error.message, **fields)
         if isinstance(error, UnansweredError):
             message += "; check that the server is alive, and reaches the learner's node"
-            return WeightSyncError(self._http.with_url(message), actor=name, phase=phase)
-        try:
-            detail = messages.read(messages.ErrorAnswer, error.body.encode()).error
-        except ValueError:
-            return WeightSyncError(self._http.with_url(message), actor=name, phase=phase)
-        is_engines = detail.kind is messages.ErrorKind.WEIGHT_SYNC
-        return WeightSyncError(
-            self._http.with_url(detail.message),
-            actor=name,
-            phase=detail.phase if is_engines else phase,
-            quantity=detail.quantity,
-            size=detail.size,
-        )
+        else:
+            # What is not a message of ours comes from a proxy, and is told as it is.
+            with suppress(ValueError):
+                detail = messages.read(messages.ErrorAnswer, error.body.encode()).error
+                message = detail.message
+                fields |= {"quantity": detail.quantity, "size": detail.size}
+                if detail.kind is messages.ErrorKind.WEIGHT_SYNC:
+                    fields["phase"] = detail.phase
+        return WeightSyncError(self._http.with_url(message), **fields)
 
 
 def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterator[str]:

@@ -14,10 +14,9 @@ Script = Callable[[RolloutRequest], Sequence[int]]
 
 
 class ScriptedBackend:
-    """A `RolloutBackend` without an engine: the same request always gets the same answer."""
+    """A `RolloutBackend` without an engine; one `generate` of any size takes `latency_s`."""
 
     def __init__(self, name: str, script: Script, *, latency_s: float = 0.0) -> None:
-        """Answer by `script`; `latency_s` is the time of one `generate`, whatever its size."""
         self._name = name
         self._script = script
         self._latency_s = latency_s

@@ -1,8 +1,4 @@
-"""JSON of a stock `vllm serve` (vLLM 0.32): its token-in/token-out route and `/server_info`.
-
-Requests ask for the same sampling as an engine of this machine (`rollout_actors.engine.sampling`),
-so that the same rollouts come back.
-"""
+"""JSON of a stock `vllm serve` (vLLM 0.32): its token-in/token-out route and `/server_info`."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ class Choice(BaseModel):
     token_ids: list[int]
     logprobs: Logprobs | None = None
     weight_versions: list[TokenSpan] | None = None
-    """vLLM's labels of the weights that sampled these tokens, in order."""
+    """Labels of the weights that sampled these tokens, in order."""
 
 
 class PromptToken(BaseModel):
@@ -93,7 +89,7 @@ class StockInfo(BaseModel):
 
 
 def rollout_body(request: RolloutRequest, actor: str) -> bytes:
-    """Write a request. Raises RolloutError naming a sample whose image cannot be decoded."""
+    """Write a request. Raises RolloutError for an image that cannot be decoded."""
     fields = sampling_fields(request.decode, request.seed)
     return _body(request.prompt_token_ids, request.images, request.sample_id, actor, fields)
 
@@ -153,8 +149,7 @@ def _plain_format(data: bytes) -> str | None:
 def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
     """Return the canary's expanded tokens, and the log-probability of each but the first.
 
-    Raises:
-        ValueError: the server scored no prompt.
+    Raises ValueError where the server scored no prompt.
     """
     token_ids = answer.prompt_token_ids
     entries = answer.prompt_logprobs
@@ -171,9 +166,8 @@ def read_answer(
 ) -> Completion:
     """Check and convert a finished request; `label` is the server's name of the expected weights.
 
-    Raises:
-        RolloutError: not finished, a token sampled by other weights, or one without a
-            log-probability.
+    Raises RolloutError where it is not finished, or a token of other weights, or has no
+    log-probability.
     """
 
     def refuse(message: str) -> RolloutError:
@@ -187,9 +181,8 @@ def read_answer(
             f"was sampled by weights labelled {sorted(seen)}, not {label} alone: was the server"
             " started again, or does another run send it weights?"
         )
-    logprobs = None
-    if choice.logprobs is not None:
-        logprobs = [token.logprob for token in choice.logprobs.content]
+    scored = choice.logprobs
+    logprobs = None if scored is None else [token.logprob for token in scored.content]
     num_expected = len(choice.token_ids) if request.decode.return_logprobs else None
     if (None if logprobs is None else len(logprobs)) != num_expected:
         raise refuse("came without one log-probability for each of its tokens")

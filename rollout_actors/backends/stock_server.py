@@ -1,7 +1,7 @@
 """The client of a stock `vllm serve` with this package installed: `server.kind: vllm`.
 
-Rollouts, canary and weight syncs go over vLLM's own routes (vLLM 0.32; docs/stock_server.md). The
-server's command line loads what this package adds: transport, load reports and repeat guard.
+Everything goes over vLLM's own routes (vLLM 0.32; docs/stock_server.md). The server's command line
+loads what this package adds: transport, load reports and repeat guard.
 """
 
 from __future__ import annotations
@@ -61,23 +61,22 @@ UNVERIFIED = "rollmatch-unverified"
 CHECKPOINT = ("default", "-0")
 """Ends of the labels of weights that nobody sent: vLLM's own, or version 0 of a run."""
 NOT_FLAGS = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
-"""Engine arguments that are no flags of `vllm serve` here.
-
-The model comes first; a server outside a placement group chooses how its devices work together;
-and a run sees by the counters behind /metrics that the engine makes progress.
+"""Engine arguments that are no flags of `vllm serve` here: the model is its first word, a server
+chooses its executor itself, and a run watches the counters behind /metrics.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ServerEngineSpec:
-    """Makes the client of one server of either kind: `EngineActor(ServerEngineSpec(...))`."""
+    """Makes the client of one server of either kind: `EngineActor(ServerEngineSpec(...))`.
+
+    Its fields are the arguments of `HttpEngine`.
+    """
 
     name: str
     address: ServerAddress
     index: int
-    """Place among the servers of the run, and so of its group in a weight sync."""
     expected: EngineSettings
-    """Settings of an engine of the run's own: the server must agree."""
 
     def __call__(self) -> HttpEngine:
         client = StockClient if self.address.kind == "vllm" else ServerClient
@@ -122,11 +121,10 @@ class StockRoutes:
     """State and weight-sync routes of a stock server, as an `UpdatedEngine` of `weight_sync`.
 
     They are open only with `VLLM_SERVER_DEV_MODE=1`, and `--api-key` does not guard them. A route
-    that fails raises RolloutError; its phase is "start", since a sync puts its own in the place.
+    that fails raises RolloutError. `run` labels the run's weights, so that another run's are known.
     """
 
     def __init__(self, http: HttpClient, run: str) -> None:
-        """Prepare calls; `run` labels the run's weights, so that another run's are known."""
         self._http = http
         self._run = run
 
@@ -183,10 +181,7 @@ class StockRoutes:
         return await self._get("/server_info?config_format=json")
 
     async def num_tokens(self) -> int | None:
-        """Count the tokens sampled since the server's start; None where it keeps no count.
-
-        Raises UnansweredError.
-        """
+        """Count the tokens sampled so far; None: no count is kept. Raises UnansweredError."""
         try:
             metrics = await self._http.get("/metrics")
         except HttpStatusError:
@@ -211,6 +206,7 @@ class StockRoutes:
             message = f"{route.partition('?')[0]}: {error}"
             if isinstance(error, HttpStatusError) and error.status == 404:
                 message += "; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+            # A sync puts its own phase in the place of this one.
             raise self._http.error(message, "start") from error
 
 
@@ -230,11 +226,6 @@ class StockClient(HttpEngine):
         self._rule = engine_rule(expected.repeat_guard, expected.model_path)
 
     async def inspect(self) -> ServerFacts:
-        """Ask a server that is up about itself.
-
-        Raises:
-            RolloutError: phase "start"; for a closed route it names what opens it.
-        """
         await self._check_token_route()
         world_size = await self._routes.world_size()
         body = await self._routes.server_info()
@@ -249,10 +240,7 @@ class StockClient(HttpEngine):
         return ServerFacts(world_size, 0, "", problems)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Send all requests at once; a call that is closed ends its request in the server.
-
-        Where one fails or is late, all of them are sent once more with the same seeds.
-        """
+        """Send all requests at once; a call that is closed ends its request in the server."""
         if not requests:
             return []
         if reason := self._intake.unavailable_reason:
@@ -291,8 +279,7 @@ class StockClient(HttpEngine):
         """Raise RolloutError naming what opens the token route, where it is closed."""
         try:
             # An open route refuses an empty request with 400.
-            limit_s = self._http.address.timeout_s
-            await self._http.post(GENERATE, b"{}", timeout_s=limit_s)
+            await self._http.post(GENERATE, b"{}", timeout_s=self._http.address.timeout_s)
         except UnansweredError as error:
             raise self._http.error(f"{GENERATE}: {error}", "start") from error
         except HttpStatusError as error:
@@ -309,10 +296,7 @@ class StockClient(HttpEngine):
                 raise self._http.error(message, "start") from error
 
     async def _claim(self) -> None:
-        """Label the checkpoint's weights as this run's version 0.
-
-        A server with other weights serves nothing until this run's first sync.
-        """
+        """Label the checkpoint's weights as this run's version 0, and serve no others."""
         label = await self._routes.weight_label()
         if label == UNVERIFIED:
             # A run ended in the middle of an update, which may have left the model in pieces.
@@ -330,11 +314,7 @@ class StockClient(HttpEngine):
         self._intake.unavailable_reason = ""
 
     async def _set_guard(self, phase: str, limit: Timeout) -> None:
-        """Have the server's workers guard by the run's rule.
-
-        Raises:
-            RolloutError: a worker does not, or has not answered by the limit.
-        """
+        """Have the server's workers guard by the run's rule. Raises RolloutError."""
         settings = self._expected.repeat_guard
         method, fields = guard_call(settings)
         try:
@@ -418,10 +398,7 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
 
 
 def _missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:
-    """Name each worker without the repeat guard, with the argument that loads it.
-
-    `answers`: `rollout_actors.repeat_guard.vllm.GuardedWorker.active_guard` of each worker.
-    """
+    """Name each worker without the repeat guard, by its `GuardedWorker.active_guard`."""
     for rank, answer in enumerate(answers):
         if not answer["is_loaded"]:
             yield (

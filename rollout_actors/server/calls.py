@@ -25,11 +25,9 @@ GONE_S = 1.0
 
 def check_token(request: Request, token: str | None) -> None:
     """Raise RefusalError unless the call brings the token; None: none is needed."""
-    if token is None:
-        return
     sent = request.headers.get("authorization", "").encode()
     # compare_digest: the time it takes does not tell how much of a guess was right.
-    if not hmac.compare_digest(sent, f"Bearer {token}".encode()):
+    if token is not None and not hmac.compare_digest(sent, f"Bearer {token}".encode()):
         why = "this server asks for its bearer token; send it as `Authorization: Bearer ...`"
         raise RefusalError(401, f"{why} (a run: rollout_matching.vllm.server.token_env)")
 

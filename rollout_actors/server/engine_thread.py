@@ -23,7 +23,8 @@ T = TypeVar("T")
 class EngineThread:
     """A `ServedEngine`, and an `OpenAIServing` over it, whose work happens in a thread.
 
-    Its methods belong to the loop that calls them; cancelling one cancels the work.
+    Its methods belong to the loop that calls them; cancelling one cancels the work. In the thread
+    `start` makes the engine, which may import vllm for seconds, and what answers the OpenAI API.
     """
 
     process = ""
@@ -33,9 +34,6 @@ class EngineThread:
         make_engine: Callable[[], ServedEngine],
         make_openai: Callable[[ServedEngine], OpenAIServing] | None = None,
     ) -> None:
-        """Start the thread. In it `start` makes the engine, which may import vllm for seconds, and
-        then what answers the OpenAI API; None: nothing does.
-        """
         self._make_engine = make_engine
         self._make_openai = make_openai
         self._engine: ServedEngine | None = None
@@ -46,8 +44,6 @@ class EngineThread:
         self._thread.start()
 
     async def start(self) -> int:
-        """Make and start the engine. Raises what its making and its start raise."""
-
         async def start_in_thread() -> int:
             self._engine = self._make_engine()
             num_devices = await self._engine.start()
@@ -115,10 +111,7 @@ class EngineThread:
         return self._started.why_dead
 
     def close(self, within_s: float = CLOSED_S) -> None:
-        """End the engine and the thread. Twice is harmless.
-
-        A thread that is stuck, or is making the engine for longer than that, is left alone.
-        """
+        """End the engine and the thread, unless it is stuck. Twice is harmless."""
         engine = self._engine
         self._engine = None
         if engine is not None:

@@ -24,11 +24,11 @@ from rollout_actors.server.service import RefusalError
 MAX_CHARS = 100_000
 """Largest size of all grammars of a call, as JSON."""
 COMPILE_S = 5.0
-"""Limit of compiling one grammar, which vLLM gives to regular expressions too."""
+"""Limit of compiling one grammar, as vLLM's for regular expressions."""
 START_S = 120.0
 """Limit of starting the process, whose imports are slow beside other processes'."""
 TURN_S = START_S + 60.0
-"""Limit of a call's wait for the calls before it, the start of the process included."""
+"""Limit of a call's wait for those before it, the start of the process included."""
 NUM_KNOWN = 1000
 """Grammars whose outcome is remembered."""
 
@@ -92,34 +92,31 @@ class XgrammarSpec:
 class GrammarTrial:
     """Compiles one grammar at a time in a process, which starts with the first one.
 
-    The process is ended when a grammar takes too long. (That of a `ProcessPoolExecutor` would stay
-    when the server is killed: it holds both ends of its pipe.)
+    The process is ended when a grammar takes too long.
     """
+
+    # No `ProcessPoolExecutor`: its process holds both ends of its pipe, and would stay when the
+    # server is killed.
 
     def __init__(
         self, make_compile: Callable[[], Compile], *, compile_s: float = COMPILE_S
     ) -> None:
-        """Prepare; `make_compile` is picklable and called in the process."""
+        """`make_compile` is picklable and called in the process."""
         self._make_compile = make_compile
         self._compile_s = compile_s
         # Calls stand in line here, and not in a thread that other work waits for.
         self._line = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._outcomes: dict[bytes, RefusalError | None] = {}
-        """By digest, the newest last; None: it has passed."""
+        self._outcomes: dict[bytes, str] = {}
+        """By digest, the newest last; empty: it has passed."""
 
     async def require(self, grammars: Iterable[Grammar]) -> None:
-        """Raise RefusalError for a grammar that takes too long.
-
-        Text that is no grammar at all passes: vLLM says what is wrong with it.
-        """
+        """Raise RefusalError for a grammar that takes too long; what is none at all passes."""
         for grammar in grammars:
             text = f"{grammar.kind}\0{grammar.text}".encode(errors="surrogatepass")
             key = hashlib.sha256(text).digest()
-            if key in self._outcomes:
-                outcome = self._outcomes[key]
-            else:
+            if key not in self._outcomes:
                 loop = asyncio.get_running_loop()
                 try:
                     async with asyncio.timeout(TURN_S):
@@ -130,11 +127,11 @@ class GrammarTrial:
                 self._outcomes[key] = outcome
                 while len(self._outcomes) > NUM_KNOWN:
                     del self._outcomes[next(iter(self._outcomes))]
-            if outcome is not None:
-                raise RefusalError(outcome.status, outcome.message)
+            if problem := self._outcomes[key]:
+                raise RefusalError(400, problem)
 
-    def _try(self, grammar: Grammar) -> RefusalError | None:
-        """Return why the grammar is refused; None: it passes.
+    def _try(self, grammar: Grammar) -> str:
+        """Return why the grammar is refused; empty: it passes.
 
         Raises RefusalError where that cannot be told now.
         """
@@ -145,11 +142,11 @@ class GrammarTrial:
         except (EOFError, OSError):  # its process has died of it
             has_ended = False
         if has_ended:
-            return None
+            return ""
         self._end()
         limit = f"{self._compile_s:g} s or too much memory"
         why = f"the {grammar.kind} of this call takes more than {limit} to compile"
-        return RefusalError(400, f"{why}; send a simpler one")
+        return f"{why}; send a simpler one"
 
     def _connected(self) -> Connection:
         if self._pipe is not None and self._process is not None and self._process.is_alive():
@@ -157,9 +154,7 @@ class GrammarTrial:
         context = multiprocessing.get_context("spawn")
         self._pipe, its_end = context.Pipe()
         arguments = (its_end, self._make_compile, self._compile_s)
-        self._process = context.Process(
-            target=_compile_all, args=arguments, name="grammars", daemon=True
-        )
+        self._process = context.Process(target=_compile_all, args=arguments, daemon=True)
         self._process.start()
         its_end.close()
         try:

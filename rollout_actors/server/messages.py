@@ -1,7 +1,7 @@
 """Messages between a rollout server and its client, as JSON. No pickle.
 
-They hold the dataclasses of `shared`, closed and strictly typed. Bytes are base64, and numbers keep
-every bit, NaN and infinities included: a canary that met one has to arrive to be refused.
+They hold the dataclasses of `shared`. Numbers keep every bit, NaN and infinities included: a canary
+that met one has to arrive to be refused.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ REMEDIES = {
 
 
 class WireMessage(BaseModel):
-    """A closed mapping: nothing unknown is accepted, nothing is converted.
+    """A closed mapping: nothing unknown is accepted, nothing is converted."""
 
-    The settings hold for the dataclasses in it too.
-    """
-
+    # It holds for the dataclasses in a message, too.
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
@@ -57,8 +55,7 @@ M = TypeVar("M", bound=WireMessage)
 def read(form: type[M], body: bytes) -> M:
     """Read a message.
 
-    Raises:
-        ValueError: one line per problem, each `path: what is wrong; what to do`.
+    Raises ValueError: one line per problem, each `path: what is wrong; what to do`.
     """
     try:
         return form.model_validate_json(body)
@@ -76,11 +73,9 @@ class InferCall(WireMessage):
 
     requests: tuple[RolloutRequest, ...]
     seed: int
-    """Seed of the first request, as in the run's plan; every request brings its own (spec:
-    determinism in server mode).
-    """
+    """Seed of the first request, as in the run's plan; every request brings its own."""
     run: str | None = None
-    """Name of the run that asks; null: nobody in particular. See `SyncCall.run`."""
+    """Run that asks; null: nobody in particular. See `SyncCall.run`."""
     version: int | None = None
     """Weight version that must answer; null: any."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
@@ -118,14 +113,12 @@ class SyncCall(WireMessage):
 
     version: int
     offer: WeightOffer | None
-    """At the first phase, and for full weights again at the rendezvous, which so brings host, port
-    and world size; null: as it was. Full weights travel by the group in its terms, an adapter is in
-    it.
+    """At the first phase, and for full weights again at the rendezvous; null: as it was.
+
+    Full weights travel by the group in its terms, an adapter is in it.
     """
     run: str | None = None
-    """Run whose weights these are. Afterwards the server answers this run's requests, and another's
-    only when that has sent its own.
-    """
+    """Run whose weights these are; afterwards the server answers no other run's requests."""
 
     @model_validator(mode="after")
     def _check_offer(self) -> Self:
@@ -166,12 +159,9 @@ class Health(WireMessage):
 
     world_size: int
     num_running: int
-    """Requests that the engine has been asked for and not answered."""
+    """Requests that the engine has not answered."""
     num_tokens: int
-    """Tokens sampled since the start, of unfinished rollouts too.
-
-    While requests run and this stands still, the engine is stuck.
-    """
+    """Tokens sampled since the start; while requests run and this stands still it is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +172,15 @@ class CallLimits:
     max_requests: int
     max_image_pixels: int
     """Pixels of one image, decoded."""
+
+    def pixel_problem(self, width: int, height: int) -> str:
+        """Return what is wrong with an image of this size; empty: nothing."""
+        if width * height <= self.max_image_pixels:
+            return ""
+        return (
+            f"{width} x {height} pixels, one image may have {self.max_image_pixels}; send a smaller"
+            f" one, or start the server with max_image_pixels={width * height}"
+        )
 
 
 class ServerInfo(WireMessage):
@@ -208,9 +207,9 @@ class ServerInfo(WireMessage):
 
 class ErrorKind(StrEnum):
     ROLLOUT = "rollout"
-    """A RolloutError of the engine, with actor and phase."""
+    """A RolloutError of the engine."""
     WEIGHT_SYNC = "weight_sync"
-    """A WeightSyncError of the engine, with all its fields."""
+    """A WeightSyncError of the engine."""
     REFUSED = "refused"
     """The caller's to mend."""
     FAILED = "failed"

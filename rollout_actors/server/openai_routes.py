@@ -4,10 +4,8 @@
     POST /v1/chat/completions
     POST /v1/completions
 
-vLLM's code answers (`rollout_actors.server.vllm_openai`). Here its answers get `X-Weight-Version`
-in the header and `weight_version` in the body, and calls are refused as on the other routes: 409
-while a weight sync is under way or was not completed, and when new weights arrive before the
-answer does.
+vLLM's code answers (`rollout_actors.server.vllm_openai`). Here its answers get the version of the
+weights, and calls are refused as on the other routes (docs/serve.md).
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from PIL import Image
 
 from rollout_actors.engine.sampling import decode_image, open_image
 from rollout_actors.server.calls import read_body, while_there
+from rollout_actors.server.messages import CallLimits
 from rollout_actors.server.service import Admission, RefusalError, RolloutService
 
 PREFIX = "/v1/"
@@ -82,7 +81,7 @@ class OpenAIRoutes:
         admission = self._service.admit()
         limits = self._service.limits
         body = await read_body(request, limits.max_request_bytes)
-        call = await asyncio.to_thread(_read_call, body, limits.max_image_pixels)
+        call = await asyncio.to_thread(_read_call, body, limits)
         number = _num_sequences(call)
         if number > limits.max_requests:
             why = f"the call asks for {number} answers, one call may ask for {limits.max_requests}"
@@ -120,7 +119,7 @@ def _response(answer: OpenAIAnswer, version: int) -> Response:
     return JSONResponse(content, answer.status, headers={VERSION_HEADER: str(version)})
 
 
-def _read_call(body: bytes, max_image_pixels: int) -> dict[str, Any]:
+def _read_call(body: bytes, limits: CallLimits) -> dict[str, Any]:
     """Read a call, with its images as the learner sees them. Raises RefusalError."""
 
     def refuse(constant: str) -> None:
@@ -140,15 +139,13 @@ def _read_call(body: bytes, max_image_pixels: int) -> dict[str, Any]:
         if url[:5].lower() != "data:":
             why = f"messages: name {url[:100]!r}, and this server fetches nothing"
             raise RefusalError(403, f"{why}; send images as data:image/png;base64,...")
-        holder[name] = _as_learner_sees(url, max_image_pixels)
+        holder[name] = _as_learner_sees(url, limits)
     return call
 
 
 def _addresses(conversation: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each mapping in the messages' parts that holds an address, with the key of it.
-
-    Messages of another form have none, and are vLLM's to refuse.
-    """
+    """Yield each mapping in the messages' parts that holds an address, with the key of it."""
+    # Messages of another form are vLLM's to refuse.
     for message in conversation if isinstance(conversation, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():
@@ -158,13 +155,12 @@ def _addresses(conversation: Any) -> Iterator[tuple[dict[str, Any], str]]:
                     yield from ((holder, name) for name in names)
 
 
-def _as_learner_sees(url: str, max_image_pixels: int) -> str:
+def _as_learner_sees(url: str, limits: CallLimits) -> str:
     """Return the address of a picture whose pixels are the same to vLLM and to the learner.
-
-    Only pictures of more than 8 bits change; what is no picture is left to vLLM.
 
     Raises RefusalError for one that is too large, by its header alone, or cannot be shown.
     """
+    # Only pictures of more than 8 bits change; what is no picture is left to vLLM.
     head, _, body = url.partition(",")
     try:
         data = base64.b64decode(body) if head.lower().endswith(";base64") else b""
@@ -176,13 +172,8 @@ def _as_learner_sees(url: str, max_image_pixels: int) -> str:
             why = f"messages: an image is too large ({error}); send a smaller one"
             raise RefusalError(400, why) from error
         return url
-    width, height = image.size
-    if width * height > max_image_pixels:
-        raise RefusalError(
-            400,
-            f"messages: an image has {width} x {height} pixels, one may have {max_image_pixels};"
-            f" send a smaller one, or start the server with max_image_pixels={width * height}",
-        )
+    if problem := limits.pixel_problem(*image.size):
+        raise RefusalError(400, f"messages: an image has {problem}")
     if image.mode[0] not in DEEP_MODES:
         return url
     try:
@@ -197,9 +188,7 @@ def _as_learner_sees(url: str, max_image_pixels: int) -> str:
 def _num_sequences(call: Mapping[str, Any]) -> int:
     """Count the answers that a call asks for: its prompts times `n`."""
     prompt = call.get("prompt")
-    number = call.get("n")
-    if number is None:
-        number = 1
+    number = 1 if call.get("n") is None else call["n"]
     if not isinstance(number, int) or isinstance(number, bool):
         # vLLM would read "3" and 3.0 as numbers.
         raise RefusalError(400, f"n: must be a whole number, got {number!r}")

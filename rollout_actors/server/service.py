@@ -36,7 +36,7 @@ MAX_INT = 2**31 - 1
 MAX_SEED = 2**63 - 1
 """Largest seed of vLLM, which takes -1 for none at all."""
 MAX_PROBLEMS = 20
-"""Most problems of one call that its answer tells."""
+"""Most problems that an answer tells."""
 OWN_SERVERS = "give every run servers of its own"
 
 
@@ -53,9 +53,8 @@ class RefusalError(Exception):
 class SyncState:
     """The phase of a sync that may come next, and the run whose weights are served.
 
-    Every phase goes through `enter` and, if it ends well, `finish`. `pause` may always come, with
-    an offer; any other phase only when it is due, for the version of the offer. While a phase
-    runs, and after it failed, only `pause` is due.
+    Every phase goes through `enter` and, if it ends well, `finish`. `pause` may always come, any
+    other phase only when it is due. While a phase runs, and after it failed, only `pause` is due.
 
     Example:
         pause -> due: rendezvous -> wire -> verify -> reset -> canary -> due: pause, run: the caller
@@ -64,9 +63,9 @@ class SyncState:
     run: str | None = None
     """Run whose weights the engine serves; None: nobody in particular's."""
     syncing: str | None = None
-    """Run of the sync under way, or of the last one; None: nobody in particular's."""
+    """Run of the sync under way, or of the last one."""
     offer: WeightOffer | None = None
-    """Offer of the sync under way, or of the last one; None: there was none."""
+    """Its offer; None: there was no sync."""
     due: SyncPhase = SyncPhase.PAUSE
 
     def enter(self, phase: SyncPhase, call: messages.SyncCall) -> SyncState:
@@ -77,18 +76,15 @@ class SyncState:
             if offer is None:
                 raise RefusalError(400, f"offer: is null; phase {phase} begins a sync, send it")
             return replace(self, syncing=call.run, offer=offer, due=SyncPhase.PAUSE)
-        is_others = None not in (self.syncing, call.run) and self.syncing != call.run
-        if is_others and self.due is not SyncPhase.PAUSE:
+        if _differ(self.syncing, call.run) and self.due is not SyncPhase.PAUSE:
             raise RefusalError(409, f"{name}: another run's sync is under way; {OWN_SERVERS}")
         if self.offer is None or (phase, call.version) != (self.due, self.offer.version):
             expected = str(SyncPhase.PAUSE)
             if self.offer is not None and self.due is not SyncPhase.PAUSE:
                 expected = f"{self.due} of version {self.offer.version}"
-            raise RefusalError(
-                409,
-                f"{name} is out of turn, the server waits for {expected}; begin with"
-                f" {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}",
-            )
+            order = f"begin with {SyncPhase.PAUSE} and keep the order {', '.join(PHASES)}"
+            why = f"{name} is out of turn, the server waits for {expected}"
+            raise RefusalError(409, f"{why}; {order}")
         return replace(self, offer=offer or self.offer, due=SyncPhase.PAUSE)
 
     def finish(self, phase: SyncPhase) -> SyncState:
@@ -96,6 +92,10 @@ class SyncState:
         if phase is PHASES[-1]:
             return replace(self, due=SyncPhase.PAUSE, run=self.syncing)
         return replace(self, due=PHASES[PHASES.index(phase) + 1])
+
+
+def _differ(run: str | None, other: str | None) -> bool:
+    return None not in (run, other) and run != other
 
 
 def request_problems(
@@ -141,10 +141,8 @@ def _problems(
         if wrong := [token_id for token_id in token_ids if not 0 <= token_id <= MAX_INT]:
             yield f"{key}: has {wrong[0]}, which is no token; send ids of the model's tokenizer"
     if decode.mode is DecodeMode.BEAM:
-        yield (
-            "decode.mode: 'beam' is not served; send greedy or sample, or decode beams with hf or"
-            " colocate"
-        )
+        remedy = "send greedy or sample, or decode beams with hf or colocate"
+        yield f"decode.mode: 'beam' is not served; {remedy}"
     if not 0 < decode.top_p <= 1:
         yield f"decode.top_p: is {decode.top_p}; send a value within (0, 1]"
     least, most = REPETITION_PENALTIES
@@ -167,35 +165,29 @@ class Admission:
     version: int
     """Weight version at that time."""
     check: Callable[[], None]
-    """Raises RefusalError where the engine has died, or other weights have begun to arrive.
-
-    A call without an answer would then get one of those weights, verified or not.
-    """
+    """Raises RefusalError where the engine has died, or other weights have begun to arrive."""
 
 
 class ServedEngine(RolloutEngine, Protocol):
     """An engine that reports its progress, and takes the repeat guard's rule from any caller."""
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Guard what begins from now on by these settings; None: not at all.
-
-        Raises RolloutError where it cannot.
-        """
+        """Guard what begins from now on; None: not at all. Raises RolloutError."""
         ...
 
     @property
     def shut(self) -> str:
-        """Reason why it serves no rollouts; empty: it does. May be asked from any thread."""
+        """Reason why it serves no rollouts; empty: it does. For any thread."""
         ...
 
     @property
     def why_dead(self) -> str:
-        """Reason why the engine's process ended, where `is_dead`."""
+        """Reason why the engine's process ended."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled since the start. May be asked from any thread, also of a stuck engine."""
+        """Tokens sampled since the start. For any thread, also of a stuck engine."""
         ...
 
 
@@ -230,9 +222,9 @@ class RolloutService:
         self._process = uuid.uuid4().hex
         self._num_running = 0
         self._guard: RepeatTerminateSection | None = None
-        """Rule that guards requests of `infer`; None: not known."""
+        """Rule of the requests of `infer`; None: not known."""
         self._num_guarded = 0
-        """Requests of `infer` under way, all of which are guarded by that rule."""
+        """Requests of `infer` under way, all of that rule."""
         self._guard_turn = asyncio.Lock()
         self._num_arrivals = 0
         """Times that weights arrived, completely or not."""
@@ -253,7 +245,6 @@ class RolloutService:
 
     @property
     def is_up(self) -> bool:
-        """True once the engine has started."""
         return self._world_size is not None
 
     @property
@@ -287,17 +278,14 @@ class RolloutService:
         )
 
     def admit(self, run: str | None = None, version: int | None = None) -> Admission:
-        """Let in a call of this run that asks for this version.
-
-        Raises:
-            RefusalError: no rollouts are served now, or others than of this run and version.
-        """
+        """Let in a call of this run that asks for this version. Raises RefusalError."""
         self._check_open(run, version)
         arrivals = self._num_arrivals
         held = self.version
 
         def check() -> None:
             assert self.world_size
+            # A call without an answer would get one of the new weights, verified or not.
             if self._num_arrivals != arrivals:
                 why = f"was given other weights than version {held} before it had answered"
                 raise RefusalError(409, f"{self._name} {why}; ask again")
@@ -314,10 +302,7 @@ class RolloutService:
             self._num_running -= number
 
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
-        """Generate rollouts. Raises RefusalError, and what the engine raises.
-
-        Cancelling it aborts its requests.
-        """
+        """Generate rollouts; cancelling aborts them. Raises RefusalError, and as the engine."""
         admission = self.admit(call.run, call.version)
         problems = list(request_problems(call.requests, self._settings, self._image_token_id))
         if len(call.requests) > self.limits.max_requests:
@@ -367,10 +352,7 @@ class RolloutService:
         return report
 
     async def _guard_by(self, rule: RepeatTerminateSection) -> None:
-        """Set the engine's guard to a call's rule.
-
-        Raises RefusalError while it answers calls with another one.
-        """
+        """Set the engine's guard to a call's rule. Raises RefusalError under another one."""
         async with self._guard_turn:
             if rule == self._guard:
                 return
@@ -386,15 +368,12 @@ class RolloutService:
         if shut := self._engine.shut:
             raise RefusalError(409, f"{self._name} serves no rollouts: {shut}; complete a sync")
         held = f"{self._name} holds version {self.version}"
-        if None not in (self._sync.run, run) and self._sync.run != run:
+        if _differ(self._sync.run, run):
             why = f"{held} of another run's weights; sync first, and {OWN_SERVERS}"
             raise RefusalError(409, why)
         if version is not None and version != self.version:
-            raise RefusalError(
-                409,
-                f"{held} of the weights, not {version}: if it was started again, start the run"
-                " again, too, from its last checkpoint",
-            )
+            remedy = "if it was started again, start the run again, too, from its last checkpoint"
+            raise RefusalError(409, f"{held} of the weights, not {version}: {remedy}")
 
     def _with_image_data(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         loaded = []
@@ -417,13 +396,8 @@ class RolloutService:
         except ValueError as error:
             message = f"{path}: is no image that can be read ({error}); send PNG, JPEG or WebP"
             raise RefusalError(400, message) from error
-        if width * height > self.limits.max_image_pixels:
-            raise RefusalError(
-                413,
-                f"{path}: of sample {sample_id} has {width} x {height} pixels, one image may have"
-                f" {self.limits.max_image_pixels}; send a smaller one, or start the server with"
-                f" max_image_pixels={width * height}",
-            )
+        if problem := self.limits.pixel_problem(width, height):
+            raise RefusalError(413, f"{path}: of sample {sample_id} has {problem}")
 
     def _read_file(self, image: ImageRef, path: str) -> ImageRef:
         root = self._image_root

@@ -1,8 +1,4 @@
-"""vLLM's own code for the OpenAI API over one of our engines.
-
-Protocol, chat templates, tool parsers, limits and errors are vLLM's, and none of it is written here
-again.
-"""
+"""vLLM's own code for the OpenAI API over one of our engines: all of the protocol is vLLM's."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ from shared.errors import ConfigError
 from shared.rollouts import REPETITION_PENALTIES
 
 MAX_PROBLEMS = 10
-"""Most problems of one call that its answer tells."""
+"""Most problems that an answer tells."""
 OVERLONG = "context_length_exceeded"
 UNKNOWN_MODEL = "model_not_found"
 """OpenAI's codes, by which its callers tell what is wrong. Other errors keep vLLM's, the status."""
@@ -94,14 +90,11 @@ class VllmOpenAI:
     def from_engine(
         cls, engine: VllmEngine, names: Sequence[str], *, tool_call_parser: str | None
     ) -> VllmOpenAI:
-        """Make vLLM's parts over a started engine.
+        """Make vLLM's parts over a started engine; answers say the first of the model's names.
 
         Args:
-            names: names of the model for callers; answers say the first.
             tool_call_parser: vLLM's name of what reads tool calls from the model's text; None: they
                 stay text, and calls that bring tools are refused.
-
-        Raises what vLLM raises where the model's tokenizer does not suit the parser.
         """
         client = cast("EngineClient", GuardedClient(engine))
         paths = [BaseModelPath(name=name, model_path=engine.model_path) for name in names]
@@ -125,10 +118,7 @@ class VllmOpenAI:
         return cls(models, chat, completion, grammars, reads_tool_calls=reads_tool_calls)
 
     async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
-        """Answer a call, also one that is wrong.
-
-        Raises RefusalError where a sync has begun, and EngineDeadError.
-        """
+        """Answer a call, also one that is wrong. Raises RefusalError and EngineDeadError."""
         try:
             answer = await self._answer(route, call)
         except (RefusalError, EngineDeadError):
@@ -212,9 +202,7 @@ def _unknown_fields(route: OpenAIRoute, call: Mapping[str, Any]) -> list[str]:
     """Return fields that neither vLLM nor OpenAI knows, each with the one that may be meant."""
     known = set(OPENAI_FORMS[route].__annotations__)
     for field, info in FORMS[route].model_fields.items():
-        known.add(field)
-        if info.alias is not None:
-            known.add(info.alias)
+        known |= {field, info.alias or field}
     unknown = []
     for name in [name for name in call if name not in known][:MAX_PROBLEMS]:
         near = get_close_matches(name, sorted(known), n=1)
@@ -241,10 +229,7 @@ def _error_code(answer: ErrorResponse, call: Mapping[str, Any]) -> str | int:
 
 
 class GuardedClient:
-    """An `EngineClient` as far as vLLM's serving code needs one.
-
-    It adds to the engine's own the adapter that is served, the refusals, and the count of tokens.
-    """
+    """An `EngineClient`, as far as vLLM's serving code needs one, that refuses calls and counts."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine

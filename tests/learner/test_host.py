@@ -17,7 +17,7 @@ from learner_support import finish_step, half_right, make_learner
 from learner.actor import EngineHost
 from learner.learner import Learner
 from learner.model.offload import offloaded
-from rollout_actors.backends.hf import HFBackendSpec
+from rollout_actors.backends.hf import HFBackend
 from shared.config import RunConfig
 from shared.errors import ConfigError, RolloutError
 from shared.protocols import BackendHost
@@ -145,7 +145,7 @@ def test_a_learner_that_is_told_to_stop_leaves_the_round_that_it_generates_itsel
 ) -> None:
     """Else the weights, which are saved by the same thread, would wait for the longest response."""
     config, learner = run
-    backend = HFBackendSpec(3)(EngineHost(config, learner))
+    backend = HFBackend(EngineHost(config, learner), decode_batch_size=3)
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
     requests = with_pictures(learner.next_requests(plan))
     learner.stop()
@@ -161,7 +161,7 @@ def test_a_learner_learns_from_its_own_rollouts(run: tuple[RunConfig, Learner]) 
     """Prompts, versions and log-probabilities are compared on the way, as those of any engine
     are."""
     config, learner = run
-    backend = HFBackendSpec(3)(EngineHost(config, learner))
+    backend = HFBackend(EngineHost(config, learner), decode_batch_size=3)
     plan = next(plan for plan in RunSchedule(config).plans() if plan.channel == "B")
     rollouts = backend.generate(with_pictures(learner.next_requests(plan)))
     assert {rollout.actor for rollout in rollouts} == {"learner"}

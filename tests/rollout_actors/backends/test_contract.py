@@ -38,7 +38,7 @@ from launch.runtime.rollout_client import RolloutClient
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec
-from rollout_actors.backends.hf import HFBackend, HFBackendSpec
+from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.backends.scripted import ScriptedBackend
 from rollout_actors.backends.stock_server import StockClient
@@ -78,7 +78,7 @@ def hf(learner, folder):
     hook = learner.model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    backend = HFBackendSpec(BATCH, GUARD)(ModelHost(learner, "hf"))
+    backend = HFBackend(ModelHost(learner, "hf"), decode_batch_size=BATCH, repeat_guard=GUARD)
     yield UnderTest(
         "hf", backend, learner, is_engine=False, take_rows=partial(taken, rows), guard=GUARD
     )
@@ -437,9 +437,7 @@ def test_the_guard_ends_one_sequence_and_not_its_neighbours(under):
     under.forget()
     under.sync()  # the checkpoint's own weights repeat themselves now and then
     requests = requests_of(under, range(8), max_new_tokens=16)
-    unguarded = HFBackend(ModelHost(under.learner), "unguarded", decode_batch_size=8).generate(
-        requests
-    )
+    unguarded = HFBackend(ModelHost(under.learner), decode_batch_size=8).generate(requests)
     num_ended = 0
     for free, rollout in zip(unguarded, under.backend.generate(requests), strict=True):
         end = RepeatRule(under.guard).first_repetition(free.response_token_ids)

@@ -34,7 +34,7 @@ def learner(learner):
 
 
 def make_backend(learner, decode_batch_size=4):
-    return HFBackend(ModelHost(learner), "hf", decode_batch_size=decode_batch_size)
+    return HFBackend(ModelHost(learner, "hf"), decode_batch_size=decode_batch_size)
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_an_image_without_a_placeholder_is_refused_by_sample(learner, backend):
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner, num_beams):
     host = ModelHost(learner)
-    backend = HFBackend(host, "hf", decode_batch_size=4)
+    backend = HFBackend(host, decode_batch_size=4)
     request = learner.request(0, max_new_tokens=12)
     if num_beams > 1:
         request = beams(request, num_beams)

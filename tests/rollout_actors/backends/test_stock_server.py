@@ -124,10 +124,7 @@ class TestStart:
         [
             ({"model_config.dtype": "torch.bfloat16"}, "--dtype float32"),
             ({"model_config.max_model_len": 32}, "--max-model-len 64"),
-            (
-                {"model_config.logprobs_mode": "raw_logprobs"},
-                "--logprobs-mode processed_logprobs",
-            ),
+            ({"model_config.logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
             ({"model_config.multimodal_config": None}, "--limit-mm-per-prompt"),
             ({"scheduler_config.max_num_seqs": 4}, "--max-num-seqs 8"),
             ({"parallel_config.data_parallel_size": 2}, "--data-parallel-size 1"),

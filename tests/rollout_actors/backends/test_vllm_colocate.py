@@ -17,10 +17,7 @@ from engine_support import TEST_MODULES, TIMEOUTS
 
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
-from rollout_actors.backends.colocate import (
-    ColocatedSpec,
-    colocate_tensor_parallel,
-)
+from rollout_actors.backends.colocate import ColocatedSpec, colocate_tensor_parallel
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.engine import warm_python
 from shared.errors import ConfigError, RolloutError, WeightSyncError
@@ -130,7 +127,7 @@ def test_the_best_beam_is_that_of_transformers(synced, learner, host):
         replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=3))
         for request in requests
     ]
-    by_transformers = HFBackend(host, "hf", decode_batch_size=12).generate(requests)
+    by_transformers = HFBackend(host, decode_batch_size=12).generate(requests)
     for rollout, expected in zip(synced.generate(requests), by_transformers, strict=True):
         assert (rollout.response_token_ids, rollout.prompt_token_ids, rollout.seed) == (
             expected.response_token_ids,

@@ -62,7 +62,7 @@ offers = built(
     terms=built(AdapterOffer, files=built(AdapterFiles)),
     canary=probes.map(lambda probe: replace(probe, base_logprobs=probe.expected_logprobs[::-1])),
 )
-sizes = st.floats(min_value=0, allow_nan=False)
+sizes = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 noises = st.builds(Differences, mean=sizes, largest=sizes)
 reports = built(SyncReport, canary_noise=st.none() | noises)
 

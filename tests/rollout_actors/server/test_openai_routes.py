@@ -255,7 +255,7 @@ def picture(mode, pixels, kind):
     ("data", "words"),
     [
         (image_bomb(), "an image is too large (Image size (900000000 pixels)"),
-        (make_png(100, 101), "an image has 100 x 101 pixels, one may have 10000"),
+        (make_png(100, 101), "an image has 100 x 101 pixels, one image may have 10000"),
         (
             picture("F", bytes(8), "TIFF"),
             "an image cannot be shown: its pixels are floating-point numbers",

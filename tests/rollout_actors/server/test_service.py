@@ -8,14 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_server import (
-    ObedientEngine,
-    image_bomb,
-    make_offer,
-    make_png,
-    make_request,
-    make_service,
-)
+from fake_server import ObedientEngine, image_bomb, make_offer, make_png, make_request, make_service
 
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.messages import InferCall, SyncCall
