@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from scripted_client import Answer, Call, chat_response
 
 
 @dataclass
@@ -40,10 +41,8 @@ class FakeOpenAI:
 
         @app.middleware("http")
         async def check(request: Request, call_next: Any) -> Any:
-            if (
-                self.key is not None
-                and request.headers.get("authorization") != f"Bearer {self.key}"
-            ):
+            key = request.headers.get("authorization")
+            if self.key is not None and key != f"Bearer {self.key}":
                 return JSONResponse({"error": {"message": "wrong key"}}, 401)
             return await call_next(request)
 
@@ -59,13 +58,8 @@ class FakeOpenAI:
     def list(self) -> Any:
         if self.models is None:
             return JSONResponse({"error": {"message": "there is no such thing"}}, 404)
-        return {
-            "object": "list",
-            "data": [
-                {"id": name, "object": "model", "created": 0, "owned_by": "nobody"}
-                for name in self.models
-            ],
-        }
+        model = {"object": "model", "created": 0, "owned_by": "nobody"}
+        return {"object": "list", "data": [{"id": name} | model for name in self.models]}
 
     async def chat(self, request: Request) -> Any:
         body = await request.json()
@@ -87,45 +81,20 @@ class FakeOpenAI:
         await asyncio.sleep(self.delay_s)
         if self.answers is not None and number > self.answers:
             await asyncio.Event().wait()
-        other = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}.get(
-            self.limit or ""
-        )
+        names = ["max_tokens", "max_completion_tokens"]
+        other = names[1 - names.index(self.limit)] if self.limit else None
         if other in body:
             text = (
                 f"Unsupported parameter: '{other}' is not supported with this model. Use"
                 f" '{self.limit}' instead."
             )
-            error = {
-                "message": text,
-                "type": "invalid_request_error",
-                "param": other,
-                "code": "unsupported_parameter",
-            }
-            return JSONResponse({"error": error}, 400)
-        said = self.reply(body["messages"][-1]["content"])
-        if isinstance(said, int):
-            return JSONResponse({"error": {"message": f"refused with {said}"}}, said)
-        choice: dict[str, Any] = {
-            "index": 0,
-            "finish_reason": "stop",
-            "message": {"role": "assistant", "content": said},
-            "logprobs": None,
-        }
-        made: dict[str, Any] = {
-            "id": "a",
-            "object": "chat.completion",
-            "created": 0,
-            "model": body["model"],
-            "choices": [choice],
-        }
-        if self.counts_tokens:
-            made["usage"] = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
-        if body.get("return_token_ids"):
-            made["prompt_token_ids"], choice["token_ids"] = [1, 2], [3, 4]
-            choice["logprobs"] = {
-                "content": [
-                    {"token": f"token_id:{token}", "logprob": -0.5, "top_logprobs": []}
-                    for token in (3, 4)
-                ]
-            }
-        return made
+            return JSONResponse({"error": {"message": text}}, 400)
+        reply = self.reply(body["messages"][-1]["content"])
+        if isinstance(reply, int):
+            return JSONResponse({"error": {"message": f"refused with {reply}"}}, reply)
+        usage = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
+        fields = {"usage": usage} if self.counts_tokens else {}
+        answer = Answer(reply, prompt_ids=[1, 2], completion_ids=[3, 4], fields=fields)
+        call = Call(number, body["model"], body["messages"], {})
+        returns_tokens = bool(body.get("return_token_ids"))
+        return chat_response(call, answer, returns_tokens).model_dump()

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollout_support import make_rollout
+
 from rollout_actors.environments.chat.template import ChatTemplate
 from rollout_actors.environments.clients.conversation import Conversation, ConversationSettings
 from rollout_actors.environments.clients.engine import EngineClient
@@ -84,7 +86,8 @@ class ScriptedEngines:
         *,
         number: int = 1,
     ) -> None:
-        self._script, self._number = script, number
+        self._script = script
+        self._number = number
         self.requests: list[tuple[int, RolloutRequest]] = []
         """With the engine of each."""
         self.num_under_way = [0] * number
@@ -103,11 +106,8 @@ class ScriptedEngines:
         self.num_under_way[engine] += 1
         self.most_under_way[engine] = max(self.most_under_way[engine], self.num_under_way[engine])
         try:
-            says = (
-                self._script(request)
-                if callable(self._script)
-                else self._script[len(self.requests) - 1]
-            )
+            script = self._script
+            says = script(request) if callable(script) else script[len(self.requests) - 1]
             if isinstance(says, BaseException):
                 raise says
             await asyncio.sleep(says.delay_s)
@@ -120,37 +120,38 @@ class ScriptedEngines:
 
 
 def rollout_of(request: RolloutRequest, says: Says, engine: int = 0) -> Rollout:
-    """The log-probability of the token at place i is -(i + 1) / 8."""
-    kept, reason = tuple(says.token_ids), says.finish_reason
-    if len(kept) + (reason is not FinishReason.LENGTH) > request.decode.max_new_tokens:
-        kept, reason = kept[: request.decode.max_new_tokens], FinishReason.LENGTH
+    """Answer a request. The log-probability of token i is -(i + 1) / 8."""
+    decode = request.decode
+    kept = tuple(says.token_ids)
+    reason = says.finish_reason
+    if len(kept) + (reason is not FinishReason.LENGTH) > decode.max_new_tokens:
+        kept = kept[: decode.max_new_tokens]
+        reason = FinishReason.LENGTH
     is_forced = reason is FinishReason.REPETITION
     logprobs = tuple(-(i + 1) / 8 for i in range(len(kept) + 1))
     stops = reason is not FinishReason.LENGTH
-    returns = request.decode.return_logprobs
-    return Rollout(
+    has_stop_logprob = stops and decode.return_logprobs and not is_forced
+    return make_rollout(
+        kept,
         step=request.step,
         position=request.position,
         sample_id=request.sample_id,
         prompt_token_ids=request.prompt_token_ids,
-        response_token_ids=kept,
-        stop_token_id=request.decode.stop_token_ids[0] if stops else None,
-        logprobs=logprobs[:-1] if returns else None,
-        stop_token_logprob=logprobs[-1] if stops and returns and not is_forced else None,
+        stop_token_id=decode.stop_token_ids[0] if stops else None,
+        logprobs=logprobs[:-1] if decode.return_logprobs else None,
+        stop_token_logprob=logprobs[-1] if has_stop_logprob else None,
         finish_reason=reason,
         forced_positions=(len(kept),) if is_forced else (),
         weight_version=says.version,
         actor=f"actor-{engine}",
-        attempt=0,
         seed=request.seed,
-        generate_s=0.0,
     )
 
 
-def state_at(position: int | None = 0, **fields: Any) -> State:
-    """As a rollout begins; None: it does not know its place."""
-    place = {} if position is None else {"position": position}
-    return State(input={"prompt": [], "example_id": 40, "task": "default", **place}, **fields)
+def state_at(position: int | None = 0) -> State:
+    """Make a rollout's state as it begins; None: it does not know its position."""
+    row = {"prompt": [], "example_id": 40, "task": "default"}
+    return State(input=row if position is None else row | {"position": position})
 
 
 def client_over(
@@ -162,10 +163,10 @@ def client_over(
     tool_calls: Any = None,
     **changes: Any,
 ) -> EngineClient:
-    """Of run seed 7 and step 3."""
-    settings = ConversationSettings(
-        ChatTemplate(tokenizer), decode or decode_settings(tokenizer), max_model_len, tool_calls
-    )
+    """Make a client of run seed 7 and step 3."""
+    template = ChatTemplate(tokenizer)
+    decode = decode or decode_settings(tokenizer)
+    settings = ConversationSettings(template, decode, max_model_len, tool_calls)
     return EngineClient(engines, settings, 7, 3, **changes)
 
 
@@ -175,7 +176,6 @@ def conversation_over(engines: Any, tokenizer: Any, **changes: Any) -> Conversat
 
 
 def ask(conversation: Any, messages: list[Any], **arguments: Any) -> Any:
-    """One call, in an event loop of its own."""
-    return asyncio.run(
-        conversation.chat.completions.create(model="m", messages=messages, **arguments)
-    )
+    """Make one call, in an event loop of its own."""
+    create = conversation.chat.completions.create
+    return asyncio.run(create(model="m", messages=messages, **arguments))
