@@ -25,14 +25,17 @@ class FakeActor:
     """
 
     def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
-        self._name, self._phase, self._trouble = name, phase, trouble
+        self._name = name
+        self._phase = phase
+        self._trouble = trouble
         self._woken = asyncio.Event()
 
     async def become(self, phase: str = "", trouble: str = "") -> None:
         """For the next test. Whoever sleeps wakes up."""
         self._woken.set()
         self._woken = asyncio.Event()
-        self._phase, self._trouble = phase, trouble
+        self._phase = phase
+        self._trouble = trouble
 
     async def start(self) -> tuple[int, str]:
         await self._reach("start")
@@ -47,12 +50,10 @@ class FakeActor:
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         await self._reach(phase)
+        if phase is not SyncPhase.CANARY:
+            return None
         seconds = {"actor-0": 1.0, "actor-1": 2.0}[self._name]
-        return (
-            SyncReport(offer.version, 10, {"wire": seconds}, canary_max_abs=seconds * 1e-6)
-            if phase is SyncPhase.CANARY
-            else None
-        )
+        return SyncReport(offer.version, 10, {"wire": seconds}, canary_max_abs=seconds * 1e-6)
 
     async def close(self) -> None:
         await self._reach("close")
@@ -72,11 +73,8 @@ class FakeActor:
             case "surprise":
                 raise OSError("nobody thought of this")
             case "lose peer":
-                raise WeightSyncError(
-                    "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
-                    actor=self._name,
-                    phase=phase,
-                )
+                message = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+                raise WeightSyncError(message, actor=self._name, phase=phase)
             case "fail late":
                 await asyncio.sleep(0.3)
                 raise WeightSyncError("told to fail", actor=self._name, phase=phase)
@@ -91,7 +89,8 @@ class FakeActor:
 class EchoEngine:
     """Answers with what it is asked."""
 
-    process, is_dead = "", False
+    process = ""
+    is_dead = False
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         return list(requests)
@@ -108,5 +107,5 @@ class Sender:
 
 
 def create_fake_actor(name: str, phase: str = "", trouble: str = "") -> Any:
-    """Of a process of its own."""
+    """Start the actor in a process of its own."""
     return ray.remote(FakeActor).options(num_cpus=0).remote(name, phase, trouble)

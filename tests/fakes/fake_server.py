@@ -49,16 +49,7 @@ from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import Device, TransportKind
 
 DECODE = DecodeSettings(
-    DecodeMode.SAMPLE,
-    1.0,
-    1.0,
-    -1,
-    1.0,
-    4,
-    1,
-    stop_token_ids=(9,),
-    banned_token_ids=(),
-    return_logprobs=True,
+    DecodeMode.SAMPLE, 1.0, 1.0, -1, 1.0, 4, 1, (9,), banned_token_ids=(), return_logprobs=True
 )
 
 
@@ -71,13 +62,9 @@ def make_png(width: int = 2, height: int = 2) -> bytes:
 def image_bomb() -> bytes:
     """A PNG file of a hundred bytes whose header says that it is 30,000 pixels wide and high."""
     head = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + struct.pack(">I", 13)
-        + head
-        + struct.pack(">I", zlib.crc32(head))
-        + make_png()[33:]
-    )
+    checksum = struct.pack(">I", zlib.crc32(head))
+    sound = make_png()
+    return sound[:12] + head + checksum + sound[33:]
 
 
 def make_request(position: int, **changes: Any) -> RolloutRequest:
@@ -94,12 +81,8 @@ def make_offer(
     )
     terms = FullOffer(groups, timeout_s, 1 << 20, (TensorSpec("a.weight", "float32", (2, 3), 24),))
     image = ImageRef(None, b"\x89PNG\xff\x00", "ab")
-    return WeightOffer(
-        version,
-        "rollmatch_gloo",
-        terms,
-        CanaryProbe((1, 2), (image,), (1, 2, 3), (-0.1, float("-inf")), 1e-4),
-    )
+    probe = CanaryProbe((1, 2), (image,), (1, 2, 3), (-0.1, float("-inf")), 1e-4)
+    return WeightOffer(version, "rollmatch_gloo", terms, probe)
 
 
 class ObedientEngine:
@@ -112,7 +95,8 @@ class ObedientEngine:
     """
 
     def __init__(self, *, devices: int = 1, latency_s: float = 0.0) -> None:
-        self.devices, self.latency_s = devices, latency_s
+        self.devices = devices
+        self.latency_s = latency_s
         self.goes_on = threading.Event()
         self.num_stuck = 0
         self.meets = 0
@@ -165,7 +149,8 @@ class ObedientEngine:
         await self._serve()
         if phase is not SyncPhase.CANARY:
             return None
-        self.version, self.shut = offer.version, ""
+        self.version = offer.version
+        self.shut = ""
         return SyncReport(offer.version, 24, {"pause": 0.1, "wire": 0.2}, 1e-6)
 
     def close(self) -> None:
@@ -179,9 +164,9 @@ class ObedientEngine:
         if self.trouble and (trouble := self.trouble.pop(0)) is not None:
             raise trouble
         await asyncio.sleep(0)
-        while (
-            time.monotonic() < until_s or self.most_at_a_time < self.meets
-        ) and not self.goes_on.is_set():
+        while not self.goes_on.is_set():
+            if time.monotonic() >= until_s and self.most_at_a_time >= self.meets:
+                break
             await asyncio.sleep(0.01)
 
     def _rollout(self, request: RolloutRequest) -> Rollout:
@@ -230,14 +215,8 @@ def make_service(
     image_root: Path | None = None,
 ) -> RolloutService:
     limits = CallLimits(max_request_bytes, max_requests=8, max_image_pixels=10_000)
-    return RolloutService(
-        engine,
-        name="a-server",
-        model_type="qwen3_vl",
-        settings=expected,
-        limits=limits,
-        image_root=image_root,
-    )
+    names = {"name": "a-server", "model_type": "qwen3_vl"}
+    return RolloutService(engine, **names, settings=expected, limits=limits, image_root=image_root)
 
 
 def make_address(
@@ -248,9 +227,8 @@ def make_address(
     token: str | None = None,
     kind: Literal["rollmatch", "vllm"] = "rollmatch",
 ) -> ServerAddress:
-    return ServerAddress(
-        "rollout_matching.vllm.server.servers[0]", url, timeout_s, infer_timeout_s, kind, token
-    )
+    path = "rollout_matching.vllm.server.servers[0]"
+    return ServerAddress(path, url, timeout_s, infer_timeout_s, kind, token)
 
 
 class QuickServer(uvicorn.Server):
@@ -344,9 +322,8 @@ def asked_and_gone(url: str, body: bytes, is_there: Callable[[], bool]) -> None:
 
     async def ask() -> None:
         async with httpx.AsyncClient(**HERE, timeout=60) as client:
-            asking = asyncio.create_task(
-                client.post(url, content=body, headers={"Content-Type": "application/json"})
-            )
+            headers = {"Content-Type": "application/json"}
+            asking = asyncio.create_task(client.post(url, content=body, headers=headers))
             async with asyncio.timeout(60):
                 while not is_there():
                     assert not asking.done(), "it was answered"

@@ -47,11 +47,9 @@ class StockServer:
         @app.middleware("http")
         async def close(request: Request, call_next: Any) -> Any:
             status = self.closed.get(request.url.path)
-            return (
-                await call_next(request)
-                if status is None
-                else JSONResponse({"error": {"message": "closed"}}, status)
-            )
+            if status is not None:
+                return JSONResponse({"error": {"message": "closed"}}, status)
+            return await call_next(request)
 
         app.get("/health")(lambda: Response())
         app.get("/is_paused")(lambda: {"is_paused": False})
@@ -64,22 +62,21 @@ class StockServer:
         return app
 
     def metrics(self) -> Response:
-        lines = [
-            "# TYPE vllm:generation_tokens_total counter",
-            f'vllm:generation_tokens_total{{engine="0",model_name="a"}} {self.num_tokens}.0',
-        ]
-        return Response(
-            "\n".join(
-                ["vllm:num_requests_running 3.0", *(lines if self.num_tokens is not None else [])]
-            )
-        )
+        lines = ["vllm:num_requests_running 3.0"]
+        if self.num_tokens is not None:
+            name = "vllm:generation_tokens_total"
+            lines.append(f"# TYPE {name} counter")
+            lines.append(f'{name}{{engine="0",model_name="a"}} {self.num_tokens}.0')
+        return Response("\n".join(lines))
 
     def info(self) -> Any:
+        images = {"limit_per_prompt": {"image": {"count": 1}, "video": {"count": 0}}}
         parts: dict[str, Any] = {
             "model_config": {
                 "dtype": "torch.float32",
                 "max_model_len": 64,
                 "logprobs_mode": "processed_logprobs",
+                "multimodal_config": images,
             },
             "scheduler_config": {"max_num_seqs": 8},
             "parallel_config": {
@@ -88,9 +85,6 @@ class StockServer:
                 "worker_extension_cls": "a.Worker",
             },
             "weight_transfer_config": {"backend": "rollmatch_gloo"},
-        }
-        parts["model_config"]["multimodal_config"] = {
-            "limit_per_prompt": {"image": {"count": 1}, "video": {"count": 0}}
         }
         for name, value in self.changes.items():
             part, _, key = name.partition(".")
@@ -114,27 +108,22 @@ class StockServer:
             {"token_id": token_id, "logprob": -token_id / 8, "rank": 1, "top_logprobs": []}
             for token_id in (3, 4, 9)
         ]
-        span = {"version": self.label, "start": 0, "end": 3}
         choice = {
             "index": 0,
             "finish_reason": "stop",
             "stop_reason": 9,
             "token_ids": [3, 4, 9],
             "logprobs": {"content": tokens},
-            "weight_versions": [span],
+            "weight_versions": [{"version": self.label, "start": 0, "end": 3}],
         }
-        scores = [
-            None,
-            *(
-                {str(token_id): {"logprob": -0.5, "rank": 1, "decoded_token": None}}
-                for token_id in expanded[1:]
-            ),
-        ]
-        scored = scores if "prompt_logprobs" in body["sampling_params"] else None
+        scores: list[Any] | None = None
+        if "prompt_logprobs" in body["sampling_params"]:
+            score = {"logprob": -0.5, "rank": 1, "decoded_token": None}
+            scores = [None, *({str(token_id): score} for token_id in expanded[1:])]
         return {
             "request_id": "a",
             "prompt_token_ids": expanded,
-            "prompt_logprobs": scored,
+            "prompt_logprobs": scores,
             "choices": [choice | self.choice],
         }
 
@@ -143,9 +132,8 @@ class StockServer:
         if body.get("method") == "active_guard":
             await asyncio.sleep(self.worker_latency_s)
             return self.workers_guard
-        self.asked.append(
-            (f"/{route}" + (f"?{request.url.query}" if request.url.query else ""), body)
-        )
+        query = f"?{request.url.query}" if request.url.query else ""
+        self.asked.append((f"/{route}{query}", body))
         if route == "update_weight_version":
             self.label = body["new_version"]
         if body.get("method") == "guard_by":
@@ -153,29 +141,17 @@ class StockServer:
             self.guard = body["args"][0] if self.holds_guard else None
             return self.workers_guard
         if body.get("method") == "load_report":
-            return {
-                "results": [
-                    {
-                        "checksums": [5],
-                        "sent": [5],
-                        "missing": [],
-                        "unexpected": [],
-                        "load_s": 0.0,
-                        "verify_s": 0.0,
-                        "logprobs": self.learners,
-                    }
-                ]
-            }
+            names = {"missing": [], "unexpected": []}
+            times = {"load_s": 0.0, "verify_s": 0.0}
+            report = {"checksums": [5], "sent": [5], **names, **times, "logprobs": self.learners}
+            return {"results": [report]}
         return {"results": [None]} if route == "collective_rpc" else {"success": True}
 
     @property
     def workers_guard(self) -> dict[str, Any]:
-        return {
-            "results": [{"runner": "V1", "is_loaded": self.holds_guard, "settings": self.guard}]
-        }
+        guard = {"runner": "V1", "is_loaded": self.holds_guard, "settings": self.guard}
+        return {"results": [guard]}
 
     @property
     def routes(self) -> list[str]:
-        return [
-            route + (f" {body['method']}" if "method" in body else "") for route, body in self.asked
-        ]
+        return [f"{route} {body.get('method', '')}".rstrip() for route, body in self.asked]

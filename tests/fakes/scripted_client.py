@@ -1,9 +1,9 @@
 """An endpoint with the surface of `openai.AsyncOpenAI` that answers by a script, with openai's own
 types and errors, and with tokens when vLLM would.
 
-client = ScriptedClient(["first answer", connection_error(), Answer("third", delay_s=0.1)])   # in
-the order of the calls client = ScriptedClient(lambda call: call.text.upper())
-# or by what was asked; may be async
+Example:
+    `ScriptedClient(["first", connection_error(), Answer("third", delay_s=0.1)])` answers in the
+    order of the calls, `ScriptedClient(lambda call: call.text.upper())` by what was asked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -48,11 +49,8 @@ class Call:
     @property
     def turn(self) -> int:
         """How often the model has spoken in the prompt."""
-        return (
-            0
-            if isinstance(self.prompt, str)
-            else sum(message["role"] == "assistant" for message in self.prompt)
-        )
+        messages = [] if isinstance(self.prompt, str) else self.prompt
+        return sum(message["role"] == "assistant" for message in messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +85,34 @@ class ScriptedClient:
         """
         Args:
             script: answers in the order of the calls (one more is an AssertionError), or a function
-            of the call, which may be asynchronous. An exception is
-                raised; a response of openai's is returned as it is.
-            returns_tokens: token ids and log-probabilities; None: those that the call asks for, as
-            vLLM does.
+                of the call, which may be asynchronous. An exception is raised; a response of
+                openai's is returned as it is.
+            returns_tokens: whether with token ids and log-probabilities; None: with those that the
+                call asks for, as vLLM does.
         """
-        self._script, self._delay_s, self._returns_tokens = script, delay_s, returns_tokens
+        self._script = script
+        self._delay_s = delay_s
+        self._returns_tokens = returns_tokens
         self.calls: list[Call] = []
         self.num_under_way = 0
         self.most_under_way = 0
         self.num_cancelled = 0
-        self.chat = _Chat(_ChatCompletions(self))
-        self.completions = _TextCompletions(self)
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create_chat))
+        self.completions = SimpleNamespace(create=self._create_text)
 
     @property
     def num_calls(self) -> int:
         return len(self.calls)
 
-    async def answer(
+    async def _create_chat(self, *, model: str, messages: Any, **arguments: Any) -> Any:
+        _refuse_unknown(arguments, CHAT_PARAMETERS)
+        return await self._answer(model, messages, arguments, is_chat=True)
+
+    async def _create_text(self, *, model: str, prompt: Any, **arguments: Any) -> Any:
+        _refuse_unknown(arguments, TEXT_PARAMETERS)
+        return await self._answer(model, prompt, arguments, is_chat=False)
+
+    async def _answer(
         self, model: str, prompt: Any, arguments: dict[str, Any], *, is_chat: bool
     ) -> Any:
         call = Call(len(self.calls), model, deepcopy(prompt), deepcopy(arguments))
@@ -125,11 +133,8 @@ class ScriptedClient:
             raise answer
         if not isinstance(answer, Answer):
             return answer
-        return (
-            chat_response(call, answer, self._returns_tokens)
-            if is_chat
-            else text_response(call, answer, self._returns_tokens)
-        )
+        response = chat_response if is_chat else text_response
+        return response(call, answer, self._returns_tokens)
 
     async def _reply(self, call: Call) -> Any:
         if callable(self._script):
@@ -141,29 +146,6 @@ class ScriptedClient:
         return self._script[call.number]
 
 
-@dataclass(frozen=True, slots=True)
-class _ChatCompletions:
-    client: ScriptedClient
-
-    async def create(self, *, model: str, messages: Any, **arguments: Any) -> Any:
-        _refuse_unknown(arguments, CHAT_PARAMETERS)
-        return await self.client.answer(model, messages, arguments, is_chat=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chat:
-    completions: _ChatCompletions
-
-
-@dataclass(frozen=True, slots=True)
-class _TextCompletions:
-    client: ScriptedClient
-
-    async def create(self, *, model: str, prompt: Any, **arguments: Any) -> Any:
-        _refuse_unknown(arguments, TEXT_PARAMETERS)
-        return await self.client.answer(model, prompt, arguments, is_chat=False)
-
-
 def _refuse_unknown(arguments: Mapping[str, Any], known: frozenset[str]) -> None:
     if unknown := sorted(set(arguments) - known):
         raise TypeError(f"create() got an unexpected keyword argument {unknown[0]!r}")
@@ -173,87 +155,69 @@ def _refuse_unknown(arguments: Mapping[str, Any], known: frozenset[str]) -> None
 
 
 def chat_response(call: Call, answer: Answer, returns_tokens: bool | None = None) -> ChatCompletion:
-    """As vLLM answers a chat."""
+    """Answer a chat as vLLM does."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    reason = answer.finish_reason
     if answer.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{call.number}_{place}",
-                "type": "function",
-                "function": {"name": name, "arguments": _as_json(arguments)},
-            }
-            for place, (name, arguments) in enumerate(answer.tool_calls)
-        ]
-    choice: dict[str, Any] = {
-        "index": 0,
-        "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
-        "message": message,
-    }
-    made = {
-        "id": f"chat-{call.number}",
-        "object": "chat.completion",
-        "created": 0,
-        "model": call.model,
-        "choices": [choice],
-    }
+        reason = "tool_calls"
+        message["tool_calls"] = []
+        for index, (name, arguments) in enumerate(answer.tool_calls):
+            function = {"name": name, "arguments": _as_json(arguments)}
+            call_id = f"call_{call.number}_{index}"
+            message["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+    choice = {"index": 0, "finish_reason": reason, "message": message}
+    fields = _fields("chat", call, choice)
     prompt_ids, ids, logprobs = tokens_of(call, answer)
     with_ids, with_logprobs, with_names = _asked(call, returns_tokens)
     if with_ids:
-        made["prompt_token_ids"], choice["token_ids"] = prompt_ids, ids
+        fields["prompt_token_ids"] = prompt_ids
+        choice["token_ids"] = ids
     if with_logprobs:
-        names = [f"token_id:{one}" if with_names else "?" for one in ids] + ["?"] * (
-            len(logprobs) - len(ids)
-        )
-        choice["logprobs"] = {
-            "content": [
-                {"token": name, "logprob": value, "top_logprobs": []}
-                for name, value in zip(names, logprobs, strict=False)
-            ]
-        }
-    return ChatCompletion.construct(**{**made, **answer.fields})
+        names = _names(ids, with_names) + ["?"] * (len(logprobs) - len(ids))
+        content = [
+            {"token": name, "logprob": value, "top_logprobs": []}
+            for name, value in zip(names, logprobs, strict=False)
+        ]
+        choice["logprobs"] = {"content": content}
+    return ChatCompletion.construct(**{**fields, **answer.fields, "object": "chat.completion"})
 
 
 def text_response(call: Call, answer: Answer, returns_tokens: bool | None = None) -> Completion:
-    """As vLLM goes on with a text."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "finish_reason": answer.finish_reason,
-        "text": answer.text or "",
-    }
-    made = {
-        "id": f"text-{call.number}",
-        "object": "text_completion",
-        "created": 0,
-        "model": call.model,
-        "choices": [choice],
-    }
+    """Go on with a text as vLLM does."""
+    choice = {"index": 0, "finish_reason": answer.finish_reason, "text": answer.text or ""}
     prompt_ids, ids, logprobs = tokens_of(call, answer)
     with_ids, with_logprobs, with_names = _asked(call, returns_tokens)
     if with_ids:
-        choice["prompt_token_ids"], choice["token_ids"] = prompt_ids, ids
+        choice["prompt_token_ids"] = prompt_ids
+        choice["token_ids"] = ids
     if with_logprobs:
-        choice["logprobs"] = {
-            "tokens": [f"token_id:{one}" if with_names else "?" for one in ids],
-            "token_logprobs": logprobs,
-        }
-    return Completion.construct(**{**made, **answer.fields})
+        choice["logprobs"] = {"tokens": _names(ids, with_names), "token_logprobs": logprobs}
+    fields = _fields("text", call, choice)
+    return Completion.construct(**{**fields, **answer.fields, "object": "text_completion"})
+
+
+def _fields(kind: str, call: Call, choice: dict[str, Any]) -> dict[str, Any]:
+    return {"id": f"{kind}-{call.number}", "created": 0, "model": call.model, "choices": [choice]}
+
+
+def _names(ids: Sequence[int], with_names: bool) -> list[str]:
+    return [f"token_id:{one}" if with_names else "?" for one in ids]
 
 
 def _asked(call: Call, returns_tokens: bool | None) -> tuple[bool, bool, bool]:
-    """Token ids, log-probabilities, and tokens written as their ids."""
+    """Tell whether to return token ids, log-probabilities, and tokens written as their ids."""
     if returns_tokens is not None:
         return returns_tokens, returns_tokens, returns_tokens
-    body = call.arguments.get("extra_body") or {}
-    return (
-        bool(body.get("return_token_ids")),
-        bool(call.arguments.get("logprobs")),
-        bool(body.get("return_tokens_as_token_ids")),
-    )
+    asked = {**call.arguments, **(call.arguments.get("extra_body") or {})}
+    names = ("return_token_ids", "logprobs", "return_tokens_as_token_ids")
+    with_ids, with_logprobs, with_names = (bool(asked.get(name)) for name in names)
+    return with_ids, with_logprobs, with_names
 
 
 def tokens_of(call: Call, answer: Answer) -> tuple[list[int], list[int], list[float | None]]:
-    """Of prompt and answer: what is given, or one token for each character of the rendered
-    conversation; a prompt begins with the one before and its answer.
+    """Return the tokens of prompt and answer, and log-probabilities: those that are given, or one
+    token for each character of the rendered conversation. A prompt begins with the one before and
+    its answer.
     """
     prompt_ids = rendered_ids(call.prompt) if answer.prompt_ids is None else list(answer.prompt_ids)
     ids = answer_ids(call, answer) if answer.completion_ids is None else list(answer.completion_ids)
@@ -262,36 +226,31 @@ def tokens_of(call: Call, answer: Answer) -> tuple[list[int], list[int], list[fl
 
 
 def rendered_ids(prompt: Any) -> list[int]:
-    """A prompt as its characters' numbers; of messages, `<role>content` and a line's end each, and
-    the beginning of an assistant's.
+    """Return the prompt's characters as numbers; of messages, `<role>content` and a line's end
+    each, and the beginning of an assistant's.
     """
-    text = (
-        prompt
-        if isinstance(prompt, str)
-        else "".join(f"<{message['role']}>{content_of(message)}\n" for message in prompt)
-        + "<assistant>"
-    )
-    return [ord(character) for character in text]
+    if isinstance(prompt, str):
+        return list(map(ord, prompt))
+    lines = [f"<{message['role']}>{content_of(message)}\n" for message in prompt]
+    return list(map(ord, "".join(lines) + "<assistant>"))
 
 
 def answer_ids(call: Call, answer: Answer) -> list[int]:
-    """An answer as its characters' numbers; of a chat, with the line's end."""
-    if isinstance(call.prompt, str):
-        return [ord(character) for character in answer.text or ""]
-    called = "".join(f"{name}{_as_json(arguments)}" for name, arguments in answer.tool_calls)
-    return [ord(character) for character in f"{answer.text or ''}{called}\n"]
+    """Return the answer's characters as numbers; of a chat, with the line's end."""
+    text = answer.text or ""
+    if not isinstance(call.prompt, str):
+        text += "".join(f"{name}{_as_json(arguments)}" for name, arguments in answer.tool_calls)
+        text += "\n"
+    return list(map(ord, text))
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """What a message says, and what it calls."""
+    """Return what a message says, and what it calls."""
     content = message.get("content") or ""
-    said = (
-        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    )
-    return said + "".join(
-        call["function"]["name"] + call["function"]["arguments"]
-        for call in message.get("tool_calls") or ()
-    )
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return content + "".join(one["name"] + one["arguments"] for one in functions)
 
 
 def _as_json(arguments: Any) -> str:
@@ -302,10 +261,8 @@ def _as_json(arguments: Any) -> str:
 
 
 def connection_error() -> openai.APIConnectionError:
-    """Nobody answers."""
-    return openai.APIConnectionError(
-        message="Connection error.", request=httpx.Request("POST", URL)
-    )
+    request = httpx.Request("POST", URL)
+    return openai.APIConnectionError(message="Connection error.", request=request)
 
 
 def timeout_error() -> openai.APITimeoutError:
@@ -313,7 +270,7 @@ def timeout_error() -> openai.APITimeoutError:
 
 
 def status_error(status: int, message: str, code: str | None = None) -> openai.APIStatusError:
-    """What the endpoint answered with this HTTP status, as openai's library raises it."""
+    """Make what openai's library raises for an answer with this HTTP status."""
     kinds: dict[int, type[openai.APIStatusError]] = {
         400: openai.BadRequestError,
         401: openai.AuthenticationError,
@@ -328,9 +285,6 @@ def status_error(status: int, message: str, code: str | None = None) -> openai.A
 
 
 def overlong_error() -> openai.APIStatusError:
-    """In vLLM's words."""
-    return status_error(
-        400,
-        "This model's maximum context length is 64 tokens. However, your request has 80 input"
-        " tokens. Please reduce the length.",
-    )
+    """Refuse in vLLM's words."""
+    message = "This model's maximum context length is 64 tokens. However, your request has 80 input"
+    return status_error(400, message)

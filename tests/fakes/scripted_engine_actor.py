@@ -23,7 +23,9 @@ class ScriptedEngineActor:
         self, number: int, words: Sequence[Sequence[int]], dies_at: int | None = None
     ) -> None:
         """`words`: answers, of which the seed chooses."""
-        self._number, self._words, self._dies_at = number, words, dies_at
+        self._number = number
+        self._words = words
+        self._dies_at = dies_at
         self._version = 0
 
     async def start(self) -> tuple[int, str]:
@@ -35,23 +37,20 @@ class ScriptedEngineActor:
         requests = SentRequests.chosen(objects, places).requests
         if any(request.position == self._dies_at for request in requests):
             os._exit(1)
-        return [
-            rollout_of(request, self._says(request), self._number) for request in requests
-        ], len(requests)
+        rollouts = [
+            rollout_of(request, says(request, self._words, self._version), self._number)
+            for request in requests
+        ]
+        return rollouts, len(rollouts)
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         self._version = offer.version
-        return (
-            SyncReport(offer.version, 10, {"wire": 1.0}, canary_max_abs=0.0)
-            if phase is SyncPhase.CANARY
-            else None
-        )
+        if phase is not SyncPhase.CANARY:
+            return None
+        return SyncReport(offer.version, 10, {"wire": 1.0}, canary_max_abs=0.0)
 
     async def close(self) -> None:
         pass
-
-    def _says(self, request: RolloutRequest) -> Says:
-        return says(request, self._words, self._version)
 
 
 def says(request: RolloutRequest, words: Sequence[Sequence[int]], version: int = 0) -> Says:
