@@ -38,9 +38,6 @@ class Canary:
             tolerance: of a token, as in float32; None: bounds follow from the noise.
             proves_adapter: engines are sent the adapter alone, and its effect is compared too.
             run_dir: a noise that is recorded here is the first offer's already.
-
-        Raises:
-            ConfigError: the record of the noise says something else.
         """
         self._loaded = loaded
         self._prompt = prompt
@@ -66,11 +63,8 @@ class Canary:
         )
 
     def probe(self) -> CanaryProbe:
-        """Return the probe with its log-probabilities, and those without an adapter sent alone.
-
-        One forward of the model; the first time another one, because the weights under an adapter
-        never change.
-        """
+        """Return the probe with its log-probabilities, and those without an adapter sent alone."""
+        # The first time alone: the weights under an adapter never change.
         if self._proves_adapter and self._base_logprobs is None:
             with without_adapter(self._loaded.model):
                 self._base_logprobs = self.logprobs()
@@ -79,7 +73,7 @@ class Canary:
         )
 
     def logprobs(self) -> tuple[float, ...]:
-        """Score each token of the question but the first, under the learner's weights as they are.
+        """Score each token of the question but the first, under the weights as they are.
 
         Raises LearnerError where one is not finite: no engine could agree with it.
         """

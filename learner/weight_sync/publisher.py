@@ -29,8 +29,7 @@ from shared.weight_sync.phases import OFFER, SendReport
 from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
 
 CANARY_TOKENS = 32
-"""Tokens of the canary's response: enough to pass every layer and the head, little enough to cost
-one short prefill per sync."""
+"""Tokens of the canary's response: enough to pass every layer and the head, and cheap."""
 
 
 class WeightPublisher:
@@ -51,7 +50,6 @@ class WeightPublisher:
 
         Args:
             sender: rank 0's; None on the other ranks.
-            canary: the proof of arrival.
             offers_adapter: offer the adapter alone, until `fall_back_to_full`.
         """
         self._ranks = ranks
@@ -108,19 +106,17 @@ class WeightPublisher:
             if self._parallel.holds_parts:
                 # Every rank computes it where none has the model alone.
                 probe = self._parallel.forward(self.canary.probe)
-            if self._sender is None:
+            sender = self._sender
+            if sender is None:
                 return None
             version = self.version + 1
             if self._offers_adapter:
-                return adapter_offer(
-                    self._loaded.model,
-                    version,
-                    probe or self.canary.probe(),
-                    timeout_s=self._sender.timeout_s,
-                )
+                probe = probe or self.canary.probe()
+                model = self._loaded.model
+                return adapter_offer(model, version, probe, timeout_s=sender.timeout_s)
             if probe is not None:
-                return self._sender.offer(version, probe)
-            return self._sender.offer(version, self.canary.question(), self.canary.logprobs)
+                return sender.offer(version, probe)
+            return sender.offer(version, self.canary.question(), self.canary.logprobs)
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Return when the weights are out. Raises what `WeightSender.send` does."""
@@ -133,11 +129,7 @@ class WeightPublisher:
         self._offers_adapter = False
 
     def done(self, noise: Differences | None = None) -> None:
-        """Note that the offered weights are served, everywhere.
-
-        Args:
-            noise: what this sync measured of the canary's; later offers bring it to the engines.
-        """
+        """Note that the offered weights are served; later offers bring the `noise` it measured."""
         with self._ranks.of_phase("sync_done"):
             self._ranks.barrier()
         self._parallel.release()
@@ -146,10 +138,7 @@ class WeightPublisher:
             self.canary.noise = noise
 
     def save(self, folder: Path) -> None:
-        """Write an ordinary checkpoint on rank 0; return on every rank when it is there.
-
-        Raises StorageError.
-        """
+        """Write an ordinary checkpoint on rank 0; return on every rank when it is available."""
         with self._ranks.of_phase("save"):
             self._device.wait()
             self._parallel.check()
@@ -192,10 +181,7 @@ def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> W
 
 
 def adapter_offer(model: Any, version: int, probe: CanaryProbe, *, timeout_s: float) -> WeightOffer:
-    """Offer the model's adapter itself: nothing is left to send (decision 20).
-
-    Raises WeightSyncError where it cannot be written down.
-    """
+    """Offer the model's adapter itself: nothing is left to send (decision 20)."""
     try:
         files = adapter_files(model)
         assert files is not None, "the configuration has an adapter"

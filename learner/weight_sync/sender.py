@@ -1,6 +1,4 @@
-"""The learner's end of a sync of full weights: offers its parameters, then sends them to every
-rollout engine (decision 38).
-"""
+"""The learner's end of a sync of full weights (decision 38)."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ from shared.weight_sync.gloo import GlooSender
 from shared.weight_sync.offer import PHASE_LIMIT, FullOffer, ProcessGroupSpec, TensorSpec
 from shared.weight_sync.phases import ENGINE_MARGIN_S, OFFER, SendReport, SyncPhase
 from shared.weight_sync.transports import TransportKind
-
-GROUP_PORT = "rollout_matching.vllm.server.servers[{index}].group_port"
 
 Logprobs = tuple[float, ...]
 T = TypeVar("T")
@@ -58,8 +54,7 @@ class WeightSender:
         """
         self._source = source
         self._transport = TransportKind(transport)
-        # Without a wire (ipc, inproc) the engine's backend lives in this process and takes the
-        # weights itself.
+        # Without a wire (ipc, inproc) a backend in this process takes the weights itself.
         self._has_wire = self._transport in SENDERS
         self._receivers = receivers if self._has_wire else ()
         self.timeout_s = timeout_s
@@ -75,15 +70,14 @@ class WeightSender:
     def offer(
         self, version: int, probe: CanaryProbe, score: Callable[[], Logprobs] | None = None
     ) -> WeightOffer:
-        """Return what `send` will send: names, sizes, and where to join.
+        """Return what `send` will send. The weights must not change before the sync's end.
 
-        The weights must not change before the sync's end. Raises ConfigError where a configured
-        port is taken, and WeightSyncError where no port can be opened at all.
+        `score` computes the log-probabilities that the probe lacks: over a wire while the engines
+        load, else here.
 
-        Args:
-            probe: the proof of arrival, complete or without its log-probabilities.
-            score: computes these. Over a wire `send` calls it while the engines load, and they
-                follow the weights; else it is called here.
+        Raises:
+            ConfigError: a configured port is taken.
+            WeightSyncError: no port can be opened at all.
         """
         if not self._has_wire and score is not None:
             probe = probe.with_logprobs(score())
@@ -91,29 +85,24 @@ class WeightSender:
         if self._wire is None and not self._listening:
             self._listen()
         self._score = score
+        specs = (
+            (name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize)
+            for name, dtype, shape in self._source.specs()
+        )
         terms = FullOffer(
             groups=self._groups,
             timeout_s=self.timeout_s,
             bucket_bytes=self._bucket_bytes,
-            tensors=tuple(
-                TensorSpec(
-                    name,
-                    str(dtype).removeprefix("torch."),
-                    tuple(shape),
-                    shape.numel() * dtype.itemsize,
-                )
-                for name, dtype, shape in self._source.specs()
-            ),
+            tensors=tuple(TensorSpec(*spec) for spec in specs),
             num_logprobs=0 if score is None else probe.num_logprobs,
             join=self._join,
         )
         return WeightOffer(version, self._transport, terms, probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Send the offered weights; return when they are out, not when they are verified.
+        """Send the offered weights, if over a wire; return when they are out, not yet verified.
 
-        Raises WeightSyncError, and LearnerError where the canary fails. An offer without a wire has
-        nothing to send.
+        Raises WeightSyncError, and LearnerError where the canary fails.
         """
         if not self._has_wire or not isinstance(offer.terms, FullOffer):
             return SendReport(phase_s={})
@@ -164,10 +153,7 @@ class WeightSender:
         return ChecksummedWeights(self._source.tensors(), terms, logprobs)
 
     def close(self) -> None:
-        """Leave the groups; the next offer opens others. Twice is harmless.
-
-        Also to be called when the set of receivers changes.
-        """
+        """Leave the groups, as when the receivers change; the next offer opens others."""
         if self._wire is not None:
             self._wire.close()
         for listening in self._listening:
@@ -192,10 +178,10 @@ class WeightSender:
                         actor=LEARNER,
                         phase=OFFER,
                     ) from error
-                key = GROUP_PORT.format(index=index)
                 raise ConfigError(
-                    f"{key}: port {receivers.port} of {self._host} cannot be opened"
-                    f" ({error.strerror}); choose a free one, or end what uses it"
+                    f"rollout_matching.vllm.server.servers[{index}].group_port: port"
+                    f" {receivers.port} of {self._host} cannot be opened ({error.strerror}); choose"
+                    " a free one, or end what uses it"
                 ) from error
             self._listening.append(listening)
             port = listening.getsockname()[1]
@@ -204,8 +190,7 @@ class WeightSender:
 
     def _open(self, terms: FullOffer) -> GlooSender | NcclSender:
         assert self._listening, "send follows its offer"
-        # The groups take over the sockets that have held the ports since the offer: nobody else can
-        # have bound them.
+        # The groups take over the sockets: nobody else can have bound the ports.
         listening = self._listening
         self._listening = []
         return SENDERS[self._transport](terms, listening)
@@ -240,10 +225,8 @@ def _raise_canary_error(logprobs: Future[Logprobs]) -> None:
 
 
 def _in_thread(work: Callable[[], T], phase: SyncPhase) -> Future[T]:
-    """Run the work in a daemon thread.
-
-    A collective that waits for a peer cannot be interrupted from inside. A thread that is late is
-    left behind: it ends when `close` or the peer's end breaks the group.
+    """Run the work in a daemon thread, since a collective that waits for a peer cannot be
+    interrupted. One that is late ends when `close` or the peer's end breaks the group.
     """
     result: Future[T] = Future()
     threading.Thread(target=_run, args=(work, result), name=f"weight-{phase}", daemon=True).start()

@@ -1,7 +1,6 @@
 """The senders' ends of transports with a wire: NCCL here, gloo in `shared.weight_sync`.
 
-vllm is imported only when a group of GPUs is opened, so the learner's step runs where it is not
-installed.
+vllm is imported only when a group of GPUs is opened: the learner's step does without it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class NcclSender:
     """Sends from GPU to GPUs, to vLLM's own `nccl` engine, by vLLM's own packing.
 
     Not run on a GPU. NCCL has no timeout: a late broadcast is given up by `WeightSender`, which
-    leaves the groups. A receiver that hangs in one stays there until its process ends: an actor's
-    at the end of the run, a server's when somebody ends it.
+    leaves the groups. A receiver that hangs in one stays there until its process ends.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
@@ -72,17 +70,13 @@ class NcclSender:
 
 
 class _BroadcastToAll:
-    """Several communicators in place of the one that vLLM's producer broadcasts to.
-
-    So a bucket is packed once, whatever the number of groups. Not run on a GPU.
-    """
+    """Several communicators in place of one, so that a bucket is packed once. Not run on a GPU."""
 
     def __init__(self, communicators: list[Any]) -> None:
         self._communicators = communicators
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        # On one stream, one group after the other: two NCCL kernels of one process at once may wait
-        # for each other.
+        # One after the other: two NCCL kernels of one process at once may wait for each other.
         for communicator in self._communicators:
             communicator.broadcast(tensor, src=src)
 

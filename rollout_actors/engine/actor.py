@@ -1,9 +1,8 @@
 """The Ray shell of one rollout engine:
 `ray.remote(EngineActor).options(...).remote(VllmEngineSpec(name, settings, index))`.
 
-Where the engine is one of this machine's, the actor's `runtime_env` must be
-`engine_runtime_env(settings)`: its variables have to be set before vllm is imported, and reach its
-children.
+The actor's `runtime_env` must be `engine_runtime_env(settings)`, whose variables have to be set
+before vllm is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 LAST_WORDS_S = 5.0
 """Seconds from the first call that learns that the engine has died to the end of the actor, in
-which the answers of this call and of those beside it arrive.
+which the answers of all calls arrive.
 """
 
 MakeEngine = Callable[[], RolloutEngine]
@@ -53,13 +52,14 @@ class VllmEngineSpec:
 
 
 class EngineActor:
-    """Gives an engine a process and an event loop. Ends its own process soon after the engine's has
-    died, or Ray would go on sending it work.
+    """Gives an engine a process and an event loop.
+
+    Ends its own process soon after the engine's has died, or Ray would go on sending it work.
     """
 
     def __init__(self, make_engine: MakeEngine) -> None:
-        # Made here, because vLLM is then imported while the learner loads. Its error is raised by
-        # `start`: of one in a constructor Ray tells the driver a traceback, and no type.
+        # Made here: vLLM is then imported while the learner loads. Its error is raised by `start`,
+        # because of one in a constructor Ray tells the driver a traceback, and no type.
         self._failure: RolloutError | None = None
         try:
             self._engine = make_engine()
@@ -75,8 +75,7 @@ class EngineActor:
     async def generate(
         self, *objects: SentRequests, places: range | None = None, attempt: int = 0
     ) -> tuple[list[Rollout], int]:
-        """Generate one rollout per request. The rollouts are one object, which the driver passes on
-        unread, their number another.
+        """Generate one rollout per request: one object, passed on unread, and their number.
 
         Args:
             objects: sent as references, which Ray resolves here.
@@ -102,7 +101,7 @@ class EngineActor:
             return await work
         except Exception:
             if self._engine.is_dead:
-                # Not at once, and not by `ray.actor.exit_actor`: in place of the reason that is
-                # raised here, Ray would tell the callers that it was called.
+                # Not by `ray.actor.exit_actor`: Ray would tell the callers that it was called, and
+                # not the reason that is raised here.
                 asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
             raise

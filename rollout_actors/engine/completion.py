@@ -12,7 +12,7 @@ from shared.tokens.repeat_guard import RepeatRule, mark_forced
 
 @dataclass(frozen=True, slots=True)
 class StartTime:
-    """The time at which a share arrived at its engine, by both clocks."""
+    """The time at which a share arrived at its engine."""
 
     unix_s: float
     counter_s: float
@@ -60,9 +60,7 @@ class Completion:
         logprobs: Sequence[float],
         decode: DecodeSettings,
     ) -> Completion:
-        """Build the answer of an engine that reports no finish reason: it ends behind its first
-        stop token, else at its limit.
-        """
+        """Build the answer of an engine that does not say how it ended: by its first stop token."""
         kept = cut_behind_stop(token_ids, decode)
         stopped = bool(kept) and kept[-1] in decode.stop_token_ids
         return cls(
@@ -73,10 +71,9 @@ class Completion:
         )
 
     def rollout(self, request: RolloutRequest, origin: EngineInfo, end_s: float) -> Rollout:
-        """Build the request's rollout. `end_s` is the response's own end, by `time.perf_counter`.
+        """Build the request's rollout. `end_s` is the response's end, by `time.perf_counter`.
 
-        Raises:
-            RolloutError: the guard should have ended the response and did not.
+        Raises RolloutError where the guard should have ended the response and did not.
         """
         stopped = self.finish_reason is FinishReason.STOP
         end = len(self.token_ids) - stopped

@@ -1,5 +1,4 @@
-"""The reason why an engine's process has ended, written by that process and read by the one that
-started it.
+"""The reason why an engine's process has ended, written by that process and read by its starter.
 
 vLLM logs the exception that ends one of its processes (EngineCore, and a worker for each of several
 devices) in that process's output, and raises in the other process no more than a hint to look
@@ -24,7 +23,7 @@ from multiprocessing import current_process
 from pathlib import Path
 
 FILE = "ROLLMATCH_ENGINE_FAILURE"
-"""Environment variable of an engine's processes: the file for their errors, made by the first."""
+"""Environment variable of an engine's processes: the file for their errors."""
 MAX_BYTES = 1 << 20
 """Largest size of that file, which then begins anew: the last errors are those that matter."""
 RECENT_S = 3600.0
@@ -34,8 +33,7 @@ POINTS_ELSEWHERE = re.compile("root cause|stack trace", re.IGNORECASE)
 PROCESS_ENDED = "Failed core proc(s)"
 EXIT_CODES = re.compile(r"'(\w*(?:EngineCore|Worker)\w*)': (-?\d+)")
 """Parts of vLLM's error where a process ended during the start: `Failed core proc(s):
-{'EngineCore': -9}`, or `{}` where the code is not known yet.
-"""
+{'EngineCore': -9}`, or `{}` where the code is not known yet."""
 KEYS = {
     "gpu_memory_utilization": (
         "rollout_matching.vllm.gpu_memory_utilization, or"
@@ -105,9 +103,7 @@ class EngineFailures:
         self.environment = {FILE: str(self._file)}
 
     def first_cause(self) -> Failure | None:
-        """Return the error that ended the engine: the last recent one that does not point to
-        another. None where no process has written one.
-        """
+        """Return the last recent error that does not point to another one, if there is one."""
         try:
             lines = self._file.read_text().splitlines()
         except FileNotFoundError:
@@ -124,9 +120,7 @@ class EngineFailures:
         return recent[-1] if recent else None
 
     def of_error(self, error: Exception) -> tuple[str, str]:
-        """Return the reason for an error that vLLM raised in this process: in short, and the whole
-        story.
-        """
+        """Return the reason for an error that vLLM raised in this process, and the whole story."""
         text = str(error)
         points_to_process = POINTS_ELSEWHERE.search(text) is not None
         if points_to_process and (PROCESS_ENDED in text or self.first_cause()):
@@ -134,7 +128,7 @@ class EngineFailures:
         return f"{type(error).__name__}: {error}", ""
 
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:
-        """Return why the engine's process has ended, in short, and the whole story.
+        """Return why the engine's process has ended, and the whole story.
 
         `exit_codes` are by process name; None: it has not ended yet.
         """

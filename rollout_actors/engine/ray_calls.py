@@ -15,12 +15,9 @@ from rollout_actors.engine.failure import EngineEndedError
 from shared.errors import RecordError, RolloutError, Timeout, WeightSyncError, ended, late
 
 PEER_ERROR_GRACE_S = 4.0
-"""Wait after a lost connection, for the error of the actor that broke it. Below `SYNC_MARGIN_S`,
-which waits for that error.
-"""
+"""Wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`."""
 BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
-"""Signs of gloo and NCCL that a peer has left the group. They arrive as text: vLLM passes on no
-exception of its workers.
+"""Signs of gloo and NCCL that a peer has left, as text: vLLM passes on no exception of its workers.
 """
 
 
@@ -86,12 +83,9 @@ class RayCall:
 def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]:
     """Return every actor's answer, in order; `answers` are names and references.
 
-    The first failure ends the wait, unless it blames a peer: when one actor of a group fails, the
-    others often notice before its own error arrives. That gets `PEER_ERROR_GRACE_S`.
-
-    Raises:
-        Exception: `call.translate_error` of the failure that explains most, or
-            `call.timeout_error`.
+    The first failure ends the wait, unless it blames a peer, whose own error gets
+    `PEER_ERROR_GRACE_S`. Raises `call.translate_error` of the failure that explains most, or
+    `call.timeout_error`.
     """
     names = {answer: name for name, answer in answers}
     waiting = dict.fromkeys(names, call.deadline())
@@ -117,9 +111,9 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]
 
 
 def next_ready(waiting: Mapping[Any, float]) -> Any | None:
-    """Return the reference that is ready first; None when a deadline passes before.
+    """Return the first that is ready of references with their deadlines by the monotonic clock.
 
-    `waiting` maps references to their deadlines by the monotonic clock.
+    None when a deadline passes before.
     """
     deadline = min(waiting.values())
     timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())

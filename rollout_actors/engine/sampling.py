@@ -1,6 +1,4 @@
-"""Sampling fields, finish reasons and images in vLLM's terms, without importing vllm: the same for
-its engines and for a stock server's JSON.
-"""
+"""Sampling fields, finish reasons and images in vLLM's terms, without importing vllm."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ PROBE_FIELDS = {
 
 def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:
     """Return the `SamplingParams` of a request: every field that a server's defaults could fill."""
-    assert decode.mode is not DecodeMode.BEAM, (
-        "beams are another call of vLLM, and the configuration refuses them where there is none"
-    )
+    assert decode.mode is not DecodeMode.BEAM, "beams are another call of vLLM"
     return {
         "temperature": decode.temperature,
         "top_p": decode.top_p,
@@ -64,9 +60,7 @@ def finish_reason(reason: str | None, request: RolloutRequest, actor: str) -> Fi
 
 
 def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> list[Image.Image]:
-    """Decode every image of a sample. Raises RolloutError naming the sample and the image that
-    cannot be decoded.
-    """
+    """Decode every image of a sample. Raises RolloutError naming sample and image."""
     images = []
     for i, ref in enumerate(refs):
         assert ref.data is not None, f"image {i} of {sample_id} travels without its bytes"
@@ -80,16 +74,12 @@ def decode_images(refs: Sequence[ImageRef], sample_id: str, *, actor: str) -> li
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Open an image by its header alone, so that it can be measured before it is decoded. Raises
-    ValueError with the reason.
-    """
+    """Open an image by its header alone, to measure it. Raises ValueError with the reason."""
     return _read(lambda: Image.open(io.BytesIO(data)))
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Decode an image to RGB pixels, on white where they are transparent. Raises ValueError with
-    the reason.
-    """
+    """Decode to RGB, on white where transparent. Raises ValueError with the reason."""
     image = _read(lambda: on_white(Image.open(io.BytesIO(data))))
     # vLLM would turn an image by its EXIF orientation; the learner does not, and boxes are in the
     # file's own axes.
@@ -106,6 +96,6 @@ def _read(read: Callable[[], Image.Image]) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:
-        # Every kind: on damaged files Pillow's decoders raise whatever their parsing runs into
-        # (OSError, SyntaxError, struct.error, EOFError, ...).
+        # On damaged files Pillow's decoders raise whatever their parsing runs into (OSError,
+        # SyntaxError, struct.error, EOFError, ...).
         raise ValueError(str(error) or type(error).__name__) from error

@@ -17,8 +17,7 @@ GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:VllmRepeatGuard"
 """The logits processor that is the repeat guard, as vLLM loads it."""
 
 LEAST_UTILIZATION = 0.01
-"""vLLM's fraction of memory where the cache has a size in bytes: it then decides only how much has
-to be free at the start.
+"""vLLM's fraction of memory where the cache has a size in bytes: what has to be free at the start.
 """
 
 
@@ -37,29 +36,22 @@ class EngineSettings:
     seed: int
     """The engine's seed; every request brings its own."""
     transport: TransportKind
-    """Way of the weights: nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc on
-    a GPU, inproc on CPU.
-    """
+    """nccl between GPUs, rollmatch_gloo between CPUs; beside the learner ipc or inproc."""
     device: Device
     gpu_memory_utilization: float
-    """Fraction of the device's memory that the engine may use; on CPU of the machine's. Ignored
-    where `kv_cache_memory_bytes` is given.
-    """
+    """Fraction of the device's memory, on CPU of the machine's, without `kv_cache_memory_bytes`."""
     tensor_parallel_size: int = 1
     max_images_per_prompt: int = 1
     max_image_pixels: int = 0
     """Size of the largest image that will come; 0: not known. Servers alone have a limit."""
     kv_cache_memory_bytes: int | None = None
-    """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine refuses to start
-    beside other processes.
-    """
+    """None: what `gpu_memory_utilization` leaves. On CPU give bytes, or the engine may refuse to
+    start beside other processes."""
     enforce_eager: bool = True
     worker_extension: str = "rollout_actors.weight_sync.worker.VerifyingWorker"
-    """Mixed into vLLM's worker, as `module.Class`; a subclass of the default may watch, or spoil,
-    what a sync loads.
-    """
+    """Mixed into vLLM's worker, as `module.Class`: the default, or a subclass of it."""
     repeat_guard: RepeatGuardSettings | None = None
-    """Rule by which sequences are ended for repeating themselves; None: none is."""
+    """None: no sequence is ended for repeating itself."""
     enable_lora: bool = False
     """Whether a sync may bring an adapter alone."""
     max_lora_rank: int = 16
@@ -117,8 +109,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "weight_transfer_config": {"backend": settings.transport},
         "worker_extension_cls": settings.worker_extension,
         "disable_log_stats": True,
-        # In every engine, guarded or not: its rule comes after the start, from whoever asks for
-        # rollouts.
+        # In every engine: a rule may come after the start, from whoever asks for rollouts.
         "logits_processors": [GUARD_PROCESSOR],
         **lora_arguments(settings),
     }
@@ -142,12 +133,10 @@ def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, 
 
 
 def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, Any]:
-    """Return the Ray `runtime_env` of an actor on CPU that imports torch too: it is forked where
-    engines with these settings would be.
+    """Return the Ray `runtime_env` of an actor on CPU that is forked where such engines are.
 
-    Args:
-        variables: environment variables. Without `OMP_NUM_THREADS` torch has a thread for every
-            core: Ray sets it when a fork has torch already, which is too late.
+    Without `OMP_NUM_THREADS` in the variables torch has a thread for every core: Ray sets it when a
+    fork has torch already, which is too late.
     """
     # With several devices the end of a fork would leave named memory behind: it does not take its
     # modules apart.
@@ -161,18 +150,14 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Return the environment variables that must be set before the engine's process imports torch
-    or vllm, and that its children inherit.
-    """
+    """Return variables that must be set before an engine's process imports torch or vllm."""
     common = {
         "VLLM_PLUGINS": "rollmatch",  # ours, and nobody else's
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # vLLM forks its processes where nothing forces it to start them anew, as for a server on a
-        # GPU. A forked one takes our plugin for loaded, as it was in its parent, so that nothing
-        # would end it with that (`rollout_actors.engine.vllm_plugin`); and it has the locks of the
-        # parent's threads, held as they were.
+        # vLLM would fork a server on a GPU. A forked process takes our plugin for loaded, so that
+        # nothing would end it with its parent, and has the locks of the parent's threads.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # one level lower, layers that have no weights "failed to load" them in every sync
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -183,8 +168,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         common["TORCHDYNAMO_DISABLE"] = "1"
     if settings.device is Device.CUDA:
         if settings.dtype == "float32":
-            # vLLM's other attention kernels refuse float32, and Triton's would multiply in TF32,
-            # whose 10 bits are too few for the tolerances of float32.
+            # vLLM's other attention kernels refuse float32, and Triton's would multiply in TF32.
             common["TRITON_F32_DEFAULT"] = "ieee"
         return common
     return common | {
@@ -192,8 +176,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would bind to the same core
         "OMP_NUM_THREADS": "1",  # with more, log-probabilities depend on the batch
-        # glibc keeps up to 256 MiB of what a weight sync frees. Given back to the system, it would
-        # be handed out again page by page, which takes several times as long as filling it.
+        # glibc keeps up to 256 MiB of what a weight sync frees: handed out anew, page by page, it
+        # would take several times as long as filling it.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
     }

@@ -47,17 +47,13 @@ WATCH_S = 1.0
 
 
 class VllmEngine:
-    """An `AsyncLLM` with a name and a weight version, which serves no rollouts while its weights
-    are not verified.
-    """
+    """An `AsyncLLM` with a name, which serves no rollouts while its weights are not verified."""
 
     process = ""
     """`RolloutEngine.process`: nobody else can ask this engine."""
 
     def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
-        """`index` is the engine's number among the engines of the run, from which the ranks of its
-        workers in a weight sync follow.
-        """
+        """`index` is the engine's number in the run, from which its workers' ranks follow."""
         self.name = name
         self._settings = settings
         self._rank_offset = 1 + index * settings.tensor_parallel_size
@@ -75,10 +71,8 @@ class VllmEngine:
     async def start(self) -> int:
         """Load the model, which blocks this event loop for 10 s or more. Returns the devices.
 
-        The environment must hold `engine_environment(settings)` already.
-
-        Raises:
-            RolloutError: vLLM's reason, or the repeat guard is configured and not active.
+        The environment must hold `engine_environment(settings)` already. Raises RolloutError with
+        vLLM's reason, or where the repeat guard is configured and not active.
         """
         os.environ.update(self._failures.environment)
         try:
@@ -88,13 +82,14 @@ class VllmEngine:
         except Exception as error:  # vLLM has no class of its own for a bad model or machine
             reason, story = self._failures.of_error(error)
             self._failures.remove()
-            message = f"the engine did not start: {reason}"
-            failure = RolloutError(message, actor=self.name, phase="start")
+            failure = RolloutError(
+                f"the engine did not start: {reason}", actor=self.name, phase="start"
+            )
             # Not in the message: it is for error.txt.
             failure.add_note(story)
             raise failure from error
         await self.guard_by(self._settings.repeat_guard)
-        # vLLM's own label, so that its account of a rollout's weights can be compared with ours.
+        # vLLM's own label, by which its account of a rollout's weights is compared with ours.
         await self._llm.update_weight_version("0")
         adapter = AdapterLoader(self._llm, enabled=self._settings.enable_lora)
         group = TransferGroup(
@@ -111,8 +106,7 @@ class VllmEngine:
         return self._settings.tensor_parallel_size
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
-        """Guard what begins from now on by these settings; None: not at all. The engine must be
-        idle.
+        """Guard what begins from now on by these settings; None: not at all. The engine is idle.
 
         Raises:
             RolloutError: a worker does not hold the guard, or refuses the settings.
@@ -140,13 +134,13 @@ class VllmEngine:
 
     @property
     def llm(self) -> AsyncLLM:
-        """vLLM's engine, after `start`; vLLM's own OpenAI code uses it beside ours."""
+        """vLLM's engine, which vLLM's own OpenAI code uses beside ours."""
         assert self._llm is not None, "start comes first"
         return self._llm
 
     @property
     def adapter(self) -> LoRARequest | None:
-        """The adapter on top of the base weights, which belongs to every request; None: none."""
+        """The adapter of every request; None: the base weights alone."""
         return None if self.intake is None else self.intake.lora_request
 
     @property
@@ -199,7 +193,7 @@ class VllmEngine:
         return await self._all([self._rollout(request, origin) for request in requests])
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
-        """Run one phase; they must come in the order of `SyncPhase`. The last one gives the report.
+        """Run one phase, in order; the last one returns the report.
 
         Raises:
             WeightSyncError: naming phase and engine.
@@ -207,9 +201,9 @@ class VllmEngine:
         """
         assert self.intake is not None, "start comes first"
         if phase is SyncPhase.CANARY:
-            # vLLM has kept them queued since the pause, and would begin with them beside the
-            # canary, under weights that are not verified. With adapters on CPU its process would
-            # die of that: it takes a prompt's log-probabilities for those of the whole batch.
+            # Queued since the pause, they would begin beside the canary, under weights that are not
+            # verified; and with adapters on CPU vLLM's process would die of that: it takes a
+            # prompt's log-probabilities for those of the whole batch.
             queued = list(self.llm.output_processor.request_states)
             if queued:
                 await self.llm.abort(queued, internal=True)
@@ -224,10 +218,8 @@ class VllmEngine:
         self._llm = self.intake = None
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Return every result, or raise the first error: EngineEndedError if vLLM's process ended.
-
-        What vLLM is asked for while its process is dying is never answered: hence the watch.
-        """
+        """Return every result, or raise the first error; EngineEndedError for vLLM's process."""
+        # What vLLM is asked for while its process is dying is never answered: hence the watch.
         llm = self.llm
         tasks = [asyncio.create_task(work) for work in works]
         pending: set[asyncio.Task[T]] = set(tasks)
@@ -254,9 +246,7 @@ class VllmEngine:
             await asyncio.wait(tasks, timeout=WATCH_S)
 
     def _end(self) -> tuple[str, str]:
-        """Return why the engine's process ended, which vLLM does not say: in short, and the whole
-        story.
-        """
+        """Return why the engine's process ended, which vLLM does not say, and the whole story."""
         if self._ended is None:
             manager = self.llm.engine_core.resources.engine_manager
             processes = [] if manager is None else manager.processes

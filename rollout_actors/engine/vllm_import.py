@@ -1,4 +1,4 @@
-"""Errors for a missing or broken vLLM, the same in every place that needs it."""
+"""Errors for a missing or broken vLLM."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""vLLM's prompts, sampling parameters and answers, from and to our types.
-
-No engine here, so that `AsyncLLM` (actors, servers) and `LLM` (colocate) give the same rollouts for
-the same requests.
-"""
+"""vLLM's prompts, sampling parameters and answers, the same for `AsyncLLM` and `LLM`."""
 
 from __future__ import annotations
 
@@ -69,9 +65,7 @@ def to_completion(
 ) -> Completion:
     """Read a finished request.
 
-    Raises:
-        RolloutError: vLLM did not finish it, or, by its own account, sampled a token of it by other
-            weights than `version`.
+    Raises RolloutError where vLLM did not finish it, or sampled by other weights than `version`.
     """
     (completion,) = output.outputs
     reason = finish_reason(completion.finish_reason, request, actor)

@@ -1,6 +1,4 @@
-"""The entry point `rollmatch` of `vllm.general_plugins`: vLLM calls it in every one of its
-processes.
-"""
+"""The entry point `rollmatch` of `vllm.general_plugins`, called in every process of vLLM."""
 
 from __future__ import annotations
 
@@ -27,11 +25,9 @@ LAST = -1000
 
 @cache
 def register() -> None:
-    """Make this package's weight transports known, and have an engine's processes write their
-    errors down.
+    """Register the weight transports, and have an engine's processes write their errors down.
 
-    vLLM may call its plugins again, and refuses a name twice: only the first call acts. In a forked
-    process none would, so they are started anew (`engine.settings.engine_environment`).
+    vLLM may call its plugins again, and refuses a name twice: only the first call acts.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -51,9 +47,7 @@ def register() -> None:
 
 
 def _end_with(parent: BaseProcess) -> None:
-    """End this process with its parent. Without this the engine of a killed server would hold the
-    device for minutes, until vLLM notices.
-    """
+    """End this process with its parent: vLLM would take minutes to notice that it was killed."""
     parent.join()
     os._exit(1)
 
@@ -62,17 +56,16 @@ _python_unfreeze = gc.unfreeze
 
 
 def _unfreeze() -> None:
-    """Replace `gc.unfreeze` in an engine's process, where vLLM calls it before a last collection.
+    """Replace `gc.unfreeze`, which vLLM calls before a last collection.
 
-    The process ends then anyway, and in a fork of the warm server a collection would copy every
-    page with an object on it.
+    In a fork of the warm server that would copy every page with an object on it.
     """
     if SEVERAL_DEVICES in sys.modules:
         _python_unfreeze()
 
 
 def _end_at_once() -> None:
-    """End one of vLLM's processes, whose work is done."""
+    """End a process of vLLM's whose work is done."""
     # With several devices it ends as Python does: only then does it give back named memory.
     if SEVERAL_DEVICES not in sys.modules:
         # Still the error that ended the process, if one did.

@@ -11,12 +11,11 @@ threads, and from then on does nothing but fork. The parts of this file:
   parent knows: it ends with the fork's exit status, passes signals on, and when it is killed, so is
   the fork.
 - The *server* ends when nothing has been connected to it for `IDLE_S`; forks end with it.
-- The *fork* does what a new interpreter would do with these arguments. It has the server's limits,
-  nice value and processors, and no effect of a new `LD_PRELOAD`.
+- The *fork* does what a new interpreter would do, with the server's limits, nice value and
+  processors, and no effect of a new `LD_PRELOAD`.
 
-The environment variable `ROLLMATCH_WARM_FOLDER` names the server's folder, one for each run: no two
-runs share a server, and none outlives an upgrade. Where no server can be had, the shim reports it
-and becomes an ordinary `python`. Engines on a GPU are always started anew: a fork cannot use CUDA.
+No two runs share a server. Where none can be had, the shim reports it and becomes an ordinary
+`python`. Engines on a GPU are always started anew: a fork cannot use CUDA.
 
 Example:
     ROLLMATCH_WARM_FOLDER=/tmp/warm python -IS rollout_actors/engine/warm_python.py -c "import vllm"
@@ -53,13 +52,11 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3_vl",
 )
-"""Modules that the server imports. None of this project: a fork runs the code on the disk when it
-starts.
-"""
+"""Modules that the server imports. None of this project: a fork runs the code on the disk."""
 HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
-"""Modules that vllm and transformers would import too, and that the server leaves out. Ray reads
-its settings from the environment when it is imported, so each fork imports it anew; nothing here
-needs the others, which take 2 s, and pyarrow starts a thread. A fork may import them.
+"""Modules that vllm and transformers would import too. Ray reads its settings from the environment
+when it is imported, so each fork imports it anew; nothing here needs the others, which take 2 s,
+and pyarrow starts a thread.
 """
 IDLE_S = 3.0
 """Seconds that a server without connections stays."""
@@ -68,22 +65,16 @@ START_S = 240.0
 REQUEST_S = 10.0
 """Seconds for a shim that has begun to ask."""
 FOLDER = "ROLLMATCH_WARM_FOLDER"
-"""Environment variable: the folder of the server to ask. A fork's own children use the fork's
-server.
-"""
+"""Environment variable: the folder of the server to ask, also for a fork's own children."""
 VARIABLES = "ROLLMATCH_WARM_VARIABLES"
-"""Environment variable: a JSON object of variables for the server's own imports of torch and vllm.
-No fork gets them.
+"""Environment variable: a JSON object of variables for the server's own imports; no fork gets them.
 """
 NAME = "warm"
-"""First word of a shim in `ps -o comm`, before the process id of its fork, whose parent is the
-server.
-"""
+"""First word of a shim in `ps -o comm`, before the process id of its fork."""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 """Variables of every server. OpenMP reads the second one when torch is imported, for all forks:
-threads that spin while they wait would make a step of a learner beside engines tens of times as
-long.
+threads that spin while they wait would slow a learner beside engines tens of times.
 """
 _THIS_FILE = Path(__file__).resolve()
 _MAX_FILES = 253
@@ -99,9 +90,7 @@ def command() -> list[str]:
 
 
 def run_folder() -> str:
-    """Return the folder of this run's servers, one on each machine. The first shim makes it, and
-    the server removes it at its end.
-    """
+    """Return the folder of this run's servers, which the first shim makes on each machine."""
     return os.environ.setdefault(FOLDER, f"/tmp/rollmatch-warm-{uuid.uuid4().hex[:16]}")
 
 
@@ -122,8 +111,7 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     for number in _FORWARDED:
         signal.signal(number, lambda received, _frame: _kill(pid, received))
     Path("/proc/self/comm").write_text(f"{NAME} {pid}")
-    # A pipe's reader waits until its last writer has closed it, so the fork must be the only one to
-    # hold it.
+    # A pipe's reader waits until its last writer has closed it: the fork must be the only one.
     for file in files:
         os.close(file)
     status = _receive_number(connection)
@@ -140,12 +128,9 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
 def connect(
     folder: Path, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED
 ) -> socket.socket:
-    """Return a connection to the folder's server, which stays as long as it has one.
+    """Return a connection to the folder's server, which is started where there is none.
 
-    Starts one where there is none, with this environment and what `VARIABLES` in it adds.
-
-    Raises:
-        OSError: the folder is somebody else's, or no socket can be made there.
+    Raises OSError where the folder is somebody else's, or no socket can be made there.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -361,9 +346,7 @@ class _Server:
         connection.close()
 
     def _has_closed(self) -> bool:
-        """Close for good, unless a shim has come meanwhile. Later ones wait for the lock, and find
-        no socket.
-        """
+        """Close for good, unless a shim has come; later ones find no socket behind the lock."""
         import select
 
         with (self._folder / "lock").open("w") as lock:
@@ -413,9 +396,7 @@ def _run_as(folder: Path, request: dict[str, Any], files: Sequence[int]) -> NoRe
 
 
 def end_at_once(error: BaseException | None) -> NoReturn:
-    """End this process as Python does after `error`, without taking apart all modules, which would
-    hold a core for 4 s.
-    """
+    """End this process as Python does, without taking its modules apart, which takes a core 4 s."""
     import atexit
 
     status = 0 if error is None else 1
@@ -476,13 +457,12 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
 
 
 def _program(arguments: Sequence[str]) -> Callable[[], object]:
-    """Return the program that these arguments of `python` name: `-c CODE`, `-m MODULE` or a file,
-    behind flags that mean nothing here.
-    """
+    """Return the program that arguments of `python` name: `-c CODE`, `-m MODULE` or a file."""
     import runpy
     import types
 
     rest = list(arguments)
+    # Other flags mean nothing here.
     while rest[0].startswith("-") and rest[0] not in ("-c", "-m"):
         if rest.pop(0) in ("-X", "-W"):
             rest.pop(0)

@@ -1,5 +1,5 @@
-"""An adapter's way into one engine: from the offer through files in memory into vLLM, beside base
-weights that stay as they are (decision 38).
+"""An adapter's way into an engine, through files in memory, beside base weights that stay
+(decision 38).
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.lora.request import LoRARequest
 
@@ -19,19 +19,11 @@ _NAME = "policy"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class LoRAEngine(Protocol):
-    """The methods of vLLM's engines that an adapter needs."""
-
-    async def add_lora(self, lora_request: LoRARequest, /) -> Any: ...
-    async def list_loras(self) -> Any: ...
-    async def remove_lora(self, lora_id: int, /) -> Any: ...
-
-
 class AdapterLoader:
     """The adapter that an engine serves on top of its base weights."""
 
-    def __init__(self, llm: LoRAEngine, *, enabled: bool) -> None:
-        """`enabled` says whether the engine was started with `enable_lora`."""
+    def __init__(self, llm: Any, *, enabled: bool) -> None:
+        """`llm` is vLLM's engine; `enabled`: it was started with `enable_lora`."""
         self._llm = llm
         self._enabled = enabled
         self.request: LoRARequest | None = None
@@ -42,8 +34,7 @@ class AdapterLoader:
 
         Raises:
             ValueError: the engine has no LoRA, or the adapter is not as it was sent.
-            OSError: its files cannot be written.
-            Exception: whatever vLLM finds wrong with it.
+            Exception: its files cannot be written, or whatever vLLM finds wrong with it.
         """
         if not self._enabled:
             raise ValueError(
@@ -53,8 +44,7 @@ class AdapterLoader:
         if not terms.is_intact:
             raise ValueError("the adapter did not arrive as it was sent: its sha256 differs")
         self.request = None
-        # In memory where there is room, since containers give 64 MB by default; else the folder for
-        # temporary files will do.
+        # Containers give 64 MB of memory by default; else the folder for temporary files will do.
         has_room = (
             _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * terms.num_bytes
         )
@@ -67,10 +57,7 @@ class AdapterLoader:
         self.request = LoRARequest(_NAME, ADAPTER_ID, folder)
 
     async def verify(self) -> None:
-        """Raise RuntimeError where vLLM does not hold it.
-
-        That it is the learner's is for the canary to say.
-        """
+        """Raise RuntimeError where vLLM does not hold it; that it is right the canary shows."""
         if set(await self._llm.list_loras()) != {ADAPTER_ID}:
             raise RuntimeError("vLLM does not hold the adapter that it was given")
 

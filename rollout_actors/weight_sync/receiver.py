@@ -1,6 +1,4 @@
-"""One engine's side of a weight sync: the phases of `shared.weight_sync.phases`, driven through
-vLLM's weight-transfer API (decision 38).
-"""
+"""One engine's side of a weight sync, through vLLM's weight-transfer API (decision 38)."""
 
 from __future__ import annotations
 
@@ -44,15 +42,12 @@ class LoadReport:
     verify_s: float
     """Seconds in which checksums were computed."""
     logprobs: list[str]
-    """The learner's of the canary; empty where the offer has them. As text: they may be NaN, for
-    which the JSON of a stock server has no number."""
+    """The learner's of the canary; empty where the offer has them. As text: the JSON of a stock
+    server has no number for a NaN."""
 
 
 def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
-    """Check that every worker loaded all parameters, nothing else, and each bucket as it was sent.
-
-    Raises WeightSyncError(phase="verify").
-    """
+    """Raise WeightSyncError unless every worker loaded all parameters as they were sent."""
 
     def error(message: str, quantity: str, size: int | None = None) -> WeightSyncError:
         return WeightSyncError(
@@ -71,11 +66,8 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
                 " that learner and engine run the same version",
                 "number of buckets",
             )
-        wrong = [
-            i
-            for i, (got, sent) in enumerate(zip(report.checksums, report.sent, strict=True))
-            if got != sent
-        ]
+        pairs = zip(report.checksums, report.sent, strict=True)
+        wrong = [i for i, (arrived, sent) in enumerate(pairs) if arrived != sent]
         if wrong:
             raise error(
                 f"buckets {wrong} of {len(report.sent)} did not arrive as they were sent",
@@ -84,25 +76,24 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
             )
 
 
+# vLLM's `WeightTransferInitRequest` and `WeightTransferUpdateRequest`, whose module imports all of
+# vLLM.
 @dataclass(frozen=True, slots=True)
 class InitRequest:
-    """vLLM's `WeightTransferInitRequest`, which is not to be had without importing all of vLLM."""
+    """The group that an engine is to join."""
 
     init_info: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """vLLM's `WeightTransferUpdateRequest`, without importing all of vLLM."""
+    """The tensors that an engine is to take."""
 
     update_info: dict[str, Any]
 
 
 class UpdatedEngine(Protocol):
-    """The methods of vLLM's `AsyncLLM` that a sync calls, which raise what went wrong.
-
-    Its own, or the same by the routes of a server or by vLLM's `LLM`.
-    """
+    """The methods of vLLM's `AsyncLLM` that a sync calls, by whatever way to an engine."""
 
     async def pause_generation(self, *, mode: Literal["wait"], clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
@@ -117,7 +108,7 @@ class UpdatedEngine(Protocol):
 
 
 class GroupedEngine(Protocol):
-    """An engine that joins process groups: two more methods of vLLM's `AsyncLLM`."""
+    """Two more methods of vLLM's `AsyncLLM`, of an engine that joins process groups."""
 
     async def init_weight_transfer_engine(self, request: InitRequest) -> None: ...
     async def shutdown_weight_transfer_engine(self) -> None: ...
@@ -127,7 +118,7 @@ class TransferGroup:
     """One engine's membership in the sender's process group, kept from sync to sync."""
 
     def __init__(self, llm: GroupedEngine, *, transport: TransportKind, rank_offset: int) -> None:
-        """`rank_offset` is the rank of the engine's first worker."""
+        """Join nothing yet; `rank_offset` is the rank of the engine's first worker."""
         self.transport = transport
         self._llm = llm
         self._rank_offset = rank_offset
@@ -163,22 +154,19 @@ class TransferGroup:
 class _SyncInProgress:
     """The sync under way, as far as it has come."""
 
-    reports: list[LoadReport] = field(default_factory=list)
-    finish_s: float = 0.0
-    phase_s: dict[str, float] = field(default_factory=dict)
     measures_noise: bool = False
     scores_before: Scores | None = None
     """Scores of the checkpoint, where the noise is measured by them."""
+    reports: list[LoadReport] = field(default_factory=list)
+    phase_s: dict[str, float] = field(default_factory=dict)
+    finish_s: float = 0.0
     canary: Differences = field(default_factory=lambda: Differences(0.0, 0.0))
     noise: Differences | None = None
     adapter_effect: float | None = None
 
 
 class WeightReceiver:
-    """Receiving side of a weight sync.
-
-    Refuses requests from the pause until the canary has passed.
-    """
+    """Receiving side of a sync. Refuses requests from the pause until the canary has passed."""
 
     def __init__(
         self,
@@ -193,17 +181,16 @@ class WeightReceiver:
         """Keep what the phases need.
 
         Args:
-            name: of the engine, in errors.
             group: None: the weights pass from hand to hand.
-            score: `await score(probe, adapted=True)` gives the engine's scores of the probe, with
-                the adapter that it serves, if any, or without.
+            score: `await score(probe, adapted=True)` scores the probe with the adapter that is
+                served, if any, or without.
             adapter: None: the engine takes no adapter alone.
             fatal: errors that mean that the engine is gone; every phase lets them pass.
         """
         self.version = 0
-        """The version of the weights; 0 is the checkpoint's."""
+        """0 is the checkpoint's."""
         self.unavailable_reason = ""
-        """Why no rollouts are served, until a sync has been completed; empty: they are."""
+        """Why no rollouts are served; empty: they are."""
         self._name = name
         self._llm = llm
         self._group = group
@@ -230,13 +217,10 @@ class WeightReceiver:
         return None if self.adapter is None else self.adapter.request
 
     def measures_noise(self, offer: WeightOffer) -> bool:
-        """Return whether a sync of the offer, begun now, first scores the weights that it replaces.
-
-        They have to be what the learner offers: the checkpoint, which is version 0 here and which
-        the run's first offer is of. A first sync that failed is not measured again: the one that
-        takes its place, as full weights take an adapter's, is held to the usual bounds, and so are
-        all after it.
-        """
+        """Return whether a sync begun now first scores the weights that it replaces."""
+        # They have to be the checkpoint, which the run's first offer is of. After a first sync that
+        # failed they are not: the one that takes its place is held to the usual bounds, and so are
+        # all after it.
         probe = offer.canary
         is_first = offer.version == 1 and self.version == 0 and not self.unavailable_reason
         return is_first and probe.tolerance is None and probe.noise is None
@@ -244,10 +228,9 @@ class WeightReceiver:
     async def run_all_phases(
         self, offer: WeightOffer, handed: ChecksummedWeights | None = None
     ) -> SyncReport:
-        """Run every phase in order. Raises what `run_phase` does.
+        """Run every phase in order; `handed` are weights that pass from hand to hand.
 
-        Args:
-            handed: the weights of the offer, where they pass from hand to hand.
+        Raises what `run_phase` does.
         """
         for phase in SyncPhase:
             report = await self.run_phase(phase, offer, handed)
@@ -257,10 +240,9 @@ class WeightReceiver:
     async def run_phase(
         self, phase: SyncPhase, offer: WeightOffer, handed: ChecksummedWeights | None = None
     ) -> SyncReport | None:
-        """Run one phase; they must come in order. The last one returns the report.
+        """Run one phase, in order; the last one returns the report.
 
-        Raises WeightSyncError naming the phase, at the latest after the phase's limit, and what is
-        fatal.
+        Raises WeightSyncError, at the latest after the phase's limit, and what is fatal.
         """
         limit = phase_limit(offer, phase)
         async with self._lock:
@@ -289,9 +271,8 @@ class WeightReceiver:
     def _report(self, offer: WeightOffer, handed: ChecksummedWeights | None) -> SyncReport:
         """Divide the clock of the phase `wire` by what was done in it.
 
-        Receiving, checksums and loading alternate within one call to vLLM, and the worker's own
-        account takes them apart; so does the sender's, where the weights pass from hand to hand and
-        it works within that call too:
+        Receiving, checksums and loading alternate within one call to vLLM; the accounts of the
+        worker, and from hand to hand of the sender, take them apart:
 
             reported    over a wire                         from hand to hand
             wire        what is left of it: waiting         -
@@ -299,7 +280,7 @@ class WeightReceiver:
             load        the worker's, and vLLM's finish     the same
             verify      names, checksums of the worker      and of the sender
 
-        An adapter is read and loaded by one call, reported as `load`, and nothing is waited for.
+        An adapter is read and loaded by one call, reported as `load`.
         """
         sync = self._sync
         phase_s = dict(sync.phase_s)
@@ -347,7 +328,12 @@ class WeightReceiver:
     async def _wire(self, offer: WeightOffer) -> None:
         terms = offer.terms
         if isinstance(terms, AdapterOffer):
-            await self._required_adapter().take(terms)
+            if self.adapter is None:
+                raise ValueError(
+                    "this kind of engine takes no adapter alone; set"
+                    " rollout_matching.vllm.sync.mode: full"
+                )
+            await self.adapter.take(terms)
             return
         # The merged weights hold the adapter: served on top of them it would count twice.
         if self.adapter is not None:
@@ -368,7 +354,8 @@ class WeightReceiver:
 
     async def _verify(self, offer: WeightOffer) -> None:
         if offer.sends_adapter:
-            await self._required_adapter().verify()
+            assert self.adapter is not None, "it has taken the adapter"
+            await self.adapter.verify()
         else:
             check_load_reports(self._sync.reports, self._name)
 
@@ -396,7 +383,7 @@ class WeightReceiver:
         await self._llm.update_weight_version(str(offer.version))
 
     async def _abandon(self, limit: Timeout) -> None:
-        """Leave the group, so that the sender's wait ends, and make the model whole again.
+        """Leave the group, which ends the sender's wait, and make the model whole again.
 
         Else its next forward would kill the process. An engine that cannot do even this is stuck
         inside a collective: its actor has to be ended.
@@ -418,14 +405,6 @@ class WeightReceiver:
         # vLLM reports whatever failed in its worker as a plain Exception
         except Exception as error:
             raise self._error(str(error), phase) from error
-
-    def _required_adapter(self) -> AdapterLoader:
-        if self.adapter is None:
-            raise ValueError(
-                "this kind of engine takes no adapter alone; set"
-                " rollout_matching.vllm.sync.mode: full"
-            )
-        return self.adapter
 
     def _error(self, message: str, phase: SyncPhase) -> WeightSyncError:
         return WeightSyncError(message, actor=self._name, phase=phase)

@@ -1,6 +1,4 @@
-"""vLLM's transfer engines for weights in host memory and in this very process, which our plugin
-registers (decision 38).
-"""
+"""vLLM's transfer engines for weights in host memory and in this very process (decision 38)."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     join_s: float
     """Longest time of the joining."""
     timeout_s: float
-    """Longest time of every wait in the group after that."""
+    """Longest time of every later wait in the group."""
 
 
 @dataclass
@@ -54,15 +52,9 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     def tensors(self) -> tuple[TensorSpec, ...]:
         specs = []
         for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
-            num_bytes = torch.Size(shape).numel() * torch_dtype(dtype).itemsize
+            num_bytes = torch.Size(shape).numel() * torch.__dict__[dtype].itemsize
             specs.append(TensorSpec(name, dtype, tuple(shape), num_bytes))
         return tuple(specs)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = torch.__dict__[name]
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
 
 
 class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -125,7 +117,7 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         for bucket, packed in group.receive(tensors, self._bucket_bytes):
             for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True):
                 values = packed[start : start + spec.num_bytes]
-                yield spec.name, values.view(torch_dtype(spec.dtype)).view(spec.shape)
+                yield spec.name, values.view(torch.__dict__[spec.dtype]).view(spec.shape)
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -140,11 +132,10 @@ class InProcessInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class InProcessUpdateInfo(WeightTransferUpdateInfo):
-    """One sync's weights, from hand to hand."""
+    """One sync's weights, from hand to hand, and their checksums behind them."""
 
     weights: Iterable[tuple[str, torch.Tensor]]
-    """The weights, and their checksums behind them. One layer's must stay as they are until the
-    next layer's have come."""
+    """One layer's must stay as they are until the next layer's have come."""
 
 
 class InProcessTransferEngine(HostTransferEngine[InProcessInitInfo, InProcessUpdateInfo]):

@@ -1,6 +1,4 @@
-"""vLLM's worker in a weight sync, whatever the transport: it checks and reports what goes into the
-model (decision 38).
-"""
+"""vLLM's worker in a weight sync: it checks what goes into the model (decision 38)."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class ChecksumLoader(nn.Module):
         self._checksum = BucketChecksum()
 
     def load_weights(self, weights: Iterable[Named]) -> set[str]:
-        """Load as much of the weights as the transport brings in one call; return their names."""
+        """Load what the transport brings in one call; return the names."""
         started = time.perf_counter()
         elsewhere_s = self._wait_s + self.verify_s
         loaded = self.hand_over(self._checked(weights))
@@ -54,10 +52,8 @@ class ChecksumLoader(nn.Module):
         return loaded
 
     def hand_over(self, tensors: Iterator[Named]) -> set[str]:
-        """Give checked tensors to vLLM's loader; return the names of the parameters it filled.
-
-        What goes wrong from here on, only the canary sees.
-        """
+        """Give checked tensors to vLLM's loader; return the names of the parameters it filled."""
+        # What goes wrong from here on, only the canary sees.
         loaded: set[str] = self.model.load_weights(tensors)
         return loaded
 
@@ -94,10 +90,7 @@ class ChecksumLoader(nn.Module):
 
 
 class VerifyingWorker(GuardedWorker):
-    """The calls of a sync on an engine's worker besides vLLM's own.
-
-    Becomes a base class of vLLM's `Worker` (`worker_extension_cls`).
-    """
+    """A base class of vLLM's `Worker` (`worker_extension_cls`) with the further calls of a sync."""
 
     weight_transfer_engine: WeightTransferEngine[Any, Any]
     _loader: ChecksumLoader
@@ -109,10 +102,8 @@ class VerifyingWorker(GuardedWorker):
     finish_weight_update: Any
 
     def begin_verified_load(self, bucket_bytes: int) -> None:
-        """Watch the next update.
-
-        Called before `start_weight_update`, while the parameters are still in place and their names
-        known.
+        """Watch the next update. Called before `start_weight_update`, while the parameters are in
+        place and their names known.
         """
         engine = self.weight_transfer_engine
         self._loader = self.make_loader(engine.model, bucket_bytes)
@@ -135,10 +126,8 @@ class VerifyingWorker(GuardedWorker):
         }
 
     def abandon_update(self) -> None:
-        """Leave the group after a failure, and bring the model back from the meta device.
-
-        Leaving ends the sender's wait. The weights are then the old ones, the new ones, or some of
-        each: good for nothing but a full sync.
+        """Leave the group, which ends the sender's wait, and bring the model back from the meta
+        device: of old and new weights, good for nothing but a full sync.
         """
         self.weight_transfer_engine.shutdown()
         if not self._weight_update_active:

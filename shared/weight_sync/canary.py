@@ -1,28 +1,21 @@
 """A probe that shows whether a rollout engine computes what the learner computes (decision 38).
 
-Image placeholders are left out: nobody samples them, and their log-probabilities, a thousand per
-image, are the farthest from 0 and so the noisiest.
-
 In float32 two sound engines differ by 3e-6, and no token may differ by more than 1e-4. In bfloat16
 both sides round every logit, and a few of many tokens differ by much. There the *mean* difference
 is bounded, and the *share* of tokens that differ by more than a bound. How much rounding makes of
 a model on this hardware is measured: at version 0 both sides hold the checkpoint, so what they
-differ by is noise and nothing else. Later syncs may differ by `BOUND_OVER_NOISE` times as much,
-and never by more than the usual bounds, which hold where nothing was measured. So a fault that is
-there before the first sync can be measured as if it were noise, and is noticed all the same where
-it is larger than they are.
+differ by is noise. Later syncs may differ by `BOUND_OVER_NOISE` times as much, and never by more
+than the usual bounds, by which a fault is noticed that was there when the noise was measured.
 
-What this can see in bfloat16 is a fault that moves log-probabilities by several times the noise:
-layers that were exchanged, a stale head, a share of an engine that was left out, weights fifty
-steps old (tests/learner/weight_sync/test_canary.py has each). Weights *one* step old are as a rule
-within the noise, at a much smaller learning rate also older ones, and so is what one small tensor
-does: against those stand names, checksums and versions, and that a sync begins when the update
-before it is complete.
+What this sees in bfloat16 is a fault that moves log-probabilities by several times the noise:
+exchanged layers, a stale head, a share of an engine left out, weights fifty steps old
+(tests/learner/weight_sync/test_canary.py has each). Against weights *one* step old stand names,
+checksums and versions, and that a sync begins when the update before it is complete.
 
-Where the engine is sent an adapter, agreement alone proves little: in bfloat16 two sound
-implementations differ by more than a young adapter changes, so an engine that holds the adapter and
-does not apply it agrees as well. Therefore both sides also score the probe without the adapter, and
-the adapter's *effect*, the difference of the two, has to be the same. With one number per token,
+Where the engine is sent an adapter, it may hold the adapter, not apply it, and agree all the same:
+a young adapter changes less than bfloat16 rounds. Therefore both sides also score the probe without
+the adapter, and its *effect*, the difference of the two, has to be the same. With one number per
+token,
 
     effect   e = learner's with the adapter - learner's without
     served   s = engine's with the adapter - engine's without
@@ -31,11 +24,9 @@ the adapter's *effect*, the difference of the two, has to be the same. With one 
 the slope `(e . s) / (e . e)` is 1 for the learner's adapter, 0 for one that is not applied, and c
 for one that is scaled by c. It differs from 1 by at most `|s - e| / |e|`; `s - e` is the noise with
 the adapter less the noise without, so at most `2 |q|` as long as the adapter brings no more noise
-than the base model has by itself. Hence the rule: where `|e| >= EFFECT_OVER_NOISE |q|`, the slope
-has to be within `2 / EFFECT_OVER_NOISE` of 1. That is the worst case; noise of random signs, over
-the hundred tokens of a probe, moves the slope by a tenth of it. A smaller effect (there is none
-before the first step) proves nothing, and nothing is asked of it: what differs then is what the
-tolerance allows.
+than the base model. Hence the rule: where `|e| >= EFFECT_OVER_NOISE |q|`, the slope has to be
+within `2 / EFFECT_OVER_NOISE` of 1, which is the worst case. A smaller effect (there is none before
+the first step) proves nothing, and nothing is asked of it.
 """
 
 from __future__ import annotations
@@ -57,9 +48,7 @@ NOISE_FILE = "canary_noise.json"
 
 EFFECT_OVER_NOISE = 5.0
 SMALLEST_EFFECT = 1e-4
-"""Root mean square in nats. In float32 the noise may be next to nothing, and the adapter's own
-rounding must not be taken for its effect."""
-
+"""Root mean square in nats: in float32 the adapter's own rounding is more than the noise."""
 BOUND_OVER_NOISE = 3.0
 """Agreement in units of the noise: of its mean for the mean, of its largest for a token."""
 SMALLEST_MEAN = 0.01
@@ -67,12 +56,11 @@ SMALLEST_BEYOND = 0.1
 """Bounds in nats where the noise is less: other weights and other tokens have other noise."""
 USUAL_MEAN = 0.1
 USUAL_BEYOND = 0.5
-"""Bounds in nats where the noise was not measured, and the loosest where it was. Of real models
-means up to 0.064 are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352)."""
+"""Loosest bounds in nats, and those where no noise was measured. Of real models means up to 0.064
+are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352)."""
 SHARE_BEYOND = 0.02
 FEWEST_BEYOND = 2
-"""Share of the tokens that may be beyond the bound of a token, and how many always may: a probe of
-40 tokens has its worst one too."""
+"""Share of the tokens that may be beyond the bound, and how many of a short probe always may."""
 
 Scores = tuple[Sequence[int], Sequence[float]]
 """An engine's answer to a probe: expanded token ids, log-probabilities of all but the first."""
@@ -104,18 +92,12 @@ class Differences:
 
     @classmethod
     def worst(cls, several: Sequence[Differences]) -> Differences:
-        """Take the largest mean and the largest difference of several engines.
-
-        One bad engine so loosens the bounds of all, but never beyond the usual ones.
-        """
+        """Take the largest mean and the largest difference of several engines."""
         return cls(max(one.mean for one in several), max(one.largest for one in several))
 
     @classmethod
     def load(cls, run_dir: Path) -> Differences | None:
-        """Return the noise recorded in a run's folder; None where none was.
-
-        Raises ConfigError naming file and field for a file that says something else.
-        """
+        """Return the noise recorded in a run's folder. Raises ConfigError for a bad file."""
         return read_record(
             run_dir / NOISE_FILE, cls, key="telemetry.run_dir", remedy="restore it, or remove it"
         )
@@ -130,8 +112,7 @@ class CanaryProbe:
     """A fixed sequence, prompt and short response, and what the learner thinks of it.
 
     The prompt has an image where the model has a vision tower. Log-probabilities are plain
-    `log_softmax(logits)` over the whole vocabulary: an engine scores a prompt without temperature
-    or banned ids.
+    `log_softmax(logits)`: an engine scores a prompt without temperature or banned ids.
 
     Example: 3 tokens, `CanaryProbe((5, 6, 7), (), (5, 6, 7), (-0.3, -1.2), tolerance=1e-4)`; -0.3
     is the log-probability of token 6 after 5.
@@ -144,15 +125,15 @@ class CanaryProbe:
     expanded_token_ids: tuple[int, ...]
     """`token_ids` with image placeholders as the learner's processor expands them."""
     expected_logprobs: tuple[float, ...] | None
-    """One per expanded token but the first, placeholders included. None: the learner computes them
-    while the engines load, and they come behind the weights (`shared.weight_sync.offer.CANARY`)."""
+    """One per expanded token but the first. None: the learner computes them while the engines load,
+    and they come behind the weights (`shared.weight_sync.offer.CANARY`)."""
     tolerance: float | None
-    """Largest difference of a token that is agreement, as in float32; None: mean and share are
-    compared, by `noise`."""
+    """Largest difference of a token, as in float32; None: mean and share are compared."""
     base_logprobs: tuple[float, ...] | None = None
     """`expected_logprobs` without the learner's adapter; None where no adapter is synced alone."""
     placeholder_ids: tuple[int, ...] = ()
-    """Tokens that stand for parts of images: not compared."""
+    """Tokens that stand for parts of images. Not compared: nobody samples them, and they are the
+    farthest from 0 and so the noisiest."""
     noise: Differences | None = None
     """Differences at version 0; None: not measured yet, or not needed."""
 
@@ -175,9 +156,8 @@ class CanaryProbe:
     def measure(self, actor: str, scores: Scores) -> Differences | None:
         """Return the noise: how far an engine is that loaded the checkpoint by itself.
 
-        None where its mean is above the usual bound: that is a fault or other weights, and the
-        usual bounds hold. Raises WeightSyncError(phase="canary") where the engine expanded the
-        prompt otherwise.
+        None where its mean is above the usual bound: that is a fault or other weights. Raises
+        WeightSyncError where the engine expanded the prompt otherwise.
         """
         expanded_token_ids, logprobs = scores
         self._check_tokens(actor, expanded_token_ids)
@@ -189,19 +169,15 @@ class CanaryProbe:
     ) -> Differences:
         """Return how far the engine is from the learner.
 
-        Raises WeightSyncError(phase="canary") naming the first token that differs by too much.
+        Raises WeightSyncError naming the first token that differs by too much.
         """
         scores = (expanded_token_ids, logprobs)
         return self._check_agreement(actor, scores, self._expected, "weights are not the learner's")
 
     def check_adapter(self, actor: str, adapted: Scores, base: Scores) -> float | None:
-        """Return the slope of the adapter's effect (see the module), after `check`.
+        """Return the slope of the adapter's effect, after `check`; None: too small an effect.
 
-        None where the learner's own effect is too small to prove anything. Raises
-        WeightSyncError(phase="canary") where the adapter is not applied as it should be.
-
-        Args:
-            adapted: the engine's scores with its adapter; `base` those without.
+        Raises WeightSyncError where the adapter is not applied as it should be.
         """
         assert self.base_logprobs is not None, "an offer of an adapter brings both"
         self._check_agreement(
@@ -239,11 +215,7 @@ class CanaryProbe:
         found = Differences.from_values(distances)
         allowed_mean, beyond = self._bounds()
         # Written so that NaN on either side counts as a difference.
-        wrong = [
-            i
-            for i, distance in zip(self._compared(), distances, strict=True)
-            if not distance <= beyond
-        ]
+        wrong = [i for i, one in zip(self._compared(), distances, strict=True) if not one <= beyond]
         num_allowed = 0.0
         if self.tolerance is None:
             num_allowed = max(SHARE_BEYOND * len(distances), FEWEST_BEYOND)
@@ -286,11 +258,8 @@ class CanaryProbe:
 
     def _compared(self) -> list[int]:
         """Return the indices of the log-probabilities that are compared."""
-        return [
-            i
-            for i, token_id in enumerate(self.expanded_token_ids[1:])
-            if token_id not in self.placeholder_ids
-        ]
+        token_ids = self.expanded_token_ids[1:]
+        return [i for i, token_id in enumerate(token_ids) if token_id not in self.placeholder_ids]
 
     def _differences(self, ones: Sequence[float], others: Sequence[float]) -> list[float]:
         """Return one less the other, at the tokens that are compared."""

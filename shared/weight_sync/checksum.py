@@ -5,11 +5,10 @@ hash over the sums of every row and of every column of a block, modulo 2**64, an
 that fill no row. Integer sums do not depend on their order, so any parallel reduction agrees
 (decision 38).
 
-What it tells apart for certain (up to a collision of the hash, 2**-64): any change within one word,
-one bit or all; two words that change places and differ; rows, blocks or tensors that change places
-and differ in a sum. What it cannot see: changes that leave every row and every column sum of a
-block as it was, for which at least four words, at the corners of a rectangle, have to change by the
-same amount with alternating signs.
+It tells apart for certain (up to a collision of the hash, 2**-64) any change within one word, two
+words that change places and differ, and rows, blocks or tensors that change places and differ in a
+sum. It cannot see changes that leave every row and column sum as it was: at least four words, at
+the corners of a rectangle, change by the same amount with alternating signs.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class BucketChecksum:
         self._hash = blake2b(digest_size=8)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a contiguous tensor of any dtype and device.
-
-        From a device only the sums are copied, 0.4 % of the bytes.
-        """
+        """Add a contiguous tensor of any dtype; of one on a device only 0.4 % is copied."""
         import torch
 
         bytes_N = tensor.reshape(-1).view(torch.uint8)
@@ -69,9 +65,9 @@ class BucketChecksum:
 
 
 def cached_sums(words_RS: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sums of all rows [R] and of each block's columns [B, SIDE].
+    """Return the sums of all rows [R] and of each block's columns [B, SIDE], the last block's too.
 
-    The last block may be shorter. One pass over the memory: 0.05 s for a gigabyte.
+    One pass over the memory: 0.05 s for a gigabyte.
     """
     rows_R = np.empty(len(words_RS), np.int64)
     columns_BS = np.empty((-(-len(words_RS) // SIDE), SIDE), np.int64)
@@ -94,7 +90,7 @@ def device_sums(words_RS: torch.Tensor) -> Iterator[torch.Tensor]:
 class ChecksummedWeights:
     """Weights on their way out, followed by their checksums and the canary's log-probabilities.
 
-    To be iterated once, whoever carries them.
+    To be iterated once.
     """
 
     def __init__(
@@ -103,11 +99,9 @@ class ChecksummedWeights:
         terms: FullOffer,
         logprobs: Callable[[], Sequence[float]] | None = None,
     ) -> None:
-        """Keep what the iteration needs.
+        """Keep named contiguous tensors, those of `terms` in their order.
 
-        Args:
-            weights: named contiguous tensors, those of `terms` in their order.
-            logprobs: asked last, where the terms promise log-probabilities.
+        `logprobs` is called last, where the terms promise log-probabilities.
         """
         self._weights = iter(weights)
         self.terms = terms

@@ -39,14 +39,10 @@ NUM_BUFFERS = 2
 
 
 def gloo_options(host: str, timeout: timedelta) -> Any:
-    """Return options of a group whose collectives end after `timeout`.
-
-    Its other ranks reach this one at `host`.
-    """
+    """Return options of a group with this timeout, whose other ranks reach this one at `host`."""
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    # Without it gloo asks the host's name for an address, which may be one that nobody else
-    # reaches (127.0.1.1 on a Debian machine).
+    # Gloo would ask the host's name for an address, which may be 127.0.1.1 on a Debian machine.
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     return options
 
@@ -59,7 +55,6 @@ class _Member:
         self._under_way: deque[Any] = deque()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Bound every wait from now on."""
         self._group.set_timeout(timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -85,10 +80,9 @@ class _Member:
         return bool(vote.item())
 
     def leave(self) -> None:
-        # Gloo closes its connections, which is what ends the others' waits, when nothing refers to
-        # the group any more, nor to anything that is on its way in it; `shutdown` and `abort` of
-        # the group do not. Whoever drops the last one waits for what another thread has under way,
-        # at most the group's timeout.
+        # Gloo closes its connections, which ends the others' waits, when nothing refers to the
+        # group or to anything under way in it; its `shutdown` and `abort` do not. Whoever drops the
+        # last one waits for what another thread has under way, at most the group's timeout.
         self._under_way.clear()
         self._group = None
 
@@ -96,17 +90,12 @@ class _Member:
 class GlooSender:
     """The sender's end, rank 0 of every group, kept from sync to sync.
 
-    The groups' own timeout ends a broadcast that nobody receives. Shared memory holds a whole sync,
-    so nobody waits until a bucket has been read. It is taken when the first group of receivers on
-    this machine has formed, and given back with the groups.
+    Shared memory holds a whole sync, so nobody waits until a bucket has been read. It is taken when
+    the first group of receivers on this machine has formed, and given back with the groups.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
-        """Return when every receiver has come.
-
-        Args:
-            listening: sockets that have held the groups' ports since they were published.
-        """
+        """Return when every receiver has come to the sockets that hold the groups' ports."""
         sizes = [offsets(bucket)[-1] for bucket in buckets(terms.sent, terms.bucket_bytes)]
         joining = timedelta(seconds=terms.join_limit.seconds)
         timeout = timedelta(seconds=terms.timeout_s)
@@ -117,13 +106,12 @@ class GlooSender:
             for group, bound in zip(terms.groups, listening, strict=True):
                 self._groups.append(_RankZero(group, bound, joining, timeout, shared))
         except BaseException:
-            # Neither those that have joined nor the memory wait until the traceback, which refers
-            # to them, is gone.
+            # Neither members nor memory wait until the traceback, which refers to them, is gone.
             self.close()
             shared.cache_clear()
             raise
-        # Kept from sync to sync: memory that the system hands out anew, page by page, takes several
-        # times as long as filling it.
+        # Kept from sync to sync: memory handed out anew, page by page, takes several times as long
+        # as filling it.
         if any(group.reads_shared for group in self._groups):
             memory = shared()
             assert memory is not None
@@ -134,10 +122,7 @@ class GlooSender:
             self._buffers = [room[turn % NUM_BUFFERS, :size] for turn, size in enumerate(sizes)]
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], terms: FullOffer) -> None:
-        """Send every tensor to every group, in the terms' order, and wait until all is loaded.
-
-        A receiver that fails while it loads leaves its group: then this fails too.
-        """
+        """Send every tensor to every group, in the terms' order, and wait until all is loaded."""
         packing = list(buckets(terms.sent, terms.bucket_bytes))
         assert [offsets(bucket)[-1] for bucket in packing] == list(map(len, self._buffers)), (
             "a source sends the same tensors every time"
@@ -181,7 +166,7 @@ class _RankZero:
 
         Args:
             timeout: of every wait after that.
-            shared: asked only if all receivers are on this machine.
+            shared: called only if all receivers are on this machine.
         """
         store = TCPStore(
             group.host,
@@ -235,13 +220,13 @@ class GlooReceiver:
         timeout_s: float,
         machine: Callable[[], Sequence[int]] = this_machine,
     ) -> None:
-        """Return when all have come to the store that rank 0 hosts at `host:port`.
+        """Return when all have come to rank 0's store at `host:port`.
 
         Raises RuntimeError after `join_s`.
 
         Args:
             timeout_s: of every wait after that.
-            machine: tells on which one this worker is.
+            machine: names the one that this worker is on.
         """
         joining = timedelta(seconds=join_s)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=joining)
@@ -263,10 +248,9 @@ class GlooReceiver:
     def receive(
         self, tensors: tuple[TensorSpec, ...], bucket_bytes: int
     ) -> Iterator[tuple[tuple[TensorSpec, ...], torch.Tensor]]:
-        """Yield every bucket and its bytes, each while the next one is on its way.
+        """Yield every bucket and its bytes at `offsets`, each while the next one is on its way.
 
-        `offsets` says where the tensors are. The bytes stay as they are until the next sync; rank 0
-        waits until all are through with the last bucket.
+        The bytes stay as they are until the next sync.
         """
         following: tuple[tuple[TensorSpec, ...], torch.Tensor] | None = None
         begin = 0
@@ -304,10 +288,7 @@ class GlooReceiver:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine that connections to `host` leave from.
-
-    Who reaches one end reaches the other.
-    """
+    """Return the address of this machine that connections to `host` leave from."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # of datagrams: nothing is sent

@@ -11,19 +11,15 @@ from shared.chunking import cut_past
 from shared.errors import Timeout
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks an engine can be started for; an adapter of another rank takes the next larger one's room.
-"""
+"""Ranks an engine can be started for; another rank takes the next larger one's room."""
 
 CHECKSUMS = "rollmatch.checksums"
 """Name of the tensor behind the weights: one int64 per bucket, computed while it was packed.
 
-It travels as bytes, and so does `CANARY`: vLLM's packing puts a tensor directly behind the one
-before, where no number of 8 bytes may begin.
+It travels as bytes, and so does `CANARY`: vLLM's packing puts a tensor at any byte.
 """
-
 CANARY = "rollmatch.canary"
 """Name of the tensor behind the checksums: the probe's log-probabilities, in double precision."""
-
 PHASE_LIMIT = "timeouts.sync_phase_s"
 """The key that bounds each phase of a sync."""
 
@@ -46,13 +42,12 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor that will be sent.
+    """One tensor that will be sent, under transformers' own parameter name.
 
     Example: `TensorSpec("lm_head.weight", "bfloat16", (1000, 64), 128000)`.
     """
 
     name: str
-    """transformers' own parameter name."""
     dtype: str
     """A name in the module torch."""
     shape: tuple[int, ...]
@@ -67,12 +62,9 @@ class ProcessGroupSpec:
     port: int
     """Bound by the sender before it is published here."""
     world_size: int
-    """The sender and every receiving worker. A receiver's rank is 1 plus the number of workers
-    before it in its group.
-    """
+    """The sender and every receiving worker; a receiver's rank is 1 plus the workers before it."""
     key: str
-    """A new one each time the group is opened: another key says to join again, even at the same
-    host and port."""
+    """A new one each time the group is opened, which says to join again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +76,7 @@ class FullOffer:
     """
 
     groups: tuple[ProcessGroupSpec, ...]
-    """One for each of `learner.model.ranks.RankTopology.receivers`; none where nothing goes over a
-    wire."""
+    """One for each of `RankTopology.receivers`; none where nothing goes over a wire."""
     timeout_s: float
     """Longest time of any one phase but the joining (`timeouts.sync_phase_s`)."""
     bucket_bytes: int
@@ -99,17 +90,15 @@ class FullOffer:
 
     @property
     def join_limit(self) -> Timeout:
-        """Longest time in which sender and receivers find each other."""
         return self.join or Timeout(self.timeout_s, PHASE_LIMIT)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def group(self) -> ProcessGroupSpec:
-        """The only group: an engine is told of no other."""
+        """The only one: an engine is told of no other."""
         (group,) = self.groups
         return group
 
@@ -117,10 +106,11 @@ class FullOffer:
     def sent(self) -> tuple[TensorSpec, ...]:
         """Everything that is sent, in order: weights, checksums, the canary's log-probabilities."""
         num_buckets = sum(1 for _ in buckets(self.tensors, self.bucket_bytes))
-        sent = (*self.tensors, _eight_byte_numbers(CHECKSUMS, num_buckets))
-        return (
-            (*sent, _eight_byte_numbers(CANARY, self.num_logprobs)) if self.num_logprobs else sent
-        )
+        numbers = [(CHECKSUMS, num_buckets)]
+        if self.num_logprobs:
+            numbers.append((CANARY, self.num_logprobs))
+        behind = (TensorSpec(name, "uint8", (8 * n,), 8 * n) for name, n in numbers)
+        return (*self.tensors, *behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +133,6 @@ class AdapterOffer:
 
     @property
     def is_intact(self) -> bool:
-        """True where the files are those that were digested."""
         return _digest(self.files) == self.sha256
 
 
@@ -153,18 +142,12 @@ def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tupl
 
 
 def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
-    """Return where each tensor of a packed bucket begins, in bytes, and at the end its size.
-
-    Aligned, so that any dtype may follow any other.
-    """
+    """Return where each tensor of a packed bucket begins, in bytes, and at the end its size."""
+    # Aligned, so that any dtype may follow any other.
     starts = [0]
     for tensor in bucket:
         starts.append(-(-(starts[-1] + tensor.num_bytes) // alignment) * alignment)
     return starts
-
-
-def _eight_byte_numbers(name: str, count: int) -> TensorSpec:
-    return TensorSpec(name, "uint8", (8 * count,), 8 * count)
 
 
 def _digest(files: AdapterFiles) -> str:

@@ -64,8 +64,8 @@ class SendReport:
 
     phase_s: dict[str, float]
     """Seconds in `send_gather` (materialising the weights), `send_verify` (checksums),
-    `send_canary` (the learner's own scores), `send_rendezvous` (0 when the groups are kept) and
-    `send_wire`. Empty where nothing was left to send."""
+    `send_canary` (its scores), `send_rendezvous` and `send_wire`. Empty: nothing was left to send.
+    """
 
 
 def all_phases_s(timeout_s: float) -> float:
@@ -81,7 +81,7 @@ def phase_limit(offer: WeightOffer, phase: SyncPhase) -> Timeout:
 
 
 def whole_sync_s(offer: WeightOffer) -> float:
-    """Return the outermost limit of a sync: above that of any receiver."""
+    """Return the outermost limit of a sync."""
     phases_s = sum(phase_limit(offer, phase).seconds for phase in SyncPhase)
     return phases_s + offer.terms.timeout_s + (len(SyncPhase) + 1) * SYNC_MARGIN_S
 
@@ -108,14 +108,11 @@ class SendingLearner(Protocol):
     def offer_weights(self) -> WeightOffer: ...
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
     def sync_done(self, noise: Differences | None) -> None:
-        """Note on every learner rank that the offered version is served.
-
-        Every later offer brings the `noise` of the canary, where this sync has measured it.
-        """
+        """Note on every rank that the version is served, and the noise that was measured."""
         ...
 
     def fall_back_to_full(self) -> None:
-        """Offer full weights from now on. Called only after an offer of an adapter."""
+        """Offer full weights from now on, after an offer of an adapter."""
         ...
 
 
@@ -123,11 +120,8 @@ class ReceivingEngines(Protocol):
     """The rollout engines, as a sync sees them."""
 
     def wait_idle(self) -> None:
-        """Return when nothing is being generated, within the limit that a round has.
-
-        Under `max_staleness` the next step's first round may still be running: it ends with the
-        weights it began with, before anyone's limits of a sync begin to count. Raises RolloutError
-        where that round failed.
+        """Return when nothing is being generated: under `max_staleness` the next step's first round
+        may still be running. Raises RolloutError where that round failed.
         """
         ...
 
@@ -138,8 +132,11 @@ def sync_weights(learner: SendingLearner, rollouts: ReceivingEngines) -> SyncRep
     """Run one verified sync; afterwards every engine serves the offered version.
 
     Where an offered adapter fails in any way, a full sync takes its place, now and for the rest of
-    the run, if the configuration permits it (decision 20); the report says why. Raises
-    WeightSyncError naming phase and engine.
+    the run, if the configuration permits it (decision 20); the report says why.
+
+    Raises:
+        WeightSyncError: naming phase and engine.
+        LearnerError: the learner failed by itself.
     """
     rollouts.wait_idle()
     try:
@@ -182,9 +179,8 @@ def _adapter_error(error: Exception) -> WeightSyncError:
 def _sync(learner: SendingLearner, rollouts: ReceivingEngines) -> SyncReport:
     """Make one offer and wait for both sides of it.
 
-    Both futures are bounded by the offer's phase timeout. When one side fails it leaves the group,
-    which ends the other side's wait: a few seconds are given to that, so that the error shown is
-    the receiver's, with the sender's as its cause; a learner that fails by itself is shown first.
+    When one side fails it leaves the group, which ends the other side's wait: a few seconds are
+    given to that, so that the error shown is the receiver's, with the sender's as its cause.
     """
     offer = learner.offer_weights()
     receiving = rollouts.receive_weights(offer)

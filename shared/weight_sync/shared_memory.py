@@ -1,7 +1,4 @@
-"""Memory that processes of one machine share.
-
-It has no name anywhere, so that nothing is left behind by a process that is killed at any time.
-"""
+"""Memory that processes of one machine share. Without a name, a killed process leaves none."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ class Address:
     """The way to a memory for another process, in plain numbers."""
 
     process: int
-    """Its id, which may be another process's on another machine or in another container: hence the
-    last two."""
+    """May be another process's id elsewhere: hence the last two."""
     descriptor: int
     num_bytes: int
     device: int
@@ -46,7 +42,7 @@ class Address:
         return Path(f"/proc/{self.process}/fd/{self.descriptor}")
 
     def is_of(self, descriptor: int) -> bool:
-        """Return whether the open file is the memory that was made at this address, as it was."""
+        """Return whether the open file is the memory that was made here, as it was."""
         found = os.fstat(descriptor)
         return (
             (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.num_bytes)
@@ -78,8 +74,7 @@ class SharedMemory:
         except OSError:
             return None
         try:
-            # Taken now: where it turns out later that there is none left, the process that writes
-            # is killed.
+            # Taken now: a process that writes where none is left is killed.
             os.posix_fallocate(descriptor, 0, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             return cls(descriptor)
@@ -89,13 +84,9 @@ class SharedMemory:
 
     @classmethod
     def open(cls, address: Address) -> SharedMemory | None:
-        """Open what another process of this user created.
-
-        None where this one cannot, because it runs elsewhere, or where anything else is there.
-        """
+        """Open what another process of this user created; None where it cannot be opened."""
         try:
-            # Looked at before it is opened: whoever may name an address may not have any other file
-            # opened, and read, in this process.
+            # Looked at first: whoever may name an address may not have any other file opened here.
             if not str(address.path.readlink()).startswith(f"/memfd:{NAME}"):
                 return None
             descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
@@ -119,10 +110,8 @@ class SharedMemory:
 
 
 def this_machine() -> tuple[int, ...]:
-    """Return numbers that only processes share that can find each other's memory.
-
-    They are of one start of one system, and of one container. Zeros where the system does not say;
-    then trying to open memory tells.
+    """Return numbers of one start of one system and of one container, in which processes can find
+    each other's memory. Zeros where the system does not say; then trying to open memory tells.
     """
     try:
         boot = uuid.UUID(BOOT_ID.read_text().strip())
@@ -133,10 +122,7 @@ def this_machine() -> tuple[int, ...]:
 
 
 def available_bytes() -> int:
-    """Return what the system could still give to this process, by its own estimate.
-
-    The limit of the container counts too, if there is one. 0 where the system does not say.
-    """
+    """Return what system and container could still give to this process; 0: they do not say."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:

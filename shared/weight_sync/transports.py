@@ -20,14 +20,13 @@ class TransportKind(StrEnum):
     NCCL = "nccl"
     """From the learner's GPU to other GPUs, by vLLM's own engine."""
     IPC = "ipc"
-    """To a process on the learner's own GPU, which opens the learner's tensors where they lie, by
-    vLLM's own engine."""
+    """To a process on the learner's own GPU, which opens its tensors, by vLLM's own engine."""
     GLOO = "rollmatch_gloo"
     """Between processes with their weights in host memory."""
     INPROC = "inproc"
     """Within the learner's own process, from hand to hand."""
     ADAPTER = "adapter"
-    """In the offer itself, because an adapter is small, whichever transport full weights have."""
+    """In the offer itself, because an adapter is small."""
 
 
 BUCKET_BYTES = {
@@ -36,10 +35,8 @@ BUCKET_BYTES = {
     TransportKind.GLOO: 16 << 20,
     TransportKind.INPROC: 16 << 20,
 }
-"""Bytes of one bucket of full weights, by transport.
-
-vLLM's loader is called once for each bucket that nccl and ipc bring, and walks the whole model
-first (benchmarks/load_buckets.py); over gloo it is called once, and larger buckets are slower
+"""Bytes of one bucket of full weights. vLLM's loader walks the whole model for each bucket of nccl
+and ipc (benchmarks/load_buckets.py); over gloo it is called once, and larger buckets are slower
 (benchmarks/weight_sync.py).
 """
 
@@ -58,10 +55,7 @@ class Sharing(StrEnum):
 def choose_transport(
     learner_device: Device, engine_device: Device, sharing: Sharing
 ) -> TransportKind:
-    """Return the transport of full weights: no placement has two that work.
-
-    Raises ConfigError where none does: one side has a GPU and the other has not.
-    """
+    """Return the transport of full weights. Raises ConfigError where one side alone has a GPU."""
     if sharing is Sharing.PROCESS:
         return TransportKind.INPROC
     if learner_device is not engine_device:
