@@ -238,7 +238,7 @@ MUTANTS = (
         "if len(expanded_token_ids) == len(self.expanded_token_ids):",
         ("tests/shared/weight_sync/test_canary.py",)),
     Mutant("canary-without-the-adapter-is-with-it", "learner/weight_sync/canary.py",
-        "with without_adapter(self._loaded.model):", "with torch.no_grad():",
+        "with without_adapter(self.loaded.model):", "with torch.no_grad():",
         ("tests/learner/model/test_adapters.py", "tests/learner/test_adapter_learner.py")),
     Mutant("whole-sync-without-a-limit", "shared/weight_sync/phases.py",
         "wait(sides, timeout=limit.seconds, return_when", "wait(sides, return_when",

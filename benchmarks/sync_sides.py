@@ -97,12 +97,12 @@ class UnverifiedWeights(ChecksummedWeights):
     """Followed by zeros in place of checksums."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._weights
+        yield from self.weights
         checksums, *canary = self.terms.sent[len(self.terms.tensors) :]
         yield checksums.name, torch.zeros(checksums.num_bytes, dtype=torch.uint8)
         for spec in canary:
-            assert self._logprobs is not None
-            yield spec.name, torch.tensor(self._logprobs(), dtype=torch.float64).view(torch.uint8)
+            assert self.logprobs is not None
+            yield spec.name, torch.tensor(self.logprobs(), dtype=torch.float64).view(torch.uint8)
 
 
 class Sender(WeightSender):
@@ -114,7 +114,7 @@ class Sender(WeightSender):
         self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]
     ) -> ChecksummedWeights:
         kind = ChecksummedWeights if Part.LEARNER_CHECKSUMS in self.parts else UnverifiedWeights
-        return kind(self._source.tensors(), terms, torch, logprobs)
+        return kind(self._source.tensors(), terms, logprobs)
 
 
 class Learner:

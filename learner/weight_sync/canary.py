@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from itertools import compress
 from pathlib import Path
 
@@ -18,55 +18,50 @@ from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.phases import SyncPhase
 
 
+@dataclass
 class Canary:
-    """A prompt and the beginning of a response, by which every sync is proved."""
+    """A prompt and the beginning of a response, by which every sync is proved.
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        prompt: EncodedPrompt,
-        images: tuple[ImageRef, ...],
-        response_ids: tuple[int, ...],
-        *,
-        tolerance: float | None,
-        proves_adapter: bool,
-        run_dir: Path,
-    ) -> None:
-        """Keep the sequence; compute nothing yet.
+    Raises ConfigError where the record of the noise in `run_dir` says something else.
+    """
 
-        Args:
-            tolerance: of a token, as in float32; None: bounds follow from the noise.
-            proves_adapter: engines are sent the adapter alone, and its effect is compared too.
-            run_dir: a noise that is recorded here is the first offer's already.
-        """
-        self._loaded = loaded
-        self._prompt = prompt
-        self._images = tuple(image.with_data() for image in images)
-        self._response_ids = response_ids
-        self._tolerance = tolerance
-        self._proves_adapter = proves_adapter
-        self.noise = Differences.load(run_dir) if tolerance is None else None
-        """The noise that offers in bfloat16 bring; None until the first sync has measured it."""
-        self._base_logprobs: tuple[float, ...] | None = None
+    loaded: LoadedModel
+    prompt: EncodedPrompt
+    images: tuple[ImageRef, ...]
+    response_ids: tuple[int, ...]
+    _: KW_ONLY
+    tolerance: float | None
+    """Of a token, as in float32; None: bounds follow from the noise."""
+    proves_adapter: bool
+    """Whether engines are sent the adapter alone, so that its effect is compared too."""
+    run_dir: InitVar[Path]
+    noise: Differences | None = field(init=False, default=None)
+    """The noise that offers in bfloat16 bring; None until the first sync has measured it."""
+    _base_logprobs: tuple[float, ...] | None = field(init=False, default=None)
+
+    def __post_init__(self, run_dir: Path) -> None:
+        self.images = tuple(image.with_data() for image in self.images)
+        if self.tolerance is None:
+            self.noise = Differences.load(run_dir)
 
     def question(self) -> CanaryProbe:
         """Return the probe without its log-probabilities: no forward."""
-        is_placeholder = self._prompt.modality_P.bool().tolist()
+        is_placeholder = self.prompt.modality_P.bool().tolist()
         return CanaryProbe(
-            token_ids=(*self._prompt.request_token_ids, *self._response_ids),
-            images=self._images,
-            expanded_token_ids=(*self._prompt.token_ids, *self._response_ids),
+            token_ids=(*self.prompt.request_token_ids, *self.response_ids),
+            images=self.images,
+            expanded_token_ids=(*self.prompt.token_ids, *self.response_ids),
             expected_logprobs=None,
-            tolerance=self._tolerance,
-            placeholder_ids=tuple(sorted(set(compress(self._prompt.token_ids, is_placeholder)))),
+            tolerance=self.tolerance,
+            placeholder_ids=tuple(sorted(set(compress(self.prompt.token_ids, is_placeholder)))),
             noise=self.noise,
         )
 
     def probe(self) -> CanaryProbe:
         """Return the probe with its log-probabilities, and those without an adapter sent alone."""
         # The first time alone: the weights under an adapter never change.
-        if self._proves_adapter and self._base_logprobs is None:
-            with without_adapter(self._loaded.model):
+        if self.proves_adapter and self._base_logprobs is None:
+            with without_adapter(self.loaded.model):
                 self._base_logprobs = self.logprobs()
         return replace(
             self.question(), expected_logprobs=self.logprobs(), base_logprobs=self._base_logprobs
@@ -77,21 +72,21 @@ class Canary:
 
         Raises LearnerError where one is not finite: no engine could agree with it.
         """
-        prompt = self._prompt
-        device = self._loaded.device
-        token_ids = (*prompt.token_ids, *self._response_ids)
+        prompt = self.prompt
+        device = self.loaded.device
+        token_ids = (*prompt.token_ids, *self.response_ids)
         ids_1T = torch.tensor([token_ids], device=device)
         vision: dict[str, torch.Tensor] = {}
         # Without images a vision tower must not be called with empty pixel values.
         if len(prompt.image_grid_I3):
-            of_response = prompt.modality_P.new_zeros(len(self._response_ids))
+            of_response = prompt.modality_P.new_zeros(len(self.response_ids))
             vision = {
                 "mm_token_type_ids": torch.cat([prompt.modality_P, of_response])[None].to(device),
-                "pixel_values": prompt.pixel_values_RD.to(device, self._loaded.model.dtype),
+                "pixel_values": prompt.pixel_values_RD.to(device, self.loaded.model.dtype),
                 "image_grid_thw": prompt.image_grid_I3.to(device),
             }
         with torch.no_grad():
-            logits_TV = self._loaded.model(input_ids=ids_1T, **vision, use_cache=False).logits[0]
+            logits_TV = self.loaded.model(input_ids=ids_1T, **vision, use_cache=False).logits[0]
             # In float32: bfloat16 has 8 bits, and rounding them here would add to the noise.
             logprobs_TV = torch.log_softmax(logits_TV[:-1].float(), dim=-1)
             logprobs = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].tolist()

@@ -7,6 +7,7 @@ Every method but `send`, `fall_back_to_full` and `close` is called on all ranks,
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +33,22 @@ CANARY_TOKENS = 32
 """Tokens of the canary's response: enough to pass every layer and the head, and cheap."""
 
 
+@dataclass
 class WeightPublisher:
     """One rank's part in publishing. Weights must not change between an offer and its `done`."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        device: LearnerDevice,
-        loaded: LoadedModel,
-        parallel: Parallel,
-        sender: WeightSender | None,
-        canary: Canary,
-        *,
-        offers_adapter: bool = False,
-    ) -> None:
-        """Keep what is called later.
-
-        Args:
-            sender: rank 0's; None on the other ranks.
-            offers_adapter: offer the adapter alone, until `fall_back_to_full`.
-        """
-        self._ranks = ranks
-        self._device = device
-        self._loaded = loaded
-        self._parallel = parallel
-        self._sender = sender
-        self._offers_adapter = offers_adapter
-        self.canary = canary
-        self.version = 0
-        """The version that the engines serve; 0 before the first sync."""
+    ranks: Ranks
+    device: LearnerDevice
+    loaded: LoadedModel
+    parallel: Parallel
+    sender: WeightSender | None
+    """Rank 0's; None on the other ranks."""
+    canary: Canary
+    _: KW_ONLY
+    offers_adapter: bool = False
+    """Whether the adapter alone is offered, until `fall_back_to_full`."""
+    version: int = field(init=False, default=0)
+    """The version that the engines serve; 0 before the first sync."""
 
     @classmethod
     def from_config(
@@ -96,23 +84,23 @@ class WeightPublisher:
             LearnerError: the ranks do not hold the same weights, or these are no numbers.
             WeightSyncError: the adapter cannot be written down, or no port can be opened.
         """
-        with self._ranks.of_phase("offer_weights"):
+        with self.ranks.of_phase("offer_weights"):
             # Senders pack on streams of their own; engines read shared weights in other processes.
-            self._device.wait()
-            self._ranks.barrier()
-            self._parallel.check()
-            self._parallel.gather()
+            self.device.wait()
+            self.ranks.barrier()
+            self.parallel.check()
+            self.parallel.gather()
             probe = None
-            if self._parallel.holds_parts:
+            if self.parallel.holds_parts:
                 # Every rank computes it where none has the model alone.
-                probe = self._parallel.forward(self.canary.probe)
-            sender = self._sender
+                probe = self.parallel.forward(self.canary.probe)
+            sender = self.sender
             if sender is None:
                 return None
             version = self.version + 1
-            if self._offers_adapter:
+            if self.offers_adapter:
                 probe = probe or self.canary.probe()
-                model = self._loaded.model
+                model = self.loaded.model
                 return adapter_offer(model, version, probe, timeout_s=sender.timeout_s)
             if probe is not None:
                 return sender.offer(version, probe)
@@ -120,47 +108,47 @@ class WeightPublisher:
 
     def send(self, offer: WeightOffer) -> SendReport:
         """Return when the weights are out. Raises what `WeightSender.send` does."""
-        assert self._sender is not None, "rank 0 sends"
-        return self._sender.send(offer)
+        assert self.sender is not None, "rank 0 sends"
+        return self.sender.send(offer)
 
     def fall_back_to_full(self) -> None:
         """Offer merged weights from now on, because an adapter did not arrive."""
-        assert self._offers_adapter, "only adapters are followed by something else"
-        self._offers_adapter = False
+        assert self.offers_adapter, "only adapters are followed by something else"
+        self.offers_adapter = False
 
     def done(self, noise: Differences | None = None) -> None:
         """Note that the offered weights are served; later offers bring the `noise` it measured."""
-        with self._ranks.of_phase("sync_done"):
-            self._ranks.barrier()
-        self._parallel.release()
+        with self.ranks.of_phase("sync_done"):
+            self.ranks.barrier()
+        self.parallel.release()
         self.version += 1
         if noise is not None:
             self.canary.noise = noise
 
     def save(self, folder: Path) -> None:
         """Write an ordinary checkpoint on rank 0; return on every rank when it is available."""
-        with self._ranks.of_phase("save"):
-            self._device.wait()
-            self._parallel.check()
-            self._parallel.gather()
+        with self.ranks.of_phase("save"):
+            self.device.wait()
+            self.parallel.check()
+            self.parallel.gather()
             # A collective where the model is sharded: before rank 0 goes its own way.
-            adapter = adapter_files(self._loaded.model)
-            if self._ranks.rank == 0:
+            adapter = adapter_files(self.loaded.model)
+            if self.ranks.rank == 0:
                 save_checkpoint(
-                    self._loaded.model,
-                    self._loaded.processor,
+                    self.loaded.model,
+                    self.loaded.processor,
                     folder,
-                    state_dict=self._parallel.state_dict(),
+                    state_dict=self.parallel.state_dict(),
                     adapter=adapter,
-                    fresh=self._loaded.fresh_tokens,
+                    fresh=self.loaded.fresh_tokens,
                 )
-            self._parallel.release()
-            self._ranks.barrier()
+            self.parallel.release()
+            self.ranks.barrier()
 
     def close(self) -> None:
         """Leave the groups of the weight sync."""
-        if self._sender is not None:
-            self._sender.close()
+        if self.sender is not None:
+            self.sender.close()
 
 
 def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> WeightSender | None:

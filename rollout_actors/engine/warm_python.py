@@ -25,7 +25,6 @@ The shim runs for every process, so the top of this file imports the standard li
 
 from __future__ import annotations
 
-import array
 import fcntl
 import json
 import os
@@ -189,8 +188,7 @@ def _ask_for_fork(
         "files": files,
     }
     text = json.dumps(request).encode("utf-8")
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
-    connection.sendmsg([_LENGTH.pack(len(text))], [rights])
+    socket.send_fds(connection, [_LENGTH.pack(len(text))], files)
     connection.sendall(text)
 
 
@@ -362,18 +360,14 @@ class _Server:
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Return a shim's request and files; None where the shim has ended or stopped sending."""
-    files = array.array("i")
+    files: list[int] = []
     try:
-        head, ancillary, _, _ = connection.recvmsg(
-            _LENGTH.size, socket.CMSG_SPACE(_MAX_FILES * _STATUS.size)
-        )
-        for _, _, data in ancillary:
-            files.frombytes(data)
+        head, files, _, _ = socket.recv_fds(connection, _LENGTH.size, _MAX_FILES)
         text = _receive(connection, _LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else None
     except OSError:
         text = None
     if text is not None:
-        return json.loads(text), list(files)
+        return json.loads(text), files
     for file in files:
         os.close(file)
     return None

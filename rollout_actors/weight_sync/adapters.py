@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ _NAME = "policy"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
+@dataclass
 class AdapterLoader:
     """The adapter that an engine serves on top of its base weights."""
 
-    def __init__(self, llm: Any, *, enabled: bool) -> None:
-        """`llm` is vLLM's engine; `enabled`: it was started with `enable_lora`."""
-        self._llm = llm
-        self._enabled = enabled
-        self.request: LoRARequest | None = None
-        """For every request and every canary; None: the base weights alone."""
+    llm: Any
+    """vLLM's engine."""
+    _: KW_ONLY
+    enabled: bool
+    """Whether the engine was started with `enable_lora`."""
+    request: LoRARequest | None = field(init=False, default=None)
+    """For every request and every canary; None: the base weights alone."""
 
     async def take(self, terms: AdapterOffer) -> None:
         """Serve this adapter in place of the one before.
@@ -36,7 +39,7 @@ class AdapterLoader:
             ValueError: the engine has no LoRA, or the adapter is not as it was sent.
             Exception: its files cannot be written, or whatever vLLM finds wrong with it.
         """
-        if not self._enabled:
+        if not self.enabled:
             raise ValueError(
                 "the engine was started without LoRA; set rollout_matching.vllm.enable_lora: true,"
                 " or sync.mode: full"
@@ -52,17 +55,17 @@ class AdapterLoader:
         # Gone before the engine serves it: an actor that is killed later leaves nothing in memory.
         with tempfile.TemporaryDirectory(prefix="rollmatch-adapter-", dir=memory) as folder:
             terms.files.save(Path(folder))
-            await self._llm.add_lora(LoRARequest(_NAME, ADAPTER_ID, folder, load_inplace=True))
+            await self.llm.add_lora(LoRARequest(_NAME, ADAPTER_ID, folder, load_inplace=True))
         # Without `load_inplace`, or vLLM would load it again with every request.
         self.request = LoRARequest(_NAME, ADAPTER_ID, folder)
 
     async def verify(self) -> None:
         """Raise RuntimeError where vLLM does not hold it; that it is right the canary shows."""
-        if set(await self._llm.list_loras()) != {ADAPTER_ID}:
+        if set(await self.llm.list_loras()) != {ADAPTER_ID}:
             raise RuntimeError("vLLM does not hold the adapter that it was given")
 
     async def drop(self) -> None:
         """Serve the base weights alone."""
         self.request = None
-        if self._enabled:
-            await self._llm.remove_lora(ADAPTER_ID)
+        if self.enabled:
+            await self.llm.remove_lora(ADAPTER_ID)

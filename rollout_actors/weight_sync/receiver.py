@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shared.errors import RolloutError, Timeout, WeightSyncError, late
@@ -114,15 +114,16 @@ class GroupedEngine(Protocol):
     async def shutdown_weight_transfer_engine(self) -> None: ...
 
 
+@dataclass(slots=True)
 class TransferGroup:
     """One engine's membership in the sender's process group, kept from sync to sync."""
 
-    def __init__(self, llm: GroupedEngine, *, transport: TransportKind, rank_offset: int) -> None:
-        """Join nothing yet; `rank_offset` is the rank of the engine's first worker."""
-        self.transport = transport
-        self._llm = llm
-        self._rank_offset = rank_offset
-        self._joined = ""
+    llm: GroupedEngine
+    _: KW_ONLY
+    transport: TransportKind
+    rank_offset: int
+    """The rank of the engine's first worker."""
+    _joined: str = field(init=False, default="")
 
     async def join(self, terms: FullOffer) -> None:
         """Join the offered group, unless this is the one that was joined last."""
@@ -130,11 +131,11 @@ class TransferGroup:
         if self._joined == group.key:
             return
         self.forget()
-        await self._llm.shutdown_weight_transfer_engine()
+        await self.llm.shutdown_weight_transfer_engine()
         info: dict[str, Any] = {
             "master_address": group.host,
             "master_port": group.port,
-            "rank_offset": self._rank_offset,
+            "rank_offset": self.rank_offset,
             "world_size": group.world_size,
             "packed_buffer_size_bytes": terms.bucket_bytes,
         }
@@ -142,7 +143,7 @@ class TransferGroup:
             info |= {"join_s": terms.join_limit.seconds, "timeout_s": terms.timeout_s}
         else:
             info |= {"packed": True, "packed_num_buffers": 2}
-        await self._llm.init_weight_transfer_engine(InitRequest(init_info=info))
+        await self.llm.init_weight_transfer_engine(InitRequest(init_info=info))
         self._joined = group.key
 
     def forget(self) -> None:

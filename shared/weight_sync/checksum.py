@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -87,40 +88,34 @@ def device_sums(words_RS: torch.Tensor) -> Iterator[torch.Tensor]:
         yield words_RS[whole:].sum(0)
 
 
+@dataclass
 class ChecksummedWeights:
     """Weights on their way out, followed by their checksums and the canary's log-probabilities.
 
     To be iterated once.
     """
 
-    def __init__(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        terms: FullOffer,
-        logprobs: Callable[[], Sequence[float]] | None = None,
-    ) -> None:
-        """Keep named contiguous tensors, those of `terms` in their order.
-
-        `logprobs` is called last, where the terms promise log-probabilities.
-        """
-        self._weights = iter(weights)
-        self.terms = terms
-        self._logprobs = logprobs
-        self.gather_s = 0.0
-        """Seconds in which the source made tensors."""
-        self.verify_s = 0.0
-        """Seconds in which checksums were computed."""
+    weights: Iterable[tuple[str, torch.Tensor]]
+    """Contiguous tensors, those of `terms` in their order."""
+    terms: FullOffer
+    logprobs: Callable[[], Sequence[float]] | None = None
+    """Called last, where the terms promise log-probabilities."""
+    gather_s: float = field(init=False, default=0.0)
+    """Seconds in which the source made tensors."""
+    verify_s: float = field(init=False, default=0.0)
+    """Seconds in which checksums were computed."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
+        weights = iter(self.weights)
         checksums = []
         tensor = None
         for bucket in buckets(self.terms.tensors, self.terms.bucket_bytes):
             checksum = BucketChecksum()
             for spec in bucket:
                 started = time.perf_counter()
-                name, tensor = next(self._weights)
+                name, tensor = next(weights)
                 gathered = time.perf_counter()
                 assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), (
                     f"offered {spec.name} {spec.shape}, sending {name} {tuple(tensor.shape)}"
@@ -134,6 +129,6 @@ class ChecksummedWeights:
         # On the weights' own device, because one transport carries all.
         yield CHECKSUMS, tensor.new_tensor(checksums, dtype=torch.int64).view(torch.uint8)
         if self.terms.num_logprobs:
-            assert self._logprobs is not None, "the terms promise them"
-            logprobs = tensor.new_tensor(self._logprobs(), dtype=torch.float64)
+            assert self.logprobs is not None, "the terms promise them"
+            logprobs = tensor.new_tensor(self.logprobs(), dtype=torch.float64)
             yield CANARY, logprobs.view(torch.uint8)

@@ -132,27 +132,27 @@ class GlooSender:
             if turn >= NUM_BUFFERS:
                 # The bucket before the last one may have been packed in the same place.
                 for group in self._groups:
-                    group.member.wait()
+                    group.wait()
             for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True):
                 _, tensor = next(stream)
                 packed[start : start + spec.num_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
             for group in self._groups:
                 group.send(packed)
         for group in self._groups:
-            group.member.wait_for_all()
-            group.member.agree(True)
+            group.wait_for_all()
+            group.agree(True)
 
     def close(self) -> None:
         """Leave the groups: whoever waits for this rank sees a closed connection."""
         for group in self._groups:
-            group.member.leave()
+            group.leave()
         # The traceback of a failed send refers to this sender.
         self._groups = []
         self._buffers = []
 
 
-class _RankZero:
-    """One process group, as its rank 0."""
+class _RankZero(_Member):
+    """Rank 0's membership."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _RankZero:
         )
         try:
             options = gloo_options(group.host, joining)
-            self.member = _Member(ProcessGroupGloo(store, 0, group.world_size, options))
+            super().__init__(ProcessGroupGloo(store, 0, group.world_size, options))
         finally:
             # It listens on the group's port, and the traceback of a failure would keep it.
             del store
@@ -189,21 +189,21 @@ class _RankZero:
             if self._all_accept(this_machine()):
                 memory = shared()
                 address = NOWHERE if memory is None else memory.address
-                self.reads_shared = self._all_accept(address.numbers())
-            self.member.set_timeout(timeout)
+                self.reads_shared = self._all_accept(address)
+            self.set_timeout(timeout)
         except BaseException:
-            self.member.leave()
+            self.leave()
             raise
 
     def send(self, packed: torch.Tensor) -> None:
-        """Begin to send; `packed` is in use until `member.wait` has returned as often."""
-        self.member.broadcast(self._one_byte if self.reads_shared else packed)
+        """Begin to send; `packed` is in use until `wait` has returned as often."""
+        self.broadcast(self._one_byte if self.reads_shared else packed)
 
     def _all_accept(self, numbers: Sequence[int]) -> bool:
         """Return whether every receiver can do something with the numbers."""
-        self.member.broadcast(torch.tensor(numbers, dtype=torch.int64))
-        self.member.wait()
-        return self.member.agree(True)
+        self.broadcast(torch.tensor(numbers, dtype=torch.int64))
+        self.wait()
+        return self.agree(True)
 
 
 class GlooReceiver:
@@ -236,7 +236,7 @@ class GlooReceiver:
         try:
             here = list(machine())
             if self._member.agree(self._numbers(len(here)) == here):
-                opened = SharedMemory.open(Address(*self._numbers(len(NOWHERE.numbers()))))
+                opened = SharedMemory.open(Address(*self._numbers(len(NOWHERE))))
                 # All of them or none: one that cannot open it needs the buckets themselves.
                 if self._member.agree(opened is not None) and opened is not None:
                     self._shared = torch.frombuffer(opened.memory, dtype=torch.uint8)
@@ -252,7 +252,7 @@ class GlooReceiver:
 
         The bytes stay as they are until the next sync.
         """
-        following: tuple[tuple[TensorSpec, ...], torch.Tensor] | None = None
+        arriving: deque[tuple[tuple[TensorSpec, ...], torch.Tensor]] = deque()
         begin = 0
         for bucket in buckets(tensors, bucket_bytes):
             size = offsets(bucket)[-1]
@@ -265,13 +265,14 @@ class GlooReceiver:
                 # a layer has come, maybe in the next bucket.
                 packed = torch.empty(size, dtype=torch.uint8)
                 self._member.broadcast(packed)
-            if following is not None:
+            arriving.append((bucket, packed))
+            if len(arriving) > 1:
                 self._member.wait()
-                yield following
-            following = (bucket, packed)
-        if following is not None:
+                yield arriving.popleft()
+        for last in arriving:
             self._member.wait()
-            yield following
+            yield last
+        # Rank 0 waits until all are through with the last bucket.
         self._member.agree(True)
 
     def close(self) -> None:

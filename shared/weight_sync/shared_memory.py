@@ -9,8 +9,8 @@ import struct
 import uuid
 import weakref
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 NAME = "rollmatch-weights"
 MEMINFO = Path("/proc/meminfo")
@@ -21,8 +21,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """Nobody can change the size: reading a page that is not there any more would kill the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """The way to a memory for another process, in plain numbers."""
 
     process: int
@@ -31,11 +30,6 @@ class Address:
     num_bytes: int
     device: int
     inode: int
-
-    def numbers(self) -> tuple[int, ...]:
-        """Return the fields in order; `Address(*numbers)` is this address."""
-        numbers: tuple[int, ...] = astuple(self)
-        return numbers
 
     @property
     def path(self) -> Path:

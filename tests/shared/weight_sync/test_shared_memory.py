@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from shared.weight_sync.shared_memory import NAME, NOWHERE, Address, SharedMemor
 CREATOR = """
 from shared.weight_sync.shared_memory import SharedMemory
 memory = SharedMemory.create(5000)
-print(*memory.address.numbers(), flush=True)
+print(*memory.address, flush=True)
 input()
 assert memory.memory[4990:4995] == b"hello"
 """
@@ -88,7 +87,7 @@ def test_its_size_cannot_be_changed_by_anybody(mine: SharedMemory) -> None:
 def test_other_memory_than_the_announced_is_not_opened(mine: SharedMemory, field: str) -> None:
     """As on another machine, or in another container, where another process has the number."""
     address = mine.address
-    assert SharedMemory.open(replace(address, **{field: getattr(address, field) + 1})) is None
+    assert SharedMemory.open(address._replace(**{field: getattr(address, field) + 1})) is None
 
 
 def test_any_other_file_is_not_opened_whatever_its_numbers(tmp_path: Path) -> None:
