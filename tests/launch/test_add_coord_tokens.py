@@ -31,7 +31,7 @@ def stock(tmp_path_factory):
     """Stock checkpoints, each made once."""
     made: dict[tuple, Path] = {}
 
-    def get(family: str, **shape) -> Path:
+    def get(family: str = "qwen3_vl", **shape) -> Path:
         key = (family, *sorted(shape.items()))
         if key not in made:
             made[key] = make_stock_model(tmp_path_factory.mktemp("stock") / family, family, **shape)
@@ -45,146 +45,109 @@ def options(model: Path, out: Path, **more) -> AddOptions:
 
 
 def converted(stock: Path, out: Path, **more):
-    """What was said, the stock model and the one that was made, and the latter's processor."""
+    """The printed lines, the stock model and the one that was made, and the latter's processor."""
     lines = make_coord_model(options(stock, out, **more))
-    old, new = (
-        AutoModelForImageTextToText.from_pretrained(folder, dtype="auto") for folder in (stock, out)
-    )
-    return lines, old, new, AutoProcessor.from_pretrained(out)
+    models = [
+        AutoModelForImageTextToText.from_pretrained(path, dtype="auto") for path in (stock, out)
+    ]
+    return lines, *models, AutoProcessor.from_pretrained(out)
+
+
+def embeddings(model):
+    return model.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_every_bin_is_one_token_and_everything_else_stays_as_it_was(stock, tmp_path, family, tied):
     folder = stock(family, tied=tied)
     lines, old, new, processor = converted(folder, tmp_path / "out", max_pixels=SCENE)
-    tokenizer, old_tokenizer = processor.tokenizer, AutoProcessor.from_pretrained(folder).tokenizer
+    tokenizer = processor.tokenizer
+    old_tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     first = len(old_tokenizer)
-    assert tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) == list(
-        range(first, first + NUM_BINS)
-    )
-    assert tokenizer.encode('["<|coord_7|>"]', add_special_tokens=False) == [
-        *tokenizer.encode('["', add_special_tokens=False),
-        first + 7,
-        *tokenizer.encode('"]', add_special_tokens=False),
-    ]
-    assert (
-        tokenizer.decode([first + 999, tokenizer.eos_token_id], skip_special_tokens=True)
-        == "<|coord_999|>"
-    )
+    ids = list(range(first, first + NUM_BINS))
+    assert tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) == ids
+    opened, closed = (tokenizer.encode(text, add_special_tokens=False) for text in ('["', '"]'))
+    quoted = tokenizer.encode('["<|coord_7|>"]', add_special_tokens=False)
+    assert quoted == [*opened, first + 7, *closed]
+    last = [first + 999, tokenizer.eos_token_id]
+    assert tokenizer.decode(last, skip_special_tokens=True) == "<|coord_999|>"
     text = 'A "7" and <|coord_1000|>, <|coord_|> or <|im_start|>user'
     assert tokenizer.encode(text) == old_tokenizer.encode(text)
 
-    weight, old_weight = new.get_input_embeddings().weight, old.get_input_embeddings().weight
-    assert (
-        weight.shape[0]
-        == new.lm_head.weight.shape[0]
-        == new.config.text_config.vocab_size
-        >= first + NUM_BINS
-    )
-    assert weight.shape[0] % 128 == 0
-    assert (new.lm_head.weight is weight) == new.config.tie_word_embeddings == tied
-    for (name, before), (_, after) in zip(
-        old.named_parameters(), new.named_parameters(), strict=True
-    ):
-        assert torch.equal(
-            *(
-                tensor[:first] if before.shape != after.shape else tensor
-                for tensor in (before, after)
-            )
-        ), name
-    assert (
-        new.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(END)
-        and new.generation_config.do_sample
-    )
-    assert (
-        processor.image_processor.size.shortest_edge,
-        processor.image_processor.size.longest_edge,
-    ) == (64 * 64, SCENE)
+    rows, old_rows = embeddings(new), embeddings(old)
+    num_rows = rows.shape[0]
+    assert num_rows == new.lm_head.weight.shape[0] == new.config.text_config.vocab_size
+    assert num_rows >= first + NUM_BINS and num_rows % 128 == 0
+    assert (new.lm_head.weight is rows) == new.config.tie_word_embeddings == tied
+    for (name, before), after in zip(old.named_parameters(), new.parameters(), strict=True):
+        grew = before.shape != after.shape
+        assert torch.equal(before[:first], after[:first]) if grew else torch.equal(before, after), (
+            name
+        )
+    assert new.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(END)
+    assert new.generation_config.do_sample
+    size = processor.image_processor.size
+    assert (size.shortest_edge, size.longest_edge) == (64 * 64, SCENE)
     assert FreshTokens.of(tmp_path / "out") == FreshTokens(first, NUM_BINS)
-    assert (
-        lines[1]
-        == f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, inside"
+    assert lines[1] == (
+        f"tokens    1,000 coord tokens, ids {first} to {first + 999}; each is one token, inside"
         " JSON quotes too"
     )
-    assert (
-        f"100 of {old_weight.shape[0]} embedding rows had no token, 1000 are needed: now"
-        f" {weight.shape[0]}" in lines[2]
+    free = (
+        f"100 of {old_rows.shape[0]} embedding rows had no token, 1000 are needed: now {num_rows}"
     )
+    assert free in lines[2]
     assert ("the head tied to it" if tied else "weights of its own") in lines[3]
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_neighbouring_bins_are_near_each_other_and_all_are_numbers(stock, tmp_path, family, tied):
-    _, old, new, processor = converted(stock(family, tied=tied), tmp_path / "out")
-    digits, first = (
-        processor.tokenizer.convert_tokens_to_ids([*"0123456789"]),
-        processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0]),
-    )
-    for weight, stock_weight in (
-        (new.get_input_embeddings().weight, old.get_input_embeddings().weight),
-        (new.lm_head.weight, old.lm_head.weight),
-    ):
+    folder = stock(family, tied=tied)
+    _, old, new, processor = converted(folder, tmp_path / "out")
+    digits = processor.tokenizer.convert_tokens_to_ids([*"0123456789"])
+    first = processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
+    num_stock = len(AutoProcessor.from_pretrained(folder).tokenizer)
+    pairs = [(embeddings(new), embeddings(old)), (new.lm_head.weight, old.lm_head.weight)]
+    for weight, stock_weight in pairs:
         rows = weight[first : first + NUM_BINS].detach()
         distances = torch.cdist(rows, rows)
         assert distances.diagonal(1).max() < 0.2 * distances.diagonal(400).min()
         digit_rows = stock_weight[digits]
         centre = digit_rows.mean(dim=0)
-        assert (rows - centre).square().mean().item() == pytest.approx(
-            (digit_rows - centre).square().mean().item(), rel=1e-4
-        ), "as far from their mean as digits are"
+        spread = (digit_rows - centre).square().mean().item()
+        assert (rows - centre).square().mean().item() == pytest.approx(spread, rel=1e-4)
+        added = weight[len(processor.tokenizer) :]
+        assert len(added)
+        torch.testing.assert_close(added, stock_weight[:num_stock].mean(dim=0).expand_as(added))
     if not tied:
-        assert not torch.equal(new.lm_head.weight, new.get_input_embeddings().weight)
+        assert not torch.equal(new.lm_head.weight, embeddings(new))
 
 
 def test_rows_without_a_token_are_used_where_there_are_enough(stock, tmp_path):
-    folder = stock("qwen3_vl", padding=1100)
-    lines, old, new, _ = converted(folder, tmp_path / "out")
-    assert new.config.text_config.vocab_size == old.config.text_config.vocab_size
-    assert (
-        lines[2]
-        == f"rows      1100 of {old.config.text_config.vocab_size} embedding rows had no token:"
-        " enough, none were added"
-    )
-    untouched = new.get_input_embeddings().weight[-100:], old.get_input_embeddings().weight[-100:]
-    assert torch.equal(*untouched)
-
-
-def test_rows_that_are_added_without_a_token_are_like_no_token_in_particular(stock, tmp_path):
-    folder = stock("qwen3_vl", tied=False)
-    _, old, new, processor = converted(folder, tmp_path / "out")
-    num_tokens, num_stock = (
-        len(processor.tokenizer),
-        len(AutoProcessor.from_pretrained(folder).tokenizer),
-    )
-    for weight, stock_weight in (
-        (new.get_input_embeddings().weight, old.get_input_embeddings().weight),
-        (new.lm_head.weight, old.lm_head.weight),
-    ):
-        added = weight[num_tokens:]
-        assert len(added)
-        torch.testing.assert_close(added, stock_weight[:num_stock].mean(dim=0).expand_as(added))
+    lines, old, new, _ = converted(stock(padding=1100), tmp_path / "out")
+    num_rows = old.config.text_config.vocab_size
+    assert new.config.text_config.vocab_size == num_rows
+    enough = f"1100 of {num_rows} embedding rows had no token: enough, none were added"
+    assert lines[2] == f"rows      {enough}"
+    assert torch.equal(embeddings(new)[-100:], embeddings(old)[-100:])
 
 
 def test_the_mean_of_all_tokens_is_the_other_way_to_begin(stock, tmp_path):
-    _, old, new, processor = converted(stock("qwen3_vl"), tmp_path / "out", init="mean")
+    _, old, new, processor = converted(stock(), tmp_path / "out", init="mean")
     first = processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
-    rows = new.get_input_embeddings().weight[first : first + NUM_BINS]
-    torch.testing.assert_close(
-        rows, old.get_input_embeddings().weight[:first].mean(dim=0).expand_as(rows)
-    )
+    rows = embeddings(new)[first : first + NUM_BINS]
+    torch.testing.assert_close(rows, embeddings(old)[:first].mean(dim=0).expand_as(rows))
 
 
 def test_the_number_type_of_the_stock_checkpoint_is_kept_and_bins_stay_apart_in_it(stock, tmp_path):
-    half = AutoModelForImageTextToText.from_pretrained(stock("qwen3_vl"), dtype=torch.bfloat16)
+    half = AutoModelForImageTextToText.from_pretrained(stock(), dtype=torch.bfloat16)
     folder = tmp_path / "half"
-    shutil.copytree(stock("qwen3_vl"), folder)
+    shutil.copytree(stock(), folder)
     half.save_pretrained(folder)
     _, _, new, processor = converted(folder, tmp_path / "out")
     first = processor.tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
     assert {parameter.dtype for parameter in new.parameters()} == {torch.bfloat16}
-    assert (
-        len(new.get_input_embeddings().weight[first : first + NUM_BINS].unique(dim=0)) == NUM_BINS
-    )
+    assert len(embeddings(new)[first : first + NUM_BINS].unique(dim=0)) == NUM_BINS
 
 
 def test_the_same_arguments_give_the_same_bytes_and_another_seed_others(stock, tmp_path):
@@ -192,45 +155,42 @@ def test_the_same_arguments_give_the_same_bytes_and_another_seed_others(stock, t
         make_coord_model(options(stock("qwen2_5_vl"), tmp_path / name, **more))
         return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
-    assert made("a") == made("b")
-    assert made("c", seed=18)["model.safetensors"] != made("d")["model.safetensors"]
+    first = made("a")
+    assert made("b") == first
+    assert made("c", seed=18)["model.safetensors"] != first["model.safetensors"]
 
 
 def test_every_problem_is_reported_at_once_and_nothing_is_written(stock, tmp_path):
-    make_coord_model(options(stock("qwen3_vl"), tmp_path / "there"))
+    folder = tmp_path / "there"
+    make_coord_model(options(stock(), folder))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError) as caught:
-        make_coord_model(
-            options(tmp_path / "there", tmp_path / "there", min_pixels=10, max_pixels=9)
-        )
+        make_coord_model(options(folder, folder, min_pixels=10, max_pixels=9))
     assert caught.value.problems == (
-        f"out: {tmp_path / 'there'} exists; remove it, or choose another folder",
-        f"model: {tmp_path / 'there'} has the coord tokens already; use it as model.path",
+        f"out: {folder} exists; remove it, or choose another folder",
+        f"model: {folder} has the coord tokens already; use it as model.path",
         "max_pixels: 9 is less than one image token (256 pixels); raise it",
         "min_pixels: 10 is more than max_pixels, 9; lower it, or raise max_pixels",
     )
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"model: .*nowhere holds no checkpoint \(no config\.json\); give the folder of a"
-            r" downloaded"
-        ),
-    ) as caught:
-        make_coord_model(options(tmp_path / "nowhere", tmp_path / "there"))
+    none = (
+        r"model: .*nowhere holds no checkpoint \(no config\.json\); give the folder of a downloaded"
+    )
+    with pytest.raises(ConfigError, match=none) as caught:
+        make_coord_model(options(tmp_path / "nowhere", folder))
     assert len(caught.value.problems) == 2
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_another_kind_of_model_and_a_model_without_weights_are_refused(stock, tmp_path):
     other = tmp_path / "other"
-    shutil.copytree(stock("qwen3_vl"), other)
-    config = json.loads((other / "config.json").read_text())
+    shutil.copytree(stock(), other)
+    config = (other / "config.json").read_text()
     (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(
         ConfigError, match=r"is a llama model; this run trains qwen2_5_vl, qwen3_vl"
     ):
         make_coord_model(options(other, tmp_path / "out"))
-    (other / "config.json").write_text(json.dumps(config))
+    (other / "config.json").write_text(config)
     (other / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model: the weights in .* cannot be read"):
         make_coord_model(options(other, tmp_path / "out"))
@@ -240,50 +200,42 @@ def test_another_kind_of_model_and_a_model_without_weights_are_refused(stock, tm
 def test_a_folder_that_cannot_be_written_is_named(stock, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write .*file/out"):
-        make_coord_model(options(stock("qwen3_vl"), tmp_path / "file" / "out"))
+        make_coord_model(options(stock(), tmp_path / "file" / "out"))
 
 
 def test_the_command_says_what_it_did(stock, tmp_path, capsys):
-    main([f"model={stock('qwen3_vl')}", f"out={tmp_path / 'out'}", f"max_pixels={SCENE}"])
+    main([f"model={stock()}", f"out={tmp_path / 'out'}", f"max_pixels={SCENE}"])
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed] == [
-        "model",
-        "tokens",
-        "rows",
-        "init",
-        "images",
-        "saved",
-    ]
+    words = [line.split()[0] for line in printed]
+    assert words == ["model", "tokens", "rows", "init", "images", "saved"]
     assert printed[4] == "images    4,096 to 9,216 pixels, so at most 36 tokens each"
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, tied):
-    make_coord_model(
-        options(stock(family, tied=tied), tmp_path / "model", min_pixels=SCENE, max_pixels=SCENE)
-    )
+    model = tmp_path / "model"
+    make_coord_model(options(stock(family, tied=tied), model, min_pixels=SCENE, max_pixels=SCENE))
     small = {
         "global_max_length": 1024,
         "training__max_steps": 4,
         "training__effective_batch_size": 4,
+        "training__learning_rate": 1e-3,
         "stage2_ab__schedule__warmup_steps": 4,
     }
-    config = configuration(
-        tmp_path / "model", demo_data, tmp_path / "run", training__learning_rate=1e-3, **small
-    )
+    config = configuration(model, demo_data, tmp_path / "run", **small)
     assert len(load_tokens(config).banned_token_ids) == 4
-    learner, losses = make_learner(config), []
+    learner = make_learner(config)
+    losses = []
     for plan in RunSchedule(config).plans():
         learner.next_requests(plan)
         losses.append(finish_step(learner).metrics["loss/total"])
     assert losses[-1] < losses[0]
-    learner.publisher.save(tmp_path / "trained")
-    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
+    trained = tmp_path / "trained"
+    learner.publisher.save(trained)
+    saved = AutoModelForImageTextToText.from_pretrained(trained)
     assert torch.equal(saved.lm_head.weight, learner.loaded.model.lm_head.weight)
-    assert (
-        GenerationConfig.from_pretrained(tmp_path / "trained").eos_token_id
-        == learner.loaded.codec.eos_token_id
-    )
+    end = GenerationConfig.from_pretrained(trained).eos_token_id
+    assert end == learner.loaded.codec.eos_token_id
 
 
 @pytest.mark.engine

@@ -36,24 +36,15 @@ GUARD = {
     "ngram_repeats": 5,
     "max_object_keys": 60,
 }
-
 SETTINGS = EngineSettings(
     "model", "float32", 64, 2, 0, TransportKind.INPROC, Device.CPU, gpu_memory_utilization=0.5
 )
 
 
 @pytest.fixture
-def values(tmp_path):
-    return lambda **changes: mapping(
-        tmp_path / "model", tmp_path / "data", tmp_path / "run", **NO_QUEUE, **changes
-    )
-
-
-@pytest.fixture
 def config(tmp_path):
-    return lambda **changes: configuration(
-        tmp_path / "model", tmp_path / "data", tmp_path / "run", **NO_QUEUE, **changes
-    )
+    folders = (tmp_path / "model", tmp_path / "data", tmp_path / "run")
+    return lambda **changes: configuration(*folders, **NO_QUEUE, **changes)
 
 
 def test_default_behavior_preserved_colocate(config):
@@ -61,10 +52,8 @@ def test_default_behavior_preserved_colocate(config):
     memory.
     """
     unset = config(rollout_matching__vllm={})
-    assert (unset.rollout_matching.rollout_backend, unset.rollout_matching.vllm.mode) == (
-        "vllm",
-        "colocate",
-    )
+    matching = unset.rollout_matching
+    assert (matching.rollout_backend, matching.vllm.mode) == ("vllm", "colocate")
     assert engines_in(unset) is EngineLocation.RANKS
     placement = plan_placement(unset, [Resources(cpus=16, gpus=4)])
     assert (placement.engines, placement.transport) == ((), "ipc")
@@ -94,9 +83,8 @@ def no_vllm(monkeypatch):
 def test_a_run_without_vllm_ends_before_its_data_are_read_and_names_backend_hf(
     config, no_vllm, mode
 ):
-    with pytest.raises(
-        ConfigError, match="vLLM is not installed here, and .*mode: " + mode + " .*backend=hf"
-    ):
+    missing = f"vLLM is not installed here, and .*mode: {mode} .*backend=hf"
+    with pytest.raises(ConfigError, match=missing):
         run(config(rollout_matching__vllm={"mode": mode}), Console(quiet=True))
 
 
@@ -108,50 +96,42 @@ def test_a_run_on_servers_needs_vllm_itself_only_where_it_sends_over_nccl(config
     require_vllm(config(rollout_matching__rollout_backend="hf"), TransportKind.INPROC)
 
 
+CANNOT_IMPORT = r"vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf"
+
+
 def test_an_actor_whose_vllm_cannot_be_imported_says_so_at_its_start_and_names_backend_hf(no_vllm):
     actor = EngineActor(VllmEngineSpec("rollout-actor-0", SETTINGS, 0))
-    with pytest.raises(
-        RolloutError,
-        match=(
-            r"start on rollout-actor-0: vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf"
-        ),
-    ):
+    with pytest.raises(RolloutError, match=f"start on rollout-actor-0: {CANNOT_IMPORT}"):
         asyncio.run(actor.start())
 
 
 def test_an_engine_beside_the_learner_says_the_same(no_vllm):
     host: Any = SimpleNamespace(name="learner", offloaded=nullcontext)
-    with pytest.raises(
-        RolloutError,
-        match=r"start on learner: vLLM cannot be imported \(ModuleNotFoundError: .*backend=hf",
-    ):
+    with pytest.raises(RolloutError, match=f"start on learner: {CANNOT_IMPORT}"):
         ColocatedSpec(SETTINGS)(host)
 
 
 def test_invalid_vllm_configuration_fails_fast_with_more_devices_than_there_are_and_hf_takes_its_place(
     config,
 ):
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner"
-            r" rank that can have 2 of one node"
-        ),
-    ):
-        plan_placement(
-            config(rollout_matching__vllm={"tensor_parallel_size": 4}), [Resources(cpus=16, gpus=2)]
-        )
-    in_place = config(
-        rollout_matching__vllm={"tensor_parallel_size": 4}, rollout_matching__rollout_backend="hf"
+    nodes = [Resources(cpus=16, gpus=2)]
+    four = {"rollout_matching__vllm": {"tensor_parallel_size": 4}}
+    too_many = (
+        r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner"
+        r" rank that can have 2 of one node"
     )
-    assert plan_placement(in_place, [Resources(cpus=16, gpus=2)]).engines == ()
+    with pytest.raises(ConfigError, match=too_many):
+        plan_placement(config(**four), nodes)
+    hf = config(**four, rollout_matching__rollout_backend="hf")
+    assert plan_placement(hf, nodes).engines == ()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_invalid_vllm_configuration_fails_fast_where_an_adapter_cannot_be_synced(values, kind):
+def test_invalid_vllm_configuration_fails_fast_where_an_adapter_cannot_be_synced(tmp_path, kind):
     vllm = {"sync": {"mode": "adapter"}, "enable_lora": kind == "dora"}
+    changes = NO_QUEUE | {"rollout_matching__vllm": vllm, "model__adapter": {"kind": kind}}
     with pytest.raises(ConfigError) as caught:
-        load_config(values(rollout_matching__vllm=vllm, model__adapter={"kind": kind}))
+        load_config(mapping(tmp_path, tmp_path, tmp_path / "run", **changes))
     (problem,) = caught.value.problems
     assert problem.startswith("rollout_matching.vllm.sync.mode: 'adapter' ")
     assert "; set rollout_matching.vllm." in problem
@@ -162,17 +142,13 @@ def test_existing_yaml_enables_repeat_aware_behavior_in_vllm_mode(config, mode):
     """The same subtree makes the guard of transformers and that of every vLLM engine; nothing else
     is written.
     """
-    changes: dict[str, Any] = {"rollout_matching__repeat_terminate": GUARD}
-    hf = config(
-        rollout_matching__rollout_backend="hf", **changes
-    ).rollout_matching.repeat_terminate.settings()
-    switched = config(
-        rollout_matching__vllm={"mode": mode, "kv_cache_memory_bytes": 2**26}
-        | ({"server": SERVER} if mode == "server" else {}),
-        **changes,
-    )
-    settings = settings_of_run(
-        switched, plan_placement(switched, [Resources(cpus=16, gpus=0)]), ImageNeeds()
-    )
-    assert settings.repeat_guard == hf
-    assert hf is not None and hf.max_object_keys == 60
+    guard = {"rollout_matching__repeat_terminate": GUARD}
+    hf = config(rollout_matching__rollout_backend="hf", **guard).rollout_matching
+    vllm = {"mode": mode, "kv_cache_memory_bytes": 2**26}
+    if mode == "server":
+        vllm["server"] = SERVER
+    switched = config(rollout_matching__vllm=vllm, **guard)
+    placement = plan_placement(switched, [Resources(cpus=16, gpus=0)])
+    settings = settings_of_run(switched, placement, ImageNeeds())
+    assert settings.repeat_guard == hf.repeat_terminate.settings()
+    assert settings.repeat_guard is not None and settings.repeat_guard.max_object_keys == 60
