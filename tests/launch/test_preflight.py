@@ -29,21 +29,23 @@ from rollout_actors.server.app import make_app
 from shared.config.derive import rollout_servers
 
 ROOT = Path(__file__).parents[2]
-FITTING = {"global_max_length": 512, "rollout_matching__max_new_tokens": 96}
-HALVES = {
+SOUND = {
+    "global_max_length": 512,
+    "rollout_matching__max_new_tokens": 96,
     "learner__cpus": 0.25,
     "rollout_matching__vllm__actors": {"num_actors": 3, "cpus_per_actor": 0.25},
     "rollout_matching__vllm__kv_cache_memory_bytes": 2**26,
 }
-
+NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 CPU_NODE = {"nodes_of": lambda _: [Resources(cpus=16, gpus=0)], "memory_of": lambda _: None}
+NOWHERE = "http://127.0.0.1:9"
+SERVER = "rollout_matching.vllm.server.servers[{}].base_url: {}"
 
 
 @pytest.fixture
 def config(demo_checkpoint, demo_data, tmp_path):
-    return lambda **changes: configuration(
-        demo_checkpoint, demo_data, tmp_path / "run", **{**FITTING, **HALVES, **changes}
-    )
+    folders = (demo_checkpoint, demo_data, tmp_path / "run")
+    return lambda **changes: configuration(*folders, **SOUND | changes)
 
 
 def in_server_mode(*base_urls, group_port=0, **section):
@@ -51,9 +53,21 @@ def in_server_mode(*base_urls, group_port=0, **section):
     return {"rollout_matching__vllm": {"mode": "server", "server": {"servers": servers, **section}}}
 
 
+def keys(problems):
+    return [problem.split(": ")[0] for problem in problems]
+
+
 @pytest.mark.slow
-def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config):
-    findings = preflight(config())
+def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config, monkeypatch):
+    read = []
+
+    def load(config, path, report):
+        read.append(path)
+        return load_samples(config, path, report)
+
+    monkeypatch.setattr("launch.checks.data.load_samples", load)
+    run = config()
+    findings = preflight(run)
     assert findings.problems == []
     text = "\n".join(findings.lines)
     for index in range(3):
@@ -62,6 +76,7 @@ def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config):
     assert "weights   travel by rollmatch_gloo" in text
     assert "memory    learner rank: " in text and "optimizer" in text
     assert "memory    engine device: " in text and "6 are decoded" in text
+    assert read == [run.data.train, run.data.val], "once"
 
 
 @pytest.mark.slow
@@ -71,84 +86,72 @@ def test_answers_that_will_be_cut_are_warned_of(config):
     """
     findings = preflight(config(rollout_matching__max_new_tokens=8))
     assert findings.problems == []
-    told = [
-        line
-        for line in findings.lines
-        if line.startswith(
-            "warning   rollout_matching.max_new_tokens: 8 is less than the ground truth of "
-        )
-    ]
-    assert ["train.jsonl" in line for line in told] == [True, False]
+    cut = "warning   rollout_matching.max_new_tokens: 8 is less than the ground truth of "
+    warnings = [line for line in findings.lines if line.startswith(cut)]
+    assert ["train.jsonl" in line for line in warnings] == [True, False]
 
 
 @pytest.mark.slow
 def test_every_problem_is_reported_at_once(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
-    findings = preflight(
-        config(
-            **in_server_mode(
-                "http://127.0.0.1:9", token_env="ROLLMATCH_TEST_TOKEN_THAT_IS_NOT_SET"
-            ),
-            global_max_length=128,
-            cluster__temp_dir="/tmp/" + "long" * 20,
-            learner__cpus=4096.0,
-        )
-    )
-    assert [problem.split(": ")[0] for problem in findings.problems] == [
+    served = in_server_mode(NOWHERE, token_env="ROLLMATCH_TEST_TOKEN_THAT_IS_NOT_SET")
+    wrong = {
+        "global_max_length": 128,
+        "cluster__temp_dir": "/tmp/" + "long" * 20,
+        "learner__cpus": 4096.0,
+    }
+    problems = preflight(config(**served, **wrong)).problems
+    assert keys(problems) == [
         "telemetry.run_dir",
         "cluster.temp_dir",
         "global_max_length",
         "learner.cpus",
         "rollout_matching.vllm.server.token_env",
     ]
-    assert all("; " in problem for problem in findings.problems)
-
-
-def asked(config):
-    return ask_servers(config, None)
-
-
-def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config):
-    (problem,) = asked(config(**in_server_mode("http://127.0.0.1:9"))).problems
-    assert problem.startswith(
-        "rollout_matching.vllm.server.servers[0].base_url: http://127.0.0.1:9 does not answer ("
-    )
-    assert problem.endswith(
-        "launch it, check the address, or set rollout_matching.vllm.mode: colocate or"
-        " rollout_matching.rollout_backend: hf"
-    )
-
-
-def test_without_servers_an_environment_has_actors(config, tmp_path):
-    """The learner's own engines are refused there."""
-    run = trajectory_config(
-        tmp_path / "model", tmp_path / "run", **in_server_mode("http://127.0.0.1:9")
-    )
-    assert instead_of_servers(run) == "rollout_matching.vllm.mode: actors"
-    (problem,) = asked(run).problems
-    assert problem.endswith(
-        "launch it, check the address, or set rollout_matching.vllm.mode: actors"
-    )
-    (address,) = server_addresses(rollout_servers(run), instead_of_servers(run))
-    assert address.instead == "rollout_matching.vllm.mode: actors"
+    assert all("; " in problem for problem in problems)
 
 
 @pytest.mark.parametrize("of_environment", [False, True])
 def test_a_checkpoint_that_is_missing_is_one_problem_with_the_commands_that_make_the_demos(
     config, tmp_path, of_environment
 ):
-    run = (
-        trajectory_config(tmp_path / "lm", tmp_path / "run")
-        if of_environment
-        else config(model__path=str(tmp_path / "lm"))
+    missing = tmp_path / "lm"
+    run = trajectory_config(missing, tmp_path / "run") if of_environment else None
+    (problem,) = preflight(run or config(model__path=str(missing)), **CPU_NODE).problems
+    assert problem == (
+        f"model.path: {missing} holds no checkpoint (no config.json); run `make demo-data` (it makes"
+        " outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set model.path to a folder"
+        " that save_pretrained wrote"
     )
-    (problem,) = preflight(run, nodes_of=lambda _: [Resources(cpus=16, gpus=0)]).problems
-    assert (
-        problem == f"model.path: {tmp_path / 'lm'} holds no checkpoint (no config.json); run `make"
-        " demo-data` (it makes outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set"
-        " model.path to a folder that save_pretrained wrote"
-    )
+
+
+# Servers
+
+
+@pytest.mark.parametrize("of_environment", [False, True])
+def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config, tmp_path, of_environment):
+    """Environments cannot have the learner's own engines."""
+    served = in_server_mode(NOWHERE)
+    ways_out = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
+    run = config(**served)
+    if of_environment:
+        ways_out = "rollout_matching.vllm.mode: actors"
+        run = trajectory_config(tmp_path / "model", tmp_path / "run", **served)
+    (problem,) = ask_servers(run, None).problems
+    assert problem.startswith(f"{SERVER.format(0, NOWHERE)} does not answer (")
+    assert problem.endswith(f"launch it, check the address, or set {ways_out}")
+    (address,) = server_addresses(rollout_servers(run), instead_of_servers(run))
+    assert address.instead == ways_out
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(config):
+    run = config(**in_server_mode(NOWHERE))
+    answers = ask_servers(run, None)
+    assert answers.not_up == answers.problems and len(answers.problems) == 1
+    assert preflight(run, waits_for_servers=True).problems == []
+    assert preflight(run).problems == list(answers.problems)
 
 
 @pytest.mark.parametrize(("kind", "route"), [("rollmatch", "/health/"), ("vllm", "/health")])
@@ -159,17 +162,20 @@ def test_a_server_of_either_kind_that_is_up_is_no_problem(config, kind, route):
     def health() -> None: ...
 
     with serving(app) as url:
-        assert asked(config(**in_server_mode(url, kind=kind))).problems == ()
+        assert ask_servers(config(**in_server_mode(url, kind=kind)), None).problems == ()
 
 
-ROOMY = {"max_model_len": 512, "max_num_seqs": 64, "max_images_per_prompt": 4}
+@pytest.fixture
+def roomy(tmp_path):
+    """Settings of a server that suits the run."""
+    sizes = {"max_model_len": 512, "max_num_seqs": 64, "max_images_per_prompt": 4}
+    return make_settings(tmp_path / "model", **sizes)
 
 
 @pytest.mark.slow
 def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_of_their_sizes(
-    config, tmp_path
+    config, roomy
 ):
-    roomy = make_settings(tmp_path / "model", **ROOMY)
     with (
         serving_engine(ObedientEngine(devices=1), roomy) as one,
         serving_engine(ObedientEngine(devices=2), roomy) as two,
@@ -182,11 +188,11 @@ def test_servers_that_suit_are_asked_for_their_devices_and_the_algebra_is_that_o
 
 
 @pytest.mark.slow
-def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_path):
+def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, roomy, tmp_path):
     """Both sides are configured apart: dtype, length, images and adapters of each server are its
     own. The guard is the run's, which brings it."""
     other = make_settings(tmp_path / "model", dtype="bfloat16", max_model_len=64, max_num_seqs=5)
-    guarded = {
+    guard = {
         "enabled": True,
         "min_new_tokens": 64,
         "max_consecutive_token_repeats": 32,
@@ -194,91 +200,69 @@ def test_everything_that_does_not_suit_is_a_problem_of_its_server(config, tmp_pa
         "ngram_repeats": 4,
     }
     with (
-        serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as first,
+        serving_engine(ObedientEngine(), roomy) as first,
         serving_engine(ObedientEngine(), other) as second,
     ):
-        findings = preflight(
-            config(**in_server_mode(first, second), rollout_matching__repeat_terminate=guarded)
-        )
-    path = "rollout_matching.vllm.server.servers[{}].base_url: {} does not suit the run; {}"
-    assert [
-        problem.partition(" (")[0].partition(", the run")[0] for problem in findings.problems
-    ] == [
-        path.format(1, second, "dtype is bfloat16"),
-        path.format(1, second, "max_model_len is 64"),
-        path.format(1, second, "max_num_seqs is 5"),
-    ]
-    assert "start it with dtype=float32" in findings.problems[0]
+        served = in_server_mode(first, second)
+        problems = preflight(config(**served, rollout_matching__repeat_terminate=guard)).problems
+    named = [problem.partition(" (")[0].partition(", the run")[0] for problem in problems]
+    wrong = ("dtype is bfloat16", "max_model_len is 64", "max_num_seqs is 5")
+    assert named == [f"{SERVER.format(1, second)} does not suit the run; {one}" for one in wrong]
+    assert "start it with dtype=float32" in problems[0]
 
 
 @pytest.mark.slow
 def test_servers_that_cannot_give_every_learner_rank_a_request_are_refused_before_the_start(
-    config, tmp_path
+    config, roomy
 ):
     """Scenario: vLLM server mode fails fast when cap is infeasible."""
-    with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as url:
-        few = {
-            "learner__world_size": 3,
-            "rollout_matching__decode_batch_size": 2,
-            "learner__parallel": "ddp",
-        }
-        findings = preflight(config(**in_server_mode(url), **few))
-    (problem,) = findings.problems
-    too_few = (
-        "decode_batch_size 2 x 1 rollout devices is less than 3 learner ranks; raise"
-        " decode_batch_size to at least 3"
+    few = {
+        "learner__world_size": 3,
+        "rollout_matching__decode_batch_size": 2,
+        "learner__parallel": "ddp",
+    }
+    with serving_engine(ObedientEngine(), roomy) as url:
+        (problem,) = preflight(config(**in_server_mode(url), **few)).problems
+    assert problem.startswith(
+        "rollout_matching.decode_batch_size: decode_batch_size 2 x 1 rollout devices is less than 3"
+        " learner ranks; raise decode_batch_size to at least 3"
     )
-    assert problem.startswith(f"rollout_matching.decode_batch_size: {too_few}")
 
 
 @pytest.mark.slow
-def test_one_server_under_two_addresses_is_noticed(config, tmp_path):
-    one = make_service(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY))
+def test_one_server_under_two_addresses_is_noticed(config, roomy):
+    one = make_service(ObedientEngine(), roomy)
     asyncio.run(one.start())
     with serving(make_app(one)) as first, serving(make_app(one)) as second:
-        findings = preflight(config(**in_server_mode(first, second)))
-    assert findings.problems == [
-        (
-            f"rollout_matching.vllm.server.servers[1].base_url: {second} is the server of servers[0];"
-            " list every server once"
-        )
-    ]
+        problems = preflight(config(**in_server_mode(first, second))).problems
+    twice = f"{SERVER.format(1, second)} is the server of servers[0]; list every server once"
+    assert problems == [twice]
 
 
 @pytest.mark.slow
-def test_a_server_that_asks_for_a_token_names_the_key(config, tmp_path):
-    with serving_engine(
-        ObedientEngine(), make_settings(tmp_path / "model", **ROOMY), token="secret"
-    ) as url:
+def test_a_server_that_asks_for_a_token_names_the_key(config, roomy):
+    with serving_engine(ObedientEngine(), roomy, token="secret") as url:
         (problem,) = preflight(config(**in_server_mode(url))).problems
     assert "HTTP 401" in problem and "rollout_matching.vllm.server.token_env" in problem
 
 
+STOCK = {"model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64}
+
+
 @pytest.mark.slow
 def test_a_stock_server_is_asked_what_its_client_asks_and_is_left_as_it_was(config):
-    server = StockServer(
-        changes={
-            "model_config.dtype": "torch.bfloat16",
-            "model_config.max_model_len": 512,
-            "scheduler_config.max_num_seqs": 64,
-        }
-    )
+    server = StockServer(changes=STOCK | {"model_config.dtype": "torch.bfloat16"})
     with serving(server.app()) as url:
         findings = preflight(config(**in_server_mode(url, kind="vllm")))
-    (problem,) = findings.problems
-    does_not = "does not suit the run; dtype is bfloat16, the run's is float32: --dtype float32"
-    assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {does_not}"
+    dtype = "dtype is bfloat16, the run's is float32: --dtype float32"
+    assert findings.problems == [f"{SERVER.format(0, url)} does not suit the run; {dtype}"]
     assert f"serves    {url}: 1 rollout device" in findings.lines
     assert (server.label, server.routes) == ("default", [])
 
 
 @pytest.mark.slow
 def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
-    stuck = StockServer(
-        changes={"model_config.max_model_len": 512, "scheduler_config.max_num_seqs": 64},
-        worker_latency_s=60.0,
-    )
-    with serving(stuck.app()) as url:
+    with serving(StockServer(changes=STOCK, worker_latency_s=60.0).app()) as url:
         run = config(**in_server_mode(url, kind="vllm"))
         (problem,) = ask_servers(run, make_settings(tmp_path / "model"), inspect_s=1.0).problems
     assert problem.endswith(
@@ -287,57 +271,34 @@ def test_a_server_whose_engine_is_stuck_is_given_up(config, tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_the_start(
-    config, demo_data, tmp_path
-):
-    Image.new("RGB", (200, 101)).save(tmp_path / "large.png")
-    rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
-    rows = [row | {"images": [str(demo_data / image) for image in row["images"]]} for row in rows]
-    rows[3] |= {"images": [str(tmp_path / "large.png")], "width": 200, "height": 101}
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with serving_engine(ObedientEngine(), make_settings(tmp_path / "model", **ROOMY)) as url:
-        (problem,) = preflight(
-            config(**in_server_mode(url), data__train=tmp_path / "train.jsonl")
-        ).problems
-    wrong = (
-        "does not suit the run; max_image_pixels is 10000, the run needs 20200:"
-        " start it with max_image_pixels=20200"
-    )
-    assert problem == f"rollout_matching.vllm.server.servers[0].base_url: {url} {wrong}"
-
-
 def test_a_group_port_that_is_taken_is_named(config):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        (problem,) = port_problems(config(**in_server_mode("http://127.0.0.1:9", group_port=port)))
-    assert (
-        problem
-        == f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine;"
+        (problem,) = port_problems(config(**in_server_mode(NOWHERE, group_port=port)))
+    assert problem == (
+        f"rollout_matching.vllm.server.servers[0].group_port: {port} is taken on this machine;"
         " choose another, or 0 for any free one"
     )
 
 
+# Paths, packages, model and data
+
+
 def test_a_folder_that_cannot_be_made_is_named(config, tmp_path):
     # A file in the way stops everybody, root too, who may write where others may not.
-    (tmp_path / "file").write_text("")
-    (problem,) = path_problems(config(telemetry={"run_dir": str(tmp_path / "file" / "run")}))
-    assert (
-        f"cannot be made, {tmp_path / 'file'} permits no writing; choose another folder, or"
-        " permit it" in problem
-    )
+    file = tmp_path / "file"
+    file.write_text("")
+    (problem,) = path_problems(config(telemetry={"run_dir": str(file / "run")}))
+    remedy = f"cannot be made, {file} permits no writing; choose another folder, or permit it"
+    assert remedy in problem
 
 
 def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
     (problem,) = path_problems(config(checkpoint__keep_last=10**9))
-    assert (
-        problem.startswith("telemetry.run_dir: the checkpoints that are kept need about ")
-        and "keep fewer" in problem
-    )
-    assert (
-        list(path_problems(config(checkpoint__keep_last=10**9, checkpoint__save_minutes=None)))
-        == []
-    )
+    assert problem.startswith("telemetry.run_dir: the checkpoints that are kept need about ")
+    assert "keep fewer" in problem
+    none = config(checkpoint__keep_last=10**9, checkpoint__save_minutes=None)
+    assert list(path_problems(none)) == []
 
 
 def test_the_installed_packages_are_those_that_were_run_together(config):
@@ -346,14 +307,11 @@ def test_the_installed_packages_are_those_that_were_run_together(config):
 
 @pytest.mark.slow
 def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
-    colocate = {
+    changes = {
         "rollout_matching__vllm": {"mode": "colocate", "kv_cache_memory_bytes": 2**26},
-        "stage2_ab__channel_b__enable_pipeline": False,
+        "rollout_matching__offload": {"enabled": True, "offload_model": True},
     }
-    findings = preflight(
-        config(**colocate, rollout_matching__offload={"enabled": True, "offload_model": True})
-    )
-    (problem,) = findings.problems
+    (problem,) = preflight(config(**changes, **NO_QUEUE)).problems
     assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
 
 
@@ -370,9 +328,7 @@ def test_a_cache_without_a_size_is_said_to_hold_what_is_decoded(config):
 
 @pytest.mark.slow
 def test_the_learners_own_model_takes_no_weights_from_anywhere(config):
-    findings = preflight(
-        config(rollout_matching__rollout_backend="hf", stage2_ab__channel_b__enable_pipeline=False)
-    )
+    findings = preflight(config(rollout_matching__rollout_backend="hf", **NO_QUEUE))
     assert findings.problems == []
     assert findings.lines[-2] == "weights   stay where they are: the learner's own model generates"
 
@@ -381,43 +337,38 @@ def test_the_learners_own_model_takes_no_weights_from_anywhere(config):
 def test_layers_that_are_not_there_and_a_rank_that_none_has_are_refused_with_the_layers_that_are(
     config, demo_checkpoint
 ):
-    adapter = {
-        "kind": "lora",
-        "rank": 100_000,
-        "target_modules": ["q_projj", "v_proj", "embed_tokens"],
-    }
+    modules = ["q_projj", "v_proj", "embed_tokens"]
+    adapter = {"kind": "lora", "rank": 100_000, "target_modules": modules}
     names, rank = preflight(config(model__adapter=adapter), **CPU_NODE).problems
-    unknown = (
-        f"no linear layer of the language model in {demo_checkpoint} is called embed_tokens,"
-        " q_projj"
+    assert names == (
+        "model.adapter.target_modules: no linear layer of the language model in"
+        f" {demo_checkpoint} is called embed_tokens, q_projj; it has down_proj, gate_proj, k_proj,"
+        " o_proj, q_proj, up_proj, v_proj"
     )
-    assert (
-        names
-        == f"model.adapter.target_modules: {unknown}; it has down_proj, gate_proj, k_proj, o_proj,"
-        " q_proj, up_proj, v_proj"
-    )
-    assert rank.startswith(
-        "model.adapter.rank: 100000 is more than the rank of any layer that is adapted, "
-    ) and rank.endswith(" at most; lower it")
-    sound = preflight(config(model__adapter={"kind": "lora"}), **CPU_NODE)
-    assert sound.problems == []
+    most = "model.adapter.rank: 100000 is more than the rank of any layer that is adapted, "
+    assert rank.startswith(most) and rank.endswith(" at most; lower it")
+    assert preflight(config(model__adapter={"kind": "lora"}), **CPU_NODE).problems == []
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "length"),
+    [
+        ("global_max_length", 5000),
+        ("rollout_matching.vllm.max_model_len", 4097),
+        ("global_max_length", 4096),
+    ],
+)
 def test_sequences_longer_than_the_model_s_positions_are_refused_where_engines_are_started(
-    config, demo_checkpoint
+    config, demo_checkpoint, key, length
 ):
     """vLLM would refuse them when the engine starts."""
-    of_model = (
-        f"tokens are more than the 4096 positions of {demo_checkpoint} (max_position_embeddings);"
-        " lower it"
+    findings = preflight(config(**{key.replace(".", "__"): length}), **CPU_NODE)
+    too_long = (
+        f"{key}: {length} tokens are more than the 4096 positions of {demo_checkpoint}"
+        " (max_position_embeddings); lower it"
     )
-    assert preflight(config(global_max_length=5000), **CPU_NODE).problems == [
-        f"global_max_length: 5000 {of_model}"
-    ]
-    longer = preflight(config(rollout_matching__vllm__max_model_len=4097), **CPU_NODE)
-    assert longer.problems == [f"rollout_matching.vllm.max_model_len: 4097 {of_model}"]
-    assert preflight(config(global_max_length=4096), **CPU_NODE).problems == []
+    assert findings.problems == ([too_long] if length > 4096 else [])
 
 
 @pytest.mark.slow
@@ -425,18 +376,15 @@ def test_a_diagnostic_that_is_not_in_the_table_of_metrics_is_refused_with_the_li
     config, monkeypatch
 ):
     """As one's own is, at first. The terms of an objective need no line: they are sums."""
-    monkeypatch.setattr(
-        "learner.objectives.token_ce.TokenCE.term_names", ("token_ce", "token_ce.focal")
-    )
-    monkeypatch.setattr(
-        "learner.objectives.coord_diag.CoordDiag.names", ("coord_diag/coord_mass", "coord_diag/own")
-    )
+    terms = ("token_ce", "token_ce.focal")
+    monkeypatch.setattr("learner.objectives.token_ce.TokenCE.term_names", terms)
+    names = ("coord_diag/coord_mass", "coord_diag/own")
+    monkeypatch.setattr("learner.objectives.coord_diag.CoordDiag.names", names)
     entry = {"name": "coord_diag", "enabled": True, "weight": 0.0, "channels": ["B"], "config": {}}
-    (problem,) = preflight(
-        config(rollout_matching__pipeline__diagnostics=[entry]), **CPU_NODE
-    ).problems
-    assert (
-        problem == "rollout_matching.pipeline: CoordDiag gives coord_diag/own, which the table of"
+    run = config(rollout_matching__pipeline__diagnostics=[entry])
+    (problem,) = preflight(run, **CPU_NODE).problems
+    assert problem == (
+        "rollout_matching.pipeline: CoordDiag gives coord_diag/own, which the table of"
         ' shared/metrics.py does not have as a mean; add Metric("coord_diag/own",'
         ' Reduction.MEAN, "...") to METRICS there'
     )
@@ -457,143 +405,131 @@ def test_an_objective_of_ones_own_module_is_imported_and_its_settings_are_checke
     entry = {"enabled": True, "weight": 1.0, "channels": ["B"], "name": "own_loss:OwnLoss"}
 
     def problems(**settings):
-        objective = [entry | {"config": settings}]
-        changes = {"rollout_matching__pipeline__objective": objective}
-        changes["stage2_ab__schedule__warmup_steps"] = 0
+        changes = {
+            "rollout_matching__pipeline__objective": [entry | {"config": settings}],
+            "stage2_ab__schedule__warmup_steps": 0,
+        }
         return preflight(config(**changes), **CPU_NODE).problems
 
     assert problems(gamma=2.0) == []
-    (problem,) = problems(gama=2.0, gamma=1.0)
-    assert problem == (
-        "rollout_matching.pipeline.objective[0].config.gama: is not a known key; did you mean"
-        " 'gamma'?"
-    )
+    objective = "rollout_matching.pipeline.objective[0]"
+    unknown = f"{objective}.config.gama: is not a known key; did you mean 'gamma'?"
+    assert problems(gama=2.0, gamma=1.0) == [unknown]
+
+
+@pytest.fixture
+def with_picture(demo_data, tmp_path):
+    """A copy of the training data whose rows of these numbers show a picture of this size."""
+
+    def make(width, height, *numbers):
+        picture = tmp_path / "picture.png"
+        Image.new("RGB", (width, height)).save(picture)
+        rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
+        for row in rows:
+            row["images"] = [str(demo_data / image) for image in row["images"]]
+        for number in numbers:
+            rows[number] |= {"images": [str(picture)], "width": width, "height": height}
+        file = tmp_path / "train.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    return make
 
 
 @pytest.mark.slow
-def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, demo_data, tmp_path):
+def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_the_start(
+    config, roomy, with_picture
+):
+    with serving_engine(ObedientEngine(), roomy) as url:
+        run = config(**in_server_mode(url), data__train=with_picture(200, 101, 3))
+        problems = preflight(run).problems
+    wrong = "max_image_pixels is 10000, the run needs 20200: start it with max_image_pixels=20200"
+    assert problems == [f"{SERVER.format(0, url)} does not suit the run; {wrong}"]
+
+
+@pytest.mark.slow
+def test_all_pictures_that_the_image_processor_does_not_take_are_named(config, with_picture):
     """Qwen's takes none with a side more than 200 times the other."""
-    Image.new("RGB", (300, 1)).save(tmp_path / "long.png")
-    rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]
-    rows = [row | {"images": [str(demo_data / image) for image in row["images"]]} for row in rows]
-    for index in (3, 5):
-        rows[index] |= {"images": [str(tmp_path / "long.png")], "width": 300, "height": 1}
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = with_picture(300, 1, 3, 5)
     (problem,) = preflight(config(data__train=file), **CPU_NODE).problems
     first, second, count = problem.splitlines()
     refused = (
         "has a picture of 300 x 1 pixels, which the checkpoint's image processor does not take"
         " (absolute aspect ratio must be smaller than 200, got 300.0)"
     )
-    assert (
-        first
-        == f"{file}: images: sample train:4 {refused}; crop or pad the picture, or remove the row"
-    )
-    assert (
-        second.startswith(f"{file}: images: sample train:6 {refused}")
-        and count == f"{file}: bad rows: these 2"
-    )
+    remedy = "crop or pad the picture, or remove the row"
+    assert first == f"{file}: images: sample train:4 {refused}; {remedy}"
+    assert second.startswith(f"{file}: images: sample train:6 {refused}")
+    assert count == f"{file}: bad rows: these 2"
     skipping = preflight(config(data__train=file, data__on_bad_row="skip"), **CPU_NODE)
     assert not skipping.problems
     assert skipping.facts.num_train_skipped == 2
     assert skipping.facts.images.max_pixels == 96 * 96
 
 
-@pytest.mark.slow
-def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(config):
-    run = config(**in_server_mode("http://127.0.0.1:9"))
-    answers = asked(run)
-    assert answers.not_up == answers.problems and len(answers.problems) == 1
-    assert preflight(run, waits_for_servers=True).problems == []
-    assert preflight(run).problems == list(answers.problems)
+# Memory
 
 
 @pytest.mark.slow
-def test_a_cache_that_cannot_hold_one_sequence_is_refused(config):
-    findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=1024))
-    assert findings.problems == [
-        (
-            "rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it,"
-            " or lower global_max_length"
-        )
-    ]
-
-
-def a_mebibyte(device):
-    return DeviceMemory(device, 2**20)
-
-
-@pytest.mark.slow
-def test_a_cache_that_is_too_small_hides_no_other_lack_of_memory(config):
-    findings = preflight(
-        config(rollout_matching__vllm__kv_cache_memory_bytes=1024), memory_of=a_mebibyte
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_and_hides_no_other_lack_of_memory(config):
+    run = config(rollout_matching__vllm__kv_cache_memory_bytes=1024)
+    too_small = (
+        "rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence; raise it,"
+        " or lower global_max_length"
     )
-    assert [problem.split(": ")[0] for problem in findings.problems] == [
-        "rollout_matching.vllm.kv_cache_memory_bytes",
-        "cluster.address",
-    ]
+    assert preflight(run).problems == [too_small]
+    problems = preflight(run, memory_of=lambda device: DeviceMemory(device, 2**20)).problems
+    assert problems[0] == too_small
+    assert keys(problems[1:]) == ["cluster.address"]
+
+
+CPU = Resources(cpus=8, gpus=0)
+GPU = Resources(cpus=16, gpus=4)
 
 
 @pytest.mark.slow
-def test_a_cluster_of_gpus_seen_from_a_machine_without_one_is_described_and_its_memory_not_compared(
-    config,
+@pytest.mark.parametrize(
+    ("nodes", "total", "problems", "last_line"),
+    [
+        pytest.param(
+            [CPU, GPU],
+            None,
+            [],
+            "memory    not compared, and engines not estimated: this machine has no GPU to ask; ",
+            id="GPUs seen from a head or login node",
+        ),
+        pytest.param([CPU], 2**20, ["cluster.address"], "", id="one CPU node"),
+        pytest.param(
+            [CPU, CPU],
+            2**20,
+            [],
+            "memory    not compared: which of the 2 nodes a process comes to",
+            id="two CPU nodes",
+        ),
+        pytest.param(
+            [GPU, GPU],
+            2**20,
+            ["learner.gpus", "rollout_matching.vllm.kv_cache_memory_bytes"],
+            "memory    compared with this machine's GPUs: those of the other nodes are taken to be"
+            " like them",
+            id="GPUs of several nodes",
+        ),
+    ],
+)
+def test_memory_is_compared_with_that_of_the_machine_where_it_is_that_of_the_run(
+    config, nodes, total, problems, last_line
 ):
-    """A head or login node: what hangs there is not the run's."""
     findings = preflight(
         config(),
-        nodes_of=lambda config: [Resources(cpus=4, gpus=0), Resources(cpus=16, gpus=4)],
-        memory_of=lambda device: None,
+        nodes_of=lambda config: nodes,
+        memory_of=lambda device: None if total is None else DeviceMemory(device, total),
     )
-    assert findings.problems == []
+    assert keys(findings.problems) == problems
+    assert findings.lines[-1].startswith(last_line)
     text = "\n".join(findings.lines)
-    assert "place     rollout-actor-0: 1 GPU" in text and "weights   travel by nccl" in text
     assert "memory    learner rank: " in text
-    assert findings.lines[-1].startswith(
-        "memory    not compared, and engines not estimated: this machine has no GPU to ask; "
-    )
-
-
-@pytest.mark.slow
-def test_the_processes_of_several_cpu_nodes_are_not_held_against_the_memory_of_one_machine(config):
-    node = Resources(cpus=8, gpus=0)
-    one = preflight(config(), nodes_of=lambda config: [node], memory_of=a_mebibyte)
-    two = preflight(config(), nodes_of=lambda config: [node, node], memory_of=a_mebibyte)
-    assert [problem.split(": ")[0] for problem in one.problems] == ["cluster.address"]
-    assert two.problems == []
-    assert two.lines[-1].startswith(
-        "memory    not compared: which of the 2 nodes a process comes to"
-    )
-
-
-@pytest.mark.slow
-def test_gpus_of_other_nodes_are_said_to_be_taken_for_ones_like_this_machines(config):
-    findings = preflight(
-        config(), nodes_of=lambda config: [Resources(cpus=16, gpus=4)] * 2, memory_of=a_mebibyte
-    )
-    assert (
-        findings.lines[-1]
-        == "memory    compared with this machine's GPUs: those of the other nodes are taken to be"
-        " like them"
-    )
-    assert [problem.split(": ")[0] for problem in findings.problems] == [
-        "learner.gpus",
-        "rollout_matching.vllm.kv_cache_memory_bytes",
-    ]
-
-
-@pytest.mark.slow
-def test_the_data_are_read_once(config, monkeypatch):
-    read = []
-
-    def load(config, path, report):
-        read.append(path)
-        return load_samples(config, path, report)
-
-    monkeypatch.setattr("launch.checks.data.load_samples", load)
-    run = config()
-    assert preflight(run).problems == []
-    assert read == [run.data.train, run.data.val]
+    if GPU in nodes:
+        assert "place     rollout-actor-0: 1 GPU" in text and "weights   travel by nccl" in text
 
 
 @pytest.mark.long
@@ -607,7 +543,7 @@ def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(
         f"telemetry.run_dir={tmp_path}/run",
     ]
     command = [sys.executable, "-m", "launch.preflight", "+experiment=stage2_3v1", *overrides]
-    for further, status, said in (
+    for further, status, output in (
         ([], 0, "nothing stands in the way"),
         (["data.val=/nowhere.jsonl"], 1, "data.val: there is no file /nowhere.jsonl; "),
     ):
@@ -615,5 +551,5 @@ def test_the_command_exits_non_zero_on_a_problem_and_starts_nothing(
             [*command, *further], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
         )
         assert done.returncode == status, done.stdout + done.stderr
-        assert said in done.stdout
+        assert output in done.stdout
     assert not (tmp_path / "run").exists()

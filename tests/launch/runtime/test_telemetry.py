@@ -6,7 +6,6 @@ import io
 import json
 import re
 import resource
-import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -49,14 +48,24 @@ TRAJECTORIES = {
     "rollout/num_truncated": 0.0,
     "rollout/num_splits": 0.0,
 }
+FIRST_SYNC = SyncReport(1, 11_000_000, {"wire": 0.01}, 2e-6)
 
 
 @pytest.fixture
-def config(tmp_path):
-    # Ray's metrics have a test of their own (test_ray_metrics.py).
-    return configuration(
-        tmp_path / "model", tmp_path / "data", tmp_path / "run", telemetry__ray_metrics=False
-    )
+def configured(tmp_path):
+    """Configurations without Ray's metrics, which have a test of their own."""
+    folders = (tmp_path / "model", tmp_path / "data", tmp_path / "run")
+    return lambda **changes: configuration(*folders, telemetry__ray_metrics=False, **changes)
+
+
+@pytest.fixture
+def config(configured):
+    return configured()
+
+
+@pytest.fixture
+def output():
+    return io.StringIO()
 
 
 def open_telemetry(config, output=None):
@@ -72,65 +81,53 @@ def placed(config, devices=(1, 1), output=None):
 
 def take_step(telemetry, config, number=25):
     plan = RunSchedule(config).plan(number)
+    spans = (Span("learner", "learn round", 1.0, 2.0), Span("actor", "generate", 1.5, 2.5))
+    phases = {"wire": 0.01, "canary": 0.02, "send_wire": 0.01}
     with telemetry.step(plan) as record:
-        record.report = StepReport(
-            number,
-            plan.channel,
-            7,
-            METRICS,
-            (Span("learner", "learn round", 1.0, 2.0), Span("actor", "generate", 1.5, 2.5)),
-        )
-        record.sync = SyncReport(
-            8, 11_000_000, {"wire": 0.01, "canary": 0.02, "send_wire": 0.01}, 2e-6
-        )
+        record.report = StepReport(number, plan.channel, 7, METRICS, spans)
+        record.sync = SyncReport(8, 11_000_000, phases, 2e-6)
 
 
 def lines(config, name):
     return [json.loads(line) for line in (config.telemetry.run_dir / name).read_text().splitlines()]
 
 
+def has(line, **expected):
+    """The entries of a line, and those that are expected."""
+    return {name: line[name] for name in expected} == expected
+
+
 def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
     with placed(config) as telemetry:
         take_step(telemetry, config)
-        (plan,), (metrics,) = lines(config, "plan.jsonl"), lines(config, "metrics.jsonl")
-    assert (plan["step"], plan["channel"], plan["engines"], plan["sync_mode"]) == (
-        26,
-        Channel.B,
-        ["a", "b"],
-        "full",
-    )
+        (plan,) = lines(config, "plan.jsonl")
+        (metrics,) = lines(config, "metrics.jsonl")
+    assert has(plan, step=26, channel=Channel.B, engines=["a", "b"], sync_mode="full")
     assert plan["rounds"] == [[[0, 11]], [[11, 22]], [[22, 32]]]
     assert plan["rollout_seed_base"] == request_seed(17, 25, 0)
-    assert metrics["loss/total"] == 1.5
-    assert metrics["sync/version"] == 8
-    assert metrics["time/sync_s"] == pytest.approx(0.03)
-    assert metrics["sync/wire_gb_per_s"] == pytest.approx(1.1)
-    assert metrics["rollout/decode_mode"] == "greedy"
+    expected = {
+        "loss/total": 1.5,
+        "sync/version": 8,
+        "sync/mode": "full",
+        "time/sync_s": pytest.approx(0.03),
+        "sync/wire_gb_per_s": pytest.approx(1.1),
+        "rollout/decode_mode": "greedy",
+        "time/queue_wait_s": 0.0,
+    }
+    assert has(metrics, **expected)
     assert not any("iou" in name.lower() for name in metrics)
-    assert metrics["sync/mode"] == "full"
-    assert metrics["time/queue_wait_s"] == 0.0
     placement = json.loads((config.telemetry.run_dir / "placement.json").read_text())
-    assert (
-        placement["engines"],
-        placement["devices"],
-        placement["servers"],
-        placement["learner_threads"],
-    ) == (["a", "b"], [1, 1], [], 2)
+    assert has(placement, engines=["a", "b"], devices=[1, 1], servers=[], learner_threads=2)
     assert (config.telemetry.run_dir / "batch_algebra.txt").read_text().startswith("updates ")
 
 
-def test_a_step_has_one_number_in_every_file_and_on_the_console(config):
+def test_a_step_has_one_number_in_every_file_and_on_the_console(config, output):
     """Step 26 is the update behind which the report of 26 steps comes."""
-    output = io.StringIO()
     with placed(config, output=output) as telemetry:
         take_step(telemetry, config, 25)
         telemetry.evaluation(evaluation(26, num_right=3))
-        numbers = [
-            line["step"]
-            for name in ("plan.jsonl", "metrics.jsonl", "evaluations.jsonl")
-            for line in lines(config, name)
-        ]
-    assert numbers == [26, 26, 26]
+        for name in ("plan.jsonl", "metrics.jsonl", "evaluations.jsonl"):
+            assert [line["step"] for line in lines(config, name)] == [26]
     assert "step   26/" in output.getvalue() and "held out  after 26 steps" in output.getvalue()
     assert '"name": "step 26 (B)"' in (config.telemetry.run_dir / "timeline.json").read_text()
     assert (config.telemetry.run_dir / "evaluations" / "step_000026").is_dir()
@@ -142,7 +139,7 @@ SERVERS = [
 ]
 
 
-def test_server_mode_logs_reproducibility_metadata(tmp_path):
+def test_server_mode_logs_reproducibility_metadata(configured, output):
     """Server endpoints, sync mode and rollout seed of every step, and a fallback when it
     happens."""
     vllm = {
@@ -151,39 +148,26 @@ def test_server_mode_logs_reproducibility_metadata(tmp_path):
         "enable_lora": True,
         "sync": {"mode": "adapter"},
     }
-    changes = {
-        "rollout_matching__vllm": vllm,
-        "model__adapter": {"kind": "lora"},
-        "telemetry__ray_metrics": False,
-    }
-    config = configuration(tmp_path / "model", tmp_path / "data", tmp_path / "run", **changes)
-    output = io.StringIO()
+    config = configured(rollout_matching__vllm=vllm, model__adapter={"kind": "lora"})
+    fallback = "wire on b: [KeyError]"
     with placed(config, output=output) as telemetry:
         take_step(telemetry, config, 25)
-        telemetry.sync(SyncReport(9, 1, {"wire": 0.01}, 0.0, fell_back="wire on b: [KeyError]"))
+        telemetry.sync(SyncReport(9, 1, {"wire": 0.01}, 0.0, fell_back=fallback))
         take_step(telemetry, config, 26)
         first, second = lines(config, "plan.jsonl")
-        assert (
-            "the adapter sync failed, full weights are sent from now on: wire on b: [KeyError]"
-            in output.getvalue()
-        )
-    assert [(entry["base_url"], entry["group_port"]) for entry in first["servers"]] == [
-        (entry["base_url"], entry["group_port"]) for entry in SERVERS
-    ]
-    assert (first["rollout_seed_base"], first["sync_mode"]) == (request_seed(17, 25, 0), "adapter")
-    assert (second["rollout_seed_base"], second["sync_mode"]) == (request_seed(17, 26, 0), "full")
-    assert (first["sync_fallback"], second["sync_fallback"]) == (None, "wire on b: [KeyError]")
+    warning = f"the adapter sync failed, full weights are sent from now on: {fallback}"
+    assert warning in output.getvalue()
+    for entry, server in zip(first["servers"], SERVERS, strict=True):
+        assert has(entry, **server)
+    assert has(first, sync_mode="adapter", sync_fallback=None)
+    assert has(second, sync_mode="full", sync_fallback=fallback)
     # Every call has the seed of its first request, and the step's calls are known before it.
-    assert [
-        [(call["server"], call["first_position"], call["count"]) for call in round_]
-        for round_ in first["calls"]
-    ] == [[("a", 0, 6), ("b", 6, 5)], [("a", 11, 6), ("b", 17, 5)], [("a", 22, 5), ("b", 27, 5)]]
+    parts = [[("a", 0, 6), ("b", 6, 5)], [("a", 11, 6), ("b", 17, 5)], [("a", 22, 5), ("b", 27, 5)]]
     for step, plan in ((25, first), (26, second)):
-        assert all(
-            call["seed"] == request_seed(17, step, call["first_position"])
-            for round_ in plan["calls"]
-            for call in round_
-        )
+        assert plan["rollout_seed_base"] == request_seed(17, step, 0)
+        assert [[tuple(call.values()) for call in round_] for round_ in plan["calls"]] == [
+            [(*part, request_seed(17, step, part[1])) for part in round_] for round_ in parts
+        ]
 
 
 def test_the_noise_that_the_first_sync_measures_is_kept_in_the_runs_folder(config):
@@ -195,14 +179,10 @@ def test_the_noise_that_the_first_sync_measures_is_kept_in_the_runs_folder(confi
     assert Differences.load(config.telemetry.run_dir) == noise
 
 
-def test_of_several_learner_ranks_the_plan_says_which_positions_each_learns_in_each_round(tmp_path):
-    config = configuration(
-        tmp_path / "model",
-        tmp_path / "data",
-        tmp_path / "run",
-        telemetry__ray_metrics=False,
-        learner__world_size=2,
-    )
+def test_of_several_learner_ranks_the_plan_says_which_positions_each_learns_in_each_round(
+    configured,
+):
+    config = configured(learner__world_size=2)
     with placed(config, devices=(1, 1, 1)) as telemetry:
         take_step(telemetry, config)
     (plan,) = lines(config, "plan.jsonl")
@@ -210,53 +190,42 @@ def test_of_several_learner_ranks_the_plan_says_which_positions_each_learns_in_e
 
 
 def test_the_timeline_is_a_trace_that_perfetto_opens(config):
+    timeline = config.telemetry.run_dir / "timeline.json"
     with placed(config) as telemetry:
         take_step(telemetry, config)
         telemetry.evaluation(Evaluation(26, 8, (), wall_s=1.0))
         # The array form needs no closing bracket: the file of a run that was killed opens as well.
-        assert json.loads((config.telemetry.run_dir / "timeline.json").read_text() + "]")
-    events = json.loads((config.telemetry.run_dir / "timeline.json").read_text())
+        assert json.loads(timeline.read_text() + "]")
+    events = json.loads(timeline.read_text())
     complete = [event for event in events if event["ph"] == "X"]
-    assert {event["name"] for event in complete} == {
-        "step 26 (B)",
-        "learn round",
-        "generate",
-        "sync v8",
-        "held-out report",
-    }
+    names = {event["name"] for event in complete}
+    assert names == {"step 26 (B)", "learn round", "generate", "sync v8", "held-out report"}
     assert all(event["dur"] >= 0 and {"pid", "tid", "ts"} <= event.keys() for event in complete)
-    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
-        "driver",
-        "learner",
-        "actor",
-    }
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {"driver", "learner", "actor"}
 
 
 def evaluation(step, num_right):
+    right = guess(0, 0, 99, 99)
+    wrong = guess(0, 0, 9, 9)
     scenes = [
-        scene(
-            i,
-            [truth(0, 0, 99, 99)],
-            [guess(0, 0, 99, 99) if i < num_right else guess(0, 0, 9, 9)],
-            image=png(),
-        )
+        scene(i, [truth(0, 0, 99, 99)], [right if i < num_right else wrong], image=png())
         for i in range(4)
     ]
     return Evaluation(step, step + 1, tuple(scenes), wall_s=1.0)
 
 
-def test_a_held_out_report_is_a_line_a_row_and_a_folder(config):
-    output = io.StringIO()
+def test_a_held_out_report_is_a_line_a_row_and_a_folder(config, output):
     with open_telemetry(config, output) as telemetry:
         telemetry.evaluation(evaluation(20, num_right=3))
-        (row,) = lines(config, "evaluations.jsonl")
-        assert (
-            "held out  after 20 steps, 4 samples: F1@0.5 0.750, precision 0.750, recall 0.750,"
-            " valid objects 1.000, " in output.getvalue()
-        )
-    assert (row["step"], row["weight_version"], row["num_samples"]) == (20, 21, 4)
-    assert (row["headline"], row["score"]) == ("F1@0.5", 0.75)
-    assert (row["val/f1"], row["val/f1@0.75"], row["val/class_accuracy"]) == (0.75, 0.75, 1.0)
+    (row,) = lines(config, "evaluations.jsonl")
+    printed = (
+        "held out  after 20 steps, 4 samples: F1@0.5 0.750, precision 0.750, recall 0.750,"
+        " valid objects 1.000, "
+    )
+    assert printed in output.getvalue()
+    assert has(row, step=20, weight_version=21, num_samples=4, headline="F1@0.5", score=0.75)
+    assert has(row, **{"val/f1": 0.75, "val/f1@0.75": 0.75, "val/class_accuracy": 1.0})
     assert 0 < row["val/coco_ap"] < 1
     folder = config.telemetry.run_dir / "evaluations" / "step_000020"
     assert json.loads((folder / "report.json").read_text())["subject"] == "run after 20 steps"
@@ -266,14 +235,14 @@ def test_a_held_out_report_is_a_line_a_row_and_a_folder(config):
 
 def test_the_closing_line_compares_the_last_report_with_that_of_the_warm_ups_end(config):
     with open_telemetry(config) as telemetry:
-        for step, num_right, said in (
+        for step, num_right, line in (
             (10, 0, None),
-            (20, 1, "0.25 -> final 0.25"),
-            (30, 4, "0.25 -> final 1.00"),
-            (100, 3, "0.25 -> final 0.75"),
+            (20, 1, "val F1@0.5 warm-up 0.25 -> final 0.25"),
+            (30, 4, "val F1@0.5 warm-up 0.25 -> final 1.00"),
+            (100, 3, "val F1@0.5 warm-up 0.25 -> final 0.75"),
         ):
             telemetry.evaluation(evaluation(step, num_right))
-            assert telemetry.improvement() == (said and f"val F1@0.5 warm-up {said}")
+            assert telemetry.improvement() == line
 
 
 # Of an environment
@@ -281,56 +250,30 @@ def test_the_closing_line_compares_the_last_report_with_that_of_the_warm_ups_end
 
 @pytest.fixture
 def of_environment(tmp_path):
-    return trajectory_config(
-        tmp_path / "model",
-        tmp_path / "run",
-        telemetry={"run_dir": str(tmp_path / "run"), "ray_metrics": False},
-    )
+    telemetry = {"run_dir": str(tmp_path / "run"), "ray_metrics": False}
+    return trajectory_config(tmp_path / "model", tmp_path / "run", telemetry=telemetry)
 
 
 def rewards(step, *values):
-    rollouts = [
-        EnvironmentRollout(
-            place,
-            place,
-            value,
-            {"last": value},
-            None,
-            False,
-            2,
-            4,
-            0,
-            0,
-            (),
-            [{"role": "user", "content": "?"}],
-            [],
-            "environment-0",
-            1.0,
-            0.5,
-        )
-        for place, value in enumerate(values)
-    ]
-    return Evaluation(step, step + 1, tuple(rollouts), wall_s=1.0)
+    prompt = [{"role": "user", "content": "?"}]
+    rest = (None, False, 2, 4, 0, 0, (), prompt, [], "environment-0", 1.0, 0.5)
+    rollouts = tuple(
+        EnvironmentRollout(position, position, value, {"last": value}, *rest)
+        for position, value in enumerate(values)
+    )
+    return Evaluation(step, step + 1, rollouts, wall_s=1.0)
 
 
 def test_a_held_out_report_of_an_environment_is_its_mean_reward_in_a_line_a_row_and_a_folder(
-    of_environment,
+    of_environment, output
 ):
-    output = io.StringIO()
     with open_telemetry(of_environment, output) as telemetry:
         assert telemetry.evaluation(rewards(20, 0.5, 0.75, 1.0)) == 0.75
-        (row,) = lines(of_environment, "evaluations.jsonl")
-    assert (
-        "held out  after 20 steps, 3 samples: mean reward 0.750 (last 0.750)" in output.getvalue()
-    )
-    assert (
-        row["step"],
-        row["weight_version"],
-        row["num_samples"],
-        row["val/reward"],
-        row["val/reward/last"],
-    ) == (20, 21, 3, 0.75, 0.75)
-    assert (row["headline"], row["score"]) == ("mean reward", 0.75)
+    (row,) = lines(of_environment, "evaluations.jsonl")
+    printed = "held out  after 20 steps, 3 samples: mean reward 0.750 (last 0.750)"
+    assert printed in output.getvalue()
+    assert has(row, step=20, weight_version=21, num_samples=3, headline="mean reward", score=0.75)
+    assert has(row, **{"val/reward": 0.75, "val/reward/last": 0.75})
     folder = of_environment.telemetry.run_dir / "evaluations" / "step_000020"
     assert json.loads((folder / "report.json").read_text())["val/reward"] == 0.75
     assert len((folder / "rollouts.jsonl").read_text().splitlines()) == 3
@@ -347,54 +290,39 @@ def test_the_closing_line_of_an_environment_compares_the_first_mean_reward_with_
         assert telemetry.improvement() == "val mean reward first 0.05 -> final 0.81"
 
 
-def environment_step(config, **metrics):
-    """The plan, the metrics and the output of a step of an environment."""
-    output = io.StringIO()
-    with placed(config, devices=(1,), output=output) as telemetry:
-        plan = RunSchedule(config).plan(1)
-        with telemetry.step(plan) as record:
-            spans = (Span("learner", "learn", 1.0, 2.0),)
-            record.report = StepReport(1, plan.channel, 2, TRAJECTORIES | metrics, spans)
-    (written,) = lines(config, "plan.jsonl")
-    (logged,) = lines(config, "metrics.jsonl")
-    return written, logged, output.getvalue()
-
-
-def test_the_plan_of_an_environments_step_has_rounds_of_whole_groups(of_environment):
-    plan, metrics, output = environment_step(of_environment, **{"reward/last": 0.25})
-    # Six at a time are one whole group of four.
-    assert plan["rounds"] == [[[0, 4]], [[4, 8]], [[8, 12]]]
-    assert (metrics["reward/last"], metrics["rollout/decode_mode"]) == (0.25, "sample")
-    assert "reward 0.500  no signal 1/3" in output
-
-
 @pytest.mark.parametrize(
-    ("calls", "is_warned"),
+    ("metrics", "is_warned"),
     [
         ({"rollout/num_tool_calls": 0.0}, True),
         ({"rollout/num_tool_calls": 1.0}, False),
-        ({}, False),
+        ({"reward/last": 0.25}, False),
     ],
 )
-def test_a_step_whose_rollouts_called_no_tool_is_warned_of(of_environment, calls, is_warned):
-    _, _, output = environment_step(of_environment, **calls)
+def test_a_step_whose_rollouts_called_no_tool_is_warned_of(
+    of_environment, output, metrics, is_warned
+):
+    with placed(of_environment, devices=(1,), output=output) as telemetry:
+        plan = RunSchedule(of_environment).plan(1)
+        with telemetry.step(plan) as record:
+            spans = (Span("learner", "learn", 1.0, 2.0),)
+            record.report = StepReport(1, plan.channel, 2, TRAJECTORIES | metrics, spans)
+    (written,) = lines(of_environment, "plan.jsonl")
+    assert written["rounds"] == [[[0, 4]], [[4, 8]], [[8, 12]]], "whole groups: six are one of four"
+    (logged,) = lines(of_environment, "metrics.jsonl")
+    assert has(logged, **metrics, **{"rollout/decode_mode": "sample"})
+    assert "reward 0.500  no signal 1/3" in output.getvalue()
     warning = "warning   none of 12 rollouts called a tool, though they were offered some"
-    assert (warning in output) == is_warned
+    assert (warning in output.getvalue()) == is_warned
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(config):
-    open_telemetry(config).__exit__(None, None, None)
-    with pytest.raises(ConfigError, match=r"telemetry\.run_dir: .* holds a run already"):
-        open_telemetry(config)
+# How a run ends
 
 
+@pytest.mark.parametrize("begin", [open_telemetry, placed], ids=["starting", "at its first sync"])
 @pytest.mark.parametrize(
     "ending",
     [RuntimeError("the engines did not start"), KeyboardInterrupt()],
     ids=["failed", "interrupted"],
-)
-@pytest.mark.parametrize(
-    "begin", [open_telemetry, placed], ids=["while it starts", "at its first sync"]
 )
 def test_a_start_that_failed_leaves_its_folder_to_another_one(config, begin, ending):
     """With what it was started with and what ended it, until another one has begun."""
@@ -402,21 +330,19 @@ def test_a_start_that_failed_leaves_its_folder_to_another_one(config, begin, end
     with pytest.raises(type(ending)), begin(config):
         raise ending
     assert not (folder / "config.json").exists()
-    assert (
-        json.loads((folder / "config_of_failed_start.json").read_text())["training"]["seed"] == 17
-    )
+    failed = json.loads((folder / "config_of_failed_start.json").read_text())
+    assert failed["training"]["seed"] == 17
     assert (folder / "error.txt").exists() == isinstance(ending, Exception)
     with placed(config) as telemetry:
         take_step(telemetry, config)
     assert len(lines(config, "plan.jsonl")) == len(lines(config, "metrics.jsonl")) == 1
-    assert not {"error.txt", "config_of_failed_start.json"} & {
-        path.name for path in folder.iterdir()
-    }
+    names = {path.name for path in folder.iterdir()}
+    assert not {"error.txt", "config_of_failed_start.json"} & names
 
 
 def test_a_run_that_fails_after_its_first_sync_keeps_its_folder(config):
     telemetry = placed(config)
-    telemetry.sync(SyncReport(1, 11_000_000, {"wire": 0.01}, 2e-6))
+    telemetry.sync(FIRST_SYNC)
     with pytest.raises(RuntimeError), telemetry:
         raise RuntimeError("gone")
     with pytest.raises(ConfigError, match=r"telemetry\.run_dir: .* holds a run already"):
@@ -427,15 +353,14 @@ def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(config):
     config.telemetry.run_dir.mkdir(parents=True)
     (config.telemetry.run_dir / "metrics.jsonl").symlink_to("/dev/full")
     telemetry = placed(config)
-    with pytest.raises(
-        StorageError, match=r"cannot write .*metrics\.jsonl: .*No space left on device; free space"
-    ):
+    full = r"cannot write .*metrics\.jsonl: .*No space left on device; free space"
+    with pytest.raises(StorageError, match=full):
         take_step(telemetry, config)
 
 
 @contextmanager
 def full_disk_after(opened):
-    """No file takes a byte more once `opened` is there."""
+    """No file takes a byte more once `opened` exists."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -444,26 +369,33 @@ def full_disk_after(opened):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(config):
-    output = io.StringIO()
-    with (
-        full_disk_after(open_telemetry(config, output)) as telemetry,
-        pytest.raises(ZeroDivisionError),
-        telemetry,
-    ):
-        1 / 0  # noqa: B018
+@pytest.mark.parametrize(
+    ("ending", "unwritten"), [(ZeroDivisionError, "error"), (KeyboardInterrupt, "timeline")]
+)
+def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(
+    config, output, ending, unwritten
+):
+    opened = open_telemetry(config, output)
+    with full_disk_after(opened) as telemetry, pytest.raises(ending), telemetry:
+        raise ending
     shown = output.getvalue()
-    assert "1 / 0" in shown and "the run ended; details above" in shown
-    assert re.search(r"warning +cannot write .*error\.txt: .*File too large; free space", shown)
+    assert re.search(rf"warning +cannot write .*{unwritten}\.\w+: .*File too large; free", shown)
+    if ending is ZeroDivisionError:
+        assert "raise ending" in shown and "the run ended; details above" in shown
 
 
-def test_what_ended_a_run_is_kept_whatever_a_file_is_called(config):
+def test_a_full_disk_is_the_error_of_a_run_that_ends_well(config):
+    opened = open_telemetry(config)
+    error = pytest.raises(StorageError, match=r"timeline\.json")
+    with full_disk_after(opened) as telemetry, error, telemetry:
+        pass
+
+
+def test_what_ended_a_run_is_kept_with_its_traceback_whatever_a_file_is_called(config):
     with pytest.raises(RuntimeError), open_telemetry(config):
         raise RuntimeError("the real fault is in \udcff.png")
-    assert (
-        r"the real fault is in \udcff.png" in (config.telemetry.run_dir / "error.txt").read_text()
-    )
-    assert json.loads((config.telemetry.run_dir / "timeline.json").read_text())
+    story = (config.telemetry.run_dir / "error.txt").read_text()
+    assert r"the real fault is in \udcff.png" in story and "Traceback" in story
 
 
 def test_a_story_that_cannot_be_kept_leaves_the_timeline_whole(config):
@@ -472,29 +404,3 @@ def test_a_story_that_cannot_be_kept_leaves_the_timeline_whole(config):
     with pytest.raises(RuntimeError, match="x"), telemetry:
         raise RuntimeError("x")
     assert json.loads((config.telemetry.run_dir / "timeline.json").read_text())
-
-
-def test_a_full_disk_at_the_end_of_an_interrupted_run_is_said_and_of_a_good_one_is_its_error(
-    config,
-):
-    output = io.StringIO()
-    with (
-        full_disk_after(open_telemetry(config, output)) as telemetry,
-        pytest.raises(KeyboardInterrupt),
-        telemetry,
-    ):
-        raise KeyboardInterrupt
-    assert re.search(r"warning +cannot write .*timeline\.json: .*File too large", output.getvalue())
-    shutil.rmtree(config.telemetry.run_dir)
-    with (
-        full_disk_after(open_telemetry(config)) as telemetry,
-        pytest.raises(StorageError, match=r"timeline\.json"),
-        telemetry,
-    ):
-        pass
-
-
-def test_what_ended_a_run_is_kept_with_its_traceback(config):
-    with pytest.raises(ZeroDivisionError), open_telemetry(config):
-        1 / 0  # noqa: B018
-    assert "ZeroDivisionError" in (config.telemetry.run_dir / "error.txt").read_text()
