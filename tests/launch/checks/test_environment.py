@@ -47,49 +47,44 @@ def test_an_environment_that_calls_exit_is_told_with_its_place_and_the_command_f
         f"telemetry.run_dir={tmp_path / 'run'}",
     ]
     arguments = [str(mine), "-b", "http://127.0.0.1:9/v1"] if command == "vf_eval" else of_run
-    environment = os.environ | {"COLUMNS": "400"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"launch.{command}", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == status, said
-    assert (
+    words = [sys.executable, "-m", f"launch.{command}", *arguments]
+    wide = os.environ | {"COLUMNS": "400"}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=wide, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == status, output
+    called = (
         f"{mine} was not loaded: RuntimeError: load_environment called exit() ({mine}:2); check"
-        in said
     )
-    assert "Traceback" not in said
+    assert called in output
+    assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("status", ["0", "1", "'no key'"])
-def test_a_module_that_ends_the_process_is_told_with_its_line(tmp_path: Path, status: str) -> None:
-    mine = written(tmp_path, f"import sys\n\nsys.exit({status})\n")
-    assert (
-        f"called exit({status}) ({mine}:3); check environment.args and the environment"
-        in refusal(mine)
-    )
+@pytest.mark.parametrize(
+    ("source", "cause", "line"),
+    [
+        ("import sys\n\nsys.exit(0)\n", "called exit(0)", 3),
+        ("import sys\n\nsys.exit(1)\n", "called exit(1)", 3),
+        ("import sys\n\nsys.exit('no key')\n", "called exit('no key')", 3),
+        ("def load_environment():\n    x = = 3\n", "SyntaxError: invalid syntax", 2),
+        (
+            "def load_environment():\n    return eval('3 +')\n",
+            "SyntaxError: invalid syntax (<string>, line 1)",
+            2,
+        ),
+    ],
+)
+def test_what_ends_the_loading_is_told_with_its_line(tmp_path, source, cause, line) -> None:
+    """Of a syntax error in what it reads it is the line that reads it."""
+    mine = written(tmp_path, source)
+    problem = refusal(mine)
+    assert problem.startswith(f"environment.id: {mine} was not loaded: ")
+    assert f"{cause} ({mine}:{line}); check environment.args and the environment" in problem
 
 
-def test_a_syntax_error_is_told_with_its_own_file_and_line(tmp_path: Path) -> None:
-    mine = written(tmp_path, "def load_environment():\n    x = = 3\n")
-    assert (
-        refusal(mine)
-        == f"environment.id: {mine} was not loaded: SyntaxError: invalid syntax ({mine}:2); check"
-        " environment.args and the environment"
-    )
+def test_a_syntax_error_of_a_neighbour_is_told_with_the_neighbours_line(tmp_path: Path) -> None:
     neighbour = written(tmp_path, "import os\n\nfor\n", "torn_neighbour.py")
     mine = written(tmp_path, "import torn_neighbour\n", "other.py")
     assert f"SyntaxError: invalid syntax ({neighbour}:3);" in refusal(mine)
-
-
-def test_a_syntax_error_of_what_it_reads_is_of_the_line_that_reads_it(tmp_path: Path) -> None:
-    mine = written(tmp_path, "def load_environment():\n    return eval('3 +')\n")
-    assert f"SyntaxError: invalid syntax (<string>, line 1) ({mine}:2);" in refusal(mine)
 
 
 def test_where_no_line_is_the_environments_own_none_is_named(

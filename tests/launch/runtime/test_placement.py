@@ -105,8 +105,7 @@ FIT = "has to fit one node, and the largest node of the cluster has"
             {**HF, "learner__cpus": 8},
             SPLIT,
             "learner.gpus",
-            "a learner rank of 1 GPU and 8 CPU has to fit one node, and no node of the cluster has"
-            " both",
+            "1 GPU and 8 CPU has to fit one node, and no node of the cluster has both",
         ),
         ({f"{ACTORS}__tensor_parallel_size": 4}, SMALL, "tensor_parallel_size", f"4 CPU {FIT} 2"),
         (
@@ -119,8 +118,7 @@ FIT = "has to fit one node, and the largest node of the cluster has"
             {**HF, "learner__world_size": 8},
             GPUS,
             "learner.world_size",
-            "8 learner ranks of 1 ask for 8 GPU, the cluster has 4; lower world_size, or"
-            " learner.gpus",
+            "8 learner ranks of 1 ask for 8 GPU, the cluster has 4; lower world_size, or learner.gpus",
         ),
     ],
 )
