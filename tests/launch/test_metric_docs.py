@@ -23,50 +23,22 @@ def documented(heading: str) -> list[str]:
 
 
 def rollout(position: int, **metrics: float) -> EnvironmentRollout:
-    nothing_learned = {
-        "num_tokens": 4,
-        "num_length_limited": 0,
-        "num_splits": 0,
-        "examples": (),
-        "prompt": None,
-        "completion": None,
-    }
-    of_the_call = {"actor": "environment-0", "started_s": 0.0, "generate_s": 1.0}
-    return EnvironmentRollout(
-        position=position,
-        example=position,
-        reward=1.0,
-        metrics=metrics,
-        error=None,
-        is_truncated=False,
-        num_turns=2,
-        **nothing_learned,
-        **of_the_call,
-    )
+    rest = (None, False, 2, 4, 0, 0, (), None, None, "environment-0", 1.0, 0.0)
+    return EnvironmentRollout(position, position, 1.0, metrics, *rest)
 
 
 def test_every_figure_of_a_report_on_samples_is_documented_and_nothing_else(tmp_path):
-    evaluation = Evaluation(
-        1, 1, (scene(0, [truth(0, 0, 500, 500)], [guess(0, 0, 500, 500)]),), wall_s=1.0
-    )
-    report = make_report(evaluation, configuration(tmp_path, tmp_path, tmp_path), subject="x")
-    assert documented("Of samples") == [name for name in report.metrics() if "@" not in name]
+    found = scene(0, [truth(0, 0, 500, 500)], [guess(0, 0, 500, 500)])
+    config = configuration(tmp_path, tmp_path, tmp_path)
+    report = make_report(Evaluation(1, 1, (found,), wall_s=1.0), config, subject="x")
+    names = documented("Of samples")
+    assert names == [name for name in report.metrics() if "@" not in name]
+    assert report.metrics()[names[0]] == report.headline.value
 
 
 def test_every_figure_of_a_report_on_an_environment_is_documented_and_nothing_else():
-    report = RewardReport(
-        Evaluation(1, 1, (rollout(0, correct=1.0), rollout(1, correct=0.0)), wall_s=1.0)
-    )
-    logged = [name.replace("/correct", "/<function>") for name in report.metrics()]
-    assert documented("Of an environment") == logged
-
-
-def test_the_first_figure_of_a_table_is_the_reports_headline(tmp_path):
-    detections = make_report(
-        Evaluation(1, 1, (scene(0, [truth(0, 0, 9, 9)], []),), wall_s=1.0),
-        configuration(tmp_path, tmp_path, tmp_path),
-        subject="x",
-    )
-    rewards = RewardReport(Evaluation(1, 1, (rollout(0, correct=0.5),), wall_s=1.0))
-    for report, heading in ((detections, "Of samples"), (rewards, "Of an environment")):
-        assert report.metrics()[documented(heading)[0]] == report.headline.value
+    rollouts = (rollout(0, correct=1.0), rollout(1, correct=0.0))
+    report = RewardReport(Evaluation(1, 1, rollouts, wall_s=1.0))
+    names = documented("Of an environment")
+    assert names == [name.replace("/correct", "/<function>") for name in report.metrics()]
+    assert report.metrics()[names[0]] == report.headline.value

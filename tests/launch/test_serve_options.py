@@ -48,27 +48,17 @@ def settings(*arguments: str) -> EngineSettings:
 
 
 def printed_commands() -> list[tuple[str, ...]]:
-    """The arguments of every server that README and docs start."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    commands = [
-        re.findall(r"launch\.serve (model=[^&`]+)&", page.read_text().replace("\\\n", " "))
-        for page in pages
-    ]
-    assert [page.name for page, found in zip(pages, commands, strict=True) if found] == [
-        "running.md",
-        "serve.md",
-    ]
-    words = [shlex.split(command) for found in commands for command in found]
-    return sorted(
-        {
-            tuple(
-                re.sub(r"\$\w+", "1", word)
-                for word in argument_words
-                if not word.startswith("model=")
-            )
-            for argument_words in words
-        }
-    )
+    """The arguments of every server that README and docs start, without the model."""
+    commands = set()
+    names = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text().replace("\\\n", " ")
+        for command in re.findall(r"launch\.serve (model=[^&`]+)&", text):
+            names.append(page.name)
+            words = [re.sub(r"\$\w+", "1", word) for word in shlex.split(command)]
+            commands.add(tuple(word for word in words if not word.startswith("model=")))
+    assert sorted(set(names)) == ["running.md", "serve.md"]
+    return sorted(commands)
 
 
 @pytest.mark.slow
@@ -89,20 +79,21 @@ def problems(*arguments: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_a_model_is_enough(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "transport", "other"),
+    [(Device.CPU, "rollmatch_gloo", "nccl"), (Device.CUDA, "nccl", "rollmatch_gloo")],
+)
+def test_a_model_is_enough_and_the_device_decides_the_transport(
+    model: Path, device: Device, transport: str, other: str
+) -> None:
     options = read_arguments(ServeOptions, [f"model={model}"])
     assert (options.host, options.port, options.token_env) == ("127.0.0.1", 8000, None)
-    made = settings(f"model={model}", "device=cpu")
-    assert (made.model_path, made.device, made.transport, made.repeat_guard) == (
-        str(model),
-        Device.CPU,
-        "rollmatch_gloo",
-        None,
-    )
-
-
-def test_gpus_mean_nccl(model: Path) -> None:
-    assert settings(f"model={model}", "device=cuda").transport == "nccl"
+    chosen = (f"model={model}", f"device={device}")
+    started = settings(*chosen)
+    assert (started.model_path, started.device) == (str(model), device)
+    assert (started.transport, started.repeat_guard) == (transport, None)
+    (problem,) = problems(*chosen, f"transport={other}")
+    assert problem.startswith(f"transport: {other} ")
 
 
 @pytest.mark.parametrize("as_file", [False, True])
@@ -113,62 +104,52 @@ def test_the_repeat_guard_comes_whole_as_json_or_as_a_file(
     if as_file:
         (tmp_path / "guard.json").write_text(text)
         text = str(tmp_path / "guard.json")
-    assert settings(
-        f"model={model}", f"repeat_terminate={text}"
-    ).repeat_guard == RepeatGuardSettings(5, 6, 7, 8, 9)
-
-
-def test_a_guard_that_is_not_enabled_is_none(model: Path) -> None:
+    guarded = settings(f"model={model}", f"repeat_terminate={text}")
+    assert guarded.repeat_guard == RepeatGuardSettings(5, 6, 7, 8, 9)
     assert settings(f"model={model}", "repeat_terminate={}").repeat_guard is None
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"enabled": 1}', "repeat_terminate.enabled: must be true or false"),
-        (
-            '{"enabledd": true}',
-            "repeat_terminate.enabledd: is not a known key; did you mean 'enabled'?",
-        ),
-        ('{"enabled": ', "repeat_terminate: cannot read"),
-        ("/nope.json", "repeat_terminate: cannot read '/nope.json'"),
-        ("/dev/null", "repeat_terminate: '/dev/null' holds no mapping"),
+        ('{"enabled": 1}', ".enabled: must be true or false"),
+        ('{"enabledd": true}', ".enabledd: is not a known key; did you mean 'enabled'?"),
+        ('{"enabled": ', ": cannot read"),
+        ("/nope.json", ": cannot read '/nope.json'"),
+        ("/dev/null", ": '/dev/null' holds no mapping"),
     ],
 )
 def test_a_guard_that_cannot_be_read_is_refused(model: Path, text: str, problem: str) -> None:
-    (one,) = problems(f"model={model}", f"repeat_terminate={text}")
-    assert one.startswith(problem)
+    (found,) = problems(f"model={model}", f"repeat_terminate={text}")
+    assert found.startswith(f"repeat_terminate{problem}")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org"])
 def test_other_machines_need_a_token(
     model: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (one,) = problems(f"model={model}", f"host={host}")
-    assert one.startswith(f"host: {host} lets other machines")
-    assert "token_env" in one
+    (problem,) = problems(f"model={model}", f"host={host}")
+    assert problem.startswith(f"host: {host} lets other machines")
+    assert "token_env" in problem
     monkeypatch.setenv("SERVE_TEST_TOKEN", "x")
     settings(f"model={model}", f"host={host}", "token_env=SERVE_TEST_TOKEN")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {
-            "device": Device.CPU,
-            "transport": "rollmatch_gloo",
-            "kv_cache_memory_bytes": 1 << 20,
-            "enforce_eager": False,
-        },
-        {
-            "repeat_guard": RepeatGuardSettings(5, 6, 7, 8, None),
-            "enable_lora": True,
-            "max_lora_rank": 8,
-            "tensor_parallel_size": 2,
-        },
-    ],
-)
+ON_CPU = {
+    "device": Device.CPU,
+    "transport": "rollmatch_gloo",
+    "kv_cache_memory_bytes": 1 << 20,
+    "enforce_eager": False,
+}
+GUARDED = {
+    "repeat_guard": RepeatGuardSettings(5, 6, 7, 8, None),
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "tensor_parallel_size": 2,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, ON_CPU, GUARDED, {"max_images_per_prompt": 3}])
 def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(
     model: Path, changes: dict[str, Any]
 ) -> None:
@@ -180,29 +161,23 @@ def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(
         "transport": "nccl",
         "device": Device.CUDA,
         "gpu_memory_utilization": 0.85,
-    } | changes
-    expected = EngineSettings(model_path=str(model), **fields)
+    }
+    expected = EngineSettings(model_path=str(model), **fields | changes)
     assert settings(*serve_arguments(expected, port=8001)) == expected
     python, _, module, *arguments = shlex.split(serve_command(expected, "http://10.0.0.1:8001"))
-    assert (python, module, read_arguments(ServeOptions, arguments).port) == (
-        "python",
-        "launch.serve",
-        8001,
-    )
+    assert (python, module) == ("python", "launch.serve")
+    assert read_arguments(ServeOptions, arguments).port == 8001
 
 
 def test_the_command_for_a_run_without_images_is_one_that_the_server_takes(model: Path) -> None:
+    """With room that a text model does not need."""
     expected = replace(settings(f"model={model}", "device=cpu"), max_images_per_prompt=0)
     started = settings(*serve_arguments(expected, port=8001))
-    assert started == replace(expected, max_images_per_prompt=1), (
-        "room that a text model does not need"
-    )
-    seeing = replace(expected, max_images_per_prompt=3)
-    assert settings(*serve_arguments(seeing, port=8001)) == seeing
+    assert started == replace(expected, max_images_per_prompt=1)
 
 
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
-    found = problems(
+    wrong = [
         f"model={tmp_path}",
         "host=0.0.0.0",
         "device=cpu",
@@ -211,38 +186,18 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
         "repeat_terminate={x: 1}",
         "enable_lora=true",
         "max_lora_rank=4096",
-    )
-    assert {one.partition(":")[0] for one in found} == {
-        "model",
-        "host",
-        "transport",
-        "image_root",
-        "repeat_terminate.x",
-        "max_lora_rank",
-    }
-    assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith(
-        "token_env: the environment variable NOT_THERE is not set"
-    )
-
-
-@pytest.mark.parametrize(("device", "transport"), [("cuda", "rollmatch_gloo"), ("cpu", "nccl")])
-def test_a_transport_for_the_other_kind_of_device_is_refused(
-    model: Path, device: str, transport: str
-) -> None:
-    (problem,) = problems(f"model={model}", f"device={device}", f"transport={transport}")
-    assert problem.startswith(f"transport: {transport} ")
+    ]
+    keys = {"model", "host", "transport", "image_root", "repeat_terminate.x", "max_lora_rank"}
+    assert {problem.partition(":")[0] for problem in problems(*wrong)} == keys
+    unset = "token_env: the environment variable NOT_THERE is not set"
+    assert problems(f"model={tmp_path}", "token_env=NOT_THERE")[-1].startswith(unset)
 
 
 @pytest.mark.slow
 def test_a_port_that_is_taken_is_known_before_anything_is_loaded(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "launch.serve", f"model={model}", f"port={port}"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        words = [sys.executable, "-m", "launch.serve", f"model={model}", f"port={port}"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"port: cannot listen on 127.0.0.1:{port}" in done.stderr
