@@ -7,10 +7,8 @@ r"""Turns COCO annotations into records, and an evaluation's predictions into CO
 `import` writes, beside `train.jsonl`, `train.categories.json` for the way back, and
 `train.import.json`, which counts what was left out or altered, and why: every annotation is in
 exactly one of `boxes`, `polygons` and `skipped`. The records appear when the ordinary loader has
-read them. `shared.grounding.coco` says how COCO's coordinates become bins.
-
-`export` leaves out objects whose name is no category's, and counts them. Neither overwrites.
-`--help` behind `import` or `export` lists the keys.
+read them. `export` leaves out objects whose name is no category's, and counts them. Neither
+overwrites. `--help` behind `import` or `export` lists the keys.
 """
 
 from __future__ import annotations
@@ -25,12 +23,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, TypeAdapter
 from rich.console import Console
 
 from launch.cli import explained, read_arguments
 from launch.coco.files import (
     CocoAnnotation,
+    CocoCategory,
     CocoEntry,
     CocoFile,
     CocoImage,
@@ -38,7 +37,6 @@ from launch.coco.files import (
     parse_json,
     read_annotations,
     read_bytes,
-    read_categories,
     write_json,
     written_once,
 )
@@ -48,7 +46,7 @@ from shared.config.base import ConfigPath, Section
 from shared.dataset import load_dataset
 from shared.errors import ConfigError, RecordError
 from shared.grounding.coco import CocoResults, ImagePredictions, ScoredObject, predictions_to_coco
-from shared.records import GeometryKind, GroundTruthObject, read_image
+from shared.records import GeometryKind, read_image
 
 
 class ImportOptions(Section):
@@ -129,12 +127,16 @@ class ImportReport:
     num_clamped: int = 0
     num_simplified: int = 0
 
-    def keep(self, converted: Converted) -> None:
-        self.kept[converted.object.kind] += 1
-        self.num_clamped += converted.clamped
-        self.num_simplified += converted.simplified
-        if converted.no_polygon is not None:
-            self.boxes_for_polygons[converted.no_polygon] += 1
+    def add(self, result: Converted | ObjectSkip) -> None:
+        """Count an annotation of an image that is not skipped."""
+        if isinstance(result, ObjectSkip):
+            self.objects_skipped[result] += 1
+            return
+        self.kept[result.object.kind] += 1
+        self.num_clamped += result.clamped
+        self.num_simplified += result.simplified
+        if result.no_polygon is not None:
+            self.boxes_for_polygons[result.no_polygon] += 1
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -169,11 +171,10 @@ class ImportReport:
 
 
 def import_coco(options: ImportOptions) -> ImportReport:
-    """Write the records and the two files beside them.
+    """Write the records and the two files beside them; count what cannot be used.
 
     Raises:
-        RecordError: the annotations are malformed, or give no record. (A shape that cannot be used
-            is counted.)
+        RecordError: the annotations are malformed, or give no record.
         ConfigError: a file exists already, or the folder of images does not.
     """
     records = options.records
@@ -238,20 +239,26 @@ def _records(
         if skip is not None:
             report.images_skipped[skip] += 1
             report.first_skipped.setdefault(skip, path)
-        if skip is not None and skip is not ImageSkip.NO_OBJECTS:
-            report.objects_skipped[ObjectSkip.IMAGE_SKIPPED] += len(annotations)
-            continue
-        # An image without objects: its annotations were skipped for reasons of their own.
-        objects = []
+            if skip is not ImageSkip.NO_OBJECTS:
+                report.objects_skipped[ObjectSkip.IMAGE_SKIPPED] += len(annotations)
+                continue
+        # Of an image without objects too: its annotations were skipped for reasons of their own.
         for result in results:
-            if isinstance(result, Converted):
-                report.keep(result)
-                objects.append(result.object)
-            else:
-                report.objects_skipped[result] += 1
-        if skip is None:
-            report.num_written += 1
-            yield _record(image, Path(folder, image.file_name), objects)
+            report.add(result)
+        if skip is not None:
+            continue
+        report.num_written += 1
+        objects = [result.object for result in results if isinstance(result, Converted)]
+        # Answers list objects from top to bottom, then from left to right.
+        objects.sort(key=lambda found: (min(found.bins[1::2]), min(found.bins[::2])))
+        yield {
+            "sample_id": str(image.id),
+            "images": [Path(folder, image.file_name).as_posix()],
+            "width": image.width,
+            "height": image.height,
+            "objects": [{str(found.kind): found.bins, "desc": found.desc} for found in objects],
+            "image_id": image.id,
+        }
     if by_image:
         report.objects_skipped[ObjectSkip.UNKNOWN_IMAGE] += sum(map(len, by_image.values()))
 
@@ -273,19 +280,6 @@ def _reason_to_skip(
     return None if size == (image.width, image.height) else ImageSkip.SIZE_MISMATCH
 
 
-def _record(image: CocoImage, path: Path, objects: list[GroundTruthObject]) -> dict[str, Any]:
-    # Answers list objects from top to bottom, then from left to right.
-    objects.sort(key=lambda found: (min(found.bins[1::2]), min(found.bins[::2])))
-    return {
-        "sample_id": str(image.id),
-        "images": [path.as_posix()],
-        "width": image.width,
-        "height": image.height,
-        "objects": [{str(found.kind): found.bins, "desc": found.desc} for found in objects],
-        "image_id": image.id,
-    }
-
-
 class _Metadata(CocoEntry):
     image_id: int
 
@@ -303,10 +297,7 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
     Raises:
         RecordError: names file, line and field, or an image that is predicted twice.
     """
-    remedy = (
-        "only an evaluation of data that `launch.coco import` wrote can be exported: evaluate those"
-        " (data.val=...)"
-    )
+    remedy = "only an evaluation of data that `launch.coco import` wrote can be exported"
     found: dict[int, ImagePredictions] = {}
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
         if not line.strip():
@@ -333,7 +324,11 @@ def export_coco(options: ExportOptions) -> CocoResults:
         ConfigError: `out` exists.
     """
     _require_absent(options.out)
-    category_ids = read_categories(options.categories)
+    # What `import` wrote beside the records.
+    content = read_bytes(options.categories)
+    parse = TypeAdapter(list[CocoCategory]).validate_json
+    categories = parse_json(options.categories, parse, content, "import the annotations again")
+    category_ids = {category.name: category.id for category in categories}
     results = predictions_to_coco(read_predictions(options.predictions), category_ids)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, results.results)
@@ -357,16 +352,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
         if command == "import":
             options = read_arguments(ImportOptions, rest)
-            report = import_coco(options)
-            print(f"records   {options.records}\n{report.describe()}")
+            print(f"records   {options.records}\n{import_coco(options).describe()}")
         elif command == "export":
             to_export = read_arguments(ExportOptions, rest)
-            results = export_coco(to_export)
-            unknown = results.unknown_names
-            print(
-                f"results   {len(results.results)} objects in {to_export.out}\n"
-                f"skipped   {sum(unknown.values())} objects of no category: {_counted(unknown)}"
-            )
+            exported = export_coco(to_export)
+            unknown = exported.unknown_names
+            print(f"results   {len(exported.results)} objects in {to_export.out}")
+            print(f"skipped   {sum(unknown.values())} objects of no category: {_counted(unknown)}")
         elif command in ("-h", "--help"):
             print(__doc__)
         else:

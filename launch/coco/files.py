@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from shared.config.base import dotted
 from shared.errors import RecordError
@@ -72,46 +72,36 @@ def read_annotations(path: Path) -> CocoFile:
     file = parse_json(
         path, CocoFile.model_validate_json, read_bytes(path), "correct the entry, or remove it"
     )
-    ids_by_list = {
-        "images": [image.id for image in file.images],
-        "categories": [category.id for category in file.categories],
-    }
-    for kind, ids in ids_by_list.items():
-        first: dict[int, int] = {}
-        for index, id in enumerate(ids):
-            if first.setdefault(id, index) != index:
+    for kind, entries in (("images", file.images), ("categories", file.categories)):
+        first_of_id: dict[int, int] = {}
+        for index, entry in enumerate(entries):
+            first = first_of_id.setdefault(entry.id, index)
+            if first != index:
                 raise RecordError(
-                    f"is {id}, as {kind}[{first[id]}].id is",
+                    f"is {entry.id}, as {kind}[{first}].id is",
                     field=f"{kind}[{index}].id",
                     remedy="give every entry its own id",
                     file=str(path),
                 )
-    _check_names(path, file)
-    return file
-
-
-def _check_names(path: Path, file: CocoFile) -> None:
     used = {annotation.category_id for annotation in file.annotations}
-    first: dict[str, int] = {}
+    first_of_name: dict[str, int] = {}
     for index, category in enumerate(file.categories):
         if category.id not in used:
             continue
         name = category.name
+        first = first_of_name.setdefault(name, index)
+        problem = remedy = ""
         # A name is text that the model learns: no token of the answer's own grammar.
         if not name.strip() or any(token in name for token in (END_OF_TURN, *COORD_TOKENS)):
             problem = "which cannot be an object's desc"
             remedy = "give the category a name in words"
-        elif first.setdefault(name, index) != index:
-            problem = f"as that of categories[{first[name]}] is, and both are in use"
+        elif first != index:
+            problem = f"as that of categories[{first}] is, and both are in use"
             remedy = "rename one: predictions find their category by its name"
-        else:
-            continue
-        raise RecordError(
-            f"is {name!r}, {problem}",
-            field=f"categories[{index}].name",
-            remedy=remedy,
-            file=str(path),
-        )
+        if problem:
+            field = f"categories[{index}].name"
+            raise RecordError(f"is {name!r}, {problem}", field=field, remedy=remedy, file=str(path))
+    return file
 
 
 def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
@@ -124,21 +114,15 @@ def distinct_categories(file: CocoFile) -> list[dict[str, Any]]:
     ]
 
 
-def read_categories(path: Path) -> dict[str, int]:
-    """Read ids by name from the categories that the import wrote. Raises RecordError."""
-    parse = TypeAdapter(list[CocoCategory]).validate_json
-    categories = parse_json(path, parse, read_bytes(path), "import the annotations again")
-    return {category.name: category.id for category in categories}
-
-
 def read_bytes(path: Path) -> bytes:
     """Read the file. Raises RecordError where that fails."""
     try:
         return path.read_bytes()
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-        remedy = "correct the path"
-        raise RecordError(problem, field="file", remedy=remedy, file=str(path)) from error
+        raise RecordError(
+            problem, field="file", remedy="correct the path", file=str(path)
+        ) from error
 
 
 def parse_json(

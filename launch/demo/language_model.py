@@ -57,7 +57,8 @@ TOOLS_CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content }}
     {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '</tool_call>' }}
+        {{- '<tool_call>' + ({'name': call.function.name, \
+'arguments': call.function.arguments} | tojson) + '</tool_call>' }}
     {%- endfor %}
     {{- '<|im_end|>' }}
 {%- endfor %}

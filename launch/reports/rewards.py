@@ -22,10 +22,7 @@ class RewardReport:
 
     @property
     def reward(self) -> float:
-        """The mean over the rollouts that did not fail; 0 where all have.
-
-        Always a number: checkpoints are compared by it.
-        """
+        """The mean over the rollouts that did not fail; 0 where all have: checkpoints need one."""
         rewards = [rollout.reward for rollout in self.evaluation.outcomes if rollout.error is None]
         return mean(rewards) if rewards else 0.0
 
@@ -66,10 +63,9 @@ class RewardReport:
 
 
 def write_reward_report(folder: Path, report: RewardReport) -> None:
-    """Write `folder`, which must not exist: complete, or not there at all.
+    """Write `folder`, which must not exist, whole or not at all. Raises StorageError.
 
-    `report.json` has the figures, `rollouts.jsonl` a line for every rollout
-    (learner.rollout_logs.trajectories). Raises StorageError.
+    `report.json` has the figures, `rollouts.jsonl` a line for every rollout.
     """
     evaluation = report.evaluation
     figures = {

@@ -1,14 +1,12 @@
-"""One sample of one step as a page of HTML that needs nothing beside itself (issue 3, "Seeing a
-sample").
-"""
+"""One sample of one step as a page of HTML that needs nothing beside itself."""
 
 from __future__ import annotations
 
 import base64
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -29,19 +27,13 @@ from shared.prompts import on_white
 from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
+# Colours of pairs, in turn; none is close to the two below.
+# fmt: off
 MATCH_COLOURS = (
-    "#0072b2",
-    "#00875a",
-    "#a64ca6",
-    "#b26b00",
-    "#00838f",
-    "#5b4fc7",
-    "#6b7d00",
-    "#8d5524",
-    "#c2185b",
-    "#2e5fa3",
+    "#0072b2", "#00875a", "#a64ca6", "#b26b00", "#00838f",
+    "#5b4fc7", "#6b7d00", "#8d5524", "#c2185b", "#2e5fa3",
 )
-"""Colours of pairs, in turn; none is close to the two below."""
+# fmt: on
 UNMATCHED_PREDICTION = "#d62222"
 UNMATCHED_TRUTH = "#1a1a1a"
 
@@ -169,6 +161,7 @@ class SamplePage:
         answer = None
         if line["rollout"] is not None and reading is not None:
             answer = _answer(line["rollout"], reading, target["token_ids"], self.codec)
+        pairs = [] if reading is None else reading["pairs"]
         return render(
             "sample.html",
             heading=f"Step {line['step']}, position {line['position']}",
@@ -180,9 +173,7 @@ class SamplePage:
             prompt=self.prompt,
             truths=self._truths(truth_colours),
             predictions=self._predictions(prediction_colours),
-            pairs={}
-            if reading is None
-            else {pair["prediction"]: pair for pair in reading["pairs"]},
+            pairs={pair["prediction"]: pair for pair in pairs},
             prediction_colours=prediction_colours,
             truth_colours=truth_colours,
             unmatched_prediction=UNMATCHED_PREDICTION,
@@ -220,12 +211,12 @@ def _colours(line: RolloutRecord) -> tuple[list[str], list[str]]:
     """Return the colour of every prediction and of every ground truth: a pair shares one."""
     reading = line["reading"]
     num_truths = len(line["ground_truth"])
+    colours = itertools.cycle(MATCH_COLOURS)
     if reading is None:
-        return [], [MATCH_COLOURS[i % len(MATCH_COLOURS)] for i in range(num_truths)]
+        return [], [next(colours) for _ in range(num_truths)]
     predictions = [UNMATCHED_PREDICTION] * len(reading["objects"])
     truths = [UNMATCHED_TRUTH] * num_truths
-    for i, pair in enumerate(reading["pairs"]):
-        colour = MATCH_COLOURS[i % len(MATCH_COLOURS)]
+    for pair, colour in zip(reading["pairs"], colours, strict=False):
         predictions[pair["prediction"]] = colour
         truths[pair["ground_truth"]] = colour
     return predictions, truths
@@ -255,10 +246,6 @@ def _answer(
     return _Answer(kept.decode(errors="replace"), cut.decode(errors="replace"), note)
 
 
-# The tokens of the target. The hue is the role, the strength of the colour the token's weight in
-# `token_ce`; coord slots show the token's bin and the bin it should be.
-
-
 def _opacity(role: str, weight: float, target: TargetEntry) -> float | None:
     if role == TokenRole.COORD.name.lower():
         return 0.45
@@ -275,43 +262,37 @@ def _legend_rows(target: TargetEntry) -> list[LegendRow]:
         if not of_role:
             continue
         weights = sorted({weight for *_, weight in of_role})
-        rows.append(
-            LegendRow(
-                tag=tag,
-                opacities=[_opacity(tag, weight, target) for weight in weights],
-                num_tokens=sum(stop - start for start, stop, *_ in of_role),
-                figures="slots"
-                if role is TokenRole.COORD
-                else ", ".join(f"{weight:g}" for weight in weights),
-                meaning=meaning,
-            )
-        )
+        opacities = [_opacity(tag, weight, target) for weight in weights]
+        num_tokens = sum(stop - start for start, stop, *_ in of_role)
+        figures = ", ".join(f"{weight:g}" for weight in weights)
+        if role is TokenRole.COORD:
+            figures = "slots"
+        rows.append(LegendRow(tag, opacities, num_tokens, figures, meaning))
     return rows
 
 
 def _token_runs(target: TargetEntry, num_prefix: int, codec: TokenCodec) -> list[TokenRun]:
-    """Return the runs of the supervision, cut once more where the appended text begins.
-
-    `num_prefix` is the number of tokens before that; 0 in channel A.
-    """
+    """Return the runs of the supervision, cut once more behind `num_prefix` kept tokens."""
     aims = dict(zip(target["coord_positions"], target["coord_targets"], strict=True))
     total = sum(weight * (stop - start) for start, stop, _, weight in target["supervision"])
     runs = []
     for first, last, role, weight in target["supervision"]:
         share = f" ({weight / total:.2%} of the sample's text)" if weight else ""
-        for start, stop in pairwise(sorted({first, last, min(max(first, num_prefix), last)})):
+        for start, stop in itertools.pairwise(
+            sorted({first, last, min(max(first, num_prefix), last)})
+        ):
             tokens = []
             for position in range(start, stop):
                 token_id = target["token_ids"][position]
                 facts = [f"token {position}", f"id {token_id}", role]
-                if position in aims:
-                    slot = f"bin {codec.coord_bin(token_id)}, should be {aims[position]:g}"
-                    facts += [slot, f"one of {len(aims)} slots"]
-                    content = f"{codec.coord_bin(token_id)}<b>→{aims[position]:.4g}</b>"
-                    tokens.append(TokenCell(facts, Markup(content)))
-                else:
+                if position not in aims:
                     facts.append(f"weight {weight:g}{share}")
                     tokens.append(token_cell(facts, codec.piece_bytes(token_id)))
+                    continue
+                bin = codec.coord_bin(token_id)
+                aim = aims[position]
+                facts += [f"bin {bin}, should be {aim:g}", f"one of {len(aims)} slots"]
+                tokens.append(TokenCell(facts, Markup(f"{bin}<b>→{aim:.4g}</b>")))
             opacity = _opacity(role, weight, target)
             runs.append(TokenRun(role, opacity, tokens, begins_appended=start == num_prefix > 0))
     return runs

@@ -1,10 +1,8 @@
-"""One rollout of an environment as a page of HTML that needs nothing beside itself.
-
-It shows what was said, what it was worth, and what is learned of it.
-"""
+"""One rollout of an environment as a page: what was said, its worth, and what is learned."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -118,9 +116,7 @@ class RolloutPage:
             prompt=_message_views(line["prompt"]),
             completion=_message_views(line["completion"]),
             objective="; ".join(self.objective),
-            figures=[
-                _figures(number, example, examples) for number, example in enumerate(examples)
-            ],
+            figures=[_figures(i, example, examples) for i, example in enumerate(examples)],
             legend_rows=_legend_rows(credits, strongest),
             runs_of_examples=[
                 self._runs(example, of_one, strongest)
@@ -144,12 +140,10 @@ class RolloutPage:
             facts.append("context")
         else:
             advantage = credit.advantage
+            facts.append("no advantage" if advantage is None else f"advantage {signed(advantage)}")
             logprob = example["logprobs"][index]
             probability = f" (probability {math.exp(logprob):.3g})" if logprob <= 0 else ""
-            facts += [
-                "no advantage" if advantage is None else f"advantage {signed(advantage)}",
-                f"log-probability {logprob:.3f}{probability}",
-            ]
+            facts.append(f"log-probability {logprob:.3f}{probability}")
         return token_cell(facts, self.pieces[token_id])
 
 
@@ -256,11 +250,7 @@ def _figures(
     number: int, example: ExampleEntry, examples: Sequence[ExampleEntry]
 ) -> dict[str, str]:
     """Make the row of an example in the table of figures, by column."""
-    logprobs = [
-        logprob
-        for logprob, is_learned in zip(example["logprobs"], example["mask"], strict=True)
-        if is_learned
-    ]
+    logprobs = list(itertools.compress(example["logprobs"], example["mask"]))
     advantage = "none" if example["advantage"] is None else signed(example["advantage"])
     version = example["weight_version"]
     figures = {

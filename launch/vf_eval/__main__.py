@@ -1,9 +1,8 @@
 """`vf-eval ENVIRONMENT -m MODEL [-b URL] [-n EXAMPLES] [-r ROLLOUTS] ...`: evaluate a model in an
 environment. `python -m launch.vf_eval` is the same.
 
-Every finished rollout is written to `rollouts.jsonl` of the evaluation's folder at once. Scores,
-the saved dataset and the pushed one are made of that file, so that an evaluation that was resumed
-ends as one that was not.
+Scores, the saved dataset and the pushed one are made of `rollouts.jsonl` in the evaluation's
+folder, so that an evaluation that was resumed ends as one that was not.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback")
 QUIET_S = 10.0
 """Shortest time between two messages about calls that are tried again."""
 PLAIN_S = 10.0
-"""Time for plain reward functions and tools to return when the command is interrupted: no thread
-can be ended.
-"""
+"""Time for plain functions to return after an interrupt: no thread can be ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -99,8 +96,8 @@ class _Interruptible:
 
     def __init__(self, run: EvalRun) -> None:
         self._run = run
+        # The first signal's action; None while there is nothing to cancel.
         self._cancel: Callable[[], object] | None = None
-        """The first signal's action; None while there is nothing to cancel."""
         self._is_interrupted = False
 
     def evaluate(self) -> None:
@@ -119,11 +116,15 @@ class _Interruptible:
             end_on_signals()
 
     async def _evaluate(self) -> None:
+        async def wake_regularly() -> None:
+            while True:
+                await asyncio.sleep(1.0)
+
         task = asyncio.current_task()
         assert task is not None, "asyncio.run makes one"
         self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
         # A signal that comes as the loop falls asleep is handled when something wakes the loop.
-        waking = asyncio.create_task(_wake_regularly())
+        waking = asyncio.create_task(wake_regularly())
         try:
             await self._run.evaluate()
         finally:
@@ -142,19 +143,12 @@ class _Interruptible:
         if self._cancel is None:
             raise KeyboardInterrupt
         self._is_interrupted = True
-        plain = ""
-        if running:
-            plain = f", and at most {PLAIN_S:g} s for plain functions that run ({running})"
+        plain = f", and at most {PLAIN_S:g} s for plain functions that run ({running})"
         _write_at_once(
             f"interrupted: waiting at most {self._run.cleanup_timeout_s:g} s for rollouts to clean"
-            f" up{plain}; the same signal again ends at once"
+            f" up{plain if running else ''}; the same signal again ends at once"
         )
         self._cancel()
-
-
-async def _wake_regularly() -> None:
-    while True:
-        await asyncio.sleep(1.0)
 
 
 def _write_at_once(text: str) -> None:

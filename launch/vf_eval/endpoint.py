@@ -60,9 +60,10 @@ def find_endpoint(
     name = key_variable or KEY_VARIABLE
     is_local = _is_local(parts.hostname)
     # The key of somebody's account is sent to a server of this network only when that is asked for.
-    key = "" if is_local and key_variable is None else environ.get(name, "")
-    if key or (is_local and key_variable is None):
-        return Endpoint(chosen, key or "none", name)
+    if is_local and key_variable is None:
+        return Endpoint(chosen, "none", name)
+    if key := environ.get(name):
+        return Endpoint(chosen, key, name)
     if is_local:
         raise ConfigError(
             f"-k: was given, and the variable {name} is not set; leave -k out, or `export"
@@ -97,20 +98,16 @@ async def find_model(
         ConfigError: the key is refused, or the model is not there.
     """
     served = await list_models(client, endpoint)
-    if model is None:
-        if served is None:
-            raise ConfigError(
-                f"-m: which model? {endpoint.url} has no list of models; does -b end in /v1? If it"
-                " does, name one with -m"
-            )
-        if len(served) != 1:
-            raise ConfigError(
-                f"-m: which model? {endpoint.url} serves {_joined(served)}; name one with -m"
-            )
+    if model is not None:
+        if served is None or model not in served:
+            await _ask_for_a_token(client, endpoint, model, message_type, served)
+        return model
+    if served is not None and len(served) == 1:
         return served[0]
-    if served is None or model not in served:
-        await _ask_for_a_token(client, endpoint, model, message_type, served)
-    return model
+    answer = "has no list of models (does -b end in /v1?)"
+    if served is not None:
+        answer = f"serves {_joined(served)}"
+    raise ConfigError(f"-m: which model? {endpoint.url} {answer}; name one with -m")
 
 
 async def list_models(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[str] | None:
@@ -171,13 +168,9 @@ def _translated_errors(endpoint: Endpoint) -> Iterator[None]:
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
         remedy = "no key was sent; name its variable with -k"
         if endpoint.key != "none":
-            remedy = (
-                f"the key in {endpoint.key_variable} is not accepted; correct it, or name another"
-                " with -k"
-            )
-        raise ConfigError(
-            f"-k: {endpoint.url} answered {error.status_code} ({_short(error)}): {remedy}"
-        ) from error
+            remedy = f"the key in {endpoint.key_variable} is not accepted; correct it"
+        answer = f"answered {error.status_code} ({_short(error)})"
+        raise ConfigError(f"-k: {endpoint.url} {answer}: {remedy}") from error
     except (openai.APIConnectionError, openai.InternalServerError) as error:
         cause = error.__cause__
         reason = f"{type(cause).__name__}: {cause}" if cause and str(cause) else _short(error)

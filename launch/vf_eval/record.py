@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -30,9 +31,7 @@ def _some_or_all(number: int) -> int:
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class EvaluationSettings:
-    """All that decides what the rollouts of an evaluation are.
-
-    How many run at a time, and where the endpoint is, may change from call to call.
+    """All that decides what the rollouts of an evaluation are, and where its endpoint was.
 
     Example: environment "arithmetic", env_args {"largest": 9}, model "demo", num_examples 50,
     rollouts_per_example 4.
@@ -75,16 +74,16 @@ class EvaluationSettings:
         """
         has_sampling = options.sampling_args is not None or options.tokens
         sampling = _sampling(options) if has_sampling else None
-        given: list[tuple[str, Any, Any]] = [
-            ("ENVIRONMENT", options.environment, self.environment),
-            ("-a", options.env_args, self.env_args),
-            ("-m", options.model, self.model),
-            ("-t, -T, -S, --tokens", sampling, self.sampling_args),
-            ("-C", options.state_columns, self.state_columns),
-        ]
+        settings: dict[str, tuple[Any, Any]] = {
+            "ENVIRONMENT": (options.environment, self.environment),
+            "-a": (options.env_args, self.env_args),
+            "-m": (options.model, self.model),
+            "-t, -T, -S, --tokens": (sampling, self.sampling_args),
+            "-C": (options.state_columns, self.state_columns),
+        }
         problems = [
             f"{flag}: {_difference(now, before)}"
-            for flag, now, before in given
+            for flag, (now, before) in settings.items()
             if now is not None and now != before
         ]
         if problems:
@@ -117,11 +116,9 @@ class EvaluationSettings:
             partial.write_text(text, encoding="utf-8")
             partial.replace(path)
         except OSError as error:
-            raise StorageError(
-                str(path),
-                error.strerror or str(error),
-                remedy="free space or permit writing there, or choose another folder with -o",
-            ) from error
+            problem = error.strerror or str(error)
+            remedy = "free space or permit writing there, or choose another folder with -o"
+            raise StorageError(str(path), problem, remedy=remedy) from error
 
 
 def read_evaluation(folder: Path) -> EvaluationSettings:
@@ -157,20 +154,19 @@ def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
     if Path(model).is_absolute():
         model = Path(model).name
     name = re.sub(r"[^\w.-]+", "-", f"{environment}--{model}")
-    base = output / name / datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = base
-    number = 1
-    while True:
+    date = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))):
+        folder = output / name / f"{date}{suffix}"
         try:
             folder.mkdir(parents=True)
-            return folder
+            break
         except FileExistsError:
-            number += 1
-            folder = base.with_name(f"{base.name}-{number}")
+            continue
         except OSError as error:
-            raise StorageError(
-                str(folder), error.strerror or str(error), remedy="choose another folder with -o"
-            ) from error
+            problem = error.strerror or str(error)
+            remedy = "choose another folder with -o"
+            raise StorageError(str(folder), problem, remedy=remedy) from error
+    return folder
 
 
 def missing_rollouts(
@@ -204,9 +200,8 @@ def _difference(now: Any, before: Any) -> str:
         return f"is {_text(now)} and was {_text(before)}"
     parts = []
     for key in dict.fromkeys([*now, *before]):
-        if now.get(key) != before.get(key):
-            new = _text(now[key]) if key in now else "not said"
-            old = _text(before[key]) if key in before else "not said"
+        new, old = (_text(of[key]) if key in of else "not said" for of in (now, before))
+        if new != old:
             parts.append(f"{key} is {new} and was {old}")
     return "; ".join(parts)
 

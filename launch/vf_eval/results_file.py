@@ -1,8 +1,7 @@
 """The rollouts of an evaluation on disk: a line of JSON for each as soon as it is done.
 
-So they are kept, whatever ends the evaluation. `rollouts.jsonl` only grows. Where a rollout was
-made again, its last line holds. A line that was being written when the process died is removed when
-the file is opened the next time.
+`rollouts.jsonl` only grows. Where a rollout was made again, its last line holds. A line that was
+being written when the process died is removed when the file is opened the next time.
 """
 
 from __future__ import annotations
@@ -120,10 +119,9 @@ class FinishedRollout(BaseModel):
 
 
 def count_tokens(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return how many tokens all calls of a rollout read, and how many they sampled.
+    """Count the tokens that all calls of a rollout read, and that they sampled.
 
-    They are counted by the steps' tokens, or else by what the endpoint says; None where a step has
-    neither.
+    None where a step has neither tokens nor the endpoint's count.
     """
     num_read = 0
     num_sampled = 0
@@ -202,20 +200,14 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
             broken.append((number, error))
     if not broken:
         return rollouts
+    remedy = "delete this line, and its rollout is made again"
+    if len(broken) > 1 and rollouts:
+        remedy = f"delete this line and the others that are broken ({len(broken)} in all)"
+    elif len(broken) > 1:
+        remedy = "none of its lines is a rollout of an evaluation; start a new evaluation"
     number, refusal = broken[0]
     first = refusal.errors(include_url=False)[0]
     problem = first["msg"].replace("at line 1 column", "at column")
-    remedy = "delete this line, and its rollout is made again"
-    if len(broken) > 1 and rollouts:
-        remedy = (
-            f"delete this line and the others that are broken ({len(broken)} in all), and their"
-            " rollouts are made again"
-        )
-    elif len(broken) > 1:
-        remedy = (
-            "none of its lines is a rollout of an evaluation; put the file back that belongs there,"
-            " or start a new evaluation"
-        )
     raise RecordError(
         problem[:1].lower() + problem[1:],
         field=".".join(map(str, first["loc"])) or "line",
@@ -226,9 +218,9 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
 
 
 def _mend(path: Path) -> bool:
-    """Remove a last line that was being written; return whether there was one.
+    """Remove a last line that was being written; return whether one was.
 
-    Every line of ours ends with a newline. Where nothing but that is missing, it is added.
+    Where nothing but its newline is missing, that is added.
     """
     data = path.read_bytes()
     last = data.rpartition(b"\n")[2]

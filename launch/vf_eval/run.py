@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,41 +27,6 @@ from rollout_actors.environments.datasets import RESULTS, Examples, digest, has_
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.types import State
 from shared.errors import ConfigError
-
-
-@dataclass(slots=True)
-class _Recorder:
-    """Writes the rollouts of one call of `Environment.generate` into the file, as they come."""
-
-    file: ResultsFile
-    keys: Sequence[tuple[int, int]]
-    """Example and number of each rollout of the call."""
-    digests: Sequence[str]
-    """One for each example's row."""
-    state_columns: Sequence[str]
-    num_failed: int = 0
-    has_checked_columns: bool = False
-
-    def write(self, index: int, state: State) -> None:
-        """Take a finished rollout; `on_rollout` of the call."""
-        example, number = self.keys[index]
-        rollout = FinishedRollout.from_state(
-            state,
-            example=example,
-            rollout=number,
-            row=self.digests[example],
-            state_columns=self.state_columns,
-        )
-        self.file.append(rollout)
-        if rollout.error is not None:
-            self.num_failed += 1
-        elif not self.has_checked_columns:
-            # Now, and not when all are done: a wrong name is better known early.
-            self.has_checked_columns = True
-            absent = [path for path in self.state_columns if path not in rollout.columns]
-            if absent:
-                known = ", ".join(map(str, state))
-                say(f"-C: the first rollout has no {', '.join(absent)}; its state has {known}")
 
 
 def say(text: str) -> None:
@@ -98,9 +63,8 @@ class EvalRun:
         """
         async with self._environment, AsyncExitStack() as stack:
             examples, names, digests = self._examples()
-            sampling = check_sampling(
-                self._evaluation.sampling_args, self._environment.message_type
-            )
+            message_type = self._environment.message_type
+            sampling = check_sampling(self._evaluation.sampling_args, message_type)
             client = None
             if self.folder is None:
                 # Before the folder is made: an endpoint that is not there leaves none behind.
@@ -126,10 +90,7 @@ class EvalRun:
                 settings = self._evaluation.no_smaller_than(read_evaluation(self.folder))
             settings.write(self.folder)
             if client is not None and missing:
-                inputs = examples.select([example for example, _ in missing])
-                columns = self._evaluation.state_columns
-                recorder = _Recorder(file, missing, digests, columns)
-                await self._generate(client, sampling, inputs, recorder)
+                await self._generate(client, sampling, examples, missing, digests, file)
 
     async def _connect(self, stack: AsyncExitStack) -> openai.AsyncOpenAI:
         """Return a client of the endpoint, which has answered; the model is known from then on."""
@@ -151,45 +112,61 @@ class EvalRun:
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
         if not rows:
-            raise ConfigError(
-                f"{name}: its dataset to evaluate on is empty; give it rows (with -a, where its"
-                " load_environment has an argument for them)"
-            )
+            raise ConfigError(f"{name}: its dataset to evaluate on is empty; give it rows")
         self._num_examples = len(rows)
         if len(rows) < self._evaluation.num_examples:
-            say(
-                f"-n: {name} has {len(rows)} examples to evaluate on, not"
-                f" {self._evaluation.num_examples}; it is evaluated on these"
-            )
+            wanted = self._evaluation.num_examples
+            say(f"-n: {name} has {len(rows)} examples to evaluate on, not {wanted}")
         return examples, [name for name, _ in rows], [row_digest for _, row_digest in rows]
 
     def _check(self, file: ResultsFile, digests: Sequence[str]) -> None:
         """Raise ConfigError where the rollouts in the file are of other data."""
         if file.was_torn:
-            say(
-                f"the last line of {file.path} was cut off and is removed; its rollout is made"
-                " again"
-            )
+            say(f"the last line of {file.path} was cut off and is removed")
         for rollout in file.rollouts.values():
             example = rollout.example
             if example < len(digests) and rollout.row != digests[example]:
                 raise ConfigError(
-                    f"--resume: example {example} (id {rollout.example_id!r}) is not what it was"
-                    " when it was rolled out: the environment's data have changed, or"
-                    f" {file.path} is another evaluation's; start a new evaluation without --resume"
+                    f"--resume: example {example} (id {rollout.example_id!r}) is not what it was:"
+                    f" the environment's data have changed, or {file.path} is another"
+                    " evaluation's; start a new evaluation without --resume"
                 )
 
     async def _generate(
         self,
         client: openai.AsyncOpenAI,
         sampling: dict[str, Any],
-        inputs: Examples,
-        recorder: _Recorder,
+        examples: Examples,
+        missing: Sequence[tuple[int, int]],
+        digests: Sequence[str],
+        file: ResultsFile,
     ) -> None:
+        """Make the missing rollouts, and write each into the file as it comes."""
         options = self._options
+        columns = self._evaluation.state_columns
+        num_failed = 0
+        num_sound = 0
+
+        def write(index: int, state: State) -> None:
+            nonlocal num_failed, num_sound
+            example, number = missing[index]
+            rollout = FinishedRollout.from_state(
+                state, example=example, rollout=number, row=digests[example], state_columns=columns
+            )
+            file.append(rollout)
+            if rollout.error is not None:
+                num_failed += 1
+                return
+            num_sound += 1
+            absent = [path for path in columns if path not in rollout.columns]
+            # At the first, and not when all are done: a wrong name is better known early.
+            if absent and num_sound == 1:
+                known = ", ".join(map(str, state))
+                say(f"-C: the first rollout has no {', '.join(absent)}; its state has {known}")
+
         try:
             await self._environment.generate(
-                inputs,
+                examples.select([example for example, _ in missing]),
                 client,
                 str(self._evaluation.model),
                 sampling,
@@ -197,7 +174,7 @@ class EvalRun:
                 max_concurrent_generation=options.max_concurrent_generation,
                 max_concurrent_scoring=options.max_concurrent_scoring,
                 interleave_scoring=options.interleave_scoring,
-                on_rollout=recorder.write,
+                on_rollout=write,
                 rollout_timeout_s=options.rollout_timeout_s,
                 scoring_timeout_s=options.scoring_timeout_s,
             )
@@ -207,7 +184,7 @@ class EvalRun:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             raise error from group
-        if recorder.num_failed:
+        if num_failed:
             # Raises where the endpoint has gone, which is what the rollouts failed of then.
             assert self._endpoint is not None, "the client is one of it"
             await list_models(client, self._endpoint)
@@ -233,30 +210,30 @@ class EvalRun:
         self._save(self.folder, rollouts, wall_s)
         num_failed = sum(rollout.error is not None for rollout in rollouts)
         if num_failed:
-            say(
-                f"{num_failed} of {len(rollouts)} rollouts failed; `vf-eval --resume {self.folder}`"
-                " makes them again"
-            )
+            again = f"`vf-eval --resume {self.folder}` makes them again"
+            say(f"{num_failed} of {len(rollouts)} rollouts failed; {again}")
         return 1 if num_failed == len(rollouts) else 0
 
     def _save(self, folder: Path, rollouts: Sequence[FinishedRollout], wall_s: float) -> None:
         """Make the dataset of the rollouts, in the folder and on the hub."""
         wanted = self._evaluation.state_columns
+        environment = self._environment
         results = results_of(
-            rollouts, self._evaluation, self._environment, wall_s=wall_s, date=self._date
+            rollouts, self._evaluation, environment, wall_s=wall_s, date=self._date
         )
         columns = [path for path in wanted if has_field(path, results.state)]
         if len(columns) < len(wanted):
             absent = ", ".join(sorted(set(wanted) - set(columns)))
             say(f"-C: no rollout has {absent}; a dataset goes without")
-        make_dataset = self._environment.make_dataset
         if self._options.save:
-            results.save(folder, make_dataset(results, state_columns=columns))
+            results.save(folder, environment.make_dataset(results, state_columns=columns))
             print(f"dataset    {folder / RESULTS}")
         if self._options.push:
-            name = self._options.dataset_name or f"{self._environment.name}-results"
+            name = self._options.dataset_name or f"{environment.name}-results"
             try:
-                make_dataset(results, state_columns=columns, push_to_hf_hub=True, hub_name=name)
+                environment.make_dataset(
+                    results, state_columns=columns, push_to_hf_hub=True, hub_name=name
+                )
             except EXPLAINED:
                 say(f"the rollouts are kept; `vf-eval --resume {folder} -H -D {name}` only pushes")
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -14,8 +15,9 @@ from rich.text import Text
 from launch.vf_eval.record import EvaluationSettings
 from launch.vf_eval.results_file import FinishedRollout
 from rollout_actors.environments.clients.openai import merged
-from rollout_actors.environments.datasets import GenerateMetadata, GenerateOutputs, mean
+from rollout_actors.environments.datasets import GenerateOutputs, mean
 from rollout_actors.environments.environment import Environment
+from rollout_actors.environments.generate import metadata_of
 from rollout_actors.environments.rubric import compare_rollouts, text_of
 from rollout_actors.environments.types import Messages, State
 
@@ -31,9 +33,9 @@ def results_of(
     wall_s: float,
     date: str,
 ) -> GenerateOutputs:
-    """Return what `Environment.evaluate` would have; states hold what was kept of them.
+    """Return what `Environment.evaluate` would have of rollouts made by one call or several.
 
-    Rollouts of this call and those that were there before are one to it.
+    States hold what was kept of them.
     """
     states = [rollout.state() for rollout in rollouts]
     groups: dict[str, list[State]] = {}
@@ -41,40 +43,17 @@ def results_of(
         groups.setdefault(repr((state["task"], state["example_id"])), []).append(state)
     for group in groups.values():
         compare_rollouts(group)
-    rewards = [
-        rollout.reward
-        for rollout in rollouts
-        if rollout.error is None and rollout.reward is not None
-    ]
-    metadata = GenerateMetadata(
-        env_id=environment.name,
+    sampling = merged(environment.sampling_args, evaluation.sampling_args)
+    metadata = replace(
+        metadata_of(environment, str(evaluation.model), sampling, states),
         env_args=evaluation.env_args,
-        model=str(evaluation.model),
-        sampling_args=merged(environment.sampling_args, evaluation.sampling_args),
         num_examples=len({rollout.example for rollout in rollouts}),
         rollouts_per_example=evaluation.rollouts_per_example,
-        num_errors=sum(rollout.error is not None for rollout in rollouts),
-        num_truncated=sum(rollout.is_truncated for rollout in rollouts),
-        avg_reward=mean(rewards),
-        avg_metrics={name: mean(_metric(name, rollouts)) for name in _metric_names(rollouts)},
         time_ms=1000 * wall_s,
         date=date,
         state_columns=list(evaluation.state_columns),
-        num_reward_errors=dict(
-            Counter(name for rollout in rollouts for name in rollout.reward_errors)
-        ),
-        num_given_up=dict(Counter(name for rollout in rollouts for name in rollout.given_up)),
     )
     return GenerateOutputs.from_states(states, metadata)
-
-
-def _metric_names(rollouts: Sequence[FinishedRollout]) -> list[str]:
-    return list(dict.fromkeys(name for rollout in rollouts for name in rollout.metrics))
-
-
-def _metric(name: str, rollouts: Sequence[FinishedRollout]) -> list[float]:
-    """Return the metric of the rollouts that have it: those of other environments do not."""
-    return [rollout.metrics[name] for rollout in rollouts if name in rollout.metrics]
 
 
 def show_rollout(rollout: FinishedRollout, console: Console) -> None:
@@ -141,10 +120,7 @@ def pass_at(k: int, solved: Sequence[tuple[int, int]]) -> float:
 def summary_tables(
     rollouts: Sequence[FinishedRollout], *, solved_at: float, wall_s: float
 ) -> list[Table]:
-    """Return the scores of the rollouts that did not fail, and further facts.
-
-    There is at least one rollout, and rewards are there.
-    """
+    """Return the scores of the rollouts, at least one, that did not fail, and further facts."""
     groups: dict[int, list[FinishedRollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.example, []).append(rollout)
@@ -154,9 +130,12 @@ def summary_tables(
         scores["reward"] = ScoreSummary.from_values(
             [[one.reward or 0.0 for one in group if one.error is None] for group in examples]
         )
-    for name in _metric_names(rollouts):
+    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics):
         label = "reward (metric)" if name == "reward" else name
-        scores[label] = ScoreSummary.from_values([_metric(name, group) for group in examples])
+        # Rollouts of the other environments of a group do not have it.
+        scores[label] = ScoreSummary.from_values(
+            [[one.metrics[name] for one in group if name in one.metrics] for group in examples]
+        )
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for head in ("mean", "std. error", "least", "most"):

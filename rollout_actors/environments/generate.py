@@ -112,7 +112,7 @@ async def generate(
         with time_limit(getattr(call, key), key):
             await batch.run()
     states = batch.states
-    metadata = _metadata(environment, call, states)
+    metadata = metadata_of(environment, call.model, call.sampling_args, states)
     metadata.date = started.isoformat(timespec="seconds")
     metadata.time_ms = 1000 * (time.perf_counter() - began_s)
     _warn_of_failures(environment, metadata, states)
@@ -322,8 +322,8 @@ def _bound(limit: int | None) -> asyncio.Semaphore | None:
     return None if limit is None else asyncio.Semaphore(limit)
 
 
-def _metadata(
-    environment: Environment, call: GenerateCall, states: Sequence[State]
+def metadata_of(
+    environment: Environment, model: str, sampling_args: dict[str, Any], states: Sequence[State]
 ) -> GenerateMetadata:
     """Count and average. The reward 0 of a rollout that failed was never measured."""
     sound = [state for state in states if state["error"] is None]
@@ -331,8 +331,8 @@ def _metadata(
     return GenerateMetadata(
         env_id=environment.name,
         env_args=environment.env_args,
-        model=call.model,
-        sampling_args=call.sampling_args,
+        model=model,
+        sampling_args=sampling_args,
         num_examples=len({repr((state["task"], state["example_id"])) for state in states}),
         rollouts_per_example=1,
         num_errors=len(states) - len(sound),

@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def mutations(monkeypatch: pytest.MonkeyPatch) -> Any:
+def mutations(monkeypatch):
     """`benchmarks` is no installed package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     return importlib.import_module("benchmarks.mutations")
 
 
-def test_every_fault_fits_the_code_that_it_is_to_be_put_into(mutations: Any) -> None:
+def test_every_fault_fits_the_code_that_it_is_to_be_put_into(mutations):
     """A line that is rewritten needs its fault anew: `old` and `new` of the mutant named here."""
     assert mutations.problems() == []
 
@@ -33,9 +32,7 @@ def test_every_fault_fits_the_code_that_it_is_to_be_put_into(mutations: Any) -> 
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_one_that_does_not_fit_is_named(
-    mutations: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
+def test_one_that_does_not_fit_is_named(mutations, monkeypatch, changes, message):
     spoiled = replace(mutations.MUTANTS[1], **changes)
     monkeypatch.setattr(mutations, "MUTANTS", (mutations.MUTANTS[0], spoiled))
     (problem,) = mutations.problems()
@@ -43,13 +40,13 @@ def test_one_that_does_not_fit_is_named(
     assert message in problem
 
 
-def test_two_of_the_same_name_are_named(mutations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_of_the_same_name_are_named(mutations, monkeypatch):
     mutant = mutations.MUTANTS[0]
     monkeypatch.setattr(mutations, "MUTANTS", (mutant, mutant))
     assert mutations.problems() == [f"{mutant.name}: is the name of several"] * 2
 
 
-def test_what_fails_wherever_a_fault_is_put_in_is_no_test_of_it(mutations: Any) -> None:
+def test_what_fails_wherever_a_fault_is_put_in_is_no_test_of_it(mutations):
     """Leave this file out: in a tree with a fault, that fault fits no more."""
     assert (mutations.ROOT / mutations.ABOUT_MUTANTS).samefile(__file__)
     (stage,) = (stage for stage in mutations.STAGES if stage.on_all_files)

@@ -65,9 +65,7 @@ def loaded(*overrides: str) -> RunConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_shipped_experiment_loads_and_repeats_no_default_of_the_schema(
-    experiment: str,
-) -> None:
+def test_every_shipped_experiment_loads_and_repeats_no_default_of_the_schema(experiment):
     written = composed(f"+experiment={experiment}")
     run = load_config(written)
     # What servers, or a cluster without GPUs, answer when they are asked for their devices.
@@ -91,8 +89,8 @@ def repeated(fields: Any, values: dict[str, Any], above: str = "") -> Iterator[s
 @pytest.mark.parametrize("model", ["qwen2_5_vl_3b", "qwen3_vl_4b"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rates(
-    experiment: str, model: str
-) -> None:
+    experiment, model
+):
     run = loaded(f"+experiment={experiment}", f"model={model}")
     assert (run.model.dtype, run.model.gradient_checkpointing) == ("bfloat16", True)
     assert (run.canary_tolerance, run.logprob_tolerance) == (None, 1.0)
@@ -110,7 +108,7 @@ def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rat
 
 
 @pytest.mark.slow
-def test_the_real_run_is_the_main_job_with_other_sizes() -> None:
+def test_the_real_run_is_the_main_job_with_other_sizes():
     main = loaded(MAIN)
     real = loaded("+experiment=stage2_3v1_4b")
     assert real.model == loaded(MAIN, "model=qwen3_vl_4b").model
@@ -127,7 +125,7 @@ def test_the_real_run_is_the_main_job_with_other_sizes() -> None:
     assert sizes == (False, None), "sizes of the demo are taken back"
 
 
-def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16() -> None:
+def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16():
     run = loaded(MAIN)
     algebra = batch_algebra(run)
     assert algebra.engine_devices == (1, 1, 1)
@@ -139,7 +137,7 @@ def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16() -> None
 
 
 @pytest.mark.slow
-def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> None:
+def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps():
     main = loaded(MAIN)
     control = loaded("+experiment=control_channel_a")
     assert control.training.max_steps > main.training.max_steps
@@ -152,7 +150,7 @@ def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps() -> 
 
 
 @pytest.mark.slow
-def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_samples() -> None:
+def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_samples():
     main = loaded(MAIN)
     run = loaded("+experiment=env_3v1")
     assert run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
@@ -162,7 +160,7 @@ def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_sam
     assert remarks(run) == ()
 
 
-def test_the_batch_algebra_of_trajectories_counts_examples() -> None:
+def test_the_batch_algebra_of_trajectories_counts_examples():
     step, in_round, rows = batch_algebra(loaded("+experiment=env_3v1")).describe()[1:]
     assert step == (
         "channel-B step  256 raw rollouts = 32 examples x 8 rollouts, in 2 rounds (128 + 128);"
@@ -178,7 +176,7 @@ def test_the_batch_algebra_of_trajectories_counts_examples() -> None:
     )
 
 
-def test_an_environment_of_ones_own_is_named_on_the_command_line() -> None:
+def test_an_environment_of_ones_own_is_named_on_the_command_line():
     sizes = ["environment.args.num_words=6", "environment.num_actors=2"]
     overrides = as_schema_overrides(["environment.id=./sort_words.py", *sizes])
     section = loaded("+experiment=env_3v1", *overrides).environment
@@ -189,9 +187,7 @@ def test_an_environment_of_ones_own_is_named_on_the_command_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(
-    backend: str,
-) -> None:
+def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(backend):
     choice = ["+experiment=env_3v1", f"backend={backend}", WITHOUT_PIPELINE]
     if backend not in ("colocate", "hf"):
         assert loaded(*choice).environment
@@ -203,13 +199,13 @@ def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_the_readme_loads(command: str) -> None:
+def test_every_command_of_the_readme_loads(command):
     first_trial = [override.split(",")[0] for override in command.split()]
     assert loaded(*as_schema_overrides(first_trial)).training.max_steps
 
 
 @pytest.mark.slow
-def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run() -> None:
+def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run():
     (command,) = (command for command in COMMANDS if "model.path=/models" in command)
     run = loaded(*as_schema_overrides(command.split()))
     assert run.model.dtype == "bfloat16"
@@ -219,7 +215,7 @@ def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_shipped_backend_takes_the_place_of_the_actors(backend: str) -> None:
+def test_every_shipped_backend_takes_the_place_of_the_actors(backend):
     matching = loaded(MAIN, f"backend={backend}", WITHOUT_PIPELINE).rollout_matching
     modes = {
         "actors": "actors",
@@ -236,7 +232,7 @@ def test_every_shipped_backend_takes_the_place_of_the_actors(backend: str) -> No
 @pytest.mark.parametrize(
     "topology", ["stage2_colocate", "stage2_hf", "stage2_server", "stage2_2learners"]
 )
-def test_a_topology_is_the_main_job_on_other_devices(topology: str) -> None:
+def test_a_topology_is_the_main_job_on_other_devices(topology):
     """What is learned, and in which steps, is the same."""
     main = loaded(MAIN)
     other = loaded(f"+experiment={topology}")
@@ -247,7 +243,7 @@ def test_a_topology_is_the_main_job_on_other_devices(topology: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_refused_configuration_leaves_no_folder_behind(tmp_path: Path) -> None:
+def test_a_refused_configuration_leaves_no_folder_behind(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "launch.train", MAIN, "training.foo=1"],
         capture_output=True,
@@ -262,13 +258,13 @@ def test_a_refused_configuration_leaves_no_folder_behind(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_hydra_leaves_the_warnings_of_the_run_alone() -> None:
+def test_hydra_leaves_the_warnings_of_the_run_alone():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         hydra = compose("train", return_hydra_config=True).hydra
     assert (hydra.job_logging.root, hydra.hydra_logging.root) == (None, None)
 
 
-def test_values_are_overridden_on_the_command_line() -> None:
+def test_values_are_overridden_on_the_command_line():
     overrides = ["training.max_steps=10", "+training.packing=false", "++telemetry.name=demo"]
     run = loaded(MAIN, *overrides)
     assert run.training.max_steps == 10
@@ -276,7 +272,7 @@ def test_values_are_overridden_on_the_command_line() -> None:
     assert run.telemetry.name == "demo"
 
 
-def test_the_other_variant_is_chosen_on_the_command_line_and_has_no_schedule() -> None:
+def test_the_other_variant_is_chosen_on_the_command_line_and_has_no_schedule():
     other = [
         "custom.trainer_variant=stage2_rollout_aligned",
         "training.effective_batch_size=32",
@@ -287,7 +283,7 @@ def test_the_other_variant_is_chosen_on_the_command_line_and_has_no_schedule() -
     assert algebra.b_steps == algebra.updates
 
 
-def test_without_an_experiment_the_missing_keys_are_named() -> None:
+def test_without_an_experiment_the_missing_keys_are_named():
     problem = r"(?m)^custom\.trainer_variant: is required, and missing"
     with pytest.raises(ConfigError, match=problem):
         loaded()

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ COMMANDS = [line for language, text in BLOCKS if not language for line in text.s
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """The reader's folder, with the files of the page."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)

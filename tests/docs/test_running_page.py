@@ -34,9 +34,7 @@ def commands(models: Path) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.slow
-def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_for_ones_own_model_and_data_work_one_after_the_other(tmp_path, monkeypatch):
     """A small stock checkpoint and COCO files with polygons; the job is checked and not run."""
     monkeypatch.chdir(tmp_path)
     stock = make_stock_model(tmp_path / "models" / "Qwen3-VL-4B-Instruct", "qwen3_vl")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,26 +25,24 @@ COMMANDS = [
 
 
 @pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def url(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with serving(FakeOpenAI(reply=lambda _: "<answer>1</answer>").app()) as base:
         yield f"{base}/v1"
 
 
-def test_the_page_has_commands_and_each_is_one_of_this_project() -> None:
+def test_the_page_has_commands_and_each_is_one_of_this_project():
     assert [command[0] for command in COMMANDS] == ["vf-eval", "python", "vf-eval"]
     assert COMMANDS[1][1:3] == ["-m", "launch.serve"]
 
 
-def test_the_server_of_the_page_takes_its_arguments() -> None:
+def test_the_server_of_the_page_takes_its_arguments():
     assert read_arguments(ServeOptions, COMMANDS[1][3:]).tool_call_parser == "hermes"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_command_of_the_page_evaluates(
-    url: str, number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_the_page_evaluates(url, number, capsys):
     command = [url if word == "http://127.0.0.1:8000/v1" else word for word in COMMANDS[number][1:]]
     options = read_options(command)
     assert check_sampling(options.sampling_args or {}, "chat") == options.sampling_args
@@ -64,7 +61,7 @@ def subjects(summary: str) -> list[str]:
     return [re.split(r"\s{2,}", line)[0] for line in lines if line]
 
 
-def test_the_files_of_the_page_are_those_that_are_written(url: str, tmp_path: Path) -> None:
+def test_the_files_of_the_page_are_those_that_are_written(url, tmp_path):
     main(["arithmetic", "-b", url, "-n", "1", "-r", "1", "-s"])
     (folder,) = tmp_path.glob("outputs/evals/arithmetic--demo/*")
     rows = "".join(line for line in PAGE.splitlines() if line.startswith("| `"))

@@ -59,11 +59,11 @@ def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def test_packages_are_not_installed_through_a_link(machine: Machine, tmp_path: Path) -> None:
+def test_packages_are_not_installed_through_a_link(machine, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (machine.folder / ".venv").symlink_to(tmp_path / "elsewhere")
     done = run(str(machine.script))
@@ -77,8 +77,8 @@ def test_packages_are_not_installed_through_a_link(machine: Machine, tmp_path: P
 
 @pytest.mark.parametrize("quote", ["", "'", '"'])
 def test_a_copy_of_another_clone_s_environment_is_refused_and_one_that_was_moved_with_its_clone_is_not(
-    machine: Machine, tmp_path: Path, quote: str
-) -> None:
+    machine, tmp_path, quote
+):
     assert machine.call("require_own_venv").returncode == 0, "without one"
     other = tmp_path / "other clone" / ".venv"
     export = f"    export VIRTUAL_ENV={quote}{other}{quote}"
@@ -108,8 +108,8 @@ def test_a_copy_of_another_clone_s_environment_is_refused_and_one_that_was_moved
     ],
 )
 def test_a_machine_with_a_gpu_needs_a_compiler_and_pythons_headers_for_triton(
-    machine: Machine, kind: str, compiler: str | None, header: bool, missing: str
-) -> None:
+    machine, kind, compiler, header, missing
+):
     machine.add("bin/python3.11", PYTHON.format(no_header=int(not header)))
     if compiler is not None:
         machine.add(f"bin/{compiler}")
@@ -122,8 +122,8 @@ def test_a_machine_with_a_gpu_needs_a_compiler_and_pythons_headers_for_triton(
 
 @pytest.mark.parametrize(("cuda", "sound"), [("'13.0'", True), ("None", False)])
 def test_a_cpu_build_of_torch_that_pip_found_for_the_gpu_ends_the_set_up_with_what_to_do(
-    machine: Machine, cuda: str, sound: bool
-) -> None:
+    machine, cuda, sound
+):
     machine.add("torch.py", f"__version__ = '2.13.0+cpu'\nclass version:\n    cuda = {cuda}\n")
     start = f'PYTHONPATH={machine.folder} exec {sys.executable} -S "$@"'
     machine.add(".venv/bin/python", f"#!/bin/sh\n{start}\n")

@@ -16,7 +16,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_stages_are_named_as_they_begin_and_what_is_left_out_at_the_end() -> None:
+def test_stages_are_named_as_they_begin_and_what_is_left_out_at_the_end():
     done = run("--not-run", "the rest: make test-all", "one", "echo first", "two", "echo second")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -28,7 +28,7 @@ def test_stages_are_named_as_they_begin_and_what_is_left_out_at_the_end() -> Non
     assert lines[-1] == "   left out: the rest: make test-all"
 
 
-def test_a_stage_that_fails_does_not_keep_the_next_from_running_and_is_told_at_the_end() -> None:
+def test_a_stage_that_fails_does_not_keep_the_next_from_running_and_is_told_at_the_end():
     done = run("one", "exit 3", "two", "echo second")
     assert done.returncode == 1
     assert "second" in done.stdout.splitlines()
@@ -36,7 +36,7 @@ def test_a_stage_that_fails_does_not_keep_the_next_from_running_and_is_told_at_t
     assert done.stderr == "== failed: one\n"
 
 
-def test_an_interruption_ends_all_stages_whatever_the_one_under_way_makes_of_it() -> None:
+def test_an_interruption_ends_all_stages_whatever_the_one_under_way_makes_of_it():
     """pytest ends with status 2."""
     command = "trap 'exit 2' INT; echo here; sleep 60 >/dev/null 2>&1 & wait"
     # A shell cannot trap what was ignored when it began, as in a job in the background.

@@ -150,11 +150,11 @@ class Source:
 
 
 @pytest.fixture
-def source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Source:
+def source(tmp_path, capsys):
     return Source(tmp_path, capsys)
 
 
-def test_annotations_become_records_that_the_ordinary_loader_reads(source: Source) -> None:
+def test_annotations_become_records_that_the_ordinary_loader_reads(source):
     low = annotation(7, bbox=[0, 50, 99, 29], category_id=1)
     source.image(7, low, annotation(7), name="deep/a.png")
     source.image(2, annotation(2, bbox=[0.5, 0.5, 10.25, 10.25]))
@@ -193,9 +193,7 @@ def test_annotations_become_records_that_the_ordinary_loader_reads(source: Sourc
         ({"image_id": 4}, "unknown_image"),
     ],
 )
-def test_what_cannot_be_used_is_counted_by_reason(
-    source: Source, changes: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_be_used_is_counted_by_reason(source, changes, reason):
     data, report = source.image(1, annotation(), annotation(**changes)).convert()
     assert len(data[0].objects) == 1
     assert report["objects"]["skipped"] == {reason: 1}
@@ -215,9 +213,7 @@ def test_what_cannot_be_used_is_counted_by_reason(
         ([[10, 90, 30, 90, 30, 99]], "degenerate_polygon"),
     ],
 )
-def test_without_one_usable_ring_it_is_left_out_or_becomes_its_box(
-    source: Source, segmentation: Any, reason: str
-) -> None:
+def test_without_one_usable_ring_it_is_left_out_or_becomes_its_box(source, segmentation, reason):
     source.image(1, annotation(), annotation(segmentation=segmentation))
     data, report = source.convert(geometry="poly")
     assert [found.kind for found in data[0].objects] == ["poly"]
@@ -228,7 +224,7 @@ def test_without_one_usable_ring_it_is_left_out_or_becomes_its_box(
     assert report["objects"]["boxes_for_polygons"] == {reason: 1}
 
 
-def test_polygons_keep_their_vertices_in_order_each_at_the_nearest_bin(source: Source) -> None:
+def test_polygons_keep_their_vertices_in_order_each_at_the_nearest_bin(source):
     source.image(1, annotation(segmentation=[[*SQUARE, *SQUARE[:2]]]))
     data, _ = source.convert(geometry="poly")
     assert data[0].objects[0].bins == SQUARE_BINS
@@ -253,15 +249,15 @@ HUGE_BOX = {"bbox": [-1e308, -1e308, 1.7e308, 1.7e308], "segmentation": []}
     ids=["a little", "as far as numbers go"],
 )
 def test_shapes_that_reach_beyond_their_image_are_clamped_and_counted(
-    source: Source, shapes: list[Any], bins: set[tuple[int, ...]], num_clamped: int
-) -> None:
+    source, shapes, bins, num_clamped
+):
     source.image(1, *(annotation(**shape) for shape in shapes))
     data, report = source.convert(geometry="auto")
     assert {found.bins for found in data[0].objects} == bins
     assert report["objects"]["clamped"] == num_clamped
 
 
-def test_polygons_of_many_vertices_are_simplified_on_demand(source: Source) -> None:
+def test_polygons_of_many_vertices_are_simplified_on_demand(source):
     ring = [10, 20, 25, 19, 40, 20, 40, 60, 25, 60, 10, 60]
     source.image(1, annotation(segmentation=[ring]), annotation())
     data, report = source.convert(geometry="poly", max_vertices="4")
@@ -269,7 +265,7 @@ def test_polygons_of_many_vertices_are_simplified_on_demand(source: Source) -> N
     assert report["objects"]["simplified"] == 1
 
 
-def test_images_that_cannot_be_used_are_counted_with_all_their_annotations(source: Source) -> None:
+def test_images_that_cannot_be_used_are_counted_with_all_their_annotations(source):
     source.image(1, annotation()).image(2, annotation(2), annotation(2)).image(3, annotation(3))
     source.image(4, annotation(4)).image(5, annotation(5), height=1).image(6)
     source.image(8, annotation(8, iscrowd=1))
@@ -289,9 +285,7 @@ def test_images_that_cannot_be_used_are_counted_with_all_their_annotations(sourc
     assert report["objects"]["skipped"] == {"image_skipped": 5, "crowd": 1}
 
 
-def test_images_without_objects_are_kept_on_demand_and_images_with_too_many_left_out(
-    source: Source,
-) -> None:
+def test_images_without_objects_are_kept_on_demand_and_images_with_too_many_left_out(source):
     source.image(1).image(2, *[annotation(2)] * 3).image(3, *[annotation(3)] * 2)
     data, report = source.convert(keep_empty="true", max_objects="2")
     assert [len(sample.objects) for sample in data] == [0, 2]
@@ -299,7 +293,7 @@ def test_images_without_objects_are_kept_on_demand_and_images_with_too_many_left
     assert report["objects"]["skipped"] == {"image_skipped": 3}
 
 
-def test_the_same_files_give_the_same_bytes(source: Source) -> None:
+def test_the_same_files_give_the_same_bytes(source):
     source.image(1, annotation(), annotation(bbox=[1, 1, 9, 9])).image(2, annotation(2))
     source.convert(geometry="auto")
     first = {file.name: file.read_bytes() for file in source.out.iterdir()}
@@ -312,7 +306,7 @@ def test_the_same_files_give_the_same_bytes(source: Source) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_overwritten(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(source, capsys):
     source.image(1, annotation()).convert()
     before = (source.out / "train.jsonl").read_bytes()
     with pytest.raises(SystemExit):
@@ -323,7 +317,7 @@ def test_nothing_is_overwritten(source: Source, capsys: pytest.CaptureFixture[st
     assert (source.out / "train.jsonl").read_bytes() == before
 
 
-def test_the_counts_are_printed(source: Source, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_counts_are_printed(source, capsys):
     crowd = annotation(iscrowd=1)
     source.image(1, annotation(), crowd, crowd, annotation(category_id=4)).image(2).convert()
     printed = capsys.readouterr().out
@@ -378,9 +372,7 @@ NO_DESC = "which cannot be an object's desc"
         ("annotations", [], "gives no record; images skipped: no_objects 1"),
     ],
 )
-def test_malformed_annotations_are_refused_with_their_place(
-    source: Source, path: str, value: Any, message: str
-) -> None:
+def test_malformed_annotations_are_refused_with_their_place(source, path, value, message):
     source.image(1, annotation())
     spoil(source.content, path, value)
     assert message.replace("{pictures}", str(source.pictures)) in source.refused()
@@ -394,9 +386,7 @@ def test_malformed_annotations_are_refused_with_their_place(
         (b'{"images": "\xff"}', "file: invalid JSON"),
     ],
 )
-def test_a_file_that_is_no_json_is_refused_with_line_and_column(
-    source: Source, content: bytes, message: str
-) -> None:
+def test_a_file_that_is_no_json_is_refused_with_line_and_column(source, content, message):
     broken = source.folder / "broken.json"
     broken.write_bytes(content)
     error = source.refused(annotations=str(broken))
@@ -404,7 +394,7 @@ def test_a_file_that_is_no_json_is_refused_with_line_and_column(
     assert message in error
 
 
-def test_two_categories_of_one_name_are_refused_only_where_both_are_in_use(source: Source) -> None:
+def test_two_categories_of_one_name_are_refused_only_where_both_are_in_use(source):
     source.content["categories"].insert(0, {"id": 0, "name": "cat"})
     source.image(1, annotation()).convert()
     categories = json.loads((source.out / "train.categories.json").read_text())
@@ -424,15 +414,11 @@ def test_two_categories_of_one_name_are_refused_only_where_both_are_in_use(sourc
         ({"annotations": "/no.json"}, "/no.json: file: cannot be read: No such file or directory"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(
-    source: Source, options: dict[str, str], message: str
-) -> None:
+def test_wrong_arguments_are_refused_by_name(source, options, message):
     assert message in source.image(1, annotation()).refused(**options)
 
 
-def test_there_and_back_everything_is_within_one_bin(
-    source: Source, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_there_and_back_everything_is_within_one_bin(source, capsys):
     ring = [50.5, 3.25, 70.5, 3.25, 60, 33.25]
     originals = {
         3: annotation(12),
@@ -455,8 +441,8 @@ def test_there_and_back_everything_is_within_one_bin(
 
 @pytest.mark.parametrize("kind", ["bbox", "segm"])
 def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_annotations(
-    source: Source, kind: str
-) -> None:
+    source, kind
+):
     shapes = [
         (1, [0, 0, 50, 80], [0, 0, 50, 0, 50, 80, 0, 80]),
         (3, [60, 10, 40, 30], [60, 10, 100, 10, 100, 40]),
@@ -489,9 +475,7 @@ def test_pycocotools_scores_perfect_predictions_perfect_against_the_original_ann
         ("objects.0.score", REMOVED, "field required"),
     ],
 )
-def test_malformed_predictions_are_refused_with_line_and_field(
-    source: Source, path: str, value: Any, message: str
-) -> None:
+def test_malformed_predictions_are_refused_with_line_and_field(source, path, value, message):
     data, _ = source.image(1, annotation()).convert()
     predictions = source.predict(data)
     row = json.loads(predictions.read_text())
@@ -501,7 +485,7 @@ def test_malformed_predictions_are_refused_with_line_and_field(
     assert f"predictions.jsonl:1: {field}: {message}" in source.refused_export()
 
 
-def test_an_image_predicted_twice_is_refused(source: Source) -> None:
+def test_an_image_predicted_twice_is_refused(source):
     data, _ = source.image(1, annotation()).convert()
     predictions = source.predict(data)
     predictions.write_text(predictions.read_text() * 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -58,20 +57,20 @@ def report(*rollouts: EnvironmentRollout, step: int | None = 20) -> RewardReport
     return RewardReport(Evaluation(step, 21, outcomes, wall_s=1.5))
 
 
-def test_the_mean_reward_is_of_the_rollouts_that_did_not_fail() -> None:
+def test_the_mean_reward_is_of_the_rollouts_that_did_not_fail():
     assert report().reward == 0.5
     assert report(FAILED).reward == 0.0, "a score by which checkpoints are kept is a number"
     assert report().headline == ("mean reward", 0.5)
     assert (report().num_failed, report(ROLLOUT).num_failed) == (1, 0)
 
 
-def test_the_line_has_the_reward_functions_and_how_many_failed() -> None:
+def test_the_line_has_the_reward_functions_and_how_many_failed():
     assert report().describe() == "mean reward 0.500 (first 0.750, last 0.250), 1 failed"
     assert report(ROLLOUT).describe() == "mean reward 0.750 (first 1.000, last 0.500)"
     assert report(replace(ROLLOUT, metrics={})).describe() == "mean reward 0.750"
 
 
-def test_the_figures_are_those_of_the_evaluations_line() -> None:
+def test_the_figures_are_those_of_the_evaluations_line():
     assert report().metrics() == pytest.approx(
         {
             "val/reward": 0.5,
@@ -85,15 +84,13 @@ def test_the_figures_are_those_of_the_evaluations_line() -> None:
     )
 
 
-def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it() -> None:
+def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it():
     """Those of another environment of a group do not."""
     metrics = report(ROLLOUT, replace(ROLLOUT, position=1, metrics={"other": 3.0})).metrics()
     assert (metrics["val/reward/first"], metrics["val/reward/other"]) == (1.0, 3.0)
 
 
-def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_model_wrote(
-    tmp_path: Path,
-) -> None:
+def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_model_wrote(tmp_path):
     folder = tmp_path / "evaluations" / "step_000020"
     write_reward_report(folder, report())
     figures = json.loads((folder / "report.json").read_text())
@@ -109,15 +106,13 @@ def test_a_report_is_a_folder_with_the_figures_and_every_rollout_whatever_a_mode
     assert sorted(path.name for path in folder.iterdir()) == ["report.json", "rollouts.jsonl"]
 
 
-def test_a_report_of_a_checkpoint_that_does_not_say_its_step_has_lines_without_one(
-    tmp_path: Path,
-) -> None:
+def test_a_report_of_a_checkpoint_that_does_not_say_its_step_has_lines_without_one(tmp_path):
     write_reward_report(tmp_path / "report", report(step=None))
     rows = read_step(tmp_path / "report" / "rollouts.jsonl")
     assert [row["step"] for row in rows] == [None] * 3
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "evaluations").touch()
     with pytest.raises(StorageError, match=r"cannot write .*evaluations/step_000020: "):
         write_reward_report(tmp_path / "evaluations" / "step_000020", report())

@@ -29,7 +29,7 @@ READ = False
 
 
 @pytest.fixture(scope="module")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def language_model(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "lm"
     make_demo_lm(out, seed=17)
     return out
@@ -114,7 +114,7 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, language_model: Path) -> Run:
+def run(tmp_path, language_model):
     return Run(tmp_path / "run", language_model)
 
 
@@ -138,9 +138,7 @@ def tooltips(page: Page) -> list[str]:
     return [title for title in page.titles if re.match(r"token \d+ · id \d+ · ", title)]
 
 
-def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(run, capsys):
     run.write(run.rollout(merged(run)))
     main([f"run={run.folder}", f"step={STEP}", "position=0"])
     path = run.folder / "samples" / "step_000007_position_000.html"
@@ -148,16 +146,14 @@ def test_the_page_lies_in_the_runs_folder_and_its_path_is_printed(
     assert path.read_text().startswith("<!doctype html>")
 
 
-def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_bytes(
-    run: Run,
-) -> None:
+def test_the_page_needs_nothing_beside_itself_and_the_same_files_give_the_same_bytes(run):
     html = run.page_of(run.rollout(merged(run)))
     assert not re.search(r"(src|href)=", html)
     assert "http" not in html
     assert run.page() == html
 
 
-def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run: Run) -> None:
+def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run):
     other = run.example(("last", READ), (" of", 0.5), weight_version=6, engine="actor-0")
     errors = {"judge": "TimeoutError: 60 s"}
     rollout = run.rollout(merged(run), other, is_truncated=True, reward_errors=errors)
@@ -186,7 +182,7 @@ def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run: Run) -> No
         assert part in text
 
 
-def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(run: Run) -> None:
+def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(run):
     prompt = [
         {"role": "system", "content": "<script>alert(1)</script>"},
         {"role": "user", "content": "first\nsecond"},
@@ -203,7 +199,7 @@ def test_every_message_is_shown_by_its_role_and_what_a_model_wrote_is_escaped(ru
     assert page.texts["completion"] == "4\\ud800 \\u202egroße"
 
 
-def test_a_tool_call_is_shown_with_its_arguments_and_its_answer_with_its_call(run: Run) -> None:
+def test_a_tool_call_is_shown_with_its_arguments_and_its_answer_with_its_call(run):
     function = {"name": "to_centimetres", "arguments": '{"length": 3, "unit": "<feet>"}'}
     call = json.dumps({"id": "call_7", "type": "function", "function": function})
     calls = [call, "{broken", json.dumps({"other": 1})]
@@ -218,7 +214,7 @@ def test_a_tool_call_is_shown_with_its_arguments_and_its_answer_with_its_call(ru
     assert "91.44" in texts["text"]
 
 
-def test_content_in_parts_is_shown_part_by_part_and_what_is_no_text_by_its_type(run: Run) -> None:
+def test_content_in_parts_is_shown_part_by_part_and_what_is_no_text_by_its_type(run):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     parts = [{"type": "text", "text": "how many"}, image, "bare", {"odd": 1}]
     html = run.page_of(run.rollout(prompt=[{"role": "user", "content": parts}]))
@@ -235,18 +231,18 @@ def test_content_in_parts_is_shown_part_by_part_and_what_is_no_text_by_its_type(
         ({"role": "tool", "tool_calls": "all"}, "all"),
     ],
 )
-def test_a_message_of_any_form_is_shown(run: Run, message: dict[str, Any], shown: str) -> None:
+def test_a_message_of_any_form_is_shown(run, message, shown):
     texts = run.shown(completion=[message]).texts
     assert shown in texts["who"] + texts["text"]
 
 
-def test_of_an_environment_that_completes_text_the_text_is_shown(run: Run) -> None:
+def test_of_an_environment_that_completes_text_the_text_is_shown(run):
     texts = run.shown(prompt="Once upon", completion=" a <time>").texts
     assert texts["who"] == "promptcompletion"
     assert texts["completion"] == " a <time>"
 
 
-def test_every_token_is_there_in_order_and_says_what_it_is_learned_with(run: Run) -> None:
+def test_every_token_is_there_in_order_and_says_what_it_is_learned_with(run):
     example = merged(run)
     page = run.shown(example)
     facts = [title.split(" · ") for title in tooltips(page)]
@@ -261,7 +257,7 @@ def test_every_token_is_there_in_order_and_says_what_it_is_learned_with(run: Run
     assert "first of 431<|im_end|>" in page.texts["tokens"]
 
 
-def test_the_colour_of_a_learned_token_is_its_advantage_by_sign_and_size(run: Run) -> None:
+def test_the_colour_of_a_learned_token_is_its_advantage_by_sign_and_size(run):
     html = run.page_of(run.rollout(merged(run), run.example(("last", READ), (" of", 0.5))))
     tokens = html.partition("<h3>")[2]
     assert re.findall(r'<span class="run (\w+)"(?: style="--a:([\d.]+)")?>', tokens) == [
@@ -284,7 +280,7 @@ def test_the_colour_of_a_learned_token_is_its_advantage_by_sign_and_size(run: Ru
     assert "unusable" not in legend
 
 
-def test_each_example_has_its_figures(run: Run) -> None:
+def test_each_example_has_its_figures(run):
     absent = {"token_advantages": None, "weight_version": None, "engine": None, "steps": ()}
     whole = run.example(("last", READ), (" of", 0.5), advantage=-0.5, **absent)
     text = text_of(run.page_of(run.rollout(merged(run), whole, run.example(("last", READ)))))
@@ -293,12 +289,12 @@ def test_each_example_has_its_figures(run: Run) -> None:
     assert f"{first} {second} 2 1 0 one per token – 0 v5 actor-2" in text
 
 
-def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run: Run) -> None:
+def test_a_metric_called_reward_is_shown_beside_the_rollouts_reward(run):
     html = run.page_of(run.rollout(merged(run), reward=0.75, metrics={"reward": 0.125}))
     assert re.search(r"reward\b(?! \(metric\)).*0\.75.*reward \(metric\).*0\.125", html, re.DOTALL)
 
 
-def test_the_images_of_each_example_are_counted_where_there_are_any(run: Run) -> None:
+def test_the_images_of_each_example_are_counted_where_there_are_any(run):
     images = tuple(ImageRef(None, data, data.hex()) for data in (b"one", b"two"))
     seen = run.example(("last", READ), (" of", 0.5), images=images)
     read = run.example(("last", READ), (" of", 0.5))
@@ -309,7 +305,7 @@ def test_the_images_of_each_example_are_counted_where_there_are_any(run: Run) ->
     assert "example tokens learned" in text_of(run.page_of(run.rollout(read, read)))
 
 
-def test_numbers_that_ended_a_run_are_shown(run: Run) -> None:
+def test_numbers_that_ended_a_run_are_shown(run):
     parts = (("last", READ), (" of", 0.5), (" of", 0.5))
     example = run.example(*parts, token_advantages=None, advantage=math.nan)
     unscored = replace(example, logprobs=[0.0, math.inf, -math.inf], advantage=None)
@@ -319,7 +315,7 @@ def test_numbers_that_ended_a_run_are_shown(run: Run) -> None:
     assert any("no advantage · log-probability inf" in title for title in tooltips(page))
 
 
-def test_a_rollout_that_failed_shows_its_error_and_one_without_examples_says_so(run: Run) -> None:
+def test_a_rollout_that_failed_shows_its_error_and_one_without_examples_says_so(run):
     ended = {"reward": 0.0, "metrics": {}, "prompt": None, "completion": None}
     failed = text_of(run.page_of(run.rollout(error="ValueError: <no>\ud800", **ended)))
     for part in (
@@ -332,9 +328,7 @@ def test_a_rollout_that_failed_shows_its_error_and_one_without_examples_says_so(
     assert "Nothing: no call of the model has left tokens." in run.shown().text
 
 
-def test_what_the_objective_makes_of_the_advantages_is_told(
-    tmp_path: Path, language_model: Path
-) -> None:
+def test_what_the_objective_makes_of_the_advantages_is_told(tmp_path, language_model):
     settings = {"objective": {"advantage_std": True}, "environment__drop_equal_groups": True}
     run = Run(tmp_path / "run", language_model, **settings)
     flat = run.example(("last", READ), (" of", 0.0), advantage=0.0)
@@ -347,8 +341,8 @@ def test_what_the_objective_makes_of_the_advantages_is_told(
 
 @pytest.mark.slow
 def test_a_byte_level_tokenizer_shows_tokens_inside_a_character_by_their_bytes(
-    tmp_path: Path, demo_checkpoint: Path
-) -> None:
+    tmp_path, demo_checkpoint
+):
     run = Run(tmp_path / "run", demo_checkpoint)
     example = run.example(("cat ", READ), ("猫", 0.5))
     page = run.shown(example)
@@ -360,7 +354,7 @@ def two_tokens(first: int, second: int) -> TrainingExample:
     return TrainingExample([first, second], [0.0, -0.5], [0, 1], reward=0.75, advantage=0.5)
 
 
-def test_a_token_outside_the_vocabulary_is_told_of(run: Run) -> None:
+def test_a_token_outside_the_vocabulary_is_told_of(run):
     size = len(run.tokenizer)
     problem = rf"model\.path: .* has no token {size}, which the log has, but {size} of them"
     with pytest.raises(ConfigError, match=problem + "; restore the folder"):
@@ -368,8 +362,8 @@ def test_a_token_outside_the_vocabulary_is_told_of(run: Run) -> None:
 
 
 def test_a_token_without_a_text_is_one_that_the_embeddings_have_beyond_the_tokenizer(
-    tmp_path: Path, language_model: Path
-) -> None:
+    tmp_path, language_model
+):
     model = Path(shutil.copytree(language_model, tmp_path / "lm"))
     run = Run(tmp_path / "run", model)
     settings = json.loads((model / "config.json").read_text())
@@ -377,9 +371,7 @@ def test_a_token_without_a_text_is_one_that_the_embeddings_have_beyond_the_token
     assert tooltips(run.shown(two_tokens(1, 127)))[1].endswith("· no text")
 
 
-def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(
-    tmp_path: Path, language_model: Path
-) -> None:
+def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(tmp_path, language_model):
     model = Path(shutil.copytree(language_model, tmp_path / "lm"))
     run = Run(tmp_path / "run", model)
     run.write(run.rollout(merged(run)), run.rollout(error="ValueError: no"))
@@ -397,15 +389,13 @@ def test_a_model_that_is_gone_is_told_of_where_there_are_tokens(
         (STEP, 2, r"position: step 7 of .* has no position 2; it has 0-1"),
     ],
 )
-def test_no_such_step_or_position_says_which_there_are(
-    run: Run, step: int, position: int, message: str
-) -> None:
+def test_no_such_step_or_position_says_which_there_are(run, step, position, message):
     run.write(run.rollout(), run.rollout())
     with pytest.raises(ConfigError, match=message):
         show_sample(ShowOptions(run=run.folder, step=step, position=position))
 
 
-def test_a_damaged_log_is_an_error_with_its_line(run: Run) -> None:
+def test_a_damaged_log_is_an_error_with_its_line(run):
     run.write(run.rollout())
     path = step_path(run.folder / "rollouts", STEP)
     path.write_text(path.read_text() + "{}\n")

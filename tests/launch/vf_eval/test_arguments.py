@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,9 +38,7 @@ ENVIRONMENTS = r"one of .*\barithmetic, .*, or any module or \.py file that has 
         (["--solved-at", "nan"], "--solved-at: must be a number, got 'nan'"),
     ],
 )
-def test_a_malformed_argument_is_told_with_its_position(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_malformed_argument_is_told_with_its_position(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         read_options(["e", *arguments])
     assert ended.value.code == 2
@@ -57,12 +54,12 @@ def test_a_malformed_argument_is_told_with_its_position(
         (["--resume", "a", "-o", "b"], "-o: an evaluation goes on in its own folder"),
     ],
 )
-def test_arguments_that_contradict_each_other_are_told(arguments: list[str], message: str) -> None:
+def test_arguments_that_contradict_each_other_are_told(arguments, message):
     with pytest.raises(ConfigError, match=message):
         read_options(arguments)
 
 
-def test_help_names_the_environments_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_environments_that_there_are(capsys):
     with pytest.raises(SystemExit):
         read_options(["--help"])
     assert re.search(ENVIRONMENTS, " ".join(capsys.readouterr().out.split()))
@@ -81,8 +78,8 @@ def test_help_names_the_environments_that_there_are(capsys: pytest.CaptureFixtur
     ],
 )
 def test_arguments_of_the_api_are_sent_and_a_completion_s_log_probabilities_by_their_number(
-    sampling: dict[str, Any], message_type: str, sent: dict[str, Any]
-) -> None:
+    sampling, message_type, sent
+):
     assert check_sampling(sampling, message_type) == sent
 
 
@@ -100,16 +97,14 @@ def test_arguments_of_the_api_are_sent_and_a_completion_s_log_probabilities_by_t
         ({"extra_body": 3}, "extra_body is 3, not an object"),
     ],
 )
-def test_what_every_call_would_fail_of_is_refused_with_where_it_belongs(
-    sampling: dict[str, Any], message: str
-) -> None:
+def test_what_every_call_would_fail_of_is_refused_with_where_it_belongs(sampling, message):
     with pytest.raises(ConfigError) as caught:
         check_sampling({"temperature": 0.5} | sampling, "chat")
     (problem,) = caught.value.problems
     assert message in problem
 
 
-def test_all_of_it_is_said_at_once() -> None:
+def test_all_of_it_is_said_at_once():
     with pytest.raises(ConfigError) as caught:
         check_sampling({"top_k": 3, "messages": [], "n": 4}, "completion")
     assert len(caught.value.problems) == 3
@@ -131,9 +126,7 @@ ANOTHER = "or name another variable with -k, or name an endpoint of your own wit
         ),
     ],
 )
-def test_a_key_variable_that_is_missing_is_named(
-    url: str | None, variable: str | None, parts: tuple[str, ...]
-) -> None:
+def test_a_key_variable_that_is_missing_is_named(url, variable, parts):
     with pytest.raises(ConfigError) as caught:
         find_endpoint(url, variable, {})
     message = str(caught.value)
@@ -144,7 +137,7 @@ def test_a_key_variable_that_is_missing_is_named(
 SAVED = EvaluationSettings.from_options(read_options(["echo", "-m", "demo", "-T", "0.5"]))
 
 
-def test_resume_refuses_other_settings_and_names_what_differs() -> None:
+def test_resume_refuses_other_settings_and_names_what_differs():
     repeated = read_options(["echo", "--resume", "a", "-m", "demo", "-T", "0.5", "-n", "7"])
     assert SAVED.resumed(repeated, Path("a")).num_examples == 7
     other = ["-a", '{"num": 9}', "-m", "other", "-T", "0.7", "-t", "8", "-C", "letters"]
@@ -172,9 +165,7 @@ def test_resume_refuses_other_settings_and_names_what_differs() -> None:
         (None, "num_examples", "Value error, must be 1 or more, or -1 for all, got 0"),
     ],
 )
-def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(
-    tmp_path: Path, content: bytes | None, field: str, problem: str
-) -> None:
+def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(tmp_path, content, field, problem):
     SAVED.write(tmp_path)
     assert read_evaluation(tmp_path) == SAVED
     path = tmp_path / "evaluation.json"
@@ -186,6 +177,6 @@ def test_a_broken_evaluation_is_refused_with_its_file_and_remedy(
     assert str(caught.value).endswith("start a new evaluation without --resume")
 
 
-def test_resume_of_a_folder_that_is_none_is_told() -> None:
+def test_resume_of_a_folder_that_is_none_is_told():
     with pytest.raises(ConfigError, match=r"--resume: nowhere/evaluation\.json cannot be read"):
         read_evaluation(Path("nowhere"))

@@ -432,7 +432,7 @@ def test_an_unreachable_endpoint_is_named_with_its_error_before_any_rollout(shel
     ("models", "arguments", "status", "message"),
     [
         (["demo"], ["-m", "demo", "-b", "{base}"], 1, "does -b end in /v1?"),
-        (["demo"], ["-b", "{base}"], 2, "does -b end in /v1?"),
+        (["demo"], ["-b", "{base}"], 2, "has no list of models (does -b end in /v1?); name one"),
         (["demo"], ["-m", "demo", "-b", "localhost:8000"], 2, "http://127.0.0.1:8000/v1"),
         (["demo"], ["-m", "dmeo"], 2, "no model 'dmeo'; it serves demo"),
         (["a", "b"], [], 2, "serves a, b; name one with -m"),
