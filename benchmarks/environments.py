@@ -1,4 +1,4 @@
-"""What orchestrating rollouts costs, and what interleaving saves.
+"""The cost of orchestrating rollouts, and the gain of interleaving.
 
 `python -m benchmarks.environments [--rollouts 1000] [--turns 3] [--repetitions 7]`. Three
 measurements, of clients that run in this process:
@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from openai.types.chat import ChatCompletion
-
+from benchmarks.turns import IDS, PROMPT_IDS, Client, ends_well, ends_well_plainly, response
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.datasets import GenerateOutputs
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
@@ -35,60 +34,26 @@ from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.training.actor import THRESHOLDS
 from rollout_actors.environments.types import Messages, State
 
-PROMPT_IDS = list(range(64))
-IDS = list(range(100, 116))
-SAID = "the answer is 4"
 
-
-def response() -> ChatCompletion:
-    """As vLLM's, read by openai's library."""
-    content = [{"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in IDS]
-    message = {"role": "assistant", "content": SAID}
-    choice = {
-        "index": 0,
-        "finish_reason": "stop",
-        "message": message,
-        "logprobs": {"content": content},
-        "token_ids": IDS,
-    }
-    return ChatCompletion.construct(
-        id="1",
-        object="chat.completion",
-        created=0,
-        model="model",
-        choices=[choice],
-        prompt_token_ids=PROMPT_IDS,
-    )
-
-
-class Client:
-    """`chat.completions.create` of openai's clients: one answer, or where `makes_anew`, one like it
-    for each call; after some time or at once.
-    """
+class DelayedClient(Client):
+    """A client that answers after some time, or with an answer of its own for each call."""
 
     def __init__(self, delay_s: float = 0.0, *, makes_anew: bool = False) -> None:
-        self._delay_s, self._response, self._makes_anew = delay_s, response(), makes_anew
-        self.chat = self.completions = self
+        super().__init__()
+        self._delay_s = delay_s
+        self._makes_anew = makes_anew
         self.num_calls = 0
 
-    async def create(self, **arguments: Any) -> ChatCompletion:
+    async def create(self, **arguments: Any) -> Any:
         self.num_calls += 1
         if self._delay_s:
             await asyncio.sleep(self._delay_s)
-        return response() if self._makes_anew else self._response
+        return response() if self._makes_anew else await super().create(**arguments)
 
 
 class Talk(MultiTurnEnv):
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         return [{"role": "user", "content": "go on"}]
-
-
-async def ends_well(completion: Messages, answer: str) -> float:
-    return float(str(completion[-1]["content"]).endswith(answer))  # type: ignore[index]
-
-
-def ends_well_plainly(completion: Messages, answer: str) -> float:
-    return float(str(completion[-1]["content"]).endswith(answer))  # type: ignore[index]
 
 
 async def slowly(completion: Messages, answer: str) -> float:
@@ -97,7 +62,7 @@ async def slowly(completion: Messages, answer: str) -> float:
 
 
 def interleaving() -> tuple[float, float]:
-    """Seconds, interleaved and in two phases."""
+    """Return the seconds interleaved, and in two phases."""
     rows = [{"question": str(i), "answer": "4" if i % 2 else "5"} for i in range(6)]
 
     def timed(interleaved: bool) -> tuple[float, list[Any]]:
@@ -105,7 +70,7 @@ def interleaving() -> tuple[float, float]:
         began_s = time.perf_counter()
         results = environment.generate_sync(
             rows,
-            Client(0.1),
+            DelayedClient(0.1),
             "model",
             max_concurrent=2,
             interleave_scoring=interleaved,
@@ -128,7 +93,7 @@ def overhead(
     """Milliseconds per turn: wall time and processor time."""
     environment = Talk(max_turns=num_turns, rubric=Rubric([reward]))
     rows = [{"question": f"2 + {i}", "answer": "4", "info": {"i": i}} for i in range(num_rollouts)]
-    client = Client(makes_anew=makes_anew)
+    client = DelayedClient(makes_anew=makes_anew)
 
     async def timed() -> tuple[float, float, GenerateOutputs]:
         began_s, cpu_s = time.perf_counter(), time.process_time()
@@ -149,7 +114,7 @@ def as_python_sets_it() -> Iterator[None]:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What is there is never looked at again."""
+    """Never look again at the objects that exist."""
     gc.collect()
     gc.freeze()
     try:
@@ -160,7 +125,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def rarer() -> Iterator[None]:
-    """Likewise, and the young are looked at after 50,000 more objects, not after 700."""
+    """Freeze likewise, and look at the young after 50,000 more objects, not after 700."""
     former = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
     try:

@@ -1,5 +1,4 @@
-"""How long vLLM's loader takes for the weights of one sync, by the size of the buckets in which
-they come.
+"""The time of vLLM's loader for the weights of one sync, by the size of their buckets.
 
 `python -m benchmarks.load_buckets [--mib 4 16 64 256 1024 100000] [--rounds 3]`. One engine on CPU,
 in this process. The model has the names and the number of layers of Qwen3-VL-4B and very small

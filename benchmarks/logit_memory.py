@@ -164,7 +164,7 @@ class Case:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """By how much the resident set at its largest exceeds the one before. On Linux only."""
+    """Return by how much the resident set at its largest exceeds the one before. On Linux only."""
     Path("/proc/self/clear_refs").write_text("5")  # forgets what was largest so far, as in imports
     before = _status_bytes("VmRSS")
     work()

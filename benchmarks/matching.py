@@ -153,7 +153,7 @@ def slow_candidates(prediction: Shape, ground_truth: list[GroundTruthObject]) ->
 
 
 def slow_area_iou(a: list[Point], b: list[Point]) -> float:
-    """In fractions: slab after slab between the ordinates of all ends and crossings."""
+    """Sum in fractions, slab after slab between the ordinates of all ends and crossings."""
     rings = [
         [
             (p, q) if p[1] < q[1] else (q, p)

@@ -100,7 +100,7 @@ SOUND_LIMIT_S = 2400.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of a mutant so far."""
+    """The stages that a mutant went through so far."""
 
     verdict: str
     """`caught`, `survived`, or `invalid` where no test could even be collected."""
@@ -431,7 +431,7 @@ def run_stage(stage: Stage, mutants: Sequence[Mutant], notes: Notes, options: Na
 
 
 class Notes:
-    """What is known of the mutants so far, in a file where there is one."""
+    """The verdicts on the mutants so far, in a file where there is one."""
 
     def __init__(self, path: Path | None) -> None:
         """Read what an earlier call has noted of mutants that are still the same."""

@@ -1,5 +1,4 @@
-"""What the queue between generation and learning gains: some steps of scripted rounds in three
-schedules, in the same run.
+"""The gain of the queue between generation and learning, in three schedules of scripted rounds.
 
 `python -m benchmarks.overlap [--generate 0.2] [--learn 0.2] [--sync 0.1] [--rounds 4] [--steps 5]`.
 Generation is a `ScriptedBackend` of fixed latency, learning and syncing are sleeps: what is
@@ -26,7 +25,7 @@ PER_ROUND = 8
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of one round's generation, one round's learning and one sync."""
+    """The seconds of one round's generation, one round's learning and one sync."""
 
     generate: float
     learn: float

@@ -1,5 +1,4 @@
-"""What is gained by preparing the next rows while the device works: a step's segments made between
-its rows, and beside them.
+"""The gain of preparing the next rows while the device works: segments made between, and beside.
 
 `python -m benchmarks.prepare_rows [--device 0.6] [--samples 24]`. Prompts with a picture of one
 megapixel are encoded, and rollouts of 60 boxes parsed, matched and completed, as a channel-B step

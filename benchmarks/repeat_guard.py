@@ -1,5 +1,4 @@
-"""What the repeat guard costs: its share of the time in which one vLLM engine (V1 model runner)
-generates, with the demo's model.
+"""The cost of the repeat guard: its share of the time in which a vLLM engine generates.
 
 `python -m benchmarks.repeat_guard [--sequences 256] [--tokens 128] [--rounds 3]`. One engine on
 CPU, in this process. Every round generates the same sequences twice: guarded, and not (requests

@@ -1,5 +1,4 @@
-"""How long engines wait for the requests of a step: pictures in every request, and each picture
-sent once.
+"""The wait of engines for a step's requests: with pictures in each, and each picture sent once.
 
 `python -m benchmarks.scale [--actors 3 16 64] [--rollouts 512 4096] [--processes 12]`. A learner
 rank's shell, the driver's end of it, the pool and the engines' shells as a run has them, without a
@@ -32,16 +31,16 @@ from typing import Any
 import numpy as np
 import ray
 
+from benchmarks.overlap import GREEDY
 from launch.runtime.learner_client import RayLearner
 from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from learner.actor import STOPPING, LearnerActor
 from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection
 from shared.records import ImageRef
-from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest
+from shared.rollouts import RolloutRequest
 from shared.sent_requests import PictureShelf, RequestRef, SentRequests
 
-GREEDY = DecodeSettings(DecodeMode.GREEDY, 0.0, 1.0, -1, 1.0, 8, 1, (), (), return_logprobs=True)
 PICTURE_BYTES, PROMPT_TOKENS = 150_000, 300
 EACH, ONCE = "each in its request", "once"
 
@@ -108,7 +107,7 @@ class Engine(EngineActor):
     async def generate_each(
         self, *objects: SentRequests, places: range, attempt: int
     ) -> tuple[list[Any], int]:
-        """As it was: the requests bring their pictures."""
+        """Send requests that bring their pictures, as it was."""
         answers = await Echo().generate([request for one in objects for request in one.requests])
         return answers, len(answers)
 

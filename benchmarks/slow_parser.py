@@ -207,9 +207,7 @@ def key_index(quoted: str) -> int | None:
 
 
 def is_lead(before: list[Symbol]) -> bool:
-    """Whether the last symbol is the container's opening, or a comma that is behind neither the
-    opening nor another comma.
-    """
+    """Tell whether the last symbol opens the container, or is a comma behind none and no opening."""
     if before[-1].kind == "{":
         return True
     return before[-1].kind == "," and before[-2].kind not in ("{", ",")

@@ -34,7 +34,7 @@ NUM_GREEDY_TOKENS = 12
 
 
 class Part(StrEnum):
-    """What verification consists of, beside the comparison of names and numbers."""
+    """A part of verification, beside the comparison of names and numbers."""
 
     LEARNER_CHECKSUMS = "learner's checksums"
     ENGINE_CHECKSUMS = "engines' checksums"
@@ -88,13 +88,13 @@ class Engine(EngineActor):
         return time.process_time() + sum(await self._engine.collective_rpc("cpu_s"))
 
     async def set_parts(self, parts: Collection[Part]) -> None:
-        """Of the syncs from now on."""
+        """Choose the parts of the syncs from now on."""
         self._engine.parts = parts
         await self._engine.collective_rpc("set_parts", sorted(parts))
 
 
 class UnverifiedWeights(ChecksummedWeights):
-    """Followed by zeros in place of checksums."""
+    """Weights that zeros follow in place of checksums."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights
@@ -184,6 +184,6 @@ class Learner:
 
 
 def set_parts(parts: Collection[Part], learner: Learner, actors: Sequence[Any]) -> None:
-    """Of both sides, in the syncs from now on."""
+    """Choose the parts of both sides in the syncs from now on."""
     learner.sender.parts = parts
     ray.get([actor.set_parts.remote(parts) for actor in actors])

@@ -36,7 +36,7 @@ RARELY = (50_000, 20, 100)
 
 
 def response() -> Any:
-    """As vLLM's, read by openai's library."""
+    """Make an answer of vLLM's as openai's library reads it."""
     from openai.types.chat import ChatCompletion
 
     choice = {
@@ -101,7 +101,7 @@ def measure(
     library: str, num_rollouts: int, num_turns: int, is_plain: bool, collects_rarely: bool
 ) -> dict[str, Any]:
     """Milliseconds of processor time per turn, and a digest of the results."""
-    made = environment(library, num_turns, ends_well_plainly if is_plain else ends_well)
+    talk = environment(library, num_turns, ends_well_plainly if is_plain else ends_well)
     rows = [
         {
             "prompt": [{"role": "user", "content": f"2 + {i}"}],
@@ -115,7 +115,7 @@ def measure(
 
     async def timed() -> tuple[float, Any]:
         began_s = time.process_time()
-        results = await made.generate(rows, Client(), "model", use_tqdm=False)
+        results = await talk.generate(rows, Client(), "model", use_tqdm=False)
         return time.process_time() - began_s, results
 
     for _ in range(WARM_UP):
@@ -217,16 +217,17 @@ def main() -> None:
     for (name, (kind, bound)), (collector, setting) in itertools.product(
         kinds.items(), settings.items()
     ):
-        here, there = [], []
+        here = []
+        theirs = []
         for _ in range(options.rounds):
             here.append(in_process(sys.executable, "rollmatch", options, kind + setting))
-            there.append(in_process(options.beside, "verifiers", options, kind + setting))
-        assert len({one["digest"] for one in (*here, *there)}) == 1, "the results differ"
-        ratios = [one["ms"] / other["ms"] for one, other in zip(here, there, strict=True)]
+            theirs.append(in_process(options.beside, "verifiers", options, kind + setting))
+        assert len({one["digest"] for one in (*here, *theirs)}) == 1, "the results differ"
+        ratios = [one["ms"] / other["ms"] for one, other in zip(here, theirs, strict=True)]
         print(
             f"{name} reward function, collector {collector}:"
             f" {statistics.median(one['ms'] for one in here):.4f} ms of processor time a turn here,"
-            f" {statistics.median(one['ms'] for one in there):.4f} in verifiers:"
+            f" {statistics.median(one['ms'] for one in theirs):.4f} in verifiers:"
             f" {statistics.median(ratios):.2f} of it ({min(ratios):.2f} to {max(ratios):.2f}; asked"
             f" for: {bound} at most)",
             flush=True,

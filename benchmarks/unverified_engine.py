@@ -45,7 +45,7 @@ class UnverifiedWorker(SpoilingWorker):
         return time.process_time()
 
     def set_parts(self, parts: Collection[str]) -> None:
-        """Of the syncs from now on."""
+        """Choose the parts of the syncs from now on."""
         if Part.ENGINE_CHECKSUMS not in parts:
             self.watch_class = UnverifiedWatch
         else:

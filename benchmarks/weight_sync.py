@@ -121,8 +121,9 @@ class TimedSync:
 
     @property
     def verify_s(self) -> float:
-        """Of the slowest engine: checksums, names and canary. The learner's run beside the engines'
-        loading.
+        """The seconds of the slowest engine: checksums, names and canary.
+
+        The learner's run beside the engines' loading.
         """
         return self.report.phase_s["verify"] + self.report.phase_s["canary"]
 
@@ -227,7 +228,7 @@ def start_engines(model: Path, num_engines: int) -> tuple[RolloutClient, list[An
 
 
 def timed_sync(learner: Learner, pool: RolloutClient) -> TimedSync:
-    """Of new weights."""
+    """Sync new weights."""
     learner.learn()
     cpu_s = _cpu_s(pool)
     started = time.perf_counter()

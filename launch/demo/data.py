@@ -1,9 +1,8 @@
-"""The demo's data: scenes of real handwritten digits with a box and a name each.
+"""The demo's data: scenes of real handwritten digits with a box and a name each (decision 31).
 
-`train.jsonl`, `val.jsonl` and their PNG files, in the record format that the ordinary loader reads
-(decision 31). The digits come with scikit-learn: 1,500 appear in training scenes, the other 297 in
-validation scenes only. They are the last ones of the set, so other people wrote them. The same
-arguments give the same bytes.
+The digits come with scikit-learn: 1,500 appear in training scenes, the other 297 in validation
+scenes only; they are the last ones of the set, so other people wrote them. The same arguments give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from shared.grounding.geometry import bin_box, bin_points, simplify_ring
 CANVAS = 96
 """Width and height of a scene, in pixels."""
 GRID = 8
-"""Positions and sizes are multiples of this many pixels (one patch of the demo's model), so that a
-box can be learned exactly.
-"""
+"""Positions and sizes are multiples of a patch of the demo's model, so a box is learnt exactly."""
 SIZES = (32, 40, 48)
 MAX_DIGITS = 4
 NUM_TRAIN_DIGITS = 1500
@@ -37,9 +34,7 @@ PLACEMENT_ATTEMPTS = 64
 INK = 96
 """Pixels of at least this brightness (of 255) lie inside a digit's outline."""
 MAX_VERTICES = 6
-"""The most an outline has. A vertex is four tokens of the demo's tokenizer, so an object with an
-outline has 35 and one with a box 19.
-"""
+"""The most an outline has: an object with one has 35 tokens, one with a box 19."""
 
 
 class DemoGeometry(StrEnum):
@@ -149,7 +144,7 @@ def draw_scene(scene: Sequence[DigitPlacement]) -> Image.Image:
 
 
 def _reading_order(found: dict[str, Any]) -> tuple[int, int]:
-    """The key of an object: least y, then least x of its shape."""
+    # An outline begins further down and right than the box of its digit.
     bins = found["poly"] if "poly" in found else found["bbox_2d"]
     return min(bins[1::2]), min(bins[::2])
 
@@ -169,10 +164,8 @@ def write_split(
             scene = arrange_scene(digits, rng)
             image = f"{split}/{number:05d}.png"
             draw_scene(scene).save(folder / image)
-            # An outline begins further down and right than the box of its digit.
-            objects = sorted(
-                (placed.record_object(geometry) for placed in scene), key=_reading_order
-            )
+            objects = [placed.record_object(geometry) for placed in scene]
+            objects.sort(key=_reading_order)
             record = {"images": [image], "width": CANVAS, "height": CANVAS, "objects": objects}
             lines.write(json.dumps(record) + "\n")
 

@@ -1,9 +1,8 @@
 """The demo environments' language model: Qwen3's architecture with 248,896 random parameters.
 
-An ordinary checkpoint (configuration, weights, tokenizer, chat template) that
-`AutoModelForCausalLM`, `AutoTokenizer` and vLLM load without this project. The same arguments give
-the same bytes. With `tools` the model knows the words of the environment `hidden_digit`, its
-template shows tools, and a whole tool call is one token, which even random weights write now and
+An ordinary checkpoint that `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load without this
+project. The same arguments give the same bytes. With `tools` the model knows the words of the
+environment `hidden_digit`, and a whole tool call is one token, which random weights write now and
 then.
 """
 

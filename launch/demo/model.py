@@ -1,7 +1,6 @@
 """The demo's model: Qwen3-VL's architecture with about three million random parameters.
 
-An ordinary checkpoint (configuration, weights, tokenizer, image and video processor, chat template)
-that `AutoModelForImageTextToText`, `AutoProcessor` and vLLM load without this project. The same
+`AutoModelForImageTextToText`, `AutoProcessor` and vLLM load it without this project. The same
 arguments give the same bytes.
 """
 
@@ -36,9 +35,7 @@ MERGE = 2
 TEMPORAL_PATCH = 2
 HIDDEN = 128
 INITIALIZER_RANGE = 0.06
-"""Near 1 / sqrt(HIDDEN): with transformers' 0.02, made for wide models, the first hundred steps go
-into growing the weights.
-"""
+"""Near 1 / sqrt(HIDDEN): from transformers' 0.02 the weights would first have to grow."""
 MAX_LENGTH = 4096
 
 PAD = "<|endoftext|>"

@@ -13,8 +13,8 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from launch.reports.detection import DetectionReport, WorstScene, answer_line, report_tables
 from launch.reports.pictures import draw_scene
@@ -25,27 +25,16 @@ MAX_CHARACTERS = 600
 """Longest text of an answer on the page."""
 
 
-class _SceneView(NamedTuple):
-    picture: str
-    sample_id: str
-    f1: float
-    story: str
-    """Names of what was found, missed and dropped."""
-
-
 def page(report: DetectionReport) -> str:
     """Return the report as HTML, for a folder that holds its pictures."""
     evaluation = report.evaluation
     counts = report.counts
-    num_written = counts.num_predictions + counts.num_dropped
+    written = counts.num_predictions + counts.num_dropped
     facts = [
         f"{len(evaluation.outcomes)} scenes",
         f"weight version {evaluation.weight_version}",
         f"{counts.num_ground_truth} objects to find",
-        (
-            f"{counts.num_predictions} valid objects of {num_written} written"
-            f" ({counts.valid_rate:.3f})"
-        ),
+        f"{counts.num_predictions} valid objects of {written} written ({counts.valid_rate:.3f})",
         *(f"{number} answers {what}" for what, number in report.faults().items()),
         f"generated and read in {evaluation.wall_s:.1f} s",
     ]
@@ -56,11 +45,12 @@ def page(report: DetectionReport) -> str:
         report=report,
         tables=report_tables(report),
         answers=[answer_line(scene, MAX_CHARACTERS) for scene in report.incomplete],
-        scenes=[_scene_view(worst) for worst in report.worst],
+        stories=[_story(worst) for worst in report.worst],
     )
 
 
-def _scene_view(worst: WorstScene) -> _SceneView:
+def _story(worst: WorstScene) -> str:
+    """Name what was found, missed and dropped."""
     scene = worst.scene
     truths = scene.sample.objects
     pairs = {pair.prediction: pair for pair in worst.pairs}
@@ -79,7 +69,7 @@ def _scene_view(worst: WorstScene) -> _SceneView:
     story += "."
     if len(scene.sample.images) > 1:
         story += f" Image 1 of {len(scene.sample.images)}."
-    return _SceneView(worst.picture, scene.sample.sample_id, worst.f1, story)
+    return story
 
 
 def write_report(folder: Path, report: DetectionReport) -> None:
@@ -103,15 +93,7 @@ def write_report(folder: Path, report: DetectionReport) -> None:
                     "width": scene.sample.width,
                     "height": scene.sample.height,
                     "metadata": dict(scene.sample.metadata),
-                    "objects": [
-                        {
-                            "kind": found.kind,
-                            "bins": found.bins,
-                            "desc": found.desc,
-                            "score": found.score,
-                        }
-                        for found in scene.objects
-                    ],
+                    "objects": [asdict(found) for found in scene.objects],
                     "finish_reason": scene.finish_reason,
                     "text": scene.text,
                 }
@@ -122,10 +104,9 @@ def write_report(folder: Path, report: DetectionReport) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to fill, which becomes `folder` at the end of the block.
+    """Give an empty folder to fill, which becomes `folder`, new, at the end of the block.
 
-    So `folder`, which must not exist, is complete or not there at all. What a block that raises
-    leaves lies beside it until the next attempt.
+    What a block that raises leaves lies beside it until the next attempt.
 
     Raises:
         StorageError: a file or the folder cannot be written.

@@ -35,19 +35,11 @@ def inline(value: Any) -> Markup:
     """
     if isinstance(value, Markup):
         return value
-    lines = str(value).split("\n")
-    return Markup('<b class="code">↵</b>\n').join(map(_inline_line, lines))
-
-
-def _inline_line(text: str) -> Markup:
-    if text.isprintable():
-        return Markup(html.escape(text, quote=False))
-    return Markup("").join(
-        Markup(html.escape(char, quote=False))
-        if char.isprintable()
-        else Markup(f'<b class="code">{printable(char)}</b>')
-        for char in text
-    )
+    text = html.escape(str(value), quote=False)
+    for char in {char for char in text if not char.isprintable()}:
+        shown = "↵</b>\n" if char == "\n" else f"{printable(char)}</b>"
+        text = text.replace(char, f'<b class="code">{shown}')
+    return Markup(text)
 
 
 _ENVIRONMENT = Environment(

@@ -69,10 +69,8 @@ def check_sampling(sampling: Mapping[str, Any], message_type: str) -> dict[str, 
                 f" goes into extra_body: -S '{beyond}'"
             )
     if sampling.get("n") not in (None, 1):
-        problems.append(
-            f"-S: n is {sampling['n']!r}, and a rollout takes one answer; leave it out, -r says how"
-            " many rollouts there are of an example"
-        )
+        answers = f"n is {sampling['n']!r}, and a rollout takes one answer"
+        problems.append(f"-S: {answers}; leave it out, -r says how many rollouts an example has")
     body = sampling.get("extra_body")
     if body and not isinstance(body, Mapping):
         problems.append(f'-S: extra_body is {body!r}, not an object; write it like {{"top_k": 20}}')
@@ -121,16 +119,11 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
     """
     values = vars(_parser().parse_args(arguments))
     if values["environment"] is None and values["resume"] is None:
-        raise ConfigError(
-            f"ENVIRONMENT: which one is to be evaluated? `vf-eval NAME`: {_environments()}"
-        )
+        raise ConfigError(f"ENVIRONMENT: which one is it? `vf-eval NAME`: {_environments()}")
     if values["dataset_name"] is not None and not values["push"]:
         raise ConfigError("-D: names the dataset that -H pushes; give -H too, or leave it out")
     if values["output"] is not None and values["resume"] is not None:
-        raise ConfigError(
-            "-o: an evaluation goes on in its own folder, which --resume names; leave one of the"
-            " two out"
-        )
+        raise ConfigError("-o: an evaluation goes on in its own folder; leave -o or --resume out")
     sampling = values.pop("sampling_args")
     for flag, name in (("-t", "max_tokens"), ("-T", "temperature")):
         value = values.pop(name)
@@ -157,28 +150,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("environment", nargs="?", metavar="ENVIRONMENT", help=_environments())
-    text = "keyword arguments of load_environment, a JSON object"
-    add("-a", "--env-args", type=_json_object, metavar="JSON", help=text)
+    add("-a", "--env-args", type=_json_object, metavar="JSON", help="arguments of load_environment")
 
     add = parser.add_argument_group("model").add_argument
-    text = "as the endpoint calls it (default: the only one that it serves)"
-    add("-m", "--model", metavar="NAME", help=text)
+    add("-m", "--model", metavar="NAME", help="default: the only one that the endpoint serves")
     text = "of the endpoint, up to /v1 (default: $OPENAI_BASE_URL, or OpenAI's)"
     add("-b", "--api-base-url", dest="base_url", metavar="URL", help=text)
-    text = (
-        f"environment variable that holds the key (default: {KEY_VARIABLE}; an endpoint on this"
-        " machine or in its network needs none)"
-    )
+    text = f"variable that holds the key (default: {KEY_VARIABLE}; none for a local endpoint)"
     add("-k", "--api-key-var", dest="key_variable", metavar="VARIABLE", help=text)
-    text = "most tokens of one answer: max_tokens of every call"
-    add("-t", "--max-tokens", type=_POSITIVE, metavar="N", help=text)
+    add("-t", "--max-tokens", type=_POSITIVE, metavar="N", help="most tokens of one answer")
     add("-T", "--temperature", type=_NOT_NEGATIVE, metavar="T", help="of every call")
     text = 'further arguments of every call: \'{"top_p": 0.9, "extra_body": {...}}\''
     add("-S", "--sampling-args", type=_json_object, metavar="JSON", help=text)
-    text = (
-        "ask for token ids and log-probabilities, which vLLM has and OpenAI refuses; they are in"
-        " the state column trajectory"
-    )
+    text = "ask for token ids and log-probabilities, for -C trajectory; OpenAI refuses it"
     add("--tokens", action="store_true", help=text)
 
     add = parser.add_argument_group("how much").add_argument
@@ -186,10 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-n", "--num-examples", type=_SOME_OR_ALL, metavar="N", help=text)
     text = f"rollouts of each (default: {ROLLOUTS_PER_EXAMPLE})"
     add("-r", "--rollouts-per-example", type=_POSITIVE, metavar="N", help=text)
-    text = (
-        "most rollouts that are generated, and that are scored, at a time; -1: all (default:"
-        " %(default)s)"
-    )
+    text = "most rollouts at a time in generation, and in scoring; -1: all (default: %(default)s)"
     limit: dict[str, Any] = {"type": _SOME_OR_ALL, "metavar": "N"}
     add("-c", "--max-concurrent", default=MAX_CONCURRENT, help=text, **limit)
     add("--max-concurrent-generation", help="the same of generating alone (default: -c)", **limit)
@@ -207,16 +188,12 @@ def _parser() -> argparse.ArgumentParser:
     add("-s", "--save-results", dest="save", action="store_true", help=text)
     text = "fields of the state that become columns too: timing.total_ms,trajectory"
     add("-C", "--state-columns", type=_names, metavar="A,B.C", help=text)
-    text = "push the dataset to the Hugging Face hub"
-    add("-H", "--save-to-hf-hub", dest="push", action="store_true", help=text)
+    add("-H", "--save-to-hf-hub", dest="push", action="store_true", help="push the dataset")
     text = "of the pushed dataset (default: ENVIRONMENT-results)"
     add("-D", "--hf-hub-dataset-name", dest="dataset_name", metavar="NAME", help=text)
     text = f"where the evaluation gets a folder (default: {OUTPUT})"
     add("-o", "--output-dir", dest="output", type=Path, metavar="FOLDER", help=text)
-    text = (
-        "go on with an evaluation: only what is missing or failed is rolled out; what is not said"
-        " is as it was"
-    )
+    text = "go on: roll out what is missing or failed; what is not said is as it was"
     add("--resume", type=Path, metavar="FOLDER", help=text)
     text = "reward from which on a rollout counts for pass@k (default: %(default)g)"
     add("--solved-at", type=_FINITE, default=1.0, metavar="REWARD", help=text)
@@ -251,9 +228,7 @@ def _names(text: str) -> tuple[str, ...]:
     parts = [part.strip() for part in text.split(",")]
     names = tuple(dict.fromkeys(filter(None, parts)))
     if not names:
-        raise argparse.ArgumentTypeError(
-            f"names nothing: {text!r}; write it like timing.total_ms,trajectory"
-        )
+        raise argparse.ArgumentTypeError(f"names nothing: {text!r}; write it like a,b.c")
     return names
 
 
@@ -272,10 +247,9 @@ def _number(kind: type, allows: Callable[[float], bool], name: str) -> Callable[
     return read
 
 
-_POSITIVE = _number(int, lambda number: number > 0, "a whole number from 1 on")
-_SOME_OR_ALL = _number(
-    int, lambda number: number > 0 or number == -1, "a whole number from 1 on, or -1 for all"
-)
+_WHOLE = "a whole number from 1 on"
+_POSITIVE = _number(int, lambda number: number > 0, _WHOLE)
+_SOME_OR_ALL = _number(int, lambda n: n > 0 or n == -1, f"{_WHOLE}, or -1 for all")
 _NOT_NEGATIVE = _number(float, lambda number: 0 <= number < math.inf, "a number from 0 on")
 _SECONDS = _number(float, lambda number: 0 < number < math.inf, "a number of seconds over 0")
 _FINITE = _number(float, math.isfinite, "a number")

@@ -233,7 +233,7 @@ def test_every_shipped_backend_takes_the_place_of_the_actors(backend):
     "topology", ["stage2_colocate", "stage2_hf", "stage2_server", "stage2_2learners"]
 )
 def test_a_topology_is_the_main_job_on_other_devices(topology):
-    """What is learned, and in which steps, is the same."""
+    """It learns the same, in the same steps."""
     main = loaded(MAIN)
     other = loaded(f"+experiment={topology}")
     for section in ("model", "data", "custom", "training", "global_max_length", "evaluation"):

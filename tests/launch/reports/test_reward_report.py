@@ -85,7 +85,6 @@ def test_the_figures_are_those_of_the_evaluations_line():
 
 
 def test_a_reward_function_is_a_mean_over_the_rollouts_that_have_it():
-    """Those of another environment of a group do not."""
     metrics = report(ROLLOUT, replace(ROLLOUT, position=1, metrics={"other": 3.0})).metrics()
     assert (metrics["val/reward/first"], metrics["val/reward/other"]) == (1.0, 3.0)
 

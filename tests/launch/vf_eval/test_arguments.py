@@ -1,4 +1,4 @@
-"""What `vf-eval` reads: its command line, an endpoint's address and key, a saved evaluation."""
+"""The command line of `vf-eval`, its endpoint's address and key, and a saved evaluation."""
 
 from __future__ import annotations
 

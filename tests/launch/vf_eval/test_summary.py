@@ -1,4 +1,4 @@
-"""What the console says of an evaluation."""
+"""The summary of an evaluation on the console."""
 
 from __future__ import annotations
 
