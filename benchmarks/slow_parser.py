@@ -207,7 +207,7 @@ def key_index(quoted: str) -> int | None:
 
 
 def is_lead(before: list[Symbol]) -> bool:
-    """Tell whether the last symbol opens the container, or is a comma behind none and no opening."""
+    """Tell whether the last symbol opens, or is a comma behind neither an opening nor a comma."""
     if before[-1].kind == "{":
         return True
     return before[-1].kind == "," and before[-2].kind not in ("{", ",")
