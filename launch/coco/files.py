@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -72,7 +72,11 @@ def read_annotations(path: Path) -> CocoFile:
     file = parse_json(
         path, CocoFile.model_validate_json, read_bytes(path), "correct the entry, or remove it"
     )
-    for kind, entries in (("images", file.images), ("categories", file.categories)):
+    lists: dict[str, Sequence[CocoImage | CocoCategory]] = {
+        "images": file.images,
+        "categories": file.categories,
+    }
+    for kind, entries in lists.items():
         first_of_id: dict[int, int] = {}
         for index, entry in enumerate(entries):
             first = first_of_id.setdefault(entry.id, index)
