@@ -378,26 +378,27 @@ class RolloutService:
     def _with_image_data(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         loaded = []
         for i, request in enumerate(requests):
-            images = []
-            for j, image in enumerate(request.images):
-                path = f"requests[{i}].images[{j}]"
-                if image.data is None:
-                    image = self._read_file(image, path)
-                self._check_pixels(image, path, request.sample_id)
-                images.append(image)
-            loaded.append(replace(request, images=tuple(images)))
+            images = tuple(
+                self._load_image(image, f"requests[{i}].images[{j}]", request.sample_id)
+                for j, image in enumerate(request.images)
+            )
+            loaded.append(replace(request, images=images))
         return loaded
 
-    def _check_pixels(self, image: ImageRef, path: str, sample_id: str) -> None:
+    def _load_image(self, image: ImageRef, path: str, sample_id: str) -> ImageRef:
+        """Return the image with its bytes, whose size was checked. Raises RefusalError."""
+        if image.data is None:
+            image = self._read_file(image, path)
         assert image.data is not None
         try:
             # Its header alone: a small file can decode to more memory than there is.
-            width, height = open_image(image.data).size
+            size = open_image(image.data).size
         except ValueError as error:
             message = f"{path}: is no image that can be read ({error}); send PNG, JPEG or WebP"
             raise RefusalError(400, message) from error
-        if problem := self.limits.pixel_problem(width, height):
+        if problem := self.limits.pixel_problem(*size):
             raise RefusalError(413, f"{path}: of sample {sample_id} has {problem}")
+        return image
 
     def _read_file(self, image: ImageRef, path: str) -> ImageRef:
         root = self._image_root
@@ -405,8 +406,8 @@ class RolloutService:
         if image.path is None:
             raise RefusalError(400, f"{path}: has neither data nor path; {send_data}")
         if root is None:
-            why = "this server reads no files; start it with image_root=FOLDER"
-            raise RefusalError(403, f"{path}.path: {why}, or {send_data}")
+            remedy = f"start it with image_root=FOLDER, or {send_data}"
+            raise RefusalError(403, f"{path}.path: this server reads no files; {remedy}")
         try:
             # Resolved first: neither `..` nor a link leads out of the root.
             resolved = (root / image.path).resolve()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from backend_support import colocated_settings
+from fake_server import DECODE, make_request
 from torch import nn
 
 from learner.model.checkpoint import CheckpointWeights
@@ -21,29 +22,15 @@ from rollout_actors.backends.colocate import ColocatedBackend
 from rollout_actors.weight_sync.receiver import LoadReport
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
-from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest
+from shared.rollouts import DecodeMode
 from shared.weight_sync.canary import CanaryProbe, Differences
 
 pytestmark = pytest.mark.engine
 
 PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), (-0.5, -0.25), tolerance=1e-4)
 IN_BFLOAT16 = replace(PROBE, tolerance=None)
-GREEDY = DecodeSettings(
-    mode=DecodeMode.GREEDY,
-    temperature=0.0,
-    top_p=1.0,
-    top_k=-1,
-    repetition_penalty=1.0,
-    max_new_tokens=2,
-    num_beams=1,
-    stop_token_ids=(9,),
-    banned_token_ids=(),
-    return_logprobs=False,
-)
-REQUESTS = [
-    RolloutRequest(1, position, f"sample-{position}", (1, 2), (), GREEDY, seed=position)
-    for position in range(2)
-]
+GREEDY = replace(DECODE, mode=DecodeMode.GREEDY, temperature=0.0, return_logprobs=False)
+REQUESTS = [make_request(position, decode=GREEDY) for position in range(2)]
 
 
 class Scene:
@@ -191,29 +178,23 @@ class SleepyLLM:
         from vllm.outputs import RequestOutput
 
         self._work("canary")
-        return [
-            RequestOutput(
-                "canary",
-                None,
-                [1, 2, 3],
-                [None, {2: Logprob(-0.5)}, {3: Logprob(-0.25)}],
-                [],
-                finished=True,
-            )
-        ]
+        scores = [None, {2: Logprob(-0.5)}, {3: Logprob(-0.25)}]
+        return [RequestOutput("canary", None, [1, 2, 3], scores, [], finished=True)]
+
+
+def set_sleep_mode(monkeypatch, available):
+    from rollout_actors.backends import colocated_llm
+
+    platform = SimpleNamespace(is_sleep_mode_available=lambda: available)
+    monkeypatch.setattr(colocated_llm, "current_platform", platform)
+    monkeypatch.setattr(colocated_llm, "BeamLLM", SleepyLLM)
 
 
 @pytest.fixture
 def scene(monkeypatch):
-    """On a platform that has a sleep mode."""
-    from rollout_actors.backends import colocated_llm
-
     scene = Scene()
     monkeypatch.setattr(SleepyLLM, "scene", scene, raising=False)
-    monkeypatch.setattr(colocated_llm, "BeamLLM", SleepyLLM)
-    monkeypatch.setattr(
-        colocated_llm, "current_platform", SimpleNamespace(is_sleep_mode_available=lambda: True)
-    )
+    set_sleep_mode(monkeypatch, available=True)
     return scene
 
 
@@ -249,6 +230,7 @@ def an_offer(host, version=1, probe=PROBE):
 
 QUEUED = ["queue"] * len(REQUESTS)
 SYNC = ["begin update", "update", "finish update", "reset", "reset", "reset", "canary"]
+FULL_SYNC = ["wake weights", *SYNC[:-1], "wake kv_cache", "canary", "sleep"]
 
 
 def test_the_fake_sleeps_and_wakes_by_vllms_own_calls():
@@ -282,19 +264,9 @@ def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(
     `generate`."""
     for version in (1, 2):
         assert backend.receive_weights(an_offer(host, version)).version == version
-        sync = ["wake weights", *SYNC[:-1], "wake kv_cache", "canary", "sleep"]
-        assert scene.take() == ["optimizer away", *sync, "back"]
+        assert scene.take() == ["optimizer away", *FULL_SYNC, "back"]
     backend.generate(REQUESTS)
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
-
-
-def test_an_engine_that_does_not_fall_asleep_behind_a_sync_is_not_asked_again(backend, host, scene):
-    scene.fails = "sleep"
-    with pytest.raises(WeightSyncError, match="colocated: RuntimeError: could not sleep"):
-        backend.receive_weights(an_offer(host))
-    assert scene.take()[-2:] == ["sleep", "back"]
-    with pytest.raises(RolloutError, match="serves no rollouts: it failed"):
-        backend.generate(REQUESTS)
 
 
 def test_an_engine_whose_noise_is_measured_is_awake_as_a_whole_before_it_scores_what_it_holds(
@@ -317,27 +289,13 @@ def test_a_refused_request_and_a_host_that_is_told_to_stop_leave_the_engine_asle
     with pytest.raises(RolloutError, match="told to stop"):
         backend.generate(REQUESTS)
     assert scene.take() == ["host away", "wake", *QUEUED, "sleep", "back"]
+    broken = replace(REQUESTS[1], sample_id="broken", images=(ImageRef(None, b"no image", ""),))
     with pytest.raises(RolloutError, match="image 0 of sample broken"):
-        backend.generate(
-            [
-                REQUESTS[0],
-                replace(REQUESTS[1], sample_id="broken", images=(ImageRef(None, b"no image", ""),)),
-            ]
-        )
+        backend.generate([REQUESTS[0], broken])
     assert scene.take() == ["host away", "wake", "queue", "sleep", "back"]
     host.goes_on = True
     assert len(backend.generate(REQUESTS)) == len(REQUESTS)
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
-
-
-def test_an_engine_that_fails_in_a_step_sleeps_all_the_same_and_is_not_asked_again(backend, scene):
-    scene.fails = "step"
-    with pytest.raises(RolloutError, match="generate on colocated: RuntimeError: could not step"):
-        backend.generate(REQUESTS)
-    assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
-    with pytest.raises(RolloutError, match="serves no rollouts: it failed"):
-        backend.generate(REQUESTS)
-    assert scene.take() == []
 
 
 @pytest.mark.parametrize("phase", ["begin update", "update", "canary"])
@@ -354,25 +312,34 @@ def test_behind_a_failed_sync_the_next_one_finds_the_engine_awake(
     assert events[-2:] == ["sleep", "back"]
 
 
+AWAY = "optimizer away"
+
+
 @pytest.mark.parametrize(
-    ("receives", "fails"), [(None, "wake"), (PROBE, "wake weights"), (IN_BFLOAT16, "wake")]
+    ("receives", "fails", "phase", "events"),
+    [
+        (None, "wake", "generate", ["host away", "wake", "back"]),
+        (None, "step", "generate", ["host away", "wake", *QUEUED, "step", "sleep", "back"]),
+        (PROBE, "wake weights", "pause", [AWAY, "wake weights", "back"]),
+        (IN_BFLOAT16, "wake", "pause", [AWAY, "wake", "back"]),
+        (PROBE, "sleep", "canary", [AWAY, *FULL_SYNC, "back"]),
+    ],
 )
-def test_an_engine_that_does_not_wake_is_not_asked_again(backend, host, scene, receives, fails):
+def test_an_engine_that_does_not_wake_step_or_fall_asleep_is_not_asked_again(
+    backend, host, scene, receives, fails, phase, events
+):
     scene.fails = fails
-    if receives is not None:
-        with pytest.raises(
-            WeightSyncError, match=f"pause on colocated: RuntimeError: could not {fails};"
-        ):
-            backend.receive_weights(an_offer(host, probe=receives))
-        assert scene.take() == ["optimizer away", fails, "back"]
-    else:
-        with pytest.raises(
-            RolloutError, match="generate on colocated: RuntimeError: could not wake"
-        ):
+    failed = f"{phase} on colocated: RuntimeError: could not {fails};"
+    if receives is None:
+        with pytest.raises(RolloutError, match=failed):
             backend.generate(REQUESTS)
-        assert scene.take() == ["host away", "wake", "back"]
+    else:
+        with pytest.raises(WeightSyncError, match=failed):
+            backend.receive_weights(an_offer(host, probe=receives))
+    assert scene.take() == events
     with pytest.raises(RolloutError, match="serves no rollouts: it failed"):
         backend.generate(REQUESTS)
+    assert scene.take() == []
 
 
 def test_an_engine_that_does_not_fall_asleep_fails_its_start(host, scene):
@@ -388,13 +355,7 @@ def test_an_engine_that_does_not_fall_asleep_fails_its_start(host, scene):
 def test_where_it_is_not_wanted_or_not_to_be_had_nobody_sleeps(
     host, scene, monkeypatch, probe, *, wanted, available
 ):
-    from rollout_actors.backends import colocated_llm
-
-    monkeypatch.setattr(
-        colocated_llm,
-        "current_platform",
-        SimpleNamespace(is_sleep_mode_available=lambda: available),
-    )
+    set_sleep_mode(monkeypatch, available)
     backend = make_backend(host, sleep=wanted)
     backend.start()
     backend.receive_weights(an_offer(host, probe=probe))

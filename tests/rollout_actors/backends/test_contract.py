@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +25,7 @@ from backend_support import (
     what_was_said,
 )
 from counting_rows import RowsFile
-from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
+from engine_support import TIMEOUTS, SmallLearner, create_actor, small_settings
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from process_family import is_alive
 from serve_process import OneServer, serve_process
@@ -37,7 +34,7 @@ from stock_process import TOKEN, stock_process
 from launch.runtime.rollout_client import RolloutClient
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
-from rollout_actors.backends.colocate import ColocatedBackend, ColocatedSpec
+from rollout_actors.backends.colocate import ColocatedSpec
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.backends.scripted import ScriptedBackend
@@ -62,32 +59,29 @@ SHORT = 8
 
 
 @contextmanager
-def scripted(learner, folder):
+def scripted(learner, checkpoint):
     def script(request):
         seed = request.seed if request.decode.temperature else request.position
         return [50 + (seed * 31 + i * 7) % 400 for i in range(SHORT + 4)]
 
-    yield UnderTest(
-        "scripted", ScriptedBackend("scripted", script), learner, is_model=False, is_engine=False
-    )
+    backend = ScriptedBackend("scripted", script)
+    yield UnderTest(backend, learner, is_model=False, is_engine=False)
 
 
 @contextmanager
-def hf(learner, folder):
-    rows: list[int] = []
+def hf(learner, checkpoint):
+    rows = []
     hook = learner.model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
+
+    def take_rows():
+        values, rows[:] = list(rows), []
+        return values
+
     backend = HFBackend(ModelHost(learner, "hf"), decode_batch_size=BATCH, repeat_guard=GUARD)
-    yield UnderTest(
-        "hf", backend, learner, is_engine=False, take_rows=partial(taken, rows), guard=GUARD
-    )
+    yield UnderTest(backend, learner, is_engine=False, take_rows=take_rows, guard=GUARD)
     hook.remove()
-
-
-def taken(rows):
-    values, rows[:] = list(rows), []
-    return values
 
 
 @contextmanager
@@ -98,13 +92,10 @@ def colocate(learner, checkpoint):
         receivers=(),
         timeout_s=TIMEOUTS.sync_phase.seconds,
     )
-    backend = ColocatedSpec(colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD))(
-        ModelHost(learner)
-    )
-    assert isinstance(backend, ColocatedBackend)
+    settings = colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
+    backend = ColocatedSpec(settings)(ModelHost(learner))
     backend.collective_rpc("count_rows")
     yield UnderTest(
-        "colocate",
         backend,
         learner,
         take_rows=lambda: backend.collective_rpc("take_rows")[0],
@@ -113,84 +104,69 @@ def colocate(learner, checkpoint):
     backend.close()
 
 
+def settings_of_process(checkpoint, **changes):
+    return small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD, **changes)
+
+
 @contextmanager
 def actors(learner, checkpoint):
-    settings = small_settings(
-        checkpoint,
-        max_num_seqs=BATCH,
-        repeat_guard=GUARD,
-        worker_extension="counting_worker.CountingWorker",
-    )
+    settings = settings_of_process(checkpoint, worker_extension="counting_worker.CountingWorker")
     actor = create_actor("actor", settings, 0)
     pool = RolloutClient([actor], ["actor"], TIMEOUTS, decode_batch_size=BATCH)
     pool.start()
     ray.get(actor.ask.remote("count_rows"))
-    processes = [psutil.Process(pid) for pid in ray.get(actor.process_ids.remote())]
     backend = OfEngines(pool, learner)
     yield UnderTest(
-        "actors",
         backend,
         learner,
         take_rows=lambda: ray.get(actor.ask.remote("take_rows"))[0],
         guard=GUARD,
-        processes=processes,
+        processes=[psutil.Process(pid) for pid in ray.get(actor.process_ids.remote())],
     )
     backend.close()
 
 
 @contextmanager
 def server(learner, checkpoint):
-    settings = small_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
+    settings = settings_of_process(checkpoint)
+    program = [str(Path(__file__).parents[2] / "fakes" / "counting_serve.py")]
+    # Started without the guard: the run brings its rule.
+    arguments = serve_arguments(replace(settings, repeat_guard=None), port=0)
     with tempfile.TemporaryDirectory() as name:
-        folder, rows = Path(name), RowsFile(Path(name) / "rows")
-        program = [str(Path(__file__).parents[2] / "fakes" / "counting_serve.py")]
-        # Started without the guard: the run brings its rule.
+        rows = RowsFile(Path(name) / "rows")
         with serve_process(
-            serve_arguments(replace(settings, repeat_guard=None), port=0),
-            folder,
-            program=program,
-            variables=rows.variables,
+            arguments, Path(name), program=program, variables=rows.variables
         ) as process:
             client = ServerClient("server", process.address(), index=0, expected=settings)
-            yield from served(
-                "server", client, process, rows, learner, openai=(process.url, "none")
-            )
+            yield from served(client, process, rows, learner, key="none")
 
 
 @contextmanager
 def stock(learner, checkpoint):
-    settings = small_settings(
-        checkpoint,
-        max_num_seqs=BATCH,
-        repeat_guard=GUARD,
-        worker_extension="counting_worker.CountingWorker",
-    )
+    settings = settings_of_process(checkpoint, worker_extension="counting_worker.CountingWorker")
     with tempfile.TemporaryDirectory() as name:
-        folder, rows = Path(name), RowsFile(Path(name) / "rows")
-        with stock_process(settings, folder, variables=rows.variables) as process:
+        rows = RowsFile(Path(name) / "rows")
+        with stock_process(settings, Path(name), variables=rows.variables) as process:
             client = StockClient("stock", process.address(), index=0, expected=settings)
-            yield from served("stock", client, process, rows, learner, openai=(process.url, TOKEN))
+            yield from served(client, process, rows, learner, key=TOKEN)
 
 
-def served(name, client, process, rows, learner, *, openai):
+def served(client, process, rows, learner, *, key):
     pool = OneServer(client)
     pool.start()
     # The server is not the client's to end: closing it leaves the process to whoever started it.
     yield UnderTest(
-        name,
         OfEngines(pool, learner),
         learner,
         take_rows=rows.take,
         guard=GUARD,
         servers=process.family(),
-        openai=openai,
+        openai=(process.url, key),
     )
     pool.close()
 
 
-BACKENDS: dict[
-    str, tuple[Callable[[SmallLearner, Path], AbstractContextManager[UnderTest]], list[Any]]
-] = {
+BACKENDS = {
     "scripted": (scripted, []),
     "hf": (hf, []),
     "colocate": (colocate, [pytest.mark.engine]),
@@ -207,7 +183,7 @@ BACKENDS: dict[
 def under(request, demo_checkpoint):
     make, marks = BACKENDS[request.param]
     if marks:
-        # a test compares with it, and its processes are none of the backend's
+        # A test compares with it, and its processes are none of the backend's.
         request.getfixturevalue("engine_pool")
     before = child_processes()
     with (
@@ -216,16 +192,22 @@ def under(request, demo_checkpoint):
     ):
         under.children_before = before
         under.sync()
-        # what a start needs for a moment has ended
+        # What a start needs for a moment has ended.
         under.servers = [process for process in under.servers if is_alive(process)]
         yield under
 
 
 def requests_of(under, positions, **decode):
-    return [
-        under.learner.request(position, **{"max_new_tokens": SHORT, **decode})
-        for position in positions
-    ]
+    options = {"max_new_tokens": SHORT} | decode
+    return [under.learner.request(position, **options) for position in positions]
+
+
+def with_stops(request, *token_ids):
+    return replace(request, decode=replace(request.decode, stop_token_ids=token_ids))
+
+
+def tokens_of(rollouts):
+    return [rollout.response_token_ids for rollout in rollouts]
 
 
 @pytest.mark.slow
@@ -237,12 +219,9 @@ def test_one_rollout_per_request_in_order_each_with_its_place_and_seed(under):
     assert [(r.step, r.position, r.sample_id, r.seed) for r in rollouts] == [
         (7, r.position, r.sample_id, r.seed) for r in requests
     ]
-    assert all(
-        rollout.attempt == 0 and rollout.actor and rollout.generate_s > 0 and rollout.started_s > 0
-        for rollout in rollouts
-    )
     for rollout in rollouts:
-        assert rollout.logprobs is not None
+        assert (rollout.attempt, bool(rollout.actor)) == (0, True)
+        assert rollout.generate_s > 0 and rollout.started_s > 0
         assert 0 < len(rollout.response_token_ids) == len(rollout.logprobs) <= SHORT
 
 
@@ -252,11 +231,9 @@ def test_a_vllm_backend_produces_token_ids_suitable_for_strict_alignment_as_ever
 ):
     requests = requests_of(under, range(3))
     for request, rollout in zip(requests, under.backend.generate(requests), strict=True):
-        expanded = (
-            under.learner.logits(request.prompt_token_ids, request.images[0])[0]
-            if under.is_model
-            else request.prompt_token_ids
-        )
+        expanded = request.prompt_token_ids
+        if under.is_model:
+            expanded = under.learner.logits(request.prompt_token_ids, request.images[0])[0]
         assert rollout.prompt_token_ids == expanded
 
 
@@ -273,25 +250,14 @@ def test_greedy_rollouts_are_the_learners_own(under):
 
 def test_the_stop_token_is_kept_apart_from_the_response(under):
     (request,) = requests_of(under, [0])
-    (free,) = under.backend.generate(
-        [replace(request, decode=replace(request.decode, stop_token_ids=()))]
-    )
-    assert (free.finish_reason, free.stop_token_id, len(free.response_token_ids)) == (
-        FinishReason.LENGTH,
-        None,
-        SHORT,
-    )
-    assert free.logprobs is not None
+    (free,) = under.backend.generate([with_stops(request)])
+    assert (free.finish_reason, free.stop_token_id) == (FinishReason.LENGTH, None)
+    assert len(free.response_token_ids) == SHORT
     stop = free.response_token_ids[3]
     end = free.response_token_ids.index(stop)
-    (stopped,) = under.backend.generate(
-        [replace(request, decode=replace(request.decode, stop_token_ids=(stop,)))]
-    )
-    assert (stopped.finish_reason, stopped.stop_token_id, stopped.response_token_ids) == (
-        FinishReason.STOP,
-        stop,
-        free.response_token_ids[:end],
-    )
+    (stopped,) = under.backend.generate([with_stops(request, stop)])
+    assert (stopped.finish_reason, stopped.stop_token_id) == (FinishReason.STOP, stop)
+    assert stopped.response_token_ids == free.response_token_ids[:end]
     assert stopped.logprobs == pytest.approx(free.logprobs[:end], abs=1e-5)
     assert stopped.stop_token_logprob == pytest.approx(free.logprobs[end], abs=1e-5)
 
@@ -301,12 +267,9 @@ def test_a_seed_says_what_is_sampled(under):
     requests = requests_of(under, range(5), temperature=1.0)
     first = under.backend.generate(requests)
     assert what_was_said(under.backend.generate(requests)) == what_was_said(first)
-    other = under.backend.generate(
-        [replace(request, seed=request.seed + 5000) for request in requests]
-    )
-    assert all(
-        a.response_token_ids != b.response_token_ids for a, b in zip(first, other, strict=True)
-    )
+    others = [replace(request, seed=request.seed + 5000) for request in requests]
+    pairs = zip(tokens_of(first), tokens_of(under.backend.generate(others)), strict=True)
+    assert all(one != other for one, other in pairs)
 
 
 def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_backend_samples(
@@ -326,40 +289,29 @@ def test_an_environment_that_asks_by_the_openai_api_is_told_the_tokens_that_the_
             max_retries=0,
         ) as client:
             (model,) = [one.id async for one in client.models.list()]
-            rows = [
-                {"question": "Detect every object in the image."},
-                {"question": "Which objects are there?"},
-            ]
+            questions = ("Detect every object in the image.", "Which objects are there?")
+            rows = [{"question": question} for question in questions]
             return await environment.generate(rows, client, model, sampling, use_tqdm=False)
 
     for state in asyncio.run(generated()).state:
         assert (state["error"], state["reward"]) == (None, len(state["completion"][-1]["content"]))
         tokens = state["trajectory"][0]["tokens"]
+        prompt = tuple(tokens["prompt_ids"])
         (request,) = requests_of(under, [0], temperature=0.7)
-        same = replace(
-            request,
-            prompt_token_ids=tuple(tokens["prompt_ids"]),
-            images=(),
-            seed=11,
-            decode=replace(request.decode, banned_token_ids=()),
-        )
+        decode = replace(request.decode, banned_token_ids=())
+        same = replace(request, prompt_token_ids=prompt, images=(), seed=11, decode=decode)
         (rollout,) = under.backend.generate([same])
-        assert rollout.prompt_token_ids == tuple(tokens["prompt_ids"])
-        assert rollout.response_token_ids == tuple(
-            tokens["completion_ids"][: len(rollout.response_token_ids)]
-        )
-        assert rollout.logprobs == pytest.approx(
-            tokens["completion_logprobs"][: len(rollout.response_token_ids)], abs=1e-6
-        )
+        length = len(rollout.response_token_ids)
+        assert rollout.prompt_token_ids == prompt
+        assert rollout.response_token_ids == tuple(tokens["completion_ids"][:length])
+        assert rollout.logprobs == pytest.approx(tokens["completion_logprobs"][:length], abs=1e-6)
 
 
 @pytest.mark.slow
 def test_neighbours_do_not_matter(under):
     requests = requests_of(under, range(6), temperature=1.0)
     together = under.backend.generate(requests)
-    assert [r.response_token_ids for r in under.backend.generate(requests[::-1])][::-1] == [
-        r.response_token_ids for r in together
-    ]
+    assert tokens_of(under.backend.generate(requests[::-1]))[::-1] == tokens_of(together)
     for request, rollout in zip(requests, together, strict=True):
         (alone,) = under.backend.generate([request])
         assert alone.response_token_ids == rollout.response_token_ids
@@ -371,20 +323,18 @@ def test_an_engine_samples_what_actors_sample_to_the_bit_however_the_requests_ar
 ):
     if not under.is_engine:
         pytest.skip("it has no engine")
-    engine_pool: EnginePool = request.getfixturevalue("engine_pool")
+    engine_pool = request.getfixturevalue("engine_pool")
     engine_pool.learn(demo_checkpoint, 61)
     under.learner.learn(61)
     under.sync()
     requests = requests_of(under, range(9), temperature=1.0, max_new_tokens=32)
-    said = what_was_said(engine_pool.generate(requests))
-    assert all(
-        RepeatRule(GUARD).first_repetition(tokens) is None for *_, tokens, _, _, _, _, _ in said
-    ), "those actors have no guard"
+    rollouts = engine_pool.generate(requests)
+    repeats = [RepeatRule(GUARD).first_repetition(tokens) for tokens in tokens_of(rollouts)]
+    assert set(repeats) == {None}, "those actors have no guard"
+    said = what_was_said(rollouts)
     assert what_was_said(under.backend.generate(requests)) == said
-    assert (
-        what_was_said(under.backend.generate(requests[:4]) + under.backend.generate(requests[4:]))
-        == said
-    )
+    parts = under.backend.generate(requests[:4]) + under.backend.generate(requests[4:])
+    assert what_was_said(parts) == said
 
 
 @pytest.mark.slow
@@ -397,20 +347,18 @@ def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under):
 
 
 def test_no_requests_make_no_call(under):
-    if under.take_rows is None:
-        assert under.backend.generate([]) == []
-        return
-    under.take_rows()
+    take_rows = under.take_rows or (list)
+    take_rows()
     assert under.backend.generate([]) == []
-    assert under.take_rows() == []
+    assert take_rows() == []
     under.backend.generate(requests_of(under, [0]))
-    assert under.take_rows() != [], "what is decoded is counted"
+    assert under.take_rows is None or take_rows() != [], "what is decoded is counted"
 
 
 @pytest.mark.slow
 def test_a_rollout_says_which_weights_it_is_of(under):
     requests = requests_of(under, range(2))
-    # where weights travel in a group, the second ones go over the one that the first have opened
+    # Where weights travel in a group, the second ones go over the one that the first have opened.
     for seed in (4, 5):
         before = under.backend.version
         old = under.backend.generate(requests)
@@ -419,15 +367,11 @@ def test_a_rollout_says_which_weights_it_is_of(under):
         assert report.version == under.backend.version == under.learner.version == before + 1
         assert report.canary_max_abs <= 1e-4
         new = under.backend.generate(requests)
-        assert ({r.weight_version for r in old}, {r.weight_version for r in new}) == (
-            {before},
-            {before + 1},
-        )
+        assert {rollout.weight_version for rollout in old} == {before}
+        assert {rollout.weight_version for rollout in new} == {before + 1}
         if under.is_model:
-            assert [r.response_token_ids for r in new] == [
-                under.learner.greedy(request)[0] for request in requests
-            ]
-            assert [r.response_token_ids for r in new] != [r.response_token_ids for r in old]
+            assert tokens_of(new) == [under.learner.greedy(request)[0] for request in requests]
+            assert tokens_of(new) != tokens_of(old)
 
 
 @pytest.mark.slow
@@ -442,22 +386,16 @@ def test_the_guard_ends_one_sequence_and_not_its_neighbours(under):
     for free, rollout in zip(unguarded, under.backend.generate(requests), strict=True):
         end = RepeatRule(under.guard).first_repetition(free.response_token_ids)
         if end in (None, 16):
-            assert (
-                rollout.response_token_ids,
-                rollout.finish_reason,
-                rollout.forced_positions,
-            ) == (free.response_token_ids, free.finish_reason, ())
+            assert rollout.response_token_ids == free.response_token_ids
+            assert (rollout.finish_reason, rollout.forced_positions) == (free.finish_reason, ())
             continue
         num_ended += 1
-        assert (rollout.response_token_ids, rollout.finish_reason) == (
-            free.response_token_ids[:end],
+        assert rollout.response_token_ids == free.response_token_ids[:end]
+        assert (rollout.finish_reason, rollout.forced_positions) == (
             FinishReason.REPETITION,
-        )
-        assert (rollout.stop_token_id, rollout.stop_token_logprob, rollout.forced_positions) == (
-            under.learner.stop,
-            None,
             (end,),
         )
+        assert (rollout.stop_token_id, rollout.stop_token_logprob) == (under.learner.stop, None)
     assert 0 < num_ended < len(requests), "otherwise nothing was tested"
 
 
@@ -466,13 +404,15 @@ def test_close_leaves_no_process_and_nothing_that_answers(under):
     under.backend.close()
     under.backend.close()
     kept = under.children_before.union(under.servers)
+
+    def left():
+        ours = {*under.processes, *child_processes()} - kept
+        return [process for process in ours if is_alive(process)]
+
     deadline = time.monotonic() + 30
-    while left := [
-        process for process in {*under.processes, *child_processes()} - kept if is_alive(process)
-    ]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
+    while left():
+        assert time.monotonic() < deadline, f"left behind: {left()}"
         time.sleep(0.1)
-    ended = [process for process in under.servers if not is_alive(process)]
-    assert not ended, "it ends nobody else's"
+    assert all(map(is_alive, under.servers)), "it ends nobody else's"
     with pytest.raises((RolloutError, RuntimeError)):
         under.backend.generate(requests_of(under, [0]))

@@ -24,23 +24,39 @@ from shared.errors import ConfigError, RolloutError, WeightSyncError
 from shared.rollouts import DecodeMode, FinishReason
 
 
-@pytest.mark.parametrize(("visible", "expected"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
-def test_an_engine_takes_four_devices_or_the_largest_of_two_and_one_that_there_are(
-    visible, expected
+@pytest.mark.parametrize(
+    ("wanted", "visible", "expected"),
+    [
+        (None, 0, 1),
+        (None, 1, 1),
+        (None, 2, 2),
+        (None, 3, 2),
+        (None, 4, 4),
+        (None, 8, 4),
+        (2, 8, 2),
+        (4, 2, None),
+    ],
+)
+def test_an_engine_takes_the_devices_that_it_is_told_or_the_largest_of_4_2_and_1_that_there_are(
+    wanted, visible, expected
 ):
-    assert colocate_tensor_parallel(None, visible) == expected
+    if expected is not None:
+        assert colocate_tensor_parallel(wanted, visible) == expected
+        return
+    too_many = (
+        r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner rank"
+        r" that can have 2 of one node"
+    )
+    with pytest.raises(ConfigError, match=too_many):
+        colocate_tensor_parallel(wanted, visible)
 
 
-def test_devices_as_given_and_a_refusal_of_more_than_there_are():
-    assert colocate_tensor_parallel(2, 8) == 2
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"rollout_matching\.vllm\.tensor_parallel_size: an engine of 4 devices beside a learner"
-            r" rank that can have 2 of one node"
-        ),
-    ):
-        colocate_tensor_parallel(4, 2)
+def with_decode(request, **changes):
+    return replace(request, decode=replace(request.decode, **changes))
+
+
+def beams(request, number):
+    return with_decode(request, mode=DecodeMode.BEAM, num_beams=number)
 
 
 @pytest.fixture(scope="module")
@@ -87,92 +103,66 @@ def test_the_host_is_offloaded_while_the_engine_works_and_its_model_stays_while_
     assert host.offloads == [False]
     backend.generate([learner.request(0)])
     assert host.offloads == [False, True]
+    request = learner.request(0)
     with pytest.raises(RolloutError, match="sample sample-0 was refused"):
-        backend.generate(
-            [replace(learner.request(0), prompt_token_ids=learner.request(0).prompt_token_ids * 60)]
-        )
+        backend.generate([replace(request, prompt_token_ids=request.prompt_token_ids * 60)])
     assert not host.is_offloaded
-    assert len(backend.generate([learner.request(0)])) == 1, (
-        "what was queued beside a refused request is gone"
-    )
+    assert len(backend.generate([request])) == 1, "what was queued beside it is gone"
 
 
 @pytest.mark.engine
 def test_the_learner_finds_its_process_as_it_left_it(synced, learner):
     torch.manual_seed(3)
     random.seed(3)
-    before = (
-        torch.get_rng_state(),
-        random.getstate(),
-        dict(os.environ),
-        torch.set_num_threads,
-        torch.get_num_threads(),
-    )
+
+    def facts():
+        threads = torch.set_num_threads, torch.get_num_threads()
+        return torch.get_rng_state().tolist(), random.getstate(), dict(os.environ), threads
+
+    before = facts()
     synced.generate([learner.request(0, temperature=1.0)])
     synced.receive_weights(learner.offer_weights())
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (
-        random.getstate(),
-        dict(os.environ),
-        torch.set_num_threads,
-        torch.get_num_threads(),
-    ) == before[1:]
+    assert facts() == before
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.engine
 def test_the_best_beam_is_that_of_transformers(synced, learner, host):
-    requests = [learner.request(position, max_new_tokens=12) for position in range(4)]
-    requests = [
-        replace(request, decode=replace(request.decode, mode=DecodeMode.BEAM, num_beams=3))
-        for request in requests
-    ]
+    requests = [beams(learner.request(position, max_new_tokens=12), 3) for position in range(4)]
     by_transformers = HFBackend(host, decode_batch_size=12).generate(requests)
     for rollout, expected in zip(synced.generate(requests), by_transformers, strict=True):
-        assert (rollout.response_token_ids, rollout.prompt_token_ids, rollout.seed) == (
-            expected.response_token_ids,
-            expected.prompt_token_ids,
-            expected.seed,
-        )
+        assert rollout.response_token_ids == expected.response_token_ids
+        assert rollout.prompt_token_ids == expected.prompt_token_ids
+        assert rollout.seed == expected.seed
         assert rollout.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 @pytest.mark.engine
 def test_a_beam_obeys_the_requests_bans_and_stop_token(synced, learner):
-    request = learner.request(0, max_new_tokens=8)
-    beam = replace(request.decode, mode=DecodeMode.BEAM, num_beams=2)
-    (free,) = synced.generate([replace(request, decode=beam)])
+    request = beams(learner.request(0, max_new_tokens=8), 2)
+    (free,) = synced.generate([request])
     banned = free.response_token_ids[0]
-    (other,) = synced.generate(
-        [replace(request, decode=replace(beam, banned_token_ids=(*beam.banned_token_ids, banned)))]
-    )
+    bans = (*request.decode.banned_token_ids, banned)
+    (other,) = synced.generate([with_decode(request, banned_token_ids=bans)])
     assert banned not in other.response_token_ids
-    stopped = [
-        synced.generate([replace(request, decode=replace(beam, stop_token_ids=(stop,)))])[0]
-        for stop in free.response_token_ids
-    ]
-    ended = [
-        (rollout, stop)
-        for rollout, stop in zip(stopped, free.response_token_ids, strict=True)
-        if rollout.finish_reason is FinishReason.STOP
-    ]
-    assert ended
-    assert all(
-        rollout.stop_token_id == stop and stop not in rollout.response_token_ids
-        for rollout, stop in ended
-    )
+    num_ended = 0
+    for stop in free.response_token_ids:
+        (rollout,) = synced.generate([with_decode(request, stop_token_ids=(stop,))])
+        if rollout.finish_reason is FinishReason.STOP:
+            num_ended += 1
+            assert rollout.stop_token_id == stop
+            assert stop not in rollout.response_token_ids
+    assert num_ended
 
 
 @pytest.mark.engine
 def test_each_response_has_the_time_of_its_own_end(synced, learner):
     lengths = (40, 2, 20)
     requests = [
-        learner.request(position, max_new_tokens=length) for position, length in enumerate(lengths)
+        with_decode(learner.request(position, max_new_tokens=length), stop_token_ids=())
+        for position, length in enumerate(lengths)
     ]
-    free = [
-        replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests
-    ]
-    long, short, middle = synced.generate(free)
+    long, short, middle = synced.generate(requests)
     assert [len(rollout.response_token_ids) for rollout in (long, short, middle)] == list(lengths)
     assert 0 < short.generate_s < middle.generate_s < long.generate_s
     assert long.started_s == short.started_s
@@ -188,35 +178,24 @@ def test_a_failed_sync_shuts_the_engine_until_one_succeeds(synced, learner):
     with pytest.raises(RolloutError, match="serves no rollouts: its sync to version"):
         synced.generate([learner.request(0)])
     synced.receive_weights(learner.offer_weights())
-    assert (
-        synced.generate([learner.request(0)])[0].response_token_ids
-        == learner.greedy(learner.request(0))[0]
-    )
+    request = learner.request(0)
+    assert synced.generate([request])[0].response_token_ids == learner.greedy(request)[0]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("mode", [DecodeMode.GREEDY, DecodeMode.BEAM])
+@pytest.mark.parametrize("num_beams", [1, 2])
 def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
-    synced, learner, host, mode
+    synced, learner, host, num_beams
 ):
-    requests = [learner.request(position, max_new_tokens=12) for position in range(3)]
-    asked = [
-        replace(
-            request,
-            decode=replace(
-                request.decode, mode=mode, num_beams=2 if mode is DecodeMode.BEAM else 1
-            ),
-        )
-        for request in requests
-    ]
+    asked = [learner.request(position, max_new_tokens=12) for position in range(3)]
+    if num_beams > 1:
+        asked = [beams(request, num_beams) for request in asked]
     said = what_was_said(synced.generate(asked))
     host.num_asked, host.stops_at = 0, 3
     with pytest.raises(RolloutError, match="told to stop"):
         synced.generate(asked)
     assert host.num_asked == 3 and not host.is_offloaded
-    assert what_was_said(synced.generate(asked)) == said, (
-        "nothing of the round that was left is still queued"
-    )
+    assert what_was_said(synced.generate(asked)) == said, "nothing of that round is still queued"
 
 
 @pytest.mark.engine
@@ -283,16 +262,8 @@ def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them
         "OMP_NUM_THREADS": "1",
     }
     command = [*warm_python.command(), "-c", RANK, str(demo_checkpoint), str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [subprocess.Popen([*command, str(rank)], text=True, **options) for rank in range(2)]
     try:
         for rank in ranks:
             out, err = rank.communicate(timeout=240)

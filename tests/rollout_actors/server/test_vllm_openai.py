@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -33,19 +32,13 @@ class TellingEngine:
     def __init__(self, ends="stop", *, lora=False, device="cpu"):
         self.ends = ends
         self.counted = 0
-        self.asked: list[dict[str, Any]] = []
+        self.asked = []
         self.num_closed = 0
         config = SimpleNamespace(
             lora_config="some" if lora else None, device_config=SimpleNamespace(device_type=device)
         )
-        self.llm = SimpleNamespace(
-            vllm_config=config,
-            model_config=None,
-            renderer=None,
-            input_processor=None,
-            errored=False,
-            generate=self._generate,
-        )
+        parts = dict.fromkeys(("model_config", "renderer", "input_processor"))
+        self.llm = SimpleNamespace(vllm_config=config, generate=self._generate, **parts)
 
     def count(self, num_tokens):
         self.counted += num_tokens
@@ -54,27 +47,27 @@ class TellingEngine:
         self.asked.append({"prompt": prompt, "params": params, "request_id": request_id} | options)
         try:
             for token_ids, reason in (([1], None), ([2, 3], self.ends)):
-                yield SimpleNamespace(
-                    outputs=[SimpleNamespace(token_ids=token_ids, finish_reason=reason)]
-                )
+                output = SimpleNamespace(token_ids=token_ids, finish_reason=reason)
+                yield SimpleNamespace(outputs=[output])
         finally:
             self.num_closed += 1
 
 
-def client_of(engine):
+def ask(engine, params=PARAMS, *, most=9, **options):
+    """Ask for at most so many outputs; returns their number."""
     from rollout_actors.server.vllm_openai import GuardedClient
 
-    return GuardedClient(cast("Any", engine))
+    async def number():
+        outputs = GuardedClient(engine).generate("prompt", params, "1", **options)
+        taken = 0
+        async for _ in outputs:
+            taken += 1
+            if taken == most:
+                await outputs.aclose()
+                break
+        return taken
 
-
-def ask(engine, params=PARAMS, **options):
-    """Ask for everything; returns the number of outputs."""
-
-    async def outputs():
-        made = client_of(engine).generate("prompt", params, "1", **options)
-        return len([output async for output in made])
-
-    return asyncio.run(outputs())
+    return asyncio.run(number())
 
 
 def test_every_request_is_of_the_adapter_that_is_served_and_counted():
@@ -87,13 +80,7 @@ def test_every_request_is_of_the_adapter_that_is_served_and_counted():
 
 def test_a_request_that_is_given_up_is_ended_and_counted_as_far_as_it_went():
     engine = TellingEngine()
-
-    async def given_up():
-        outputs = client_of(engine).generate("prompt", PARAMS, "1")
-        await anext(outputs)
-        await outputs.aclose()
-
-    asyncio.run(given_up())
+    assert ask(engine, most=1) == 1
     assert (engine.counted, engine.num_closed) == (1, 1)
 
 
@@ -152,20 +139,15 @@ class SayingServing:
 def answered(said, route=OpenAIRoute.CHAT, **call):
     from rollout_actors.server.vllm_openai import VllmOpenAI
 
-    one = VllmOpenAI(
-        cast("Any", None), cast("Any", SayingServing(said)), cast("Any", SayingServing(said))
-    )
-    given = (
-        {"messages": [{"role": "user", "content": "a"}]}
-        if route is OpenAIRoute.CHAT
-        else {"prompt": "a"}
-    )
-    return asyncio.run(one.answer(route, {"model": "m"} | given | call))
+    one = VllmOpenAI(None, SayingServing(said), SayingServing(said))
+    prompt = {"prompt": "a"}
+    if route is OpenAIRoute.CHAT:
+        prompt = {"messages": [{"role": "user", "content": "a"}]}
+    return asyncio.run(one.answer(route, {"model": "m"} | prompt | call))
 
 
 def refusal(answer):
     """The error of an answer that refuses the call."""
-    assert isinstance(answer.content, dict)
     assert (answer.status, set(answer.content)) == (400, {"error"})
     return answer.content["error"]
 
@@ -209,52 +191,57 @@ def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(route, penalty):
     assert error["message"] == f"repetition_penalty: is {float(penalty)}; {wanted}"
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 100_000]}}}
+def tool(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def response_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
+LARGE = {"enum": ["x" * 100_000]}
 
 
 @pytest.mark.parametrize(
     "brought",
     [
         {"structured_outputs": {"choice": ["x" * 100_000]}},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "n", "schema": {"enum": ["x" * 100_000]}},
-            }
-        },
-        {"tools": [TOOL], "tool_choice": "required"},
+        {"response_format": response_format(LARGE)},
+        {"tools": [tool(LARGE)], "tool_choice": "required"},
     ],
-    ids=str,
 )
 def test_a_grammar_that_is_too_large_is_refused_before_vllm_reads_it(brought):
     too_large = "characters, a call may bring 100000; send a smaller one"
     assert too_large in refusal(answered(None, **brought))["message"]
 
 
-def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried():
+SCHEMA = {"type": "object"}
+SCHEMA_TRIED = [("JSON_SCHEMA", '{"type": "object"}')]
+
+
+@pytest.mark.parametrize(
+    ("brought", "tried"),
+    [
+        ({}, []),
+        ({"tools": [tool(SCHEMA)]}, []),
+        ({"response_format": {"type": "text"}}, []),
+        ({"structured_outputs": {"regex": "a+"}}, [("REGEX", "a+")]),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, [("EBNF", 'root ::= "a"')]),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, [("LARK", 'start: "a"')]),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, [("EBNF", 'root ::= "a" | "b"')]),
+        ({"structured_outputs": {"json": SCHEMA}}, SCHEMA_TRIED),
+        ({"response_format": response_format(SCHEMA)}, SCHEMA_TRIED),
+        ({"tools": [tool(SCHEMA)], "tool_choice": "required"}, SCHEMA_TRIED),
+    ],
+)
+def test_every_kind_of_grammar_that_an_answer_has_to_follow_is_tried(brought, tried):
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     from rollout_actors.server.vllm_openai import grammars_of
 
-    def tried(**brought):
-        call = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | brought
-        return [
-            (grammar.kind.name, grammar.text)
-            for grammar in grammars_of(ChatCompletionRequest.model_validate(call))
-        ]
-
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    assert tried() == tried(tools=[tool]) == tried(response_format={"type": "text"}) == []
-    assert tried(structured_outputs={"regex": "a+"}) == [("REGEX", "a+")]
-    assert tried(structured_outputs={"grammar": 'root ::= "a"'}) == [("EBNF", 'root ::= "a"')]
-    assert tried(structured_outputs={"grammar": 'start: "a"'}) == [("LARK", 'start: "a"')]
-    assert tried(structured_outputs={"choice": ["a", "b"]}) == [("EBNF", 'root ::= "a" | "b"')]
-    assert tried(structured_outputs={"json": {"type": "object"}}) == [
-        ("JSON_SCHEMA", '{"type": "object"}')
-    ]
-    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
-    assert tried(response_format=schema) == [("JSON_SCHEMA", '{"type": "object"}')]
-    assert tried(tools=[tool], tool_choice="required") == [("JSON_SCHEMA", '{"type": "object"}')]
+    call = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | brought
+    grammars = grammars_of(ChatCompletionRequest.model_validate(call))
+    assert [(grammar.kind.name, grammar.text) for grammar in grammars] == tried
 
 
 def test_fields_of_openai_and_of_vllm_are_taken():
@@ -276,18 +263,11 @@ def test_fields_of_openai_and_of_vllm_are_taken():
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
 def test_tools_that_nobody_reads_calls_of_are_refused_with_the_server_s_own_argument(choice):
     """vLLM names arguments of `vllm serve`, which `launch.serve` does not have."""
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-        }
-    ]
-    assert (
-        refusal(answered(None, tools=tools, **choice))["message"]
-        == "tools: this server was not told how the model writes calls of tools; start it with"
-        " tool_call_parser=NAME (vLLM's name of what reads them, hermes for Qwen's models), or"
-        " send tool_choice: none"
-    )
+    from rollout_actors.server.vllm_openai import NO_TOOL_CALLS
+
+    tools = [tool({"type": "object", "properties": {}})]
+    assert refusal(answered(None, tools=tools, **choice))["message"] == NO_TOOL_CALLS
+    assert "start it with tool_call_parser=NAME" in NO_TOOL_CALLS
 
 
 def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_loaded():
@@ -295,7 +275,6 @@ def test_a_tool_parser_that_vllm_does_not_know_is_refused_before_a_model_is_load
 
     check_tool_parser(None)
     check_tool_parser("hermes")
-    with pytest.raises(
-        ConfigError, match=r"tool_call_parser: hermess is none of vLLM's; choose one of .*hermes"
-    ):
+    unknown = "tool_call_parser: hermess is none of vLLM's; choose one of .*hermes"
+    with pytest.raises(ConfigError, match=unknown):
         check_tool_parser("hermess")
