@@ -64,18 +64,16 @@ class GuardV1(LogitsProcessorV1):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._tokenizer = vllm_config.model_config.tokenizer
+        self.settings: RepeatGuardSettings | None = None
+        """The settings of the rule in force; None: nothing is guarded."""
         self._rule: RepeatRule | None = None
         self._rows: dict[int, _GuardedRequest] = {}
         """Guarded requests, by their row in the batch."""
 
-    @property
-    def settings(self) -> RepeatGuardSettings | None:
-        """The settings of the rule in force; None: nothing is guarded."""
-        return None if self._rule is None else self._rule.settings
-
     def guard_by(self, settings: RepeatGuardSettings | None) -> None:
         """Set the rule of the requests that begin from now on. Those under way keep theirs."""
         self._rule = _rule(settings, self._tokenizer)
+        self.settings = settings
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -145,21 +143,16 @@ class GuardV2(LogitsProcessorV2):
         if vllm_config.parallel_config.enable_batch_sharded_sampling:
             self._cannot_follow.append("batch-sharded sampling")
         self._requests = req_states
-        self._rule: RepeatRule | None = None
-        self._stops_R = torch.full(
-            (req_states.max_num_reqs,), -1, dtype=torch.int64, device=req_states.device
-        )
+        self.settings: RepeatGuardSettings | None = None
+        """The settings of the rule in force; None: nothing is guarded."""
+        num_slots = req_states.max_num_reqs
+        self._stops_R = torch.full((num_slots,), -1, dtype=torch.int64, device=req_states.device)
         """Stop token of each slot's request; -1: not guarded."""
         self._entered: dict[int, int] = {}
         """Stop tokens of the slots whose request entered since the last step."""
         self._window_W = torch.arange(0, device=req_states.device)
         self._keys: _DeviceKeys | None = None
         self._fewest_tokens = 0
-
-    @property
-    def settings(self) -> RepeatGuardSettings | None:
-        """The settings of the rule in force; None: nothing is guarded."""
-        return None if self._rule is None else self._rule.settings
 
     def guard_by(self, settings: RepeatGuardSettings | None) -> None:
         """Set the rule of the requests that begin from now on. Those under way are guarded no
@@ -173,23 +166,23 @@ class GuardV2(LogitsProcessorV2):
                 "the repeat guard cannot be active in the V2 model runner with"
                 f" {' and '.join(self._cannot_follow)}; switch off one of them"
             )
-        self._rule = _rule(settings, self._tokenizer)
+        rule = _rule(settings, self._tokenizer)
+        self.settings = settings
         self._keys = None
         self._entered = {}
         self._stops_R.fill_(-1)
-        if settings is None:
+        if settings is None or rule is None:
             return
         run = settings.max_consecutive_token_repeats
         whole = settings.ngram_size * settings.ngram_repeats
         self._window_W = torch.arange(max(run, whole), device=self._requests.device)
         self._fewest_tokens = max(settings.min_new_tokens, min(run, whole))
         if settings.max_object_keys is not None:
-            assert self._rule is not None
-            self._keys = _DeviceKeys(self._rule, self._requests)
+            self._keys = _DeviceKeys(rule, self._requests)
             self._fewest_tokens = 0  # every token has to be read
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        if self._rule is None:
+        if self.settings is None:
             return False
         stop = stop_token(sampling_params)
         self._entered[req_idx] = -1 if stop is None else stop

@@ -17,6 +17,7 @@ from rollout_actors.environments.clients.engine import EngineClient
 from rollout_actors.environments.types import State
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.rollouts import DecodeMode, DecodeSettings, FinishReason, Rollout, RolloutRequest
+from shared.trajectory import EnvironmentRequest, ExampleGroup
 
 CHATML = """\
 {%- if tools %}
@@ -117,6 +118,18 @@ class ScriptedEngines:
             raise
         finally:
             self.num_under_way[engine] -= 1
+
+
+def group_requests(
+    *examples: int, size: int = 2, first: int = 0, **decode: Any
+) -> list[EnvironmentRequest]:
+    """Ask for a group of `size` rollouts of each example in step 3, from the group `first` on."""
+    settings = decode_settings(demo_tokenizer(), **{"max_new_tokens": 16} | decode)
+    groups = [
+        ExampleGroup(example, range(size * number, size * (number + 1)))
+        for number, example in enumerate(examples, first)
+    ]
+    return [EnvironmentRequest(3, (group,), settings, 7) for group in groups]
 
 
 def rollout_of(request: RolloutRequest, says: Says, engine: int = 0) -> Rollout:

@@ -39,9 +39,8 @@ class MessageImages:
                     case {"type": "text"}:
                         pass
                     case _:
-                        kind = (
-                            part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                        )
+                        is_mapping = isinstance(part, Mapping)
+                        kind = part.get("type") if is_mapping else type(part).__name__
                         raise ValueError(
                             f"content: a part of a message is text or image_url, got {kind!r}"
                         )
@@ -72,12 +71,10 @@ class MessageImages:
         return image
 
 
-# The rollouts of an example show the same images, and begin one after the other.
+# The rollouts of an example show the same images, and begin one after the other. What is no image
+# raises here: refused by the engine, it would end more than this rollout.
 @lru_cache(maxsize=32)
 def _decode(data: bytes) -> None:
-    """Raise ValueError for what is no image: refused by the engine, it would end more than this
-    rollout.
-    """
     # Here and not above, because environments without images do without Pillow.
     from rollout_actors.engine.sampling import decode_image
 

@@ -10,14 +10,8 @@ from typing import Any
 from rollout_actors.environments.types import Message, Messages
 
 _FIELDS_BY_NAME = frozenset(
-    {
-        "properties",
-        "patternProperties",
-        "$defs",
-        "definitions",
-        "dependentSchemas",
-        "dependentRequired",
-    }
+    {"properties", "patternProperties", "$defs", "definitions"}
+    | {"dependentSchemas", "dependentRequired"}
 )
 """Fields of a JSON schema that are mappings from names, which may be those of its fields too."""
 _FIELDS_OF_VALUES = frozenset({"default", "const", "enum", "examples"})
@@ -27,18 +21,18 @@ _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
     """Join conversations, or texts, in order. Nothing is copied but the outermost list."""
-    joined: list[Message] = []
-    for part in parts:
-        if not isinstance(part, str):
-            joined += part
-            continue
-        if all(isinstance(one, str) for one in parts):
-            return "".join(map(str, parts))
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    if texts:
         raise TypeError(
-            f"text cannot be joined with messages: {part[:60]!r}; an environment has one"
+            f"text cannot be joined with messages: {texts[0][:60]!r}; an environment has one"
             " message_type"
         )
-    return joined if parts else ""
+    joined: list[Message] = []
+    for part in parts:
+        joined += part
+    return joined
 
 
 def checked_messages(value: Any, method: str, environment: Any) -> Messages:
@@ -132,18 +126,19 @@ def cleanup_messages(messages: Messages) -> Messages:
     """Return messages as an endpoint takes them, from however a dataset stores them.
 
     A table has every column in every row: fields that are None go, of messages, of tool calls and,
-    at any depth, of the parts of a content. Tool calls that were stored as JSON become mappings.
+    at any depth, of the parts of a content. Tool calls that are JSON become mappings.
     """
     if isinstance(messages, str):
         return messages
     cleaned = []
     for message in messages:
         fields = {"content": None, **as_mapping(message)}
-        fields = {
-            key: value for key, value in fields.items() if value is not None or key == "content"
-        }
+        fields = {"content": fields["content"], **_without_none_fields(fields)}
         if "tool_calls" in fields:
-            fields["tool_calls"] = [_read_call(call) for call in fields["tool_calls"]]
+            fields["tool_calls"] = [
+                json.loads(call) if isinstance(call, str) else _without_none_fields(call)
+                for call in fields["tool_calls"]
+            ]
             if not fields["tool_calls"]:
                 del fields["tool_calls"]
         if isinstance(fields["content"], list):
@@ -156,10 +151,8 @@ def cleanup_messages(messages: Messages) -> Messages:
     return cleaned
 
 
-def _read_call(call: Any) -> Any:
-    if isinstance(call, str):
-        return json.loads(call)
-    return {key: value for key, value in as_mapping(call).items() if value is not None}
+def _without_none_fields(value: Any) -> dict[str, Any]:
+    return {key: item for key, item in as_mapping(value).items() if item is not None}
 
 
 def _without_none(value: Any) -> Any:
@@ -174,8 +167,7 @@ def cleanup_tools(tools: Sequence[Any]) -> list[Any]:
     """Return tools without what a table filled in: there each has the fields and the parameters of
     all, and None for what is not its own.
 
-    A field of a tool or of a JSON schema that is None goes, and a name in `properties`, `$defs` and
-    the like. Null stays where JSON schema means it:
+    Null stays where JSON schema means it:
 
     - inside `enum`, `examples`, and a `default` or `const` that is a list or a mapping;
     - as the `default` of what may be left out. A parameter that is `required` has none;
@@ -219,10 +211,8 @@ def _without_filled(schema: Any, *, is_required: bool = False) -> Any:
 
 
 def sanitize_messages(messages: Messages) -> Messages:
-    """Return messages as a table stores them, of prompt and completion alike.
-
-    Each is a plain mapping with a `content`, and its tool calls are those of `sanitize_tool_calls`.
-    `cleanup_messages` reads them back.
+    """Return messages as a table stores them: mappings with a `content`, and with tool calls as
+    `sanitize_tool_calls` writes them. `cleanup_messages` reads them back.
     """
     if isinstance(messages, str):
         return messages

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,22 +48,14 @@ class PreviousCall:
 class ChatTemplate:
     """Tokenizer and chat template of one checkpoint."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat_template: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, template_args: Mapping[str, Any] | None = None) -> None:
         """
         Args:
             tokenizer: transformers' (`apply_chat_template`, `encode`, `decode`).
-            chat_template: in place of the tokenizer's own.
             template_args: what the template asks for besides messages and tools, such as
                 `enable_thinking`.
         """
         self.tokenizer = tokenizer
-        self._chat_template = chat_template
         self.template_args = dict(template_args or {})
 
     def render(
@@ -72,13 +65,10 @@ class ChatTemplate:
         *,
         asks: bool = True,
     ) -> str:
-        """Write the conversation as text, and where it `asks`, the beginning of an answer. Raises
-        what the template raises for messages that it refuses.
-        """
+        """Write the conversation as text, and where it `asks`, the beginning of an answer."""
         text: str = self.tokenizer.apply_chat_template(
             [_for_template(message) for message in messages],
             tools=list(tools) if tools else None,
-            chat_template=self._chat_template,
             add_generation_prompt=asks,
             tokenize=False,
             **self.template_args,
@@ -86,9 +76,7 @@ class ChatTemplate:
         return text
 
     def encode(self, text: str, *, is_plain: bool = False) -> tuple[int, ...]:
-        """Tokenise a text in which special tokens may be written. With `is_plain`, those that the
-        tokenizer begins a text with are added.
-        """
+        """Tokenise a text with its special tokens; `is_plain`: add those that begin a text."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool) -> str:
@@ -127,9 +115,7 @@ class ChatTemplate:
         return last.token_ids + self.encode(added)
 
     def continued_text(self, last: PreviousCall, text: str) -> tuple[int, ...] | None:
-        """Do the same for plain text. It has no stop token, so that what goes on behind one is
-        another prompt.
-        """
+        """Do the same for plain text, in which nothing goes on behind a stop token."""
         seen = last.rendered + last.text + last.stop_text
         return last.token_ids + self.encode(text[len(seen) :]) if text.startswith(seen) else None
 
@@ -178,35 +164,31 @@ def _for_template(message: Any) -> Message:
     result = dict(as_mapping(message))
     if result.get("content") is None:
         result["content"] = ""
-    calls = result.pop("tool_calls", None)
-    if calls:
+    if calls := result.pop("tool_calls", None):
         result["tool_calls"] = []
         for call in map(as_mapping, calls):
             function = as_mapping(call["function"])
             arguments = function.get("arguments")
             if isinstance(arguments, str):
-                try:
+                # A model wrote it, and the conversation goes on.
+                with suppress(json.JSONDecodeError):
                     arguments = json.loads(arguments)
-                except json.JSONDecodeError:  # a model wrote it, and the conversation goes on
-                    arguments = {}
             if not isinstance(arguments, Mapping):
                 arguments = {}
-            function = {**function, "arguments": arguments}
-            result["tool_calls"].append({**call, "function": function})
+            result["tool_calls"].append({**call, "function": {**function, "arguments": arguments}})
     return result
 
 
 def _is_answer(message: Any, answer: Message) -> bool:
     """Tell whether a message of the conversation is still the answer that the model gave."""
     found = as_mapping(message)
-    if found.get("role") != "assistant":
-        return False
-    return _content_and_calls(found) == _content_and_calls(answer)
+    is_assistant = found.get("role") == "assistant"
+    return is_assistant and _content_and_calls(found) == _content_and_calls(answer)
 
 
 def _content_and_calls(message: Mapping[str, Any]) -> tuple[Any, list[tuple[Any, Any]]]:
-    calls = [as_mapping(as_mapping(call)["function"]) for call in message.get("tool_calls") or ()]
-    return (
-        message.get("content") or "",
-        [(function.get("name"), function.get("arguments")) for function in calls],
-    )
+    functions = [
+        as_mapping(as_mapping(call)["function"]) for call in message.get("tool_calls") or ()
+    ]
+    calls = [(function.get("name"), function.get("arguments")) for function in functions]
+    return message.get("content") or "", calls

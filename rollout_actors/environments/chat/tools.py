@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openai.types.chat import ChatCompletionMessageFunctionToolCall
+from openai.types.chat import ChatCompletionMessageFunctionToolCall as ToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
@@ -165,7 +165,11 @@ class Tool:
             value = await value if inspect.isawaitable(value) else value
         if isinstance(value, str):
             return value
-        return json.dumps(value, ensure_ascii=False, default=_as_json)
+
+        def as_json(item: Any) -> Any:
+            return item.model_dump(mode="json") if isinstance(item, BaseModel) else str(item)
+
+        return json.dumps(value, ensure_ascii=False, default=as_json)
 
 
 def convert_tool_to_oai_format(
@@ -225,14 +229,8 @@ def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, inspect
     return signature.parameters
 
 
-def _as_json(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
-
-
 # Tool calls in what a model wrote, read by vLLM's own parsers: the same that its server has.
 
-CHECKPOINTS_OWN = "hf"
-"""vLLM's parser by the `response_template` that a checkpoint's tokenizer may carry."""
 _RANDOM_ID = re.compile(r"chatcmpl-tool-\w+|[0-9A-Za-z]{9}")
 """Ids that vLLM draws. Others say what was called, and templates read them."""
 
@@ -242,7 +240,7 @@ class AssistantMessage:
     """A model's message."""
 
     content: str | None
-    tool_calls: tuple[ChatCompletionMessageFunctionToolCall, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class ToolCallReader:
@@ -277,8 +275,8 @@ class ToolCallReader:
 
         Args:
             text: the tokens as text, without special ones.
-            seed: the request's; ids that vLLM would draw at random follow from it, since an id may
-                be in the next prompt.
+            seed: the request's. Ids that vLLM would draw at random follow from it: an id may be in
+                the next prompt.
         """
         request = self._request(
             messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto"
@@ -293,13 +291,9 @@ class ToolCallReader:
             )
             found = parser.extract_tool_calls(written, request)
         except Exception as error:  # of any of many parsers, on any text that a model may write
-            _LOGGER.warning(
-                "vLLM's tool parser %s failed on %r, which stays text (%s: %s)",
-                self._name,
-                text[:200],
-                type(error).__name__,
-                error,
-            )
+            what = f"{type(error).__name__}: {error}"
+            failure = "vLLM's tool parser %s failed on %r, which stays text (%s)"
+            _LOGGER.warning(failure, self._name, text[:200], what)
             return AssistantMessage(text)
         if not found.tools_called:
             return AssistantMessage(text)
@@ -310,11 +304,7 @@ class ToolCallReader:
                 # Nine characters, because some templates take no others.
                 call_id = hashlib.sha256(f"{seed}/{index}".encode()).hexdigest()[:9]
             function = Function(name=call.function.name, arguments=call.function.arguments)
-            calls.append(
-                ChatCompletionMessageFunctionToolCall(
-                    id=call_id, type="function", function=function
-                )
-            )
+            calls.append(ToolCall(id=call_id, type="function", function=function))
         content = found.content if (found.content or "").strip() else None
         return AssistantMessage(content, tuple(calls))
 
@@ -322,7 +312,7 @@ class ToolCallReader:
 def reader_of(name: str | None, tokenizer: Any) -> ToolCallReader | None:
     """Return the reader of this name, else the checkpoint's own; None: it has none."""
     if name is None and isinstance(getattr(tokenizer, "response_template", None), Mapping):
-        name = CHECKPOINTS_OWN
+        name = "hf"  # vLLM's parser by such a template
     return None if name is None else ToolCallReader(name, tokenizer)
 
 
@@ -336,11 +326,9 @@ def has_own_parser(checkpoint: Path) -> bool:
 
 def shows_tools(checkpoint: Path) -> bool:
     """Tell whether a chat template in this folder mentions `tools`; True where there is none."""
-    paths = (
-        checkpoint / "chat_template.jinja",
-        *checkpoint.glob("additional_chat_templates/*.jinja"),
-    )
-    templates = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
+    paths = [*checkpoint.glob("chat_template.jinja")]
+    paths += checkpoint.glob("additional_chat_templates/*.jinja")
+    templates = [path.read_text(encoding="utf-8") for path in paths]
     config = checkpoint / "tokenizer_config.json"
     if not templates and config.is_file():
         # One text, or a list of them with names.

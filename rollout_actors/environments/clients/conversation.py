@@ -35,9 +35,7 @@ from shared.trajectory import ModelCall
 _ALWAYS_ANSWERED = frozenset(
     {"logprobs", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"}
 )
-"""Arguments that ask for tokens and log-probabilities, which every answer has. (Those of the prompt
-nobody reads.)
-"""
+"""Arguments that ask for tokens and log-probabilities, which every answer has."""
 
 Generate = Callable[[RolloutRequest], Awaitable[Rollout | None]]
 """Asks an engine; None: it found the prompt, with its images, too long."""
@@ -93,7 +91,7 @@ class RolloutKey:
 
 @dataclass(frozen=True)
 class ConversationSettings:
-    """What all conversations of a run share.
+    """The template, decoding and limits that all conversations of a run share.
 
     Raises:
         ValueError: decoding is beam search, whose answers were not sampled token by token.
@@ -154,7 +152,7 @@ class ConversationSettings:
             if value is None or name in ("extra_body", *_ALWAYS_ANSWERED):
                 continue
             if name in LIMITS:
-                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                if type(value) is not int or not 1 <= value <= most:
                     raise ValueError(
                         f"{name}: must be a whole number from 1 to the run's max_new_tokens ="
                         f" {most}, got {value!r}"
@@ -193,9 +191,8 @@ class _Prompt:
 class Conversation:
     """The calls of one rollout, answered one after the other.
 
-    Each prompt begins with exactly the tokens of the call before it where it can. Where the
-    messages do not go on from that call, or the template now writes them otherwise, the prompt is
-    tokenised anew, its tokens are read and never learned, and `num_splits` counts it.
+    Where the messages do not go on from the last call, or the template now writes them otherwise,
+    the prompt is tokenised anew, its tokens are read and never learned, and `num_splits` counts it.
 
     Calls take the arguments of `AsyncOpenAI`; `model` chooses nothing, since the engines of a run
     have one. An answer has vLLM's `token_ids` and `prompt_token_ids`, and beside them
@@ -250,8 +247,6 @@ class Conversation:
                 return overlong_answer(model)
             message = self._read(rollout, tools)
             sampled = self._remember(prompt, len(messages), rollout, message)
-            answer = self._answer(model, prompt, rollout, sampled)
-            reason = "tool_calls" if message.tool_calls else rollout.finish_reason.value
             choice = {
                 "index": 0,
                 "message": {
@@ -259,7 +254,9 @@ class Conversation:
                     "content": message.content,
                     "tool_calls": list(message.tool_calls) or None,
                 },
-                "finish_reason": reason,
+                "finish_reason": (
+                    "tool_calls" if message.tool_calls else rollout.finish_reason.value
+                ),
                 "logprobs": _openai_logprobs(sampled) if arguments.get("logprobs") else None,
                 "token_ids": list(sampled.token_ids),
                 "token_logprobs": sampled.logprobs and list(sampled.logprobs),
@@ -269,7 +266,7 @@ class Conversation:
                 object="chat.completion",
                 choices=[choice],
                 prompt_token_ids=list(rollout.prompt_token_ids),
-                **answer,
+                **self._answer(model, prompt, rollout, sampled),
             )
 
     async def _create_completion(
@@ -300,8 +297,8 @@ class Conversation:
                 "token_ids": list(sampled.token_ids),
                 "prompt_token_ids": list(rollout.prompt_token_ids),
             }
-            answer = self._answer(model, asked, rollout, sampled)
-            return Completion.construct(object="text_completion", choices=[choice], **answer)
+            fields = self._answer(model, asked, rollout, sampled)
+            return Completion.construct(object="text_completion", choices=[choice], **fields)
 
     def _prompt(
         self,
@@ -326,9 +323,7 @@ class Conversation:
     def _check_placeholders(
         self, token_ids: tuple[int, ...], images: tuple[ImageRef, ...], *, num_before: int = 0
     ) -> None:
-        """Raise ValueError unless there is one placeholder per image: a wrong one would stand for
-        another image, or for none.
-        """
+        # A wrong placeholder would stand for another image, or for none.
         number = num_before + token_ids.count(self._settings.placeholder)
         if number == len(images):
             return
@@ -343,7 +338,6 @@ class Conversation:
         )
 
     async def _sample(self, prompt: _Prompt, max_tokens: int) -> Rollout | None:
-        """Ask the engine; None: there is no room for an answer."""
         max_model_len = self._settings.max_model_len
         # Images that the last call did not show count as one token each: the engine may refuse
         # what seems to have room.
@@ -366,7 +360,6 @@ class Conversation:
     def _read(
         self, rollout: Rollout, tools: Sequence[Mapping[str, Any]] | None
     ) -> AssistantMessage:
-        """Read the model's message, with its tool calls where it was offered tools."""
         text = self._template.decode(rollout.response_token_ids, with_special=False)
         reader = self._settings.tool_calls
         if not tools or reader is None:
@@ -379,19 +372,16 @@ class Conversation:
         """Note the call, from which the next one may go on."""
         sampled = Sampled.from_rollout(rollout)
         decode = self._template.decode
-        stop = () if sampled.stop_token_id is None else (sampled.stop_token_id,)
+        stop = sampled.stop_token_id
+        calls = [dict(as_mapping(call)) for call in message.tool_calls]
         self._last = PreviousCall(
             rendered=prompt.text,
             num_messages=num_messages,
             token_ids=prompt.token_ids + sampled.token_ids,
             text=decode(rollout.response_token_ids, with_special=True),
-            stop_token_id=sampled.stop_token_id,
-            stop_text=decode(stop, with_special=True) if stop else "",
-            answer={
-                "role": "assistant",
-                "content": message.content,
-                "tool_calls": [dict(as_mapping(call)) for call in message.tool_calls],
-            },
+            stop_token_id=stop,
+            stop_text="" if stop is None else decode([stop], with_special=True),
+            answer={"role": "assistant", "content": message.content, "tool_calls": calls},
         )
         self._last_images = prompt.images
         self._expansion = len(rollout.prompt_token_ids) - len(prompt.token_ids)
@@ -404,17 +394,15 @@ class Conversation:
     ) -> dict[str, Any]:
         """Make the fields that the answers to chats and to plain prompts have in common."""
         key = self._key
-        num_prompt = len(rollout.prompt_token_ids)
-        num_sampled = len(sampled.token_ids)
+        usage = {
+            "prompt_tokens": len(rollout.prompt_token_ids),
+            "completion_tokens": len(sampled.token_ids),
+        }
         return {
             "id": f"rollout-{key.step}-{key.position}{key.path}-{self._turn - 1}",
             "created": int(time.time()),
             "model": model,
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_sampled,
-                "total_tokens": num_prompt + num_sampled,
-            },
+            "usage": usage | {"total_tokens": sum(usage.values())},
             "weight_version": rollout.weight_version,
             "engine": rollout.actor,
             SENT_IMAGES: [image.sha256 for image in prompt.images],
@@ -422,9 +410,7 @@ class Conversation:
 
 
 def _openai_logprobs(sampled: Sampled) -> ChoiceLogprobs | None:
-    """Make OpenAI's object for each token, which costs more than all else about an answer: only
-    for whoever asks for it.
-    """
+    # An object for each token costs more than all else about an answer: only for whoever asks.
     if sampled.logprobs is None:
         return None
     content = [

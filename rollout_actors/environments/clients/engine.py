@@ -46,10 +46,8 @@ class EngineClient:
 
     All calls of a rollout go to the engine `position % len(engines)`, which still has its earlier
     turns in the prefix cache. While an engine cannot be reached the next one is asked, with the
-    same seed. Anything else that an engine fails with is asked of nobody again.
-
-    A step is one call of `generate`: another call with the same client samples with the same seeds.
-    The client belongs to no event loop, and may be used on several.
+    same seed. A step is one call of `Environment.generate`: another one with the same client
+    samples with the same seeds. The client may be used on several event loops.
     """
 
     def __init__(
@@ -66,8 +64,7 @@ class EngineClient:
         """
         Args:
             max_under_way: most requests that one engine has at a time, from one event loop. The
-                others wait here until one of those has ended, which the engines' time limit sees
-                to.
+                others wait here.
             max_images: most images of one prompt; None: any number.
             name: whose error too many images are (the environment actor's).
         """
@@ -97,18 +94,16 @@ class EngineClient:
     def conversation(
         self, state: State, *, of: Mapping[str, Any] | None = None, path: str = ""
     ) -> Conversation:
-        """Return a client for the calls of this rollout.
-
-        Its seeds follow from the `position` of its input, which `generate` gives to every rollout.
-        Those without one are numbered as they begin.
+        """Return a client for the calls of this rollout. Its seeds follow from the `position` of
+        its input; rollouts without one are numbered as they begin.
 
         Args:
             of: the input of the outermost rollout in which this one is begun; None: its own.
             path: its path there, so that it has seeds of its own.
         """
-        numbered = next(self._num_begun)
+        number = next(self._num_begun)
         position = (state.get("input", {}) if of is None else of).get("position")
-        position = numbered if position is None else int(position)
+        position = number if position is None else int(position)
         sample_id = str(state.get("example_id", position))
         key = RolloutKey(self._run_seed, self._step, position, sample_id, path)
         calls = self._calls.setdefault(position, {})
@@ -139,21 +134,26 @@ class EngineClient:
         """
         number = len(request.images)
         if self._max_images is not None and number > self._max_images:
-            raise self._failed(
-                RolloutError(
-                    f"example {request.sample_id} shows {number} image{'s' * (number > 1)} in a"
-                    f" prompt, and environment.max_images_per_prompt is {self._max_images}; set it"
-                    f" to {number} or more",
-                    actor=self._name,
-                    phase="environment",
-                )
+            message = (
+                f"example {request.sample_id} shows {number} image{'s' * (number > 1)} in a prompt,"
+                f" and environment.max_images_per_prompt is {self._max_images}; set it to {number}"
+                " or more"
             )
+            raise self._failed(RolloutError(message, actor=self._name, phase="environment"))
         self.sent_images.update((image.sha256, image) for image in request.images)
         for num_unreached in range(len(self._engines)):
             engine = (request.position + num_unreached) % len(self._engines)
             try:
                 rollout = await self._ask(engine, request)
-                require_same_prompt(rollout, request)
+                # Prompts with images, which the engine expands, the learner compares
+                # (`learner.segments`).
+                if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
+                    raise RolloutError(
+                        f"answered another prompt than the one of example {request.sample_id};"
+                        " engines must have the tokenizer of model.path",
+                        actor=rollout.actor,
+                        phase="check",
+                    )
                 return rollout
             except UnreachableError as error:
                 if num_unreached + 1 == len(self._engines):
@@ -213,17 +213,3 @@ class EngineClient:
                 task.exception()  # looked at, so that asyncio does not complain
             failure.result()
         return task.result()
-
-
-def require_same_prompt(rollout: Rollout, request: RolloutRequest) -> None:
-    """Raise RolloutError where the engine answered another prompt.
-
-    Prompts with images, which the engine expands, the learner compares (`learner.segments`).
-    """
-    if not request.images and rollout.prompt_token_ids != request.prompt_token_ids:
-        raise RolloutError(
-            f"answered another prompt than the one of example {request.sample_id}; engines must"
-            " have the tokenizer of model.path",
-            actor=rollout.actor,
-            phase="check",
-        )

@@ -20,9 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 OVERLONG = "overlong-prompt"
 """The id of what stands for an answer to a prompt that leaves no room in the model's context."""
 TRIES = 3
-"""Times that a call is made, while only the way to the endpoint, or its load, is at fault. An
-`AsyncOpenAI` that tries again itself (`max_retries`) is asked once.
-"""
+"""Times that a call is made, while only the way to the endpoint, or its load, is at fault."""
 PAUSE_S = 0.5
 """Pause before the second try; doubled before each further one."""
 LIMITS = ("max_tokens", "max_completion_tokens")
@@ -59,7 +57,6 @@ def is_rollout_client(client: Any) -> bool:
 
 
 def overlong_answer(model: str) -> ChatCompletion:
-    """Make what stands for an answer where the prompt leaves no room for one token."""
     return ChatCompletion(id=OVERLONG, choices=[], created=0, model=model, object="chat.completion")
 
 
@@ -83,6 +80,7 @@ async def ask(
     """
     arguments = {name: value for name, value in sampling_args.items() if value is not None}
     is_openai = isinstance(client, openai.AsyncOpenAI)
+    # One that tries again itself is asked once.
     tries = 1 if is_openai and client.max_retries else TRIES
     limit_names = _LIMIT_NAMES.setdefault(client, {}) if is_openai else {}
     if model in limit_names:
@@ -95,9 +93,8 @@ async def ask(
                 answer = client.completions.create(model=model, prompt=prompt, **arguments)
             else:
                 offered = {"tools": tools} if tools else {}
-                answer = client.chat.completions.create(
-                    model=model, messages=prompt, **offered, **arguments
-                )
+                create = client.chat.completions.create
+                answer = create(model=model, messages=prompt, **offered, **arguments)
             if not inspect.isawaitable(answer):
                 raise TypeError(
                     f"client: calls of {type(client).__name__} are not asynchronous; give an"
@@ -117,14 +114,9 @@ async def ask(
             if attempt == tries:
                 raise
             pause_s = PAUSE_S * 2 ** (attempt - 1)
-            _LOGGER.warning(
-                "call %d of %d failed (%s: %s); again in %.1f s",
-                attempt,
-                tries,
-                type(error).__name__,
-                error,
-                pause_s,
-            )
+            what = f"{type(error).__name__}: {error}"
+            failure = "call %d of %d failed (%s); again in %.1f s"
+            _LOGGER.warning(failure, attempt, tries, what, pause_s)
             await asyncio.sleep(pause_s)
             attempt += 1
 
@@ -139,7 +131,6 @@ def require_asynchronous(client: Any) -> None:
 
 
 def _wanted_limit(error: openai.BadRequestError, arguments: Mapping[str, Any]) -> str | None:
-    """Return the limit's name that the endpoint asks for; None where another name is no remedy."""
     found = _INSTEAD.search(str(error))
     if found is None or not any(name in arguments for name in LIMITS):
         return None
@@ -158,11 +149,10 @@ def is_overlong(error: openai.BadRequestError, sampling_args: SamplingArgs) -> b
     than the context has is another matter: it is wrong for every prompt.
     """
     limits = [sampling_args[name] for name in LIMITS if name in sampling_args]
-    context = _CONTEXT.search(str(error))
-    if context is not None and any(
-        isinstance(limit, int) and limit >= int(context[1]) for limit in limits
-    ):
-        return False
+    if context := _CONTEXT.search(str(error)):
+        length = int(context[1])
+        if any(isinstance(limit, int) and limit >= length for limit in limits):
+            return False
     if error.code == "context_length_exceeded" or says_overlong(str(error)):
         return True
     # vLLM says no more than this of a prompt that leaves no room for a single token, and says the

@@ -41,10 +41,9 @@ for `@teardown`.
 
 
 def collect_rarely() -> None:
-    """Collect garbage less often, and never look again at what is loaded already.
+    """Collect garbage of this process less often, and never look again at what is loaded already.
 
-    That is most of what the collector takes of a turn (docs/performance.md, "Environments"). It
-    holds for the whole process: call it when all is loaded.
+    That is most of what the collector takes of a turn (docs/performance.md, "Environments").
     """
     gc.collect()
     gc.freeze()
@@ -55,11 +54,7 @@ class RayEngines:
     """The run's engines as Ray actors, asked one request at a time from an event loop."""
 
     def __init__(self, actors: Sequence[Any], names: Sequence[str], limit: Timeout | None) -> None:
-        """
-        Args:
-            actors: handles of started `EngineActor`s; whoever made them ends them.
-            limit: the longest that one request may take; None: the engines keep a limit.
-        """
+        """Take handles of started `EngineActor`s. `limit`: of one request; None: they keep one."""
         self._engines = list(zip(names, actors, strict=True))
         self._limit = limit
         self._call = RayCall("generate", limit, CHECK, RolloutError)

@@ -151,6 +151,15 @@ class _Draft:
         versions = [version for version in noted if isinstance(version, int)]
         engines = {_noted(step, "engine") for step in steps}
         engine = engines.pop() if len(engines) == 1 else None
+        token_advantages = None
+        if differs:
+            pairs = zip(self._by_token(advantages), self.mask, strict=True)
+            token_advantages = [
+                value if is_learned and value is not None else 0.0 for value, is_learned in pairs
+            ]
+        token_is_relative = None
+        if relative is not None:
+            token_is_relative = self._by_token([int(number in relative) for number in numbers])
         return TrainingExample(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -159,12 +168,8 @@ class _Draft:
             advantage=_first_of([own_advantage, *advantages]) if differs else advantages[0],
             example_id=state.get("example_id", 0),
             weight_version=min(versions, default=None),
-            token_advantages=self._masked(self._by_token(advantages)) if differs else None,
-            token_is_relative=(
-                None
-                if relative is None
-                else self._by_token([int(number in relative) for number in numbers])
-            ),
+            token_advantages=token_advantages,
+            token_is_relative=token_is_relative,
             rollout=rollout,
             steps=numbers,
             step_ends=tuple(end for _, _, end in self.steps),
@@ -178,10 +183,6 @@ class _Draft:
         for (_, _, end), value in zip(self.steps, by_step, strict=True):
             values += [value] * (end - len(values))
         return values
-
-    def _masked(self, values: Sequence[float | None]) -> list[float]:
-        pairs = zip(values, self.mask, strict=True)
-        return [value if is_learned and value is not None else 0.0 for value, is_learned in pairs]
 
 
 def _shown(step: TrajectoryStep) -> list[Any]:

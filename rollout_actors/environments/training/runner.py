@@ -43,7 +43,7 @@ SentRollouts = tuple[EnvironmentRollout, ...]
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """Settings that all environment actors of a run share, except `max_under_way`."""
+    """Settings of the environment actors of a run."""
 
     env_id: str
     model_path: str
@@ -82,8 +82,7 @@ class EnvironmentRunner:
     def __init__(
         self, name: str, settings: RunnerSettings, engines: Engines, tokenizer: Any
     ) -> None:
-        """Load the environment, and vllm where a parser reads tool calls. Raises what loading
-        raises.
+        """Load the environment, and vllm where a parser reads tool calls.
 
         Raises:
             ValueError: the environment has other rows than expected, it has tools and nothing
@@ -145,9 +144,7 @@ class EnvironmentRunner:
     def _check_sampling(
         self, request: EnvironmentRequest, conversation: ConversationSettings
     ) -> None:
-        """Raise RolloutError where the environment's sampling arguments contradict the run: every
-        rollout would fail at its first call.
-        """
+        # Where they contradict the run, every rollout would fail at its first call.
         for member in _members(self._environment):
             arguments = merged(
                 member.sampling_args, self._environment.sampling_args, _force_greedy(request)
@@ -155,11 +152,8 @@ class EnvironmentRunner:
             try:
                 conversation.max_tokens(arguments)
             except ValueError as error:
-                raise RolloutError(
-                    f"sampling_args of {member.name}: {error}",
-                    actor=self._name,
-                    phase="environment",
-                ) from error
+                message = f"sampling_args of {member.name}: {error}"
+                raise RolloutError(message, actor=self._name, phase="environment") from error
 
     async def _generate(
         self, rows: _PositionedRows, client: EngineClient, request: EnvironmentRequest
@@ -185,9 +179,8 @@ class EnvironmentRunner:
                 # The learner notices one that was not sent here.
                 last = states[index]["trajectory"][example.steps[-1]]
                 hashes = getattr(last["response"], SENT_IMAGES, ())
-                images = tuple(
-                    client.sent_images[sha256] for sha256 in hashes if sha256 in client.sent_images
-                )
+                sent = client.sent_images
+                images = tuple(sent[sha256] for sha256 in hashes if sha256 in sent)
                 # Named by its position in the step, which does not depend on how the step is cut
                 # into calls.
                 position = rows.positions[index]
@@ -263,21 +256,17 @@ def has_tools(environment: Environment) -> bool:
 
 
 def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) -> None:
-    """Raise ValueError where this process has other rows than the one that checked the data: row 7
-    would be another one in each.
-    """
+    """Raise ValueError where this process has other rows than the one that checked the data."""
     if (examples, examples.digest) == (expected, expected.digest):
         return
     found, wanted = (
         f"{one.train} rows to train on and {one.held_out} held out" for one in (examples, expected)
     )
-    difference = (
-        f"found {found}, and before the start {wanted}"
-        if found != wanted
-        else "found other rows than before the start"
-    )
+    difference = "other rows than before the start"
+    if found != wanted:
+        difference = f"{found}, and before the start {wanted}"
     raise ValueError(
-        f"environment {name}: {difference}; make them the same in every process: seed what is"
+        f"environment {name}: found {difference}; make them the same in every process: seed what is"
         " random, sort what comes from a set or a folder, and give every node the same files"
     )
 

@@ -193,7 +193,6 @@ def test_templates_read_arguments_of_tool_calls_as_mappings_and_no_content_as_an
     assert tuple(call["function"]["arguments"] for call in calls) == written
 
 
-def test_template_and_its_arguments_may_be_given() -> None:
-    template = "{{ mood }}: {{ messages[0].content }}"
-    chat = chat_of(chat_template=template, template_args={"mood": "kind"})
+def test_a_template_gets_the_arguments_that_it_asks_for() -> None:
+    chat = chat_of("{{ mood }}: {{ messages[0].content }}", template_args={"mood": "kind"})
     assert chat.render(ASKED, None) == "kind: hello"

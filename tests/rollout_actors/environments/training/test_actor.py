@@ -17,7 +17,7 @@ from engine_support import NEIGHBOUR
 from fake_actors import create_fake_actor
 from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor, says
-from scripted_engines import ScriptedEngines, decode_settings, demo_tokenizer
+from scripted_engines import ScriptedEngines, demo_tokenizer, group_requests
 
 from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.environments.training.actor import EnvironmentActor, RayEngines
@@ -31,13 +31,14 @@ from shared.errors import RolloutError, Timeout, UnreachableError
 from shared.protocols import PerRank
 from shared.rollouts import WeightOffer
 from shared.sent_requests import PictureShelf
-from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleGroup
+from shared.trajectory import EnvironmentRequest, EnvironmentRollout
 
 pytestmark = pytest.mark.ray
 
-SIZE, RUN_SEED, STEP = 2, 7, 3
+SIZE = 2
 WORDS = ("o", "xo", "xxo")
-ENGINES, ENVIRONMENTS = ["rollout-actor-0", "rollout-actor-1"], ["environment-0", "environment-1"]
+ENGINES = ["rollout-actor-0", "rollout-actor-1"]
+ENVIRONMENTS = ["environment-0", "environment-1"]
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +68,8 @@ def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClient]
 
 
 def create_environment_actor(*arguments: Any) -> Any:
-    return (
-        ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env=NEIGHBOUR).remote(*arguments)
-    )
+    actor = ray.remote(EnvironmentActor).options(num_cpus=0, runtime_env=NEIGHBOUR)
+    return actor.remote(*arguments)
 
 
 def with_environments(actors: Sequence[Any], limit_s: float) -> RolloutClient:
@@ -85,46 +85,36 @@ def with_environments(actors: Sequence[Any], limit_s: float) -> RolloutClient:
 
 
 def timeouts(limit_s: float) -> RolloutTimeouts:
-    return RolloutTimeouts.for_actors(
-        TimeoutsSection(start_s=120.0, generate_s=limit_s, sync_phase_s=30.0)
-    )
+    section = TimeoutsSection(start_s=120.0, generate_s=limit_s, sync_phase_s=30.0)
+    return RolloutTimeouts.for_actors(section)
 
 
 def token_ids(words: Sequence[str]) -> list[list[int]]:
     return [demo_tokenizer().encode(word, add_special_tokens=False) for word in words]
 
 
-def training(*examples: int) -> list[EnvironmentRequest]:
-    decode = decode_settings(demo_tokenizer(), max_new_tokens=16)
-    groups = [
-        ExampleGroup(example, range(SIZE * place, SIZE * (place + 1)))
-        for place, example in enumerate(examples)
-    ]
-    return [EnvironmentRequest(STEP, (group,), decode, RUN_SEED) for group in groups]
-
-
 def refs(*shares: Sequence[EnvironmentRequest]) -> PerRank:
-    """Of each learner rank."""
+    """Put the requests of each learner rank."""
     return [PictureShelf(ray.put).put_each(share) for share in shares]
 
 
 def rollouts(done: PerRank) -> list[list[EnvironmentRollout]]:
-    """Of each learner rank, in order, without their times and without who ran them."""
-    answers = [[answer for part in ray.get(list(rank)) for answer in part] for rank in done]
+    """Return each rank's in order, without their times and without who ran them."""
     return [
         [
             replace(rollout, started_s=0.0, generate_s=0.0, actor="")
-            for answer in of_rank
+            for part in ray.get(list(rank))
+            for answer in part
             for rollout in answer
         ]
-        for of_rank in answers
+        for rank in done
     ]
 
 
 def in_process(
     settings: RunnerSettings, requests: Sequence[EnvironmentRequest], version: int
 ) -> list[EnvironmentRollout]:
-    """The same by a runner of this process, with engines of this version."""
+    """Run the same in this process, with engines of this version."""
     words = token_ids(WORDS)
     engines = ScriptedEngines(lambda request: says(request, words, version), number=2)
     runner = EnvironmentRunner("", settings, engines, load_tokenizer(settings.model_path))
@@ -138,33 +128,27 @@ def in_process(
 def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_and_is_what_one_runner_makes(
     pool: RolloutClient, settings: RunnerSettings
 ) -> None:
-    requests = training(4, 1, 5, 4, 3)
+    requests = group_requests(4, 1, 5, 4, 3)
     done = pool.generate(refs(requests[:3], requests[3:])).result()
-    assert [[len(part) for part in ray.get(list(rank))] for rank in done] == [[3], [2]], (
-        "groups of each actor's part: the larger half, and the rest"
-    )
-    assert {
-        rollout.actor
-        for rank in done
-        for part in ray.get(list(rank))
-        for answer in part
-        for rollout in answer
-    } == set(ENVIRONMENTS)
+    parts = [ray.get(list(rank)) for rank in done]
+    lengths = [[len(part) for part in of_rank] for of_rank in parts]
+    assert lengths == [[3], [2]], "groups of each actor's part: the larger half, and the rest"
+    answers = [answer for of_rank in parts for part in of_rank for answer in part]
+    assert {rollout.actor for answer in answers for rollout in answer} == set(ENVIRONMENTS)
     first, second = rollouts(done)
     assert [rollout.position for rollout in first] == list(range(6))
     assert [rollout.position for rollout in second] == list(range(6, 10))
     expected = in_process(settings, requests, pool.version)
     assert first + second == expected
     assert len({rollout.reward for rollout in expected}) > 2
-    assert [rollout.error for rollout in first] == [None] * 4 + [
-        "ZeroDivisionError: no such luck (runner_environment.py:47)"
-    ] * 2, "a rollout's own error crosses as data"
+    error = "ZeroDivisionError: no such luck (runner_environment.py:47)"
+    assert [rollout.error for rollout in first] == [None] * 4 + [error] * 2, "it crosses as data"
 
 
 def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(
     pool: RolloutClient, settings: RunnerSettings
 ) -> None:
-    requests = training(0, 1, 2, 3)
+    requests = group_requests(0, 1, 2, 3)
     expected = in_process(settings, requests, pool.version)
     for shares in ([requests[:1], requests[1:]], [requests, []], [[], requests]):
         first, second = rollouts(pool.generate(refs(*shares)).result())
@@ -189,21 +173,19 @@ def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(
         WeightOffer(version=7, transport="rollmatch_gloo", terms=None, canary=None)
     ).result()
     assert pool.version == 7
-    first, _ = rollouts(pool.generate(refs(training(4), [])).result())
+    first, _ = rollouts(pool.generate(refs(group_requests(4), [])).result())
     assert {example.weight_version for rollout in first for example in rollout.examples} == {7}
 
 
 def test_an_environment_actor_that_dies_ends_the_round_with_its_name(
     fake_actors: list[Any],
 ) -> None:
-    pool = with_environments(
-        [fake_actors[0], create_fake_actor("environment-1", "generate", "die")], 600.0
-    )
+    dying = create_fake_actor("environment-1", "generate", "die")
+    pool = with_environments([fake_actors[0], dying], 600.0)
     started = time.monotonic()
-    with pytest.raises(
-        RolloutError, match="generate on environment-1: its process has ended"
-    ) as caught:
-        pool.generate(refs(training(0, 1, 2, 5), [])).result()
+    message = "generate on environment-1: its process has ended"
+    with pytest.raises(RolloutError, match=message) as caught:
+        pool.generate(refs(group_requests(0, 1, 2, 5), [])).result()
     assert caught.value.actor == "environment-1"
     assert time.monotonic() - started < 60
 
@@ -211,14 +193,9 @@ def test_an_environment_actor_that_dies_ends_the_round_with_its_name(
 def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors: list[Any]) -> None:
     ray.get(fake_actors[1].become.remote("generate", "sleep"))
     pool = with_environments(fake_actors, 1.0)
-    with pytest.raises(
-        RolloutError,
-        match=(
-            r"generate on environment-1: no answer from environment-1 after timeouts.generate_s = 1"
-            r" s; check"
-        ),
-    ):
-        pool.generate(refs(training(0, 1, 2, 5), [])).result()
+    message = "no answer from environment-1 after timeouts.generate_s = 1 s; check"
+    with pytest.raises(RolloutError, match=f"generate on environment-1: {message}"):
+        pool.generate(refs(group_requests(0, 1, 2, 5), [])).result()
 
 
 def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_environment_is_torn_down(
@@ -234,16 +211,15 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
     actor = create_environment_actor(ENVIRONMENTS[0], sandboxes, [None], ENGINES[:1], None)
     pool = RolloutClient([actor], ENVIRONMENTS[:1], timeouts(60.0), decode_batch_size=8)
     pool.start()
-    round_ = pool.generate(refs(training(0, 1)))
+    round_ = pool.generate(refs(group_requests(0, 1)))
     until_s = time.monotonic() + 30
     while len(noted(log)) < 2 * SIZE and time.monotonic() < until_s:
         time.sleep(0.05)
     pool.close()
     *before, last = noted(log)
-    assert sorted(before) == [
-        *(f"opened {position}" for position in range(2 * SIZE)),
-        *(f"shut {position}" for position in range(2 * SIZE)),
-    ]
+    positions = range(2 * SIZE)
+    opened = [f"opened {position}" for position in positions]
+    assert sorted(before) == opened + [f"shut {position}" for position in positions]
     assert last == "torn down"
     assert isinstance(round_.exception(), RolloutError)
 
@@ -255,9 +231,7 @@ LONG = Timeout(60.0, "timeouts.generate_s")
 
 
 def asked(actors: list[Any], limit: Timeout = LONG) -> Any:
-    """Of the second of two engines. What takes the place of a request comes back with the engine's
-    name.
-    """
+    """Ask the second of two engines. It answers with its name and the request."""
     engines = RayEngines(actors, ["actor-0", "actor-1"], limit)
     assert len(engines) == 2
     request: Any = "request"
@@ -269,7 +243,7 @@ def test_the_engine_of_that_number_answers(fake_actors: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "limit", "told"),
+    ("trouble", "limit", "message"),
     [
         ("fail", LONG, "generate on actor-1: told to fail"),
         ("unreachable", LONG, "generate on actor-1: gone"),
@@ -284,10 +258,10 @@ def test_the_engine_of_that_number_answers(fake_actors: list[Any]) -> None:
     ],
 )
 def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(
-    fake_actors: list[Any], trouble: str, limit: Timeout, told: str
+    fake_actors: list[Any], trouble: str, limit: Timeout, message: str
 ) -> None:
     ray.get(fake_actors[1].become.remote("generate", trouble))
-    with pytest.raises(RolloutError, match=told) as caught:
+    with pytest.raises(RolloutError, match=message) as caught:
         asked(fake_actors, limit)
     assert isinstance(caught.value, UnreachableError) is (trouble == "unreachable"), (
         "only then is another engine asked"
@@ -296,13 +270,8 @@ def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(
 
 def test_an_engine_that_dies_is_named_with_what_to_check(fake_actors: list[Any]) -> None:
     dies = create_fake_actor("actor-1", "generate", "die")
-    with pytest.raises(
-        RolloutError,
-        match=(
-            r"(?s)generate on actor-1: its process has ended .*; check its log and the machine's"
-            r" memory"
-        ),
-    ) as caught:
+    message = r"(?s)on actor-1: its process has ended .*; check its log and the machine's memory"
+    with pytest.raises(RolloutError, match=message) as caught:
         asked([fake_actors[0], dies])
     assert not isinstance(caught.value, UnreachableError), "no other engine is asked"
 

@@ -323,37 +323,46 @@ def trajectories(draw: st.DrawFn) -> list[State]:
     return states
 
 
+TokenColumns = tuple[int, float, int, float]
+"""Token, log-probability, mask and advantage."""
+
+
 def slowly_merged(
     states: list[State],
-) -> tuple[list[tuple[int, list[tuple[int, float, int, float]]]], int]:
-    """Return (rollout, [(token, logprob, mask, advantage)]) of each example, token by token, and
-    the number of splits.
+) -> tuple[list[tuple[int, list[int], list[TokenColumns]]], int]:
+    """Return the rollout, the steps and the tokens of each example, and the number of splits.
+
+    Every sampled token is learned once, with its own log-probability, behind exactly the tokens
+    that the engine saw.
     """
     examples = []
     num_splits = 0
     for index, state in enumerate(states):
-        open_ones: list[list[tuple[int, float, int, float]]] = []
-        for one in state["trajectory"]:
+        open_ones: list[tuple[int, list[int], list[TokenColumns]]] = []
+        for number, one in enumerate(state["trajectory"]):
             tokens = one["tokens"]
             if tokens is None:
                 continue
             prompt = tokens["prompt_ids"]
-            best: list[tuple[int, float, int, float]] | None = None
-            for known in open_ones:
+            best = None
+            for example in open_ones:
+                _, _, known = example
                 is_extended = [token for token, *_ in known] == prompt[: len(known)]
-                if is_extended and (best is None or len(known) >= len(best)):
-                    best = known
+                if is_extended and (best is None or len(known) >= len(best[2])):
+                    best = example
             if best is None:
                 num_splits += 1 if open_ones else 0
-                best = []
+                best = (index, [], [])
                 open_ones.append(best)
-            best += [(token, 0.0, 0, 0.0) for token in prompt[len(best) :]]
+            _, steps, columns = best
+            steps.append(number)
+            columns += [(token, 0.0, 0, 0.0) for token in prompt[len(columns) :]]
             advantage = one["advantage"] if one["advantage"] is not None else state["advantage"]
             for token, logprob in zip(
                 tokens["completion_ids"], tokens["completion_logprobs"], strict=True
             ):
-                best.append((token, logprob, 1, 0.0 if advantage is None else advantage))
-        examples += [(index, tokens) for tokens in open_ones]
+                columns.append((token, logprob, 1, 0.0 if advantage is None else advantage))
+        examples += open_ones
     return examples, num_splits
 
 
@@ -361,61 +370,28 @@ def slowly_merged(
 @given(trajectories())
 def test_merging_equals_a_slow_obvious_version(states):
     examples, num_splits = merge_trajectories_for_training(states)
-    columns = []
+    found = []
     for one in examples:
         advantages = [0.0] * len(one.token_ids)
         if one.advantage is not None or one.token_advantages is not None:
             advantages = token_advantages(one, std_epsilon=None)
-        rows = zip(one.token_ids, one.logprobs, one.mask, advantages, strict=True)
-        columns.append((one.rollout, list(rows)))
-    assert (columns, num_splits) == slowly_merged(states)
+        columns = list(zip(one.token_ids, one.logprobs, one.mask, advantages, strict=True))
+        found.append((one.rollout, list(one.steps), columns))
+    assert (found, num_splits) == slowly_merged(states)
 
 
 @pytest.mark.slow
 @given(trajectories())
-def test_every_sampled_token_is_trained_exactly_once_with_its_own_log_probability(states):
-    steps = [
-        (index, one["tokens"])
-        for index, state in enumerate(states)
-        for one in state["trajectory"]
-        if one["tokens"] is not None
-    ]
-    sampled = sorted(
-        (index, token, logprob)
-        for index, tokens in steps
-        for token, logprob in zip(
-            tokens["completion_ids"], tokens["completion_logprobs"], strict=True
-        )
-    )
-    for examples in (apart(*states), merged(*states)):
-        trained = [
-            (one.rollout, token, logprob)
-            for one in examples
-            for token, logprob, is_learned in zip(
-                one.token_ids, one.logprobs, one.mask, strict=True
-            )
-            if is_learned
-        ]
-        assert sorted(trained) == sampled
-
-
-@pytest.mark.slow
-@given(trajectories())
-def test_every_token_is_learned_behind_exactly_the_tokens_that_the_engine_saw(states):
-    """And every step with tokens is in one example, whose tokens begin with the step's."""
-    examples, num_splits = merge_trajectories_for_training(states)
-    found = []
-    for one in examples:
-        for number in one.steps:
-            tokens = states[one.rollout]["trajectory"][number]["tokens"]
-            whole = tokens["prompt_ids"] + tokens["completion_ids"]
-            assert one.token_ids[: len(whole)] == whole
-            found.append((one.rollout, number))
-    with_tokens = [
-        (index, number)
+def test_each_step_with_tokens_is_one_example_of_them(states):
+    tokens = [
+        (index, number, one["tokens"])
         for index, state in enumerate(states)
         for number, one in enumerate(state["trajectory"])
         if one["tokens"] is not None
     ]
-    assert sorted(found) == with_tokens
-    assert num_splits == len(examples) - len({index for index, _ in with_tokens})
+    for example, (index, number, of_step) in zip(apart(*states), tokens, strict=True):
+        num_prompt = len(of_step["prompt_ids"])
+        assert (example.rollout, example.steps) == (index, (number,))
+        assert example.token_ids == of_step["prompt_ids"] + of_step["completion_ids"]
+        assert example.mask == of_step["prompt_mask"] + of_step["completion_mask"]
+        assert example.logprobs == [0.0] * num_prompt + of_step["completion_logprobs"]

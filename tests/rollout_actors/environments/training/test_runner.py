@@ -23,6 +23,7 @@ from scripted_engines import (
     ScriptedEngines,
     decode_settings,
     demo_tokenizer,
+    group_requests,
     rollout_of,
 )
 
@@ -48,11 +49,9 @@ from shared.trajectory import (
 
 RUN_SEED = 7
 STEP = 3
-SIZE = 2
 TOKENIZER = demo_tokenizer(CHATML)
 VISION = demo_tokenizer(CHAT_TEMPLATE)
-DECODE = decode_settings(TOKENIZER, max_new_tokens=16)
-GREEDY = replace(DECODE, mode=DecodeMode.GREEDY, temperature=0.0)
+GREEDY = decode_settings(TOKENIZER, mode=DecodeMode.GREEDY, temperature=0.0, max_new_tokens=16)
 SETTINGS = RunnerSettings("runner_environment", "model", max_model_len=512, max_under_way=64)
 ERROR_LINE = " (runner_environment.py:47)"
 Answers = Sequence[Sequence[EnvironmentRollout]]
@@ -76,15 +75,6 @@ def runner_over(engines: Any, *, tokenizer: Any = TOKENIZER, **changes: Any) -> 
     of_settings = {name: value for name, value in changes.items() if name in known}
     settings = replace(SETTINGS, env_args=env_args, **of_settings)
     return EnvironmentRunner("environment-1", settings, engines, tokenizer)
-
-
-def training(*examples: int, first: int = 0) -> list[EnvironmentRequest]:
-    """A group of two rollouts of each, from this group on."""
-    groups = [
-        ExampleGroup(example, range(SIZE * number, SIZE * (number + 1)))
-        for number, example in enumerate(examples, first)
-    ]
-    return [EnvironmentRequest(STEP, (group,), DECODE, RUN_SEED) for group in groups]
 
 
 def held_out(number: int = 3) -> list[EnvironmentRequest]:
@@ -118,7 +108,7 @@ def ending(rollout: EnvironmentRollout) -> tuple[str | None, bool, int]:
 
 
 def test_every_request_is_answered_in_order_by_one_rollout_for_each_of_its_positions() -> None:
-    answers = ran(training(4, 1, 2, first=3))
+    answers = ran(group_requests(4, 1, 2, first=3))
     assert [[(rollout.position, rollout.example) for rollout in answer] for answer in answers] == [
         [(6, 4), (7, 4)],
         [(8, 1), (9, 1)],
@@ -128,7 +118,9 @@ def test_every_request_is_answered_in_order_by_one_rollout_for_each_of_its_posit
     assert ran([]) == []
 
 
-@pytest.mark.parametrize("requests", [training(4, 1, first=3), held_out()], ids=["step", "report"])
+@pytest.mark.parametrize(
+    "requests", [group_requests(4, 1, first=3), held_out()], ids=["step", "report"]
+)
 def test_a_rollout_says_with_which_seeds_its_calls_were_asked_and_who_answered(
     requests: list[EnvironmentRequest],
 ) -> None:
@@ -148,7 +140,7 @@ def test_a_rollout_says_with_which_seeds_its_calls_were_asked_and_who_answered(
 
 
 def test_a_rollout_says_what_it_is_worth_and_what_is_learned_of_it() -> None:
-    (first, second), _ = ran(training(4, 1))
+    (first, second), _ = ran(group_requests(4, 1))
     crosses = [
         [request_seed(RUN_SEED, STEP, position, turn) % 4 for turn in (0, 1)] for position in (0, 1)
     ]
@@ -174,7 +166,7 @@ def test_a_rollout_says_what_it_is_worth_and_what_is_learned_of_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compares", [False, True])
 def test_results_do_not_depend_on_how_the_requests_are_cut_into_calls(compares: bool) -> None:
-    requests = training(4, 1, 2, 0)
+    requests = group_requests(4, 1, 2, 0)
     runner = runner_over(ScriptedEngines(by_seed, number=2), compares=compares)
     whole = asyncio.run(runner.run(requests))
     for cuts in ([0, 1, 4], [0, 2, 4], [0, 1, 2, 3, 4]):
@@ -185,7 +177,7 @@ def test_results_do_not_depend_on_how_the_requests_are_cut_into_calls(compares: 
 
 @pytest.mark.parametrize("compares", [False, True])
 def test_an_example_that_is_drawn_twice_in_a_round_makes_two_groups(compares: bool) -> None:
-    answers = ran(training(4, 4, 1, 4), compares=compares)
+    answers = ran(group_requests(4, 4, 1, 4), compares=compares)
     positions = [[rollout.position for rollout in answer] for answer in answers]
     assert positions == [[0, 1], [2, 3], [4, 5], [6, 7]]
     for answer in answers:
@@ -206,7 +198,7 @@ def load_environment():
     return Echo(dataset=rows, rubric=Rubric([crosses]))
 """
     (tmp_path / "same_ids.py").write_text(source)
-    answers = ran(training(0, 1, 2), env_id=str(tmp_path / "same_ids.py"))
+    answers = ran(group_requests(0, 1, 2), env_id=str(tmp_path / "same_ids.py"))
     questions = [rollout.prompt[0]["content"] for rollout in flat(answers)]
     assert questions == ["q0", "q0", "q1", "q1", "q2", "q2"]
     for answer in answers:
@@ -233,22 +225,24 @@ def test_a_report_is_of_the_evaluation_data_and_greedy_though_the_environment_as
 
 def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled() -> None:
     """A prompt without room for a token is not asked for at all."""
-    ((rollout, _),) = ran(training(4), ScriptedEngines(lambda _: Says((1,) * 8)), max_model_len=30)
+    ((rollout, _),) = ran(
+        group_requests(4), ScriptedEngines(lambda _: Says((1,) * 8)), max_model_len=30
+    )
     assert ending(rollout) == (None, True, 1)
     assert rollout.examples[0].num_learned == rollout.num_tokens > 0
-    ((rollout, _),) = ran(training(4), max_model_len=5)
+    ((rollout, _),) = ran(group_requests(4), max_model_len=5)
     assert (*ending(rollout), rollout.examples) == (None, True, 0, ())
 
 
 def test_a_stop_token_that_was_not_sampled_is_not_learned() -> None:
     says = Says((1, 2, 3), finish_reason=FinishReason.LENGTH)
-    ((rollout, _),) = ran(training(4), ScriptedEngines(lambda _: says))
+    ((rollout, _),) = ran(group_requests(4), ScriptedEngines(lambda _: says))
     assert (rollout.num_tokens, rollout.num_length_limited) == (6, 2)
     assert sum(example.num_learned for example in rollout.examples) == 6
 
 
 def test_messages_are_left_out_where_nobody_reads_them() -> None:
-    for rollout in flat(ran(training(4), keeps_messages=False)):
+    for rollout in flat(ran(group_requests(4), keeps_messages=False)):
         assert (rollout.prompt, rollout.completion) == (None, None)
         assert rollout.examples
     for rollout in flat(ran(held_out(), keeps_messages=False)):
@@ -256,14 +250,14 @@ def test_messages_are_left_out_where_nobody_reads_them() -> None:
 
 
 def test_messages_travel_as_json_whatever_an_environment_puts_into_them() -> None:
-    ((rollout, _),) = ran(training(4), trouble="odd")
+    ((rollout, _),) = ran(group_requests(4), trouble="odd")
     assert rollout.error is None
     assert "object object at" in json.loads(json.dumps(rollout.completion))[1]["seen_by"]
 
 
 def test_no_engine_has_more_requests_at_a_time_than_it_may() -> None:
     engines = ScriptedEngines(lambda request: replace(by_seed(request), delay_s=0.005), number=2)
-    ran(training(0, 1, 2, 3), engines, max_under_way=3)
+    ran(group_requests(0, 1, 2, 3), engines, max_under_way=3)
     assert engines.most_under_way == [3, 3]
 
 
@@ -271,30 +265,30 @@ def test_no_engine_has_more_requests_at_a_time_than_it_may() -> None:
 
 
 def test_a_rollouts_own_error_is_data() -> None:
-    failed, *others = ran(training(4, 1), trouble="fail", at=4)
+    failed, *others = ran(group_requests(4, 1), trouble="fail", at=4)
     for rollout in failed:
         assert ending(rollout) == ("ZeroDivisionError: no such luck" + ERROR_LINE, False, 1)
         assert (rollout.reward, rollout.examples) == (0.0, ())
         assert rollout.completion[0]["role"] == "assistant", "what it had is kept"
     assert sorted(runner_environment.CLEANED) == [0, 1, 2, 3]
-    assert timeless(others) == timeless(ran(training(1, first=1)))
+    assert timeless(others) == timeless(ran(group_requests(1, first=1)))
 
 
 @pytest.mark.slow
 def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it() -> None:
-    cut_off, *others = ran(training(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
+    cut_off, *others = ran(group_requests(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
     message = (
         "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
         " cleanups wait for, or allow more"
     )
     for rollout in cut_off:
         assert (rollout.error, rollout.reward, rollout.examples) == (message, 0.0, ())
-    assert timeless(others) == timeless(ran(training(1, first=1)))
+    assert timeless(others) == timeless(ran(group_requests(1, first=1)))
 
 
 def test_a_reward_function_that_hangs_has_no_figure_at_its_limit() -> None:
     message = "TimeoutError: reward function endless is not done after scoring_timeout_s = 0.05 s"
-    for rollout in flat(ran(training(4), trouble="unjudged", scoring_timeout_s=0.05)):
+    for rollout in flat(ran(group_requests(4), trouble="unjudged", scoring_timeout_s=0.05)):
         assert rollout.reward_errors["endless"].startswith(message)
 
 
@@ -326,7 +320,7 @@ def test_an_engine_that_fails_ends_the_call_with_its_error_when_every_rollout_ha
     """No rollout is blamed for it, or rewarded."""
     engines = ScriptedEngines(failing_at(3, error), number=2)
     with pytest.raises(type(error)) as caught:
-        ran(training(4, 1, 2), engines, trouble=trouble)
+        ran(group_requests(4, 1, 2), engines, trouble=trouble)
     assert caught.value is error
     assert sorted(runner_environment.CLEANED) == list(range(6))
     assert engines.num_under_way == [0, 0]
@@ -350,19 +344,19 @@ def test_what_a_server_cannot_be_asked_is_asked_of_the_next_one_and_the_last_one
     None
 ):
     """Decision 14: then on another server, with the same seeds."""
-    answers = flat(ran(training(4, 1), Unreachable(0, 1)))
+    answers = flat(ran(group_requests(4, 1), Unreachable(0, 1)))
     assert {call.engine for rollout in answers for call in rollout.calls} == {"actor-2"}
     rewards = [rollout.reward for rollout in answers]
-    assert rewards == [rollout.reward for rollout in flat(ran(training(4, 1)))]
+    assert rewards == [rollout.reward for rollout in flat(ran(group_requests(4, 1)))]
     with pytest.raises(UnreachableError, match=r"generate on server-\d: no connection"):
-        ran(training(4, 1), Unreachable(0, 1, 2))
+        ran(group_requests(4, 1), Unreachable(0, 1, 2))
 
 
 def test_a_call_that_is_cancelled_ends_its_rollouts_which_clean_up() -> None:
     engines = ScriptedEngines(lambda request: replace(by_seed(request), delay_s=30.0))
 
     async def cancelled() -> None:
-        running = asyncio.ensure_future(runner_over(engines).run(training(4, 1)))
+        running = asyncio.ensure_future(runner_over(engines).run(group_requests(4, 1)))
         while engines.num_under_way != [4]:
             await asyncio.sleep(0.001)
         running.cancel()
@@ -378,8 +372,8 @@ def test_a_runner_that_failed_once_can_be_asked_again() -> None:
     calls = iter([DEAD])
     runner = runner_over(ScriptedEngines(lambda request: next(calls, None) or by_seed(request)))
     with pytest.raises(RolloutError):
-        asyncio.run(runner.run(training(4)))
-    assert timeless(asyncio.run(runner.run(training(4)))) == timeless(ran(training(4)))
+        asyncio.run(runner.run(group_requests(4)))
+    assert timeless(asyncio.run(runner.run(group_requests(4)))) == timeless(ran(group_requests(4)))
 
 
 # What the run has fixed
@@ -393,7 +387,7 @@ def test_the_template_gets_the_configurations_arguments_and_an_environment_may_s
     asking = {"extra_body": {"chat_template_kwargs": {"mood": "kind"}}}
     changes = {"tokenizer": tokenizer, "sampling_args": asking}
     engines = ScriptedEngines(by_seed)
-    answers = ran(training(4), engines, chat_template_args={"mood": "kind"}, **changes)
+    answers = ran(group_requests(4), engines, chat_template_args={"mood": "kind"}, **changes)
     assert {rollout.error for rollout in flat(answers)} == {None}
     assert all(tokenizer.decode(prompt).startswith("kind:") for prompt in engines.prompts)
     message = (
@@ -401,7 +395,7 @@ def test_the_template_gets_the_configurations_arguments_and_an_environment_may_s
         r" for, and this run has {'mood': 'grim'}"
     )
     with pytest.raises(RolloutError, match=message):
-        ran(training(4), ScriptedEngines([]), chat_template_args={"mood": "grim"}, **changes)
+        ran(group_requests(4), ScriptedEngines([]), chat_template_args={"mood": "grim"}, **changes)
 
 
 @pytest.mark.parametrize(("grouped", "name"), [(False, "runner_environment"), (True, "Echo")])
@@ -414,13 +408,13 @@ def test_an_environment_whose_sampling_arguments_contradict_the_run_fails_before
         " and this run has 1.0; leave it out, or change what the run has"
     )
     with pytest.raises(RolloutError, match=message):
-        ran(training(4), engines, sampling_args={"temperature": 0.7}, grouped=grouped)
+        ran(group_requests(4), engines, sampling_args={"temperature": 0.7}, grouped=grouped)
     assert engines.requests == []
 
 
 def test_sampling_arguments_that_agree_with_the_run_are_taken() -> None:
     engines = ScriptedEngines(by_seed)
-    ran(training(4), engines, sampling_args={"temperature": 1.0, "max_tokens": 5})
+    ran(group_requests(4), engines, sampling_args={"temperature": 1.0, "max_tokens": 5})
     assert {request.decode.max_new_tokens for _, request in engines.requests} == {5}
 
 
@@ -430,7 +424,7 @@ PICTURE = png(8, 8)
 SHOWING = {"tokenizer": VISION, "image": PICTURE}
 
 
-@pytest.mark.parametrize("requests", [training(4), held_out()], ids=["training", "held out"])
+@pytest.mark.parametrize("requests", [group_requests(4), held_out()], ids=["training", "held out"])
 def test_more_images_than_the_run_was_configured_for_end_the_call(
     requests: list[EnvironmentRequest],
 ) -> None:
@@ -448,7 +442,7 @@ def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_w
     None
 ):
     url = picture(PICTURE)["image_url"]["url"]
-    for rollout in flat(ran(training(4), max_images=1, **SHOWING)):
+    for rollout in flat(ran(group_requests(4), max_images=1, **SHOWING)):
         assert [images_of(example) for example in rollout.examples] == [[PICTURE]]
         assert url not in str(rollout.prompt)
         assert f"data:image/png, {len(PICTURE)} bytes, sha256 of the URL" in str(rollout.prompt)
@@ -459,7 +453,7 @@ def test_a_prompt_that_only_its_images_make_too_long_ends_its_rollouts_alone() -
     refusal = "sample 4 was refused: it is longer than the maximum model length of 512"
     error = RolloutError(refusal, actor="actor-0", phase="generate")
     for rollout in flat(
-        ran(training(4), ScriptedEngines(lambda _: error), max_images=1, **SHOWING)
+        ran(group_requests(4), ScriptedEngines(lambda _: error), max_images=1, **SHOWING)
     ):
         assert ending(rollout) == (None, True, 0)
 
@@ -509,7 +503,7 @@ def keeping(tmp_path: Path) -> dict[str, Any]:
 def test_images_of_an_example_are_those_that_were_sent_whatever_the_environment_keeps_of_its_prompts(
     keeping: dict[str, Any], kept: Any
 ) -> None:
-    for rollout in flat(ran(training(0, 1), kept=kept, **keeping)):
+    for rollout in flat(ran(group_requests(0, 1), kept=kept, **keeping)):
         (example,) = rollout.examples
         assert (rollout.error, example.steps) == (None, (0, 1))
         assert images_of(example) == [png(8 + rollout.example, 8), png(18 + rollout.example, 8)]
@@ -535,7 +529,9 @@ def test_calls_that_were_sent_other_images_are_examples_of_their_own_though_what
     keeping: dict[str, Any], kept: Any
 ) -> None:
     """Of the same tokens, and more."""
-    for rollout in flat(ran(training(0, 1), Blind(by_seed), kept=kept, forgets=True, **keeping)):
+    for rollout in flat(
+        ran(group_requests(0, 1), Blind(by_seed), kept=kept, forgets=True, **keeping)
+    ):
         assert rollout.error is None
         first, second = rollout.examples
         assert (first.steps, images_of(first)) == ((0,), [png(8 + rollout.example, 8)])
@@ -552,7 +548,7 @@ def load_environment():
 """
     (tmp_path / "torn.py").write_text(source)
     changes = {"env_id": str(tmp_path / "torn.py"), "tokenizer": VISION, "max_images": 1}
-    sound, torn = ran(training(0, 1), **changes)
+    sound, torn = ran(group_requests(0, 1), **changes)
     assert [rollout.error for rollout in sound] == [None, None]
     message = "ValueError: image_url: 'data:image/png;base64,dG9ybg=='... cannot be decoded: it is"
     for rollout in torn:
