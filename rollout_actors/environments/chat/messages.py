@@ -21,7 +21,13 @@ _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
     """Join conversations, or texts, in order. Nothing is copied but the outermost list."""
-    texts = [part for part in parts if isinstance(part, str)]
+    texts: list[str] = []
+    joined: list[Message] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        else:
+            joined += part
     if len(texts) == len(parts):
         return "".join(texts)
     if texts:
@@ -29,9 +35,6 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
             f"text cannot be joined with messages: {texts[0][:60]!r}; an environment has one"
             " message_type"
         )
-    joined: list[Message] = []
-    for part in parts:
-        joined += part
     return joined
 
 
