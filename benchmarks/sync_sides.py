@@ -114,7 +114,7 @@ class Sender(WeightSender):
         self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]
     ) -> ChecksummedWeights:
         kind = ChecksummedWeights if Part.LEARNER_CHECKSUMS in self.parts else UnverifiedWeights
-        return kind(self._source.tensors(), terms, logprobs)
+        return kind(self.source.tensors(), terms, logprobs)
 
 
 class Learner:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
 from learner.model.checkpoint import WeightSource
@@ -26,6 +27,7 @@ Logprobs = tuple[float, ...]
 T = TypeVar("T")
 
 
+@dataclass
 class WeightSender:
     """Sends one source's weights again and again, and opens new groups after a failure.
 
@@ -33,39 +35,28 @@ class WeightSender:
     after that. Not thread-safe: one sync at a time.
     """
 
-    def __init__(
-        self,
-        source: WeightSource,
-        *,
-        transport: str,
-        receivers: tuple[ReceiverGroup, ...],
-        timeout_s: float,
-        join: Timeout | None = None,
-        host: str = "127.0.0.1",
-        bucket_bytes: int = 16 << 20,
-    ) -> None:
-        """Keep the settings; open nothing yet.
+    source: WeightSource
+    _: KW_ONLY
+    transport: str
+    receivers: tuple[ReceiverGroup, ...]
+    """The engines' workers, group by group."""
+    timeout_s: float
+    """Of each phase."""
+    join: Timeout | None = None
+    """Of the phase in which the receivers come; None: as of any other."""
+    host: str = "127.0.0.1"
+    """An address of this node that the receivers can reach."""
+    bucket_bytes: int = 16 << 20
+    _listening: list[socket.socket] = field(init=False, default_factory=list)
+    _groups: tuple[ProcessGroupSpec, ...] = field(init=False, default=())
+    _wire: GlooSender | NcclSender | None = field(init=False, default=None)
+    _score: Callable[[], Logprobs] | None = field(init=False, default=None)
 
-        Args:
-            receivers: the engines' workers, group by group.
-            timeout_s: of each phase.
-            join: of the phase in which the receivers come; None: as of any other.
-            host: an address of this node that the receivers can reach.
-        """
-        self._source = source
-        self._transport = TransportKind(transport)
+    def __post_init__(self) -> None:
+        self._transport = TransportKind(self.transport)
         # Without a wire (ipc, inproc) a backend in this process takes the weights itself.
         self._has_wire = self._transport in SENDERS
-        self._receivers = receivers if self._has_wire else ()
-        self.timeout_s = timeout_s
-        self._limit = Timeout(timeout_s, PHASE_LIMIT)
-        self._join = join
-        self._host = host
-        self._bucket_bytes = bucket_bytes
-        self._listening: list[socket.socket] = []
-        self._groups: tuple[ProcessGroupSpec, ...] = ()
-        self._wire: GlooSender | NcclSender | None = None
-        self._score: Callable[[], Logprobs] | None = None
+        self._limit = Timeout(self.timeout_s, PHASE_LIMIT)
 
     def offer(
         self, version: int, probe: CanaryProbe, score: Callable[[], Logprobs] | None = None
@@ -87,15 +78,15 @@ class WeightSender:
         self._score = score
         specs = (
             (name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize)
-            for name, dtype, shape in self._source.specs()
+            for name, dtype, shape in self.source.specs()
         )
         terms = FullOffer(
             groups=self._groups,
             timeout_s=self.timeout_s,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self.bucket_bytes,
             tensors=tuple(TensorSpec(*spec) for spec in specs),
             num_logprobs=0 if score is None else probe.num_logprobs,
-            join=self._join,
+            join=self.join,
         )
         return WeightOffer(version, self._transport, terms, probe)
 
@@ -150,7 +141,7 @@ class WeightSender:
         self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]
     ) -> ChecksummedWeights:
         """Return the weights as they go out; `logprobs` waits for those of the canary."""
-        return ChecksummedWeights(self._source.tensors(), terms, logprobs)
+        return ChecksummedWeights(self.source.tensors(), terms, logprobs)
 
     def close(self) -> None:
         """Leave the groups, as when the receivers change; the next offer opens others."""
@@ -162,30 +153,30 @@ class WeightSender:
         self._listening = []
 
     def _listen(self) -> None:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         groups = []
-        for index, receivers in enumerate(self._receivers):
+        for index, receivers in enumerate(self.receivers if self._has_wire else ()):
             world_size = 1 + receivers.num_workers
-            address = (self._host, receivers.port)
+            address = (self.host, receivers.port)
             try:
                 listening = socket.create_server(address, family=family, backlog=world_size)
             except OSError as error:
                 self.close()
                 if not receivers.port:
                     raise WeightSyncError(
-                        f"no port of {self._host} can be opened ({error.strerror}); check that this"
+                        f"no port of {self.host} can be opened ({error.strerror}); check that this"
                         " node has the address",
                         actor=LEARNER,
                         phase=OFFER,
                     ) from error
                 raise ConfigError(
                     f"rollout_matching.vllm.server.servers[{index}].group_port: port"
-                    f" {receivers.port} of {self._host} cannot be opened ({error.strerror}); choose"
+                    f" {receivers.port} of {self.host} cannot be opened ({error.strerror}); choose"
                     " a free one, or end what uses it"
                 ) from error
             self._listening.append(listening)
             port = listening.getsockname()[1]
-            groups.append(ProcessGroupSpec(self._host, port, world_size, uuid.uuid4().hex))
+            groups.append(ProcessGroupSpec(self.host, port, world_size, uuid.uuid4().hex))
         self._groups = tuple(groups)
 
     def _open(self, terms: FullOffer) -> GlooSender | NcclSender:
@@ -200,7 +191,7 @@ class WeightSender:
         try:
             return work.result(timeout=_left_s(began, limit))
         except Exception as error:
-            num_receivers = sum(group.num_workers for group in self._receivers)
+            num_receivers = sum(group.num_workers for group in self.receivers)
             addresses = ", ".join(f"{group.host}:{group.port}" for group in self._groups)
             check = f"that every rollout engine is alive and reaches {addresses}"
             message = f"{error}; check {check}"

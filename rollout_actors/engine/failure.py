@@ -24,16 +24,16 @@ from pathlib import Path
 
 FILE = "ROLLMATCH_ENGINE_FAILURE"
 """Environment variable of an engine's processes: the file for their errors."""
+# Largest size of that file, which then begins anew: the last errors are those that matter.
 MAX_BYTES = 1 << 20
-"""Largest size of that file, which then begins anew: the last errors are those that matter."""
+# Age from which an error did not end a process: the engine has survived it.
 RECENT_S = 3600.0
-"""Age from which an error did not end a process: the engine has survived it."""
+# An error of vLLM's that only points to another process.
 POINTS_ELSEWHERE = re.compile("root cause|stack trace", re.IGNORECASE)
-"""Words in an error of vLLM's that only points to another process."""
+# vLLM's error where a process ended during the start: `Failed core proc(s): {'EngineCore': -9}`, or
+# `{}` where the code is not known yet.
 PROCESS_ENDED = "Failed core proc(s)"
 EXIT_CODES = re.compile(r"'(\w*(?:EngineCore|Worker)\w*)': (-?\d+)")
-"""Parts of vLLM's error where a process ended during the start: `Failed core proc(s):
-{'EngineCore': -9}`, or `{}` where the code is not known yet."""
 KEYS = {
     "gpu_memory_utilization": (
         "rollout_matching.vllm.gpu_memory_utilization, or"

@@ -14,11 +14,10 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from rollout_actors.engine.failure import EngineEndedError
 from shared.errors import RecordError, RolloutError, Timeout, WeightSyncError, ended, late
 
+# Wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`.
 PEER_ERROR_GRACE_S = 4.0
-"""Wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`."""
+# Signs of gloo and NCCL that a peer has left, as text: vLLM passes on no exception of its workers.
 BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
-"""Signs of gloo and NCCL that a peer has left, as text: vLLM passes on no exception of its workers.
-"""
 
 
 @dataclass(frozen=True, slots=True)

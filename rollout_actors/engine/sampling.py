@@ -20,6 +20,7 @@ FINISH_REASONS = {
 }
 BAN = -100.0
 """Bias on the logit of a banned id: the lowest that vLLM accepts; `exp(-100)` vanishes in fp32."""
+# They score a prompt; the one token sampled after it is ignored.
 PROBE_FIELDS = {
     "temperature": 0.0,
     "max_tokens": 1,
@@ -27,7 +28,6 @@ PROBE_FIELDS = {
     "ignore_eos": True,
     "detokenize": False,
 }
-"""`SamplingParams` that score a prompt; the one token sampled after it is ignored."""
 
 
 def sampling_fields(decode: DecodeSettings, seed: int) -> dict[str, Any]:

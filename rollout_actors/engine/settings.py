@@ -87,6 +87,11 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.kv_cache_memory_bytes is not None:
         # vLLM would still refuse a GPU on which less than this fraction is free.
         utilization = LEAST_UTILIZATION
+    lora: dict[str, Any] = {}
+    if settings.enable_lora:
+        # The configuration refuses ranks above the largest.
+        rank = next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank)
+        lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     return {
         "model": settings.model_path,
         "dtype": settings.dtype,
@@ -111,19 +116,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         # In every engine: a rule may come after the start, from whoever asks for rollouts.
         "logits_processors": [GUARD_PROCESSOR],
-        **lora_arguments(settings),
-    }
-
-
-def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Return the engine arguments for one adapter; nothing where there is none."""
-    if not settings.enable_lora:
-        return {}
-    # The configuration refuses ranks above the largest.
-    return {
-        "enable_lora": True,
-        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank),
-        "max_loras": 1,
+        **lora,
     }
 
 

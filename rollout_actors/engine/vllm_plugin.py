@@ -15,12 +15,12 @@ from rollout_actors.engine.failure import write_failures_down
 from rollout_actors.engine.warm_python import end_at_once
 from shared.weight_sync.transports import TransportKind
 
+# vLLM's name for the process of an engine.
 ENGINE_CORE = "EngineCore"
-"""vLLM's name for the process of an engine."""
+# A module that such a process imports only if its devices have processes of their own.
 SEVERAL_DEVICES = "vllm.v1.executor.multiproc_executor"
-"""A module that such a process imports only if its devices have processes of their own."""
+# Priority of a finalizer that multiprocessing calls last of all when a process ends.
 LAST = -1000
-"""Priority of a finalizer that multiprocessing calls last of all when a process ends."""
 
 
 @cache

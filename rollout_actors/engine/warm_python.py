@@ -42,6 +42,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+# Nothing of this project: a fork runs the code on the disk.
 PRELOADED = (
     "torch",
     "transformers",
@@ -51,33 +52,26 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3_vl",
 )
-"""Modules that the server imports. None of this project: a fork runs the code on the disk."""
+# Modules that vllm and transformers would import too. Ray reads its settings from the environment
+# when it is imported, so each fork imports it anew; nothing here needs the others, which take 2 s,
+# and pyarrow starts a thread.
 HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
-"""Modules that vllm and transformers would import too. Ray reads its settings from the environment
-when it is imported, so each fork imports it anew; nothing here needs the others, which take 2 s,
-and pyarrow starts a thread.
-"""
-IDLE_S = 3.0
-"""Seconds that a server without connections stays."""
-START_S = 240.0
-"""Seconds for a server to import everything, on a machine where others do the same."""
-REQUEST_S = 10.0
-"""Seconds for a shim that has begun to ask."""
+IDLE_S = 3.0  # of a server without connections
+START_S = 240.0  # to import everything, on a machine where others do the same
+REQUEST_S = 10.0  # for a shim that has begun to ask
 FOLDER = "ROLLMATCH_WARM_FOLDER"
 """Environment variable: the folder of the server to ask, also for a fork's own children."""
 VARIABLES = "ROLLMATCH_WARM_VARIABLES"
 """Environment variable: a JSON object of variables for the server's own imports; no fork gets them.
 """
+# First word of a shim in `ps -o comm`, before the process id of its fork.
 NAME = "warm"
-"""First word of a shim in `ps -o comm`, before the process id of its fork."""
 
+# OpenMP reads the second one when torch is imported, for all forks: threads that spin while they
+# wait would slow a learner beside engines tens of times.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""Variables of every server. OpenMP reads the second one when torch is imported, for all forks:
-threads that spin while they wait would slow a learner beside engines tens of times.
-"""
 _THIS_FILE = Path(__file__).resolve()
-_MAX_FILES = 253
-"""The most that Linux sends over a socket at once."""
+_MAX_FILES = 253  # the most that Linux sends over a socket at once
 _LENGTH = struct.Struct("!I")
 _STATUS = struct.Struct("!i")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -429,9 +423,8 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
         os.dup2(file, number)
         os.close(file)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = open(  # noqa: SIM115
-            number, "w" if number else "r", buffering=1, closefd=False, errors="surrogateescape"
-        )
+        mode = "w" if number else "r"
+        stream = open(number, mode, buffering=1, closefd=False, errors="surrogateescape")  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     os.environ.clear()
@@ -443,10 +436,10 @@ def _take_over(folder: Path, request: dict[str, Any], files: Sequence[int]) -> N
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:  # which has read the server's variables
         # "4,2": 2 are for loops within loops
-        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        is_number = asked.isdecimal() and int(asked) > 0
+        num_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        is_number = num_threads.isdecimal() and int(num_threads) > 0
         sys.modules["torch"].set_num_threads(
-            int(asked) if is_number else len(os.sched_getaffinity(0))
+            int(num_threads) if is_number else len(os.sched_getaffinity(0))
         )
 
 

@@ -57,23 +57,19 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
     for report in reports:
         names = [f"not loaded: {name}" for name in report.missing]
         names += [f"not a parameter: {name}" for name in report.unexpected]
+        num_arrived = len(report.checksums)
+        num_sent = len(report.sent)
         if names:
-            shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            raise error(shown, "set of loaded names", len(names))
-        if len(report.checksums) != len(report.sent):
-            raise error(
-                f"{len(report.checksums)} buckets arrived with {len(report.sent)} checksums; check"
-                " that learner and engine run the same version",
-                "number of buckets",
-            )
+            message = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            raise error(message, "set of loaded names", len(names))
+        if num_arrived != num_sent:
+            message = f"{num_arrived} buckets arrived with {num_sent} checksums; check that learner"
+            raise error(f"{message} and engine run the same version", "number of buckets")
         pairs = zip(report.checksums, report.sent, strict=True)
         wrong = [i for i, (arrived, sent) in enumerate(pairs) if arrived != sent]
         if wrong:
-            raise error(
-                f"buckets {wrong} of {len(report.sent)} did not arrive as they were sent",
-                "bucket checksums",
-                len(wrong),
-            )
+            message = f"buckets {wrong} of {num_sent} did not arrive as they were sent"
+            raise error(message, "bucket checksums", len(wrong))
 
 
 # vLLM's `WeightTransferInitRequest` and `WeightTransferUpdateRequest`, whose module imports all of

@@ -47,20 +47,21 @@ from shared.weight_sync.phases import SyncPhase
 NOISE_FILE = "canary_noise.json"
 
 EFFECT_OVER_NOISE = 5.0
+# Root mean square in nats: in float32 the adapter's own rounding is more than the noise.
 SMALLEST_EFFECT = 1e-4
-"""Root mean square in nats: in float32 the adapter's own rounding is more than the noise."""
+
+# Agreement in units of the noise: of its mean for the mean, of its largest for a token.
 BOUND_OVER_NOISE = 3.0
-"""Agreement in units of the noise: of its mean for the mean, of its largest for a token."""
+# Bounds in nats where the noise is less: other weights and other tokens have other noise.
 SMALLEST_MEAN = 0.01
 SMALLEST_BEYOND = 0.1
-"""Bounds in nats where the noise is less: other weights and other tokens have other noise."""
+# Loosest bounds in nats, and those where no noise was measured. Of real models means up to 0.064
+# are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352).
 USUAL_MEAN = 0.1
 USUAL_BEYOND = 0.5
-"""Loosest bounds in nats, and those where no noise was measured. Of real models means up to 0.064
-are reported, and 0.32 of the worst token of 25 (verl-omni#637, vllm#18352)."""
+# Share of the tokens that may be beyond the bound, and how many of a short probe always may.
 SHARE_BEYOND = 0.02
 FEWEST_BEYOND = 2
-"""Share of the tokens that may be beyond the bound, and how many of a short probe always may."""
 
 Scores = tuple[Sequence[int], Sequence[float]]
 """An engine's answer to a probe: expanded token ids, log-probabilities of all but the first."""
@@ -186,10 +187,8 @@ class CanaryProbe:
         effect = self._differences(self._expected, self.base_logprobs)
         served = self._differences(adapted[1], base[1])
         noise = self._differences(base[1], self.base_logprobs)
-        least = max(
-            EFFECT_OVER_NOISE * math.hypot(*noise), SMALLEST_EFFECT * math.sqrt(len(effect))
-        )
-        if math.hypot(*effect) < least:
+        smallest = SMALLEST_EFFECT * math.sqrt(len(effect))
+        if math.hypot(*effect) < max(EFFECT_OVER_NOISE * math.hypot(*noise), smallest):
             return None
         projection = math.fsum(e * s for e, s in zip(effect, served, strict=True))
         slope = projection / math.fsum(e * e for e in effect)

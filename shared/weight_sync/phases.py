@@ -34,14 +34,10 @@ if TYPE_CHECKING:
 
 # What each layer waits in a phase beyond its `timeout_s`. An outer one waits longer, so that the
 # innermost error, which knows most, is the one reported.
-ENGINE_MARGIN_S = 2.0
-"""The engine's, and the sender's."""
-CLIENT_MARGIN_S = 3.0
-"""A rollout server's client."""
-POOL_MARGIN_S = 4.0
-"""The pool's, and whoever waits for the sender."""
-SYNC_MARGIN_S = 6.0
-"""The whole sync's."""
+ENGINE_MARGIN_S = 2.0  # the engine's, and the sender's
+CLIENT_MARGIN_S = 3.0  # a rollout server's client
+POOL_MARGIN_S = 4.0  # the pool's, and whoever waits for the sender
+SYNC_MARGIN_S = 6.0  # the whole sync's
 
 OFFER = "offer"
 """In an error: before a receiver did anything, or where it is not known what it did."""

@@ -23,6 +23,7 @@ from process_family import fork_of, is_alive, is_warm_server
 
 from rollout_actors.engine import warm_python
 
+IMPORT = f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import warm_python"
 SECONDS = 60.0
 """For something that takes none, on a machine with other work."""
 
@@ -103,27 +104,31 @@ def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_shim(
     assert shown[3:] == ["blue", "said", "__main__", True]
 
 
+KILL_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+IS_ALONE = "import os; print(os.getpgrp() == os.getpid())"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "status", "said"),
+    ("code", "status", "output", "error"),
     [
-        ("import sys; sys.exit(3)", 3, ""),
-        ("import sys; sys.exit('no such thing')", 1, "no such thing\n"),
-        ("import sys; sys.exit()", 0, ""),
-        ("1 / 0", 1, "ZeroDivisionError"),
-        ("import sys; sys.stdout.close()", 0, ""),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("import sys; sys.exit(3)", 3, "", ""),
+        ("import sys; sys.exit('no such thing')", 1, "", "no such thing\n"),
+        ("import sys; sys.exit()", 0, "", ""),
+        ("1 / 0", 1, "", "ZeroDivisionError"),
+        ("import sys; sys.stdout.close()", 0, "", ""),
+        (KILL_ITSELF, -signal.SIGKILL, "", ""),
+        ("import atexit; atexit.register(print, 'ended')", 0, "ended\n", ""),
+        (IS_ALONE, 0, "True\n", ""),  # Ray kills the process group of a worker that has ended
     ],
 )
-def test_a_shim_ends_as_its_fork_does(folder: Path, code: str, status: int, said: str) -> None:
+def test_a_shim_ends_as_its_fork_does(
+    folder: Path, code: str, status: int, output: str, error: str
+) -> None:
     done = run(folder, "-c", code)
-    assert done.returncode == status
-    assert said in done.stderr
-    assert bool(done.stderr) == bool(said)
-
-
-def test_what_is_registered_for_a_processs_end_is_done(folder: Path) -> None:
-    assert run(folder, "-c", "import atexit; atexit.register(print, 'ended')").stdout == "ended\n"
+    assert (done.returncode, done.stdout) == (status, output)
+    assert error in done.stderr
+    assert bool(done.stderr) == bool(error)
 
 
 def test_forks_have_random_states_of_their_own(folder: Path) -> None:
@@ -159,11 +164,13 @@ def test_a_server_has_the_variables_that_are_named_for_it_and_a_fork_its_own() -
 
 
 def test_a_signal_to_the_shim_reaches_the_fork(folder: Path) -> None:
-    process = start(
-        folder,
-        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); print('here',"
-        " flush=True); sys.stdin.read()",
-    )
+    code = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print("here", flush=True)
+sys.stdin.read()
+"""
+    process = start(folder, code)
     process.terminate()
     assert process.wait(SECONDS) == 5
 
@@ -174,14 +181,6 @@ def test_a_fork_ends_with_a_shim_that_was_killed(folder: Path) -> None:
     assert fork is not None
     process.kill()
     assert ends(fork)
-
-
-def test_a_fork_is_alone_in_its_process_group(folder: Path) -> None:
-    """Ray kills the group of a worker that has ended: neither the server nor another fork may be in
-    it.
-    """
-    done = run(folder, "-c", "import os; print(os.getpgrp() == os.getpid())")
-    assert done.stdout == "True\n"
 
 
 def test_a_pipe_ends_with_the_fork_that_writes_to_it(folder: Path) -> None:
@@ -259,13 +258,8 @@ def run_with(
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """A shim whose server, a new one, imports this module."""
     folder = new_folder()
-    shim = (
-        f"warm_python.shim(['-c', 'import sys; print(10); sys.exit(3)'], preloaded=[{preloaded!r}])"
-    )
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import"
-        f" warm_python; {before}; {shim}"
-    )
+    program = ["-c", "import sys; print(10); sys.exit(3)"]
+    code = f"{IMPORT}; {before}; warm_python.shim({program!r}, preloaded=[{preloaded!r}])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(folder, **variables),
@@ -317,10 +311,7 @@ def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
 
 def test_the_shim_imports_nothing_slow() -> None:
     """It runs for every process."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import"
-        " warm_python; print(*sys.modules)"
-    )
+    code = f"{IMPORT}; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-IS", "-c", code],
         capture_output=True,
@@ -328,6 +319,5 @@ def test_the_shim_imports_nothing_slow() -> None:
         timeout=SECONDS,
         check=True,
     )
-    assert not {"asyncio", "email", "logging", "multiprocessing", "runpy", "torch"} & set(
-        done.stdout.split()
-    )
+    slow = {"asyncio", "email", "logging", "multiprocessing", "runpy", "torch"}
+    assert not slow & set(done.stdout.split())
