@@ -66,7 +66,7 @@ class DigitPlacement:
         return not (apart_x or apart_y)
 
     def bins(self) -> tuple[int, int, int, int]:
-        """(x1, y1, x2, y2) in norm1000 of the first and the last pixel."""
+        """Return (x1, y1, x2, y2) in norm1000 of the first and the last pixel."""
         return bin_box(
             (self.left, self.top, self.left + self.size - 1, self.top + self.size - 1),
             width=CANVAS,
@@ -79,7 +79,7 @@ class DigitPlacement:
         return scan.resize((self.size, self.size), Image.Resampling.BILINEAR)
 
     def outline(self) -> tuple[int, ...]:
-        """x, y in norm1000 of the ink's convex hull, simplified to `MAX_VERTICES`.
+        """Return x, y in norm1000 of the ink's convex hull, simplified to `MAX_VERTICES`.
 
         Clockwise from the topmost, then leftmost vertex.
         """
@@ -110,7 +110,7 @@ def _from_the_top(ring: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def load_handwriting() -> tuple[list[Digit], list[Digit]]:
-    """(digits for training scenes, digits for validation scenes), in the order of the data set."""
+    """Return the digits for training scenes and those for validation scenes, in their order."""
     scans = load_digits()
     digits = [
         Digit(scan=scan.astype(np.uint8), name=NAMES[label])

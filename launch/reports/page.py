@@ -73,7 +73,7 @@ def _story(worst: WorstScene) -> str:
 
 
 def write_report(folder: Path, report: DetectionReport) -> None:
-    """Write `folder`, which must not exist: complete, or not there at all.
+    """Write `folder`, which must not exist, whole or not at all.
 
     Raises:
         StorageError: it cannot be written.
@@ -104,12 +104,9 @@ def write_report(folder: Path, report: DetectionReport) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to fill, which becomes `folder`, new, at the end of the block.
+    """Give an empty folder, which becomes `folder` at the end of the block. Raises StorageError.
 
     What a block that raises leaves lies beside it until the next attempt.
-
-    Raises:
-        StorageError: a file or the folder cannot be written.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     try:

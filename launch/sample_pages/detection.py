@@ -37,19 +37,6 @@ MATCH_COLOURS = (
 UNMATCHED_PREDICTION = "#d62222"
 UNMATCHED_TRUTH = "#1a1a1a"
 
-MEANINGS = {
-    TokenRole.NEUTRAL: (
-        "in the kept prefix, and not of a matched object (or the name of one): never supervised"
-    ),
-    TokenRole.STRUCTURE: "text of a ground-truth object, and the separators before it",
-    TokenRole.DESC: "overlaps the name (desc) of a ground-truth object",
-    TokenRole.MATCHED_STRUCTURE: (
-        "in the kept prefix: a matched object's braces, keys and separators"
-    ),
-    TokenRole.COORD: "a supervised coord slot: the token's bin → the bin it should be",
-    TokenRole.CLOSING: "the closing brace, or the end of the answer",
-}
-
 _SHOWN_WIDTH = 480
 """About the width of a panel on the page, in CSS pixels, for which letters are sized."""
 _EMBEDDED = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
@@ -256,7 +243,7 @@ def _opacity(role: str, weight: float, target: TargetEntry) -> float | None:
 def _legend_rows(target: TargetEntry) -> list[LegendRow]:
     """Make a row for each role there is: its colours, how many tokens, which weights."""
     rows = []
-    for role, meaning in MEANINGS.items():
+    for role in TokenRole:
         tag = role.name.lower()
         of_role = [run for run in target["supervision"] if run[2] == tag]
         if not of_role:
@@ -267,7 +254,7 @@ def _legend_rows(target: TargetEntry) -> list[LegendRow]:
         figures = ", ".join(f"{weight:g}" for weight in weights)
         if role is TokenRole.COORD:
             figures = "slots"
-        rows.append(LegendRow(tag, opacities, num_tokens, figures, meaning))
+        rows.append(LegendRow(tag, opacities, num_tokens, figures))
     return rows
 
 

@@ -92,7 +92,6 @@ class LegendRow(NamedTuple):
     """One for each swatch."""
     num_tokens: int
     figures: str
-    meaning: str
 
 
 def token_cell(facts: Sequence[str], data: bytes) -> TokenCell:

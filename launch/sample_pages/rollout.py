@@ -32,17 +32,6 @@ class Use(StrEnum):
     UNUSABLE = "unusable"
 
 
-MEANINGS = {
-    Use.CONTEXT: (
-        "only read: prompts, what the environment said, and answers that another example learns"
-    ),
-    Use.UP: "learned, and to be made more likely",
-    Use.DOWN: "learned, and to be made less likely",
-    Use.LEVEL: "learned with the advantage 0, which changes nothing",
-    Use.UNUSABLE: "to be learned, but with no advantage that is a number: the run ends here",
-}
-
-
 class Credit(NamedTuple):
     """The advantage that a token is learned with; neighbours of equal credit are one run."""
 
@@ -159,7 +148,7 @@ def signed(value: float) -> str:
 
 
 def _credits(example: ExampleEntry) -> list[Credit]:
-    """[L]"""
+    """Return what every token of the example is learned with, [L]."""
     credits = []
     for advantage, is_learned in zip(advantages(example), example["mask"], strict=True):
         if not is_learned:
@@ -189,7 +178,7 @@ def _legend_rows(credits: Sequence[Sequence[Credit]], strongest: float) -> list[
             figures += f" … {signed(values[-1])}"
         largest = max(of_use, key=lambda credit: credit.size)
         opacities = [_opacity(largest, strongest)]
-        rows.append(LegendRow(use, opacities, len(of_use), figures, MEANINGS[use]))
+        rows.append(LegendRow(use, opacities, len(of_use), figures))
     return rows
 
 

@@ -50,8 +50,7 @@ asked, 130 interrupted.
 def check_sampling(sampling: Mapping[str, Any], message_type: str) -> dict[str, Any]:
     """Return the sampling arguments of every call, by their names in OpenAI's API.
 
-    Raises:
-        ConfigError: names and values that every call would fail of.
+    Raises ConfigError: names and values that every call would fail of.
     """
     create = AsyncCompletions.create if message_type == "completion" else AsyncChats.create
     known = [name for name in inspect.signature(create).parameters if name != "self"]

@@ -111,11 +111,7 @@ async def find_model(
 
 
 async def list_models(client: openai.AsyncOpenAI, endpoint: Endpoint) -> list[str] | None:
-    """Return the names of the models; None of an endpoint without such a list.
-
-    Raises:
-        UnreachableError, ConfigError: as `find_model`.
-    """
+    """Return the names of the models, None where there is no list. Raises as `find_model`."""
     try:
         with _translated_errors(endpoint):
             page = await client.with_options(timeout=LIST_TIMEOUT_S).models.list()

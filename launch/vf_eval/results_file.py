@@ -178,11 +178,7 @@ class ResultsFile:
         self._lines.close()
 
     def append(self, rollout: FinishedRollout) -> None:
-        """Write a rollout, which stays done from then on, whatever becomes of the process.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a rollout, whatever becomes of the process then. Raises StorageError."""
         self._lines.write(rollout.model_dump_json() + "\n")
         self.rollouts[rollout.key] = rollout
 

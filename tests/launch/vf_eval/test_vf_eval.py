@@ -22,6 +22,7 @@ from fastapi.responses import HTMLResponse
 from scripted_client import ScriptedClient
 
 from launch.vf_eval import __main__ as vf_eval
+from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.loading import load_environment
 
 pytestmark = pytest.mark.slow
@@ -35,33 +36,26 @@ ECHO = """
     from rollout_actors.environments.rubric import Rubric
 
 
-    def load_environment(num=4, shift=0, log=None, compares=False):
+    def load_environment(num=4, shift=0, compares=False):
         rows = []
         for i in range(num):
             word = f"word {i + shift}"
             info = {"number": i} if i % 2 else {"name": "even"}
             rows.append({"question": word, "answer": word, "info": info})
 
-        def note(text):
-            if log is not None:
-                with Path(log).open("a") as file:
-                    file.write(text + "\\n")
-
         class Echo(SingleTurnEnv):
             async def add_model_response(self, state, prompt_messages, response):
                 await super().add_model_response(state, prompt_messages, response)
                 state["letters"] = len(state["prompt"][-1]["content"])
-                note("generated")
 
         def exact(completion, answer):
-            note("scored")
             return float(completion[-1]["content"] == answer)
 
         def length(completion):
             return len(completion[-1]["content"])
 
         def best(states):
-            note(f"compared {len(states)}")
+            Path("compared").write_text(str(len(states)))
             return [1.0] * len(states)
 
         rubric = Rubric([best], [1.0]) if compares else Rubric([exact, length], [1.0, 0.0])
@@ -288,21 +282,28 @@ def test_arguments_of_the_calls_are_sent_and_token_ids_only_where_told_to(shell,
     assert step["tokens"]["completion_ids"] == [3, 4]
 
 
-def test_generation_is_bounded_by_its_own_flag(endpoint, echo):
-    # However slow the process is, as many come together as may; one more would come in the time
-    # after that.
-    endpoint.delay_s = 0.1
-    for flag, limit in (("--max-concurrent-generation", 2), ("-c", 3)):
-        endpoint.meets = limit
-        echo("-n", "5", "-r", "3", flag, str(limit))
-        assert endpoint.most_under_way == limit
+def test_flags_of_concurrency_and_of_time_are_those_of_generate(echo, monkeypatch):
+    calls = []
+    generate = Environment.generate
 
+    async def noted(self, *arguments, **options):
+        calls.append(options)
+        return await generate(self, *arguments, **options)
 
-def test_a_rollout_that_is_not_done_at_its_limit_has_failed(endpoint, echo):
-    endpoint.delay_s = 60.0
-    done = echo("-n", "1", "--rollout-timeout", "1", status=1)
-    error = "TimeoutError: not done after rollout_timeout_s = 1 s"
-    assert error in done.stdout + done.stderr
+    monkeypatch.setattr(Environment, "generate", noted)
+    limits = ["-c", "3", "--max-concurrent-generation", "2", "--max-concurrent-scoring", "4"]
+    times = ["--rollout-timeout", "60", "--scoring-timeout", "30"]
+    echo()
+    echo(*limits, *times, "--no-interleave-scoring")
+    names = {
+        "max_concurrent": (32, 3),
+        "max_concurrent_generation": (None, 2),
+        "max_concurrent_scoring": (None, 4),
+        "interleave_scoring": (True, False),
+        "rollout_timeout_s": (None, 60.0),
+        "scoring_timeout_s": (None, 30.0),
+    }
+    assert {name: tuple(options[name] for options in calls) for name in names} == names
 
 
 def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_keeps_nobody(
@@ -359,18 +360,6 @@ def test_an_endpoint_that_takes_max_completion_tokens_alone_is_sent_the_limit_of
     endpoint.limit = "max_completion_tokens"
     echo("-t", "7", "-c", "1")
     assert [body.get("max_completion_tokens") for body in endpoint.bodies] == [None, 7, 7]
-
-
-def test_no_interleave_scoring_scores_when_all_are_generated(shell, echo):
-    log = shell.folder / "log"
-    arguments = ["-n", "3", "-c", "1", "-a", json.dumps({"log": str(log)})]
-    echo(*arguments)
-    noted = log.read_text().split()
-    assert sorted(noted) == ["generated"] * 3 + ["scored"] * 3
-    assert noted.index("scored") < 5
-    log.unlink()
-    echo(*arguments, "--no-interleave-scoring")
-    assert log.read_text().split() == ["generated"] * 3 + ["scored"] * 3
 
 
 @pytest.mark.parametrize(
@@ -644,14 +633,14 @@ def test_resume_refuses_data_that_have_changed(shell, folder):
 
 
 def test_rollouts_that_are_compared_are_made_again_together(shell, endpoint, echo):
-    log = shell.folder / "log"
-    echo("-r", "2", "-a", json.dumps({"compares": True, "log": str(log)}))
+    echo("-r", "2", "-a", '{"compares": true}')
     path = shell.evaluation / "rollouts.jsonl"
     lines = [json.dumps(line) for line in shell.lines() if line["example"] == 0 or line["rollout"]]
     assert len(lines) == 3
     path.write_text("\n".join(lines) + "\n")
-    log.unlink()
+    compared = shell.folder / "compared"
+    compared.unlink()
     endpoint.bodies.clear()
     shell.run("--resume", shell.evaluation)
     assert endpoint.asked == ["word 1", "word 1"]
-    assert "compared 2" in log.read_text()
+    assert compared.read_text() == "2"
