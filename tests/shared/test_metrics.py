@@ -1,21 +1,27 @@
 """Names, meanings and reductions of training-time numbers (spec: training-time counters)."""
 
+import pickle
 from pathlib import Path
 
 import pytest
 
+from shared.config.pipeline import Channel
 from shared.grounding.objects import DropReason
 from shared.metrics import (
     BY_NAME,
     METRICS,
     REWARD_FAMILY,
     MetricAccumulator,
+    RankReport,
     Reduction,
     markdown,
+    merge_reports,
     metric_of,
 )
+from shared.run_files import Span
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+FAMILIES = "loss policy coord_diag rollout reward packing optim sync time"
 
 
 def test_the_documentation_shows_the_table():
@@ -24,17 +30,7 @@ def test_the_documentation_shows_the_table():
 
 def test_names_are_unique_and_belong_to_a_family():
     assert len(BY_NAME) == len(METRICS)
-    assert {name.split("/")[0] for name in BY_NAME} == {
-        "loss",
-        "policy",
-        "coord_diag",
-        "rollout",
-        "reward",
-        "packing",
-        "optim",
-        "sync",
-        "time",
-    }
+    assert {name.split("/")[0] for name in BY_NAME} == set(FAMILIES.split())
 
 
 def test_no_training_time_number_is_an_iou():
@@ -65,41 +61,44 @@ def rank(matched, ground_truth, ages, largest):
 
 
 def test_rows_and_ranks_of_different_sizes_reduce_to_the_numbers_of_their_union():
-    first, second = rank([2, 1], [3, 4], [0, 0, 1], 1e-6), rank([5], [5], [7], 3e-6)
+    """Ratios and means are of all segments, not means of the ranks' own."""
+    first = rank([2, 1], [3, 4], [0, 0, 1], 1e-6)
+    second = rank([5], [5], [7], 3e-6)
     first.merge([second])
     values = first.as_dict()
     assert values["rollout/num_matched"] == 8
-    assert values["rollout/match_rate"] == pytest.approx(8 / 12), (
-        "a ratio of sums, not a mean of the ranks' ratios"
-    )
-    assert values["packing/learned_age"] == pytest.approx(8 / 4), (
-        "over all segments, not a mean of the ranks' means"
-    )
+    assert values["rollout/match_rate"] == pytest.approx(8 / 12)
+    assert values["packing/learned_age"] == pytest.approx(8 / 4)
     assert values["rollout/logprob_max_abs"] == 3e-6
+    assert second.as_dict()["rollout/num_matched"] == 5
 
 
-def test_merging_leaves_the_other_ranks_numbers_alone():
-    first, second = rank([1], [1], [1], 0.0), rank([2], [2], [2], 0.0)
-    first.merge([second])
-    assert second.as_dict()["rollout/num_matched"] == 2
-
-
-def test_a_ratio_or_mean_over_nothing_is_absent():
+def test_a_ratio_or_mean_over_nothing_is_absent_as_are_families_of_others():
     values = rank([0], [0], [], 0.0).as_dict()
     assert values["rollout/num_matched"] == 0
     assert "rollout/match_rate" not in values
     assert "packing/learned_age" not in values
+    assert not any(name.startswith(REWARD_FAMILY) for name in values)
+    totals = MetricAccumulator()
+    totals.add_mean("reward/correct", 0.0, 0)
+    assert totals.as_dict() == {}
 
 
-def test_a_name_outside_the_table_or_of_another_reduction_cannot_be_logged():
-    with pytest.raises(AssertionError, match="rollout/num_typo is not in the table"):
-        MetricAccumulator().add("rollout/num_typo", 1)
-    with pytest.raises(AssertionError, match="reduced by max"):
-        MetricAccumulator().add("rollout/logprob_max_abs", 1)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rollout/num_typo", "rollout/num_typo is not in the table"),
+        ("rollout/logprob_max_abs", "reduced by max"),
+        ("reward/correct", "reward/correct is reduced by mean, not sum"),
+    ],
+)
+def test_a_name_outside_the_table_or_of_another_reduction_cannot_be_logged(name, message):
+    with pytest.raises(AssertionError, match=message):
+        MetricAccumulator().add(name, 1.0)
 
 
 def rewards(**values):
-    """What a rank has of each reward function: a value per rollout."""
+    """The numbers that a rank has of each reward function: a value per rollout."""
     totals = MetricAccumulator()
     for name, each in values.items():
         totals.add_mean(f"{REWARD_FAMILY}{name}", sum(each), len(each))
@@ -108,55 +107,64 @@ def rewards(**values):
     return totals
 
 
-def test_a_reward_functions_numbers_have_its_name_behind_the_familys():
+def test_a_reward_functions_numbers_have_its_name_behind_the_familys_in_its_place_of_the_table():
     """An environment chooses the names; those of a group's environments may be on one rank and not
     on another.
     """
-    first, second = (
-        rewards(correct=[1.0, 0.0], format_reward=[0.5]),
-        rewards(correct=[1.0], num_turns=[2.0, 4.0]),
-    )
-    first.merge([second])
+    first = rewards(zeal=[0.5], correct=[1.0, 0.0])
+    first.merge([rewards(correct=[1.0], num_turns=[2.0, 4.0])])
     values = first.as_dict()
-    assert values["reward/correct"] == pytest.approx(2 / 3), (
-        "over all rollouts, not a mean of the ranks' means"
-    )
-    assert (values["reward/format_reward"], values["reward/num_turns"]) == (0.5, 3.0)
-
-
-def test_the_family_stands_in_its_place_of_the_table_by_name():
-    totals = rewards(zeal=[1.0], correct=[1.0], format_reward=[1.0])
-    assert list(totals.as_dict()) == [
+    assert list(values) == [
         "rollout/reward",
         "reward/correct",
-        "reward/format_reward",
+        "reward/num_turns",
         "reward/zeal",
         "rollout/num_failed",
     ]
+    assert values["reward/correct"] == pytest.approx(2 / 3)
+    assert (values["reward/zeal"], values["reward/num_turns"]) == (0.5, 3.0)
 
 
-def test_a_run_without_environments_has_no_number_of_the_family():
-    assert not any(name.startswith(REWARD_FAMILY) for name in rank([1], [1], [1], 0.0).as_dict())
-
-
-def test_the_table_says_what_a_metric_is_whatever_the_reward_functions_are_called():
-    assert (
-        metric_of("reward/correct")
-        == metric_of("reward/num_tool_calls/search")
-        == BY_NAME["reward/<function>"]
-    )
-    assert metric_of("rollout/reward") == BY_NAME["rollout/reward"]
-    assert metric_of("rollout/num_typo") is None
-    assert metric_of("rewards/correct") is None
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("reward/correct", BY_NAME["reward/<function>"]),
+        ("reward/num_tool_calls/search", BY_NAME["reward/<function>"]),
+        ("rollout/reward", BY_NAME["rollout/reward"]),
+        ("rollout/num_typo", None),
+        ("rewards/correct", None),
+    ],
+)
+def test_the_table_says_what_a_metric_is_whatever_the_reward_functions_are_called(name, metric):
+    assert metric_of(name) == metric
     assert "| `reward/<function>` | mean | " in markdown()
 
 
-def test_a_reward_function_gives_a_mean_and_nothing_else():
-    with pytest.raises(AssertionError, match="reward/correct is reduced by mean, not sum"):
-        MetricAccumulator().add("reward/correct", 1.0)
-
-
-def test_a_function_of_no_rollout_is_absent():
+def rank_report(rank, *, version=4, loss=0.0, staleness=(), slowest=0.0):
     totals = MetricAccumulator()
-    totals.add_mean("reward/correct", 0.0, 0)
-    assert totals.as_dict() == {}
+    totals.add("loss/total", loss)
+    for value in staleness:
+        totals.add_mean("rollout/staleness", value, 1)
+    totals.add_max("time/learn_s", slowest)
+    spans = (Span(f"learner-{rank}", "finish step", 0.0, 1.0),)
+    return RankReport(3, Channel.B, version, totals, {"optim/grad_norm": 1.5}, spans)
+
+
+def test_the_reports_of_ranks_add_sums_weigh_means_by_their_counts_and_take_the_slowest():
+    first = rank_report(0, loss=0.25, staleness=(1, 1, 0), slowest=2.0)
+    second = rank_report(1, loss=0.5, staleness=(0,), slowest=3.0)
+    report = merge_reports([pickle.loads(pickle.dumps(first)), second])
+    assert (report.step, report.channel, report.weight_version) == (3, Channel.B, 4)
+    assert report.metrics == {
+        "loss/total": 0.75,
+        "rollout/staleness": 0.5,
+        "time/learn_s": 3.0,
+        "optim/grad_norm": 1.5,
+    }
+    assert [span.track for span in report.spans] == ["learner-0", "learner-1"]
+    assert merge_reports([first]).metrics["loss/total"] == 0.25
+
+
+def test_ranks_of_other_steps_or_weights_are_a_programmers_error():
+    with pytest.raises(AssertionError, match="different steps"):
+        merge_reports([rank_report(0), rank_report(1, version=5)])

@@ -1,5 +1,5 @@
-"""Pictures as a model is shown them: as vLLM's own loader reads them, and where they are opaque as
-they always were.
+"""Pictures as a model is shown them, and the messages that show them: as vLLM's own loader reads
+them, and where they are opaque as they always were.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.prompts import on_white
+from shared.prompts import detection_messages, on_white
 
 NOISE = Image.fromarray(
     np.random.default_rng(0).integers(0, 255, (16, 17, 4), dtype=np.uint8), "RGBA"
 )
+COLOUR = NOISE.convert("RGB")
+GREY = NOISE.convert("L")
+PALETTE = COLOUR.convert("P")
 DEPTHS = np.arange(72, dtype=np.uint16).reshape(8, 9) * 900
 SHADES = Image.fromarray(DEPTHS)
-PALETTE = NOISE.convert("RGB").convert("P")
+HIGH_BYTE_FIRST = Image.frombytes("I;16B", (9, 8), DEPTHS.astype(">u2").tobytes())
 
 
 def saved(picture: Image.Image, kind: str = "PNG", **fields: Any) -> bytes:
@@ -30,70 +33,55 @@ def saved(picture: Image.Image, kind: str = "PNG", **fields: Any) -> bytes:
 
 
 OPAQUE = {
-    "RGB": saved(NOISE.convert("RGB")),
-    "JPEG": saved(NOISE.convert("RGB"), "JPEG"),
-    "RGB with a colour that is called transparent": saved(
-        NOISE.convert("RGB"), transparency=NOISE.convert("RGB").getpixel((0, 0))
-    ),
-    "L": saved(NOISE.convert("L")),
+    "RGB": saved(COLOUR),
+    "JPEG": saved(COLOUR, "JPEG"),
+    "a colour that is called transparent": saved(COLOUR, transparency=COLOUR.getpixel((0, 0))),
+    "L": saved(GREY),
     "1": saved(NOISE.convert("1")),
-    "P": saved(NOISE.convert("RGB").convert("P")),
+    "P": saved(PALETTE),
     "CMYK": saved(NOISE.convert("CMYK"), "JPEG"),
-    "RGBA, all of it opaque": saved(NOISE.convert("RGB").convert("RGBA")),
+    "RGBA, all of it opaque": saved(COLOUR.convert("RGBA")),
 }
 TRANSPARENT = {
     "RGBA": saved(NOISE),
     "LA": saved(NOISE.convert("LA")),
     "WEBP": saved(NOISE, "WEBP", lossless=True),
     "P with one colour": saved(PALETTE, transparency=PALETTE.getpixel((0, 0))),
-    "P with an alpha for each": saved(
-        NOISE.convert("RGB").convert("P"), transparency=bytes(range(256))
-    ),
-    "L with one shade": saved(NOISE.convert("L"), transparency=NOISE.convert("L").getpixel((0, 0))),
+    "P with an alpha for each": saved(PALETTE, transparency=bytes(range(256))),
+    "L with one shade": saved(GREY, transparency=GREY.getpixel((0, 0))),
     "1": saved(NOISE.convert("1"), transparency=0),
 }
 
 
-def png_of_16_bits(colour_type: int, pixels: Any, *more: bytes) -> bytes:
-    """A PNG file, which Pillow does not write so deep in colour. `more`: chunks before the
-    pixels."""
+def png_of_16_bits(colour_type: int, pixels: Any, transparent: bytes = b"") -> bytes:
+    """A PNG file, which Pillow does not write so deep in colour."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
 
+    height, width = pixels.shape[:2]
+    head = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
-    head = chunk(
-        b"IHDR", struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 16, colour_type, 0, 0, 0)
-    )
-    between = b"".join(chunk(data[:4], data[4:]) for data in more)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + head
-        + between
-        + chunk(b"IDAT", zlib.compress(rows))
-        + chunk(b"IEND", b"")
-    )
+    chunks = [chunk(b"IHDR", head)]
+    if transparent:
+        chunks.append(chunk(b"tRNS", transparent))
+    chunks += [chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def tiff_of_12_bits() -> bytes:
     """Pillow reads it as 16 bits. Two pixels, 0xFFF and 0x800, in three bytes."""
     tags = {256: 2, 257: 1, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1, 279: 3}
-    directory = (
-        struct.pack("<H", len(tags))
-        + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-        + bytes(4)
-    )
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
     return b"II*\0" + struct.pack("<I", 12) + b"\xff\xf8\x00\x00" + directory
 
 
 DEEP = {
     "grey PNG": saved(SHADES),
     "grey TIFF": saved(SHADES, "TIFF"),
-    "grey TIFF, high byte first": saved(
-        Image.frombytes("I;16B", (9, 8), DEPTHS.astype(">u2").tobytes()), "TIFF"
-    ),
+    "grey TIFF, high byte first": saved(HIGH_BYTE_FIRST, "TIFF"),
     "PGM": saved(SHADES, "PPM"),
     "grey and alpha": png_of_16_bits(4, np.stack([DEPTHS, np.full_like(DEPTHS, 65535)], -1)),
     "colour": png_of_16_bits(2, np.stack([DEPTHS] * 3, -1)),
@@ -129,47 +117,36 @@ def test_pixels_of_16_bits_are_shown_by_their_upper_8_in_grey_as_in_colour(kind:
 
 def test_pixels_of_12_bits_are_shown_by_their_upper_8() -> None:
     picture = on_white(opened(tiff_of_12_bits()))
-    assert [picture.getpixel((column, 0)) for column in (0, 1)] == [
-        (255, 255, 255),
-        (128, 128, 128),
-    ]
+    assert [picture.getpixel((column, 0)) for column in (0, 1)] == [(255,) * 3, (128,) * 3]
 
 
 def test_behind_the_one_transparent_shade_of_16_bits_is_white() -> None:
-    pixels = np.asarray(
-        on_white(opened(png_of_16_bits(0, DEPTHS, b"tRNS" + struct.pack(">H", 900))))
-    )
+    data = png_of_16_bits(0, DEPTHS, transparent=struct.pack(">H", 900))
+    pixels = np.asarray(on_white(opened(data)))
     assert pixels[0, 1].tolist() == [255, 255, 255]
     assert pixels[0, 2].tolist() == [1800 >> 8] * 3
 
 
 @pytest.mark.parametrize("kind", WITHOUT_RANGE)
 def test_pixels_without_a_range_are_refused_with_the_remedy(kind: str) -> None:
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"its pixels are (floating-point numbers|integers of 32 bits) .*; save it with 8 or 16"
-            r" bits a channel"
-        ),
-    ):
+    message = (
+        r"its pixels are (floating-point numbers|integers of 32 bits) .*; save it with 8 or 16 bits"
+    )
+    with pytest.raises(ValueError, match=message):
         on_white(opened(WITHOUT_RANGE[kind]))
 
 
 @pytest.mark.parametrize("kind", TRANSPARENT)
 def test_behind_what_is_transparent_is_white(kind: str) -> None:
-    pixels = np.asarray(opened(TRANSPARENT[kind]).convert("RGBA"))
+    picture = opened(TRANSPARENT[kind])
+    pixels = np.asarray(picture.convert("RGBA"))
     alpha = pixels[..., 3:].astype(float) / 255
     assert (alpha < 1).any(), "this is what is looked at"
-    found = np.asarray(on_white(opened(TRANSPARENT[kind])))
-    assert np.abs(found - (pixels[..., :3] * alpha + 255 * (1 - alpha))).max() <= 1, (
-        "Pillow's rounding"
-    )
-
-
-def test_the_picture_that_was_given_stays_as_it_is() -> None:
-    given = NOISE.copy()
-    on_white(given)
-    assert (given.mode, given.tobytes()) == ("RGBA", NOISE.tobytes())
+    before = (picture.mode, picture.tobytes())
+    found = np.asarray(on_white(picture))
+    expected = pixels[..., :3] * alpha + 255 * (1 - alpha)
+    assert np.abs(found - expected).max() <= 1, "Pillow's rounding"
+    assert (picture.mode, picture.tobytes()) == before
 
 
 @pytest.mark.engine
@@ -180,3 +157,12 @@ def test_vllms_own_loader_reads_the_same_pixels(kind: str) -> None:
     data = (OPAQUE | TRANSPARENT)[kind]
     picture = ImageMediaIO().load_bytes(data).media
     assert shown(data) == (picture.mode, picture.size, picture.tobytes())
+
+
+def test_images_stand_before_the_text_of_the_user_message_and_a_system_prompt_before_both():
+    system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    image = {"type": "image"}
+    user = {"role": "user", "content": [image, image, {"type": "text", "text": "Where?"}]}
+    assert detection_messages(2, system_prompt=None, user_prompt="Where?") == [user]
+    both = detection_messages(2, system_prompt="Be brief.", user_prompt="Where?")
+    assert both == [system, user]

@@ -14,13 +14,10 @@ def test_a_seed_is_the_same_wherever_and_whenever_it_is_asked_for() -> None:
 
 
 def test_no_two_places_of_a_run_share_a_seed_nor_do_runs() -> None:
-    places = list(product(range(3), range(3), range(3), range(3), ("", "+1")))
-    seeds = [request_seed(*place) for place in places]
-    assert len(set(seeds)) == len(places) == 162
+    indices = list(product(range(3), range(3), range(3), range(3), ("", "+1")))
+    assert len({request_seed(*index) for index in indices}) == len(indices) == 162
 
 
 def test_a_seed_is_positive_and_fits_into_32_bits_with_a_sign() -> None:
-    assert all(
-        1 <= request_seed(17, step, position) < 2**31
-        for step, position in product(range(50), range(50))
-    )
+    seeds = [request_seed(17, step, position) for step in range(50) for position in range(50)]
+    assert all(1 <= seed < 2**31 for seed in seeds)

@@ -1,8 +1,6 @@
-"""What a checkpoint's folder says of its fresh tokens."""
+"""The record of fresh tokens in a checkpoint's folder."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +8,7 @@ from shared.errors import ConfigError
 from shared.tokens.fresh import FILE, FreshTokens
 
 
-def test_fresh_tokens_are_read_as_they_were_saved_and_there_may_be_none(tmp_path: Path) -> None:
+def test_fresh_tokens_are_read_as_they_were_saved_and_there_may_be_none(tmp_path) -> None:
     assert FreshTokens.of(tmp_path) is None
     FreshTokens(0, 1).save(tmp_path)
     assert FreshTokens.of(tmp_path) == FreshTokens(0, 1)
@@ -29,9 +27,7 @@ def test_fresh_tokens_are_read_as_they_were_saved_and_there_may_be_none(tmp_path
         ("3", "Input should be an object"),
     ],
 )
-def test_a_damaged_record_of_fresh_tokens_names_file_and_field(
-    tmp_path: Path, written: str, wrong: str
-) -> None:
+def test_a_damaged_record_of_fresh_tokens_names_file_and_field(tmp_path, written, wrong) -> None:
     (tmp_path / FILE).write_text(written)
     with pytest.raises(ConfigError) as caught:
         FreshTokens.of(tmp_path)

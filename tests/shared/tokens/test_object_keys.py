@@ -11,32 +11,15 @@ import pytest
 from shared.tokens.repeat_guard import NUM_STATES, START, ObjectKeys, token_steps
 
 KEY = re.compile(rb'"object_[0-9]+"[ \t\r\n]*:')
-PARTS = [
-    b'"object_',
-    b'"',
-    b'"object_1": ',
-    b"7",
-    b"12",
-    b'":',
-    b": ",
-    b"{",
-    b"}",
-    b'{"object',
-    b"_",
-    b"3",
-    b'" : ',
-    b"obj",
-    b"ect_",
-    b"\\",
-    "ü".encode(),
-    b"",
-    b"\xc3",
-]
+WHOLE = [b'"object_', b'"', b'"object_1": ', b"7", b"12", b'":', b": ", b"{", b"}", b'{"object']
+CUT = [b"_", b"3", b'" : ', b"obj", b"ect_", b"\\", "ü".encode(), b"", b"\xc3"]
+PARTS = WHOLE + CUT
 
 
 def count(data: bytes) -> int:
     keys = ObjectKeys(lambda token_id: bytes([token_id]))
-    state, number = START, 0
+    state = START
+    number = 0
     for byte in data:
         state, found = keys.step(state, byte)
         number += found
@@ -67,11 +50,13 @@ def test_every_split_into_tokens_counts_what_a_search_over_the_whole_text_finds(
     keys = ObjectKeys(PARTS.__getitem__)
     total = 0
     for _ in range(3000):
-        tokens = rng.choices(range(len(PARTS)), k=rng.randint(0, 24))
-        state, text, number = START, b"", 0
-        for token_id in tokens:
+        state = START
+        text = b""
+        number = 0
+        for token_id in rng.choices(range(len(PARTS)), k=rng.randint(0, 24)):
             state, found = keys.step(state, token_id)
-            number, text = number + found, text + PARTS[token_id]
+            number += found
+            text += PARTS[token_id]
             # Non-overlapping, from the left: a key cannot begin inside another.
             assert number == len(KEY.findall(text))
         total += number
@@ -82,10 +67,6 @@ def test_the_tables_for_a_device_say_what_a_token_by_token_reading_says() -> Non
     keys = ObjectKeys(PARTS.__getitem__)
     next_SV, found_SV = token_steps(PARTS)
     assert next_SV.shape == found_SV.shape == (NUM_STATES, len(PARTS))
-    expected = np.array(
-        [
-            [keys.step(state, token_id) for token_id in range(len(PARTS))]
-            for state in range(NUM_STATES)
-        ]
-    )
+    tokens = range(len(PARTS))
+    expected = [[keys.step(state, token) for token in tokens] for state in range(NUM_STATES)]
     np.testing.assert_array_equal(np.stack([next_SV, found_SV], axis=-1), expected)

@@ -8,7 +8,7 @@ def test_every_byte_has_its_own_printable_character() -> None:
     alphabet = byte_alphabet()
     assert sorted(alphabet.values()) == list(range(256))
     assert all(character.isprintable() for character in alphabet)
-    assert alphabet["Ġ"] == ord(" ") and alphabet["Ċ"] == ord("\n") and alphabet["}"] == ord("}")
+    assert [alphabet[character] for character in "ĠĊ}"] == [ord(" "), ord("\n"), ord("}")]
 
 
 def test_ids_without_a_token_have_empty_pieces() -> None:
@@ -17,12 +17,10 @@ def test_ids_without_a_token_have_empty_pieces() -> None:
 
 
 def test_spans_are_contiguous_and_cover_the_text(codec: HFTokenCodec) -> None:
-    text = '{"object_1": {"desc": "größe 猫 🙂", "bbox_2d": ["<|coord_5|>"]}}'
-    token_ids = codec.encode(text)
+    text = '{"object_1": {"desc": "größe 猫 🙂", "bbox_2d": ["<|coord_5|>"]}}'.encode()
+    token_ids = codec.encode(text.decode())
     spans = piece_spans(token_ids, codec)
-    assert len(spans) == len(token_ids) and spans[0][0] == 0 and spans[-1][1] == len(text.encode())
+    assert (spans[0][0], spans[-1][1]) == (0, len(text))
     assert all(before[1] == after[0] for before, after in pairwise(spans))
-    assert [text.encode()[start:end] for start, end in spans] == [
-        codec.piece_bytes(token_id) for token_id in token_ids
-    ]
+    assert [text[start:end] for start, end in spans] == list(map(codec.piece_bytes, token_ids))
     assert piece_spans([], codec) == []
