@@ -5,20 +5,21 @@ import random
 
 import numpy as np
 import pytest
+from scene_support import truth
 
 from shared.grounding.geometry import aabb, mask_iou
 from shared.grounding.matching import MatchedPair, MatchResult, candidates, match_objects
 from shared.grounding.objects import ParsedObject
-from shared.records import GeometryKind, GroundTruthObject
-
-
-def truth(*bins: int, desc: str = "truth") -> GroundTruthObject:
-    return GroundTruthObject(GeometryKind.BBOX if len(bins) == 4 else GeometryKind.POLY, bins, desc)
+from shared.records import GroundTruthObject
 
 
 def guess(*bins: int, desc: str = "guess") -> ParsedObject:
-    kind = GeometryKind.BBOX if len(bins) == 4 else GeometryKind.POLY
+    kind = truth(*bins).kind
     return ParsedObject("object_1", 1, kind, desc, bins, tuple(range(len(bins))), (0, len(bins)))
+
+
+def indices(result: MatchResult) -> list[tuple[int, int]]:
+    return [pair[:2] for pair in result.pairs]
 
 
 def slow_match(
@@ -30,39 +31,29 @@ def slow_match(
     fn_cost: float,
 ) -> float:
     """The least total cost over every way to pair some predictions with different ground truths."""
-    best = float("inf")
     table = [[mask_iou(prediction, other) for other in ground_truth] for prediction in predictions]
+    costs = []
     for size in range(min(len(predictions), len(ground_truth)) + 1):
+        unmatched = (len(predictions) - size) * fp_cost + (len(ground_truth) - size) * fn_cost
         for chosen in itertools.combinations(range(len(predictions)), size):
             for partners in itertools.permutations(range(len(ground_truth)), size):
                 ious = [table[i][j] for i, j in zip(chosen, partners, strict=True)]
                 if all(iou >= gate for iou in ious):
-                    best = min(
-                        best,
-                        sum(1 - iou for iou in ious)
-                        + (len(predictions) - size) * fp_cost
-                        + (len(ground_truth) - size) * fn_cost,
-                    )
-    return best
+                    costs.append(sum(1 - iou for iou in ious) + unmatched)
+    return min(costs)
 
 
 def random_bins(generator: random.Random) -> tuple[int, ...]:
     x, y = generator.randint(0, 700), generator.randint(0, 700)
-    width, height = generator.randint(100, 299), generator.randint(100, 299)
-    return (
-        (x, y, x + width, y + height)
-        if generator.random() < 0.7
-        else (x, y, x + width, y, x, y + height)
-    )
+    right, bottom = x + generator.randint(100, 299), y + generator.randint(100, 299)
+    return (x, y, right, bottom) if generator.random() < 0.7 else (x, y, right, y, x, bottom)
 
 
 def check_partition(result: MatchResult, num_predictions: int, num_ground_truth: int) -> None:
-    assert sorted(
-        [pair.prediction for pair in result.pairs] + list(result.unmatched_predictions)
-    ) == list(range(num_predictions))
-    assert sorted(
-        [pair.ground_truth for pair in result.pairs] + list(result.unmatched_ground_truth)
-    ) == list(range(num_ground_truth))
+    predictions = [pair.prediction for pair in result.pairs]
+    truths = [pair.ground_truth for pair in result.pairs]
+    assert sorted([*predictions, *result.unmatched_predictions]) == list(range(num_predictions))
+    assert sorted([*truths, *result.unmatched_ground_truth]) == list(range(num_ground_truth))
 
 
 @pytest.mark.slow
@@ -71,21 +62,15 @@ def test_the_assignment_has_the_least_cost_of_all() -> None:
     for _ in range(80):
         predictions = [guess(*random_bins(generator)) for _ in range(generator.randint(0, 4))]
         ground_truth = [truth(*random_bins(generator)) for _ in range(generator.randint(0, 4))]
-        gate, fp_cost, fn_cost = (
-            generator.choice([0.0, 0.1, 0.3]),
-            generator.choice([0.2, 1.0]),
-            generator.choice([0.2, 1.0]),
-        )
+        gate = generator.choice([0.0, 0.1, 0.3])
+        fp_cost = generator.choice([0.2, 1.0])
+        fn_cost = generator.choice([0.2, 1.0])
         result = match_objects(
             predictions, ground_truth, maskiou_gate=gate, fp_cost=fp_cost, fn_cost=fn_cost
         )
         check_partition(result, len(predictions), len(ground_truth))
-        assert all(
-            pair.iou
-            == mask_iou(predictions[pair.prediction], ground_truth[pair.ground_truth])
-            >= gate
-            for pair in result.pairs
-        )
+        for i, j, iou in result.pairs:
+            assert iou == mask_iou(predictions[i], ground_truth[j]) >= gate
         cost = (
             sum(1 - pair.iou for pair in result.pairs)
             + len(result.unmatched_predictions) * fp_cost
@@ -94,6 +79,10 @@ def test_the_assignment_has_the_least_cost_of_all() -> None:
         assert cost == pytest.approx(
             slow_match(predictions, ground_truth, gate=gate, fp_cost=fp_cost, fn_cost=fn_cost)
         )
+        again = match_objects(
+            predictions, ground_truth, maskiou_gate=gate, fp_cost=fp_cost, fn_cost=fn_cost
+        )
+        assert again == result
 
 
 def test_pre_assignment_gating_prevents_wrong_matches_and_triggers_fn_append() -> None:
@@ -106,23 +95,18 @@ def test_pre_assignment_gating_prevents_wrong_matches_and_triggers_fn_append() -
     result = match_objects(predictions, ground_truth)
     assert result == MatchResult((), (0, 1, 2), (0, 1), gating_rejections=6)
     result = match_objects(predictions, ground_truth, maskiou_gate=0.149)
-    assert [pair[:2] for pair in result.pairs] == [(0, 0)] and result.pairs[0].iou == pytest.approx(
-        0.149359, abs=5e-7
-    )
-    assert result.unmatched_ground_truth == (1,) and result.gating_rejections == 5
+    assert indices(result) == [(0, 0)]
+    assert result.pairs[0].iou == pytest.approx(0.149359, abs=5e-7)
+    assert (result.unmatched_ground_truth, result.gating_rejections) == ((1,), 5)
 
 
 def test_gating_comes_before_the_assignment() -> None:
     # By cost alone 0 -> 1 (under the gate) and 1 -> 0 win together; a gate after the assignment
     # would leave the worse pair 1 -> 0.
-    predictions, ground_truth = (
-        [guess(276, 0, 476, 500), guess(104, 0, 304, 500)],
-        [truth(200, 0, 400, 500), truth(386, 0, 586, 500)],
-    )
-    assert [
-        pair[:2] for pair in match_objects(predictions, ground_truth, maskiou_gate=0.0).pairs
-    ] == [(0, 1), (1, 0)]
-    assert [pair[:2] for pair in match_objects(predictions, ground_truth).pairs] == [(0, 0)]
+    predictions = [guess(276, 0, 476, 500), guess(104, 0, 304, 500)]
+    ground_truth = [truth(200, 0, 400, 500), truth(386, 0, 586, 500)]
+    assert indices(match_objects(predictions, ground_truth, maskiou_gate=0.0)) == [(0, 1), (1, 0)]
+    assert indices(match_objects(predictions, ground_truth)) == [(0, 0)]
 
 
 def test_a_desc_plays_no_part_in_the_match() -> None:
@@ -132,58 +116,46 @@ def test_a_desc_plays_no_part_in_the_match() -> None:
 
 def test_a_better_total_beats_a_better_pair() -> None:
     # Prediction 0 fits both; prediction 1 fits only the first ground truth.
-    predictions, ground_truth = (
-        [guess(0, 0, 200, 100), guess(0, 0, 120, 100)],
-        [truth(0, 0, 200, 100), truth(60, 0, 260, 100)],
-    )
-    result = match_objects(predictions, ground_truth)
-    assert [pair[:2] for pair in result.pairs] == [(0, 1), (1, 0)]
+    predictions = [guess(0, 0, 200, 100), guess(0, 0, 120, 100)]
+    ground_truth = [truth(0, 0, 200, 100), truth(60, 0, 260, 100)]
+    assert indices(match_objects(predictions, ground_truth)) == [(0, 1), (1, 0)]
 
 
 def test_with_costs_too_low_nothing_is_worth_matching() -> None:
-    result = match_objects(
-        [guess(0, 0, 200, 100)], [truth(0, 0, 100, 100)], fp_cost=0.2, fn_cost=0.2
-    )
+    wide, narrow = [guess(0, 0, 200, 100)], [truth(0, 0, 100, 100)]
+    result = match_objects(wide, narrow, fp_cost=0.2, fn_cost=0.2)
     assert result == MatchResult((), (0,), (0,), gating_rejections=0)
 
 
 @pytest.mark.parametrize(("num_predictions", "num_ground_truth"), [(0, 0), (2, 0), (0, 2)])
 def test_either_side_may_be_empty(num_predictions: int, num_ground_truth: int) -> None:
-    result = match_objects(
-        [guess(0, 0, 9, 9)] * num_predictions, [truth(0, 0, 9, 9)] * num_ground_truth
-    )
-    assert result == MatchResult(
-        (), tuple(range(num_predictions)), tuple(range(num_ground_truth)), 0
-    )
+    predictions = [guess(0, 0, 9, 9)] * num_predictions
+    ground_truth = [truth(0, 0, 9, 9)] * num_ground_truth
+    unmatched = (tuple(range(num_predictions)), tuple(range(num_ground_truth)))
+    assert match_objects(predictions, ground_truth) == MatchResult((), *unmatched, 0)
 
 
 def test_degenerate_twins_are_matched() -> None:
-    assert match_objects(
-        [guess(5, 5, 5, 9)], [truth(400, 400, 900, 900), truth(5, 5, 5, 9)], candidate_top_k=1
-    ).pairs == (MatchedPair(0, 1, 1.0),)
+    ground_truth = [truth(400, 400, 900, 900), truth(5, 5, 5, 9)]
+    result = match_objects([guess(5, 5, 5, 9)], ground_truth, candidate_top_k=1)
+    assert result.pairs == (MatchedPair(0, 1, 1.0),)
 
 
 @pytest.mark.parametrize("side", range(4))
 def test_identical_small_shapes_match_with_iou_1(side: int) -> None:
-    boxes = [
-        (x, y, x + side, y + side)
-        for x, y in itertools.product(range(0, 1000 - side, 197), repeat=2)
+    corners = list(itertools.product(range(0, 1000 - side, 197), repeat=2))
+    boxes = [(x, y, x + side, y + side) for x, y in corners]
+    triangles = [
+        (x + 40, y + 40, x + 40 + side, y + 40, x + 40 + side, y + 40 + side)
+        for x, y in corners
+        if max(x, y) + side < 900
     ]
-    bins = [
-        *boxes,
-        *(
-            (x1, y1, x2, y1, x2, y2)
-            for x1, y1, x2, y2 in (
-                (a + 40, b + 40, c + 40, d + 40) for a, b, c, d in boxes if c < 900 and d < 900
-            )
-        ),
-    ]
+    bins = boxes + triangles
     result = match_objects(
         [guess(*values) for values in reversed(bins)], [truth(*values) for values in bins]
     )
-    assert result.pairs == tuple(
-        MatchedPair(index, len(bins) - 1 - index, 1.0) for index in range(len(bins))
-    )
+    last = len(bins) - 1
+    assert result.pairs == tuple(MatchedPair(i, last - i, 1.0) for i in range(len(bins)))
 
 
 def test_any_shape_a_model_may_write_is_matched_or_not_but_never_an_error() -> None:
@@ -199,21 +171,17 @@ def test_any_shape_a_model_may_write_is_matched_or_not_but_never_an_error() -> N
         if generator.random() < 0.3:
             (x1, x2), (y1, y2) = (sorted(values[:2]) for values in zip(*points, strict=True))
             return x1, y1, x2, y2
-        return tuple(
-            value for point in points + points[: generator.randint(0, 3)] for value in point
-        )
+        repeated = points[: generator.randint(0, 3)]
+        return tuple(value for point in points + repeated for value in point)
 
     for _ in range(40):
         predictions = [guess(*odd_bins()) for _ in range(generator.randint(1, 6))]
-        ground_truth = [truth(*odd_bins()) for _ in range(3)] + [
-            truth(*prediction.bins) for prediction in predictions
-        ]
+        others = [truth(*odd_bins()) for _ in range(3)]
+        ground_truth = others + [truth(*prediction.bins) for prediction in predictions]
         result = match_objects(predictions, ground_truth)
         check_partition(result, len(predictions), len(ground_truth))
-        assert all(
-            pair.iou == mask_iou(predictions[pair.prediction], ground_truth[pair.ground_truth])
-            for pair in result.pairs
-        )
+        for i, j, iou in result.pairs:
+            assert iou == mask_iou(predictions[i], ground_truth[j])
         assert [pair.iou for pair in result.pairs] == [1.0] * len(predictions)
 
 
@@ -223,9 +191,7 @@ def test_only_the_top_k_by_box_overlap_are_compared() -> None:
     band = guess(0, 0, 60, 0, 600, 540, 600, 600, 540, 600, 0, 60)
     ground_truth = [truth(0, 0, 600, 600), truth(0, 0, 60, 0, 560, 500, 560, 560, 500, 560, 0, 60)]
     assert match_objects([band], ground_truth, candidate_top_k=1).gating_rejections == 1
-    assert [
-        pair.ground_truth for pair in match_objects([band], ground_truth, candidate_top_k=2).pairs
-    ] == [1]
+    assert indices(match_objects([band], ground_truth, candidate_top_k=2)) == [(0, 1)]
 
 
 def slow_candidates(
@@ -235,7 +201,8 @@ def slow_candidates(
 
     def key(j: int) -> tuple[float, int, int]:
         x1, y1, x2, y2 = aabb(ground_truth[j])
-        width, height = max(0, min(px2, x2) - max(px1, x1)), max(0, min(py2, y2) - max(py1, y1))
+        width = max(0, min(px2, x2) - max(px1, x1))
+        height = max(0, min(py2, y2) - max(py1, y1))
         union = (px2 - px1) * (py2 - py1) + (x2 - x1) * (y2 - y1) - width * height
         distance = (px1 + px2 - x1 - x2) ** 2 + (py1 + py2 - y1 - y2) ** 2
         return (-width * height / union, 0, j) if width * height else (0.0, distance, j)
@@ -249,26 +216,13 @@ def test_candidates_are_by_overlap_then_by_distance_then_by_index() -> None:
         predictions = [guess(*random_bins(generator)) for _ in range(3)]
         ground_truth = [truth(*random_bins(generator)) for _ in range(8)]
         ground_truth.append(ground_truth[generator.randrange(8)])  # ties
+        boxes_P4 = np.array([aabb(shape) for shape in predictions], dtype=np.int64)
+        boxes_G4 = np.array([aabb(shape) for shape in ground_truth], dtype=np.int64)
         for top_k in (1, 3, 20):
-            boxes = [
-                np.array([aabb(shape) for shape in shapes], dtype=np.int64)
-                for shapes in (predictions, ground_truth)
-            ]
-            actual = candidates(*boxes, top_k).tolist()
-            assert actual == [
-                slow_candidates(prediction, ground_truth, top_k) for prediction in predictions
-            ]
+            expected = [slow_candidates(shape, ground_truth, top_k) for shape in predictions]
+            assert candidates(boxes_P4, boxes_G4, top_k).tolist() == expected
 
 
 def test_no_candidates_are_refused() -> None:
     with pytest.raises(ValueError, match="candidate_top_k"):
         match_objects([], [], candidate_top_k=0)
-
-
-def test_matching_twice_gives_the_same() -> None:
-    generator = random.Random(4)
-    predictions, ground_truth = (
-        [guess(*random_bins(generator)) for _ in range(20)],
-        [truth(*random_bins(generator)) for _ in range(20)],
-    )
-    assert match_objects(predictions, ground_truth) == match_objects(predictions, ground_truth)

@@ -37,53 +37,37 @@ def check(
     geometry: frozenset[GeometryKind],
 ) -> ParsedRollout:
     parsed = parse_rollout(token_ids, codec, geometry=geometry)
+    unchanged = parsed.num_unchanged
     prefix = b"".join(map(codec.piece_bytes, parsed.prefix_token_ids))
     assert prefix.decode(errors="replace") == parsed.prefix_text
-    assert parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(
-        token_ids[: parsed.num_unchanged]
-    )
+    assert parsed.prefix_token_ids[:unchanged] == tuple(token_ids[:unchanged])
     if parsed.fallback:
-        assert (
-            parsed.prefix_text == "{"
-            and parsed.num_unchanged == 0
-            and parsed.objects == parsed.dropped == ()
-            and parsed.max_object_index is None
-        )
-    elif parsed.num_unchanged < len(parsed.prefix_token_ids):
+        assert (parsed.prefix_text, unchanged, parsed.max_object_index) == ("{", 0, None)
+        assert parsed.objects == parsed.dropped == ()
+    elif unchanged < len(parsed.prefix_token_ids):
         # Besides the unchanged tokens there is nothing but part of the one token that was cut.
-        rest = b"".join(map(codec.piece_bytes, parsed.prefix_token_ids[parsed.num_unchanged :]))
-        cut = codec.piece_bytes(token_ids[parsed.num_unchanged])
-        assert cut.startswith(rest) and len(rest) < len(cut)
+        rest = b"".join(map(codec.piece_bytes, parsed.prefix_token_ids[unchanged:]))
+        cut = codec.piece_bytes(token_ids[unchanged])
+        assert cut.startswith(rest)
+        assert len(rest) < len(cut)
     for object_ in parsed.objects:
-        assert (
-            tuple(codec.coord_bin(parsed.prefix_token_ids[i]) for i in object_.coord_positions)
-            == object_.bins
-        )
-        assert all(
-            object_.span[0] <= i < object_.span[1] <= len(parsed.prefix_token_ids)
-            for i in object_.coord_positions
-        )
+        positions = object_.coord_positions
+        bins = tuple(codec.coord_bin(parsed.prefix_token_ids[i]) for i in positions)
+        assert bins == object_.bins
+        start, stop = object_.span
+        assert all(start <= i < stop <= len(parsed.prefix_token_ids) for i in positions)
         assert object_.desc.strip()
         assert object_.kind in geometry
-
-        assert (
-            object_.desc == json.loads(b'"%b"' % prefix[slice(*object_.desc_value)])
-            or b"\\u" in prefix[slice(*object_.desc_value)]
-        )
+        written = prefix[slice(*object_.desc_value)]
+        assert b"\\u" in written or object_.desc == json.loads(b'"%b"' % written)
 
     start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
     tail = serialize_append(parsed.prefix_text, appended, start_index=start_index)
-    again = parse_rollout(
-        [*parsed.prefix_token_ids, *codec.encode(tail), codec.eos_token_id],
-        codec,
-        geometry=geometry,
-    )
+    token_ids = [*parsed.prefix_token_ids, *codec.encode(tail), codec.eos_token_id]
+    again = parse_rollout(token_ids, codec, geometry=geometry)
     number = len(parsed.objects)
-    assert (
-        again.objects[:number] == parsed.objects
-        and again.dropped == parsed.dropped
-        and not again.truncated
-    )
+    assert again.objects[:number] == parsed.objects
+    assert (again.dropped, again.truncated) == (parsed.dropped, False)
     assert [(o.index, o.kind, o.bins, o.desc) for o in again.objects[number:]] == [
         (start_index + i, o.kind, o.bins, o.desc) for i, o in enumerate(appended)
     ]
@@ -92,10 +76,9 @@ def check(
     for object_ in reversed(parsed.objects):
         outside = outside[: object_.value[0]] + outside[object_.value[1] :]
     if ONLY_KEYS.fullmatch(outside) and not any(QUOTED_OR_BARE.findall(text)):
-        pairs = json.loads(text, object_pairs_hook=list)
-        assert [key for key, _ in pairs[len(pairs) - len(appended) :]] == [
-            f"object_{start_index + i}" for i in range(len(appended))
-        ]
+        keys = [key for key, _ in json.loads(text, object_pairs_hook=list)]
+        expected = [f"object_{start_index + i}" for i in range(len(appended))]
+        assert keys[len(keys) - len(appended) :] == expected
     return parsed
 
 
@@ -109,36 +92,23 @@ def sweep(codecs: dict[str, HFTokenCodec], count: int, seed: int) -> Counter[obj
         damage = Damage(generator, codec)
         for _ in range(count // len(codecs)):
             geometry = BOXES if generator.random() < 0.1 else ALL_GEOMETRY
-            parsed = check(
-                damage.response(),
-                codec,
-                random_objects(generator, generator.choice([0, 1, 1, 2]), geometry),
-                geometry,
-            )
+            response = damage.response()
+            appended = random_objects(generator, generator.choice([0, 1, 1, 2]), geometry)
+            parsed = check(response, codec, appended, geometry)
             seen.update({dropped.reason for dropped in parsed.dropped})
-            seen.update(
-                [
-                    ("fallback", parsed.fallback),
-                    ("truncated", parsed.truncated),
-                    ("objects", len(parsed.objects)),
-                ]
-            )
-            seen[name, "fused"] += not parsed.fallback and parsed.num_unchanged < len(
-                parsed.prefix_token_ids
-            )
+            seen["fallback", parsed.fallback] += 1
+            seen["truncated", parsed.truncated] += 1
+            seen["objects", len(parsed.objects)] += 1
+            is_fused = parsed.num_unchanged < len(parsed.prefix_token_ids)
+            seen[name, "fused"] += is_fused and not parsed.fallback
     return seen
 
 
 def test_damaged_responses_can_always_be_appended_to(codecs: dict[str, HFTokenCodec]) -> None:
     seen = sweep(codecs, 6000, seed=20)
-    assert set(DropReason) <= seen.keys()
-    assert {
-        ("fallback", True),
-        ("fallback", False),
-        ("truncated", True),
-        ("truncated", False),
-        *(("objects", n) for n in range(5)),
-    } <= seen.keys()
+    for outcome in ("fallback", "truncated"):
+        assert {(outcome, True), (outcome, False)} <= seen.keys()
+    assert {*DropReason, *(("objects", n) for n in range(5))} <= seen.keys()
     assert all(seen[name, "fused"] for name in codecs if name != "bytes")
 
 

@@ -44,34 +44,24 @@ def test_damaged_responses_are_read_as_the_slow_parser_reads_them(
             ), token_ids
 
 
-ESCAPED_KEY = "\\u006fbject_"
-
-
 def test_a_plain_entry_is_read_like_any_other(codecs: dict[str, HFTokenCodec]) -> None:
     """An escape in its key makes an entry the general reader's business and changes nothing
     else."""
     generator = random.Random(6)
     num_plain = 0
     for codec in codecs.values():
-        damage = Damage(generator, codec)
-        for token_ids in damage.sound:
+        for token_ids in Damage(generator, codec).sound:
             text = b"".join(map(codec.piece_bytes, token_ids)).decode()
-            container, escaped = (
-                scan_container(text.encode()),
-                scan_container(text.replace('"object_', '"' + ESCAPED_KEY).encode()),
-            )
-            assert container is not None and escaped is not None
+            escaped = text.replace('"object_', '"\\u006fbject_')
+            container, of_escaped = map(scan_container, (text.encode(), escaped.encode()))
+            assert container is not None
+            assert of_escaped is not None
             num_plain += sum(entry.plain is not None for entry in container.entries)
-            assert all(entry.plain is None for entry in escaped.entries)
-            plain, general = (
-                parse_rollout(codec.encode(t), codec)
-                for t in (text, text.replace('"object_', '"' + ESCAPED_KEY))
-            )
+            assert all(entry.plain is None for entry in of_escaped.entries)
+            plain, general = (parse_rollout(codec.encode(one), codec) for one in (text, escaped))
             assert [(o.key, o.kind, o.desc, o.bins) for o in plain.objects] == [
                 (o.key, o.kind, o.desc, o.bins) for o in general.objects
             ]
-            assert (
-                plain.dropped == general.dropped
-                and plain.max_object_index == general.max_object_index
-            )
+            assert plain.dropped == general.dropped
+            assert plain.max_object_index == general.max_object_index
     assert num_plain > 1000

@@ -38,30 +38,23 @@ def test_highest_retained_object_key_controls_fn_start_even_when_object_is_inval
     codec: HFTokenCodec, body: str
 ) -> None:
     parsed = parse_rollout(codec.encode(f'{{"object_9": {body}, "object_2": {CAT}}}'), codec)
-    assert [o.key for o in parsed.objects] == ["object_2"] and [d.key for d in parsed.dropped] == [
-        "object_9"
-    ]
+    assert [o.key for o in parsed.objects] == ["object_2"]
+    assert [d.key for d in parsed.dropped] == ["object_9"]
     assert parsed.max_object_index == 9
-    assert serialize_append(
-        parsed.prefix_text, MISSED, start_index=parsed.max_object_index + 1
-    ).startswith(', "object_10": {')
+    appended = serialize_append(parsed.prefix_text, MISSED, start_index=10)
+    assert appended.startswith(', "object_10": {')
 
 
 def test_geometry_first_object_remains_valid_under_strict_parse(
     codecs: dict[str, HFTokenCodec],
 ) -> None:
+    expected = [(f"object_{i}", o.kind, o.bins, o.desc) for i, o in enumerate(OBJECTS, 1)]
     for codec in codecs.values():
-        desc_first, geometry_first = (
-            parse_rollout(codec.encode(serialize_objects(OBJECTS, field_order=order)), codec)
-            for order in FIELD_ORDERS
-        )
-        assert geometry_first.dropped == desc_first.dropped == ()
-        assert [(o.key, o.kind, o.desc, o.bins) for o in geometry_first.objects] == [
-            (o.key, o.kind, o.desc, o.bins) for o in desc_first.objects
-        ]
-        assert [(o.kind, o.bins, o.desc) for o in geometry_first.objects] == [
-            (o.kind, o.bins, o.desc) for o in OBJECTS
-        ]
+        for order in FIELD_ORDERS:
+            text = serialize_objects(OBJECTS, field_order=order)
+            parsed = parse_rollout(codec.encode(text), codec)
+            assert parsed.dropped == ()
+            assert [(o.key, o.kind, o.bins, o.desc) for o in parsed.objects] == expected
 
 
 def test_dict_keys_are_not_sorted_for_matching_order(codec: HFTokenCodec) -> None:
@@ -80,23 +73,22 @@ def test_one_malformed_object_does_not_block_training_parse(codec: HFTokenCodec)
         ("object_3", "dog", (5, 6, 7, 8)),
     ]
     # No repair: what was dropped stays in the prefix, token by token.
-    assert (
-        parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(token_ids[: parsed.num_unchanged])
-        and middle in parsed.prefix_text
-    )
+    unchanged = parsed.num_unchanged
+    assert parsed.prefix_token_ids[:unchanged] == tuple(token_ids[:unchanged])
+    assert middle in parsed.prefix_text
+
+
+ONE = f'{{"object_1": {CAT}'
 
 
 @pytest.mark.parametrize(
     ("response", "prefix"),
     [
-        (f'{{"object_1": {CAT}, "object_2": {{"desc": "do', f'{{"object_1": {CAT}'),
-        (
-            f'{{"object_1": {CAT}, "object_2": {{"desc": "dog", "bbox_2d": ["<|coord_1|>", "<|coo',
-            f'{{"object_1": {CAT}',
-        ),
-        (f'{{"object_1": {CAT}, "object_2": {DOG[:-1]}', f'{{"object_1": {CAT}'),
-        (f'{{"object_1": {CAT}, "obj', f'{{"object_1": {CAT}'),
-        (f'{{"object_1": {CAT[:-1]}', "{"),
+        (f'{ONE}, "object_2": {{"desc": "do', ONE),
+        (f'{ONE}, "object_2": {{"desc": "dog", "bbox_2d": ["<|coord_1|>", "<|coo', ONE),
+        (f'{ONE}, "object_2": {DOG[:-1]}', ONE),
+        (f'{ONE}, "obj', ONE),
+        (ONE[:-1], "{"),
         ('{"object_1": {"desc": "c', "{"),
         ("", "{"),
     ],
@@ -107,30 +99,23 @@ def test_truncated_rollout_tail_is_trimmed_suffix_only_and_training_proceeds_par
     for codec in codecs.values():
         token_ids = codec.encode(response)
         parsed = parse_rollout(token_ids, codec)
-        assert (
-            parsed.prefix_text == prefix
-            and parsed.truncated
-            and parsed.fallback == (prefix == "{")
-            and parsed.dropped == ()
+        assert (parsed.prefix_text, parsed.truncated, parsed.dropped) == (prefix, True, ())
+        assert parsed.fallback == (prefix == "{")
+        unchanged = parsed.num_unchanged
+        assert parsed.prefix_token_ids[:unchanged] == tuple(token_ids[:unchanged])
+        appended = serialize_append(
+            parsed.prefix_text, MISSED, start_index=(parsed.max_object_index or 0) + 1
         )
-        assert parsed.prefix_token_ids[: parsed.num_unchanged] == tuple(
-            token_ids[: parsed.num_unchanged]
-        )
-        start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
-        target = parsed.prefix_text + serialize_append(
-            parsed.prefix_text, MISSED, start_index=start_index
-        )
-        assert [value["desc"] for value in json.loads(target).values()] == [
-            o.desc for o in (*parsed.objects, *MISSED)
-        ]
+        target = json.loads(parsed.prefix_text + appended)
+        expected = [o.desc for o in (*parsed.objects, *MISSED)]
+        assert [value["desc"] for value in target.values()] == expected
 
 
 def test_shared_parsing_contract_is_importable_without_trainer_class_dependency() -> None:
     code = (
-        "import json, sys\n"
-        "import shared.grounding.objects, shared.grounding.parsing\n"
+        "import sys, shared.grounding.objects, shared.grounding.parsing\n"
         "shared.grounding.parsing.parse_rollout, shared.grounding.objects.ParsedRollout\n"
-        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+        "print(*{name.split('.')[0] for name in sys.modules})"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -140,12 +125,5 @@ def test_shared_parsing_contract_is_importable_without_trainer_class_dependency(
         timeout=300,
         check=True,
     )
-    assert not set(json.loads(done.stdout)) & {
-        "torch",
-        "transformers",
-        "vllm",
-        "ray",
-        "learner",
-        "launch",
-        "rollout_actors",
-    }
+    heavy = "torch transformers vllm ray learner launch rollout_actors"
+    assert not set(done.stdout.split()) & set(heavy.split())

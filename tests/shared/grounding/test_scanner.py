@@ -43,7 +43,8 @@ def test_it_is_closed_by_the_first_brace_at_the_top_level_outside_strings(
     text: bytes, closed: bool
 ) -> None:
     container = scan_container(text)
-    assert container is not None and container.closed is closed and container.entries == ()
+    assert container is not None
+    assert (container.closed, container.entries) == (closed, ())
 
 
 @pytest.mark.parametrize(
@@ -58,67 +59,59 @@ def test_an_entry_ends_with_the_brace_that_closes_its_value(value: bytes) -> Non
 
 def test_offsets_lead_to_the_key_and_to_what_a_plain_entry_has() -> None:
     text = b' {"object_3": {"poly": [ <|coord_1|>], "desc": "a\\n"} , "object_4" :' + CAT + b"}"
-    first, second = entries(text)
-    assert text[first.start :].startswith(b'"object_3"') and text[second.start :].startswith(
-        b'"object_4"'
-    )
-    assert first.plain is not None and second.plain is not None
-    assert (first.plain.kind, text[slice(*first.plain.desc)], text[slice(*first.plain.array)]) == (
-        "poly",
-        b"a\\n",
-        b"[ <|coord_1|>]",
-    )
-    assert (
-        second.plain.kind,
-        text[slice(*second.plain.desc)],
-        text[slice(*second.plain.array)],
-    ) == ("bbox_2d", b"cat", BOX)
+    expected = [
+        (b'"object_3"', "poly", b"a\\n", b"[ <|coord_1|>]"),
+        (b'"object_4"', "bbox_2d", b"cat", BOX),
+    ]
+    for entry, (key, kind, desc, array) in zip(entries(text), expected, strict=True):
+        assert text[entry.start :].startswith(key)
+        assert entry.plain is not None
+        assert entry.plain.kind == kind
+        assert text[slice(*entry.plain.desc)] == desc
+        assert text[slice(*entry.plain.array)] == array
 
 
 @pytest.mark.parametrize(
-    "value",
+    "members",
     [
-        b'{"bbox_2d": ' + BOX + b"}",
-        b'{"desc": "cat"}',
-        b'{"desc": "cat", "bbox_2d": ' + BOX + b', "desc": "cat"}',
-        b'{"desc": "cat", "bbox_2d": ' + BOX + b', "poly": ' + BOX + b"}",
-        b'{"desc": "cat", "bbox_2d": ' + BOX + b', "x": 1}',
-        b'{"desc": "cat", "bbox_2d": ' + BOX + b",}",
-        b'{"desc": "cat" "bbox_2d": ' + BOX + b"}",
-        b'{"desc": "cat", "bbox_2d": []}',
-        b'{"desc": "cat", "bbox_2d": [' + BOX + b"]}",
-        b'{"desc": "cat", "bbox_2d": [["<|coord_1|>", "<|coord_2|>"]]}',
-        b'{"desc": "cat", "poly": [["<|coord_1|>"]]}',
-        b'{"desc": "cat", "poly": [["<|coord_1|>", "<|coord_2|>"], "<|coord_3|>"]}',
-        b'{"desc": "cat", "bbox_2d": ["<|coord_1|>, <|coord_2|>"]}',
-        b'{"desc": "cat", "bbox_2d": ["<|coord_1|> "]}',
-        b'{"desc": "c\nat", "bbox_2d": ' + BOX + b"}",
-        b'{"desc": "c\\at", "bbox_2d": ' + BOX + b"}",
-        b'{"d\\u0065sc": "cat", "bbox_2d": ' + BOX + b"}",
+        b'"bbox_2d": ' + BOX,
+        b'"desc": "cat"',
+        b'"desc": "cat", "bbox_2d": ' + BOX + b', "desc": "cat"',
+        b'"desc": "cat", "bbox_2d": ' + BOX + b', "poly": ' + BOX,
+        b'"desc": "cat", "bbox_2d": ' + BOX + b', "x": 1',
+        b'"desc": "cat", "bbox_2d": ' + BOX + b",",
+        b'"desc": "cat" "bbox_2d": ' + BOX,
+        b'"desc": "cat", "bbox_2d": []',
+        b'"desc": "cat", "bbox_2d": [' + BOX + b"]",
+        b'"desc": "cat", "bbox_2d": [["<|coord_1|>", "<|coord_2|>"]]',
+        b'"desc": "cat", "poly": [["<|coord_1|>"]]',
+        b'"desc": "cat", "poly": [["<|coord_1|>", "<|coord_2|>"], "<|coord_3|>"]',
+        b'"desc": "cat", "bbox_2d": ["<|coord_1|>, <|coord_2|>"]',
+        b'"desc": "cat", "bbox_2d": ["<|coord_1|> "]',
+        b'"desc": "c\nat", "bbox_2d": ' + BOX,
+        b'"desc": "c\\at", "bbox_2d": ' + BOX,
+        b'"d\\u0065sc": "cat", "bbox_2d": ' + BOX,
     ],
 )
-def test_what_is_not_plain_is_an_entry_all_the_same(value: bytes) -> None:
-    before, entry, after = entries(
-        b'{"object_1": ' + CAT + b', "object_2": ' + value + b', "object_3": ' + CAT + b"}"
-    )
-    assert (
-        entry.plain is None
-        and entry.separated
-        and entry.value is not None
-        and before.plain is not None
-        and after.plain is not None
-    )
+def test_what_is_not_plain_is_an_entry_all_the_same(members: bytes) -> None:
+    value = b"{" + members + b"}"
+    text = b'{"object_1": ' + CAT + b', "object_2": ' + value + b', "object_3": ' + CAT + b"}"
+    assert [entry.plain is None for entry in entries(text)] == [False, True, False]
+    assert values(text)[1] == ("object_2", value, True)
+
+
+BOTH = [("object_1", None), ("object_2", b"{}")]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (b'{"object_1": 5, "object_2": {}}', [("object_1", None), ("object_2", b"{}")]),
-        (b'{"object_1": "object_7", "object_2": {}}', [("object_1", None), ("object_2", b"{}")]),
-        (b'{"object_1": [{}, {}], "object_2": {}}', [("object_1", None), ("object_2", b"{}")]),
-        (b'{"object_1": [{}, "object_2": {}}', [("object_1", None), ("object_2", b"{}")]),
+        (b'{"object_1": 5, "object_2": {}}', BOTH),
+        (b'{"object_1": "object_7", "object_2": {}}', BOTH),
+        (b'{"object_1": [{}, {}], "object_2": {}}', BOTH),
+        (b'{"object_1": [{}, "object_2": {}}', BOTH),
+        (b'{"object_1", "object_2": {}}', BOTH),
         (b'{"object_1": }', [("object_1", None)]),
-        (b'{"object_1", "object_2": {}}', [("object_1", None), ("object_2", b"{}")]),
         (b'{"note": "object_1", "object_2": {}}', [("object_2", b"{}")]),
         (b'{"note": ["object_1", "object_3"], "object_2": {}}', [("object_2", b"{}")]),
         (b'{"object_1": 5', []),
