@@ -104,24 +104,9 @@ def coord(leaf: object) -> int | None:
 
 
 PARTS = [
-    *[
-        "{",
-        "}",
-        "[",
-        "]",
-        ",",
-        ":",
-        '""',
-        '"desc"',
-        "null",
-        "-1.5e3",
-        "01",
-        "NaN",
-        '"<|coord_9|>"',
-        "<|coord_9|>",
-        '"<|coord_1000|>"',
-    ],
-    *(", ", " ", "\t", '"desc": "cat"', '"bbox_2d": ', '"poly": [', '"x": 1', '"box": []'),
+    *"{}[],: \t",
+    *('""', '"desc"', "null", "-1.5e3", "01", "NaN", '"<|coord_9|>"', "<|coord_9|>", ", "),
+    *('"<|coord_1000|>"', '"desc": "cat"', '"bbox_2d": ', '"poly": [', '"x": 1', '"box": []'),
     *('"\\u0041"', '"\\x"', '"\\ud800"', '"d\\u0065sc": "猫"', '["<|coord_1|>", "<|coord_2|>"]'),
 ]
 DESC_VALUES = ['"cat"', '"dog"', '"猫"', '""', '" "', "1", "<|coord_1|>"]
@@ -133,10 +118,8 @@ BOX_VALUES = [
     "[3, 4, 5, 6]",
     '[["<|coord_3|>", "<|coord_4|>"]]',
 ]
-TWO, FOUR = (
-    '"<|coord_1|>", "<|coord_2|>"',
-    '"<|coord_3|>", "<|coord_4|>", "<|coord_5|>", "<|coord_6|>"',
-)
+TWO = '"<|coord_1|>", "<|coord_2|>"'
+FOUR = '"<|coord_3|>", "<|coord_4|>", "<|coord_5|>", "<|coord_6|>"'
 POLY_VALUES = ["null", f"[[{TWO}], [{TWO}], [{TWO}]]", f"[{TWO}, {FOUR}]", f"[[{TWO}], {FOUR}]"]
 FIELDS = [
     *(f'"desc": {value}' for value in DESC_VALUES),
