@@ -126,7 +126,10 @@ class WeightPublisher:
             self.canary.noise = noise
 
     def save(self, folder: Path) -> None:
-        """Write an ordinary checkpoint on rank 0; return on every rank when it is available."""
+        """Write an ordinary checkpoint on rank 0; return on every rank when it is available.
+
+        Raises StorageError.
+        """
         with self.ranks.of_phase("save"):
             self.device.wait()
             self.parallel.check()

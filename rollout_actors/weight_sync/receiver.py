@@ -231,7 +231,7 @@ class WeightReceiver:
         """
         for phase in SyncPhase:
             report = await self.run_phase(phase, offer, handed)
-        assert report is not None
+        assert report is not None, "the last phase gives it"
         return report
 
     async def run_phase(

@@ -27,12 +27,9 @@ class ChecksumLoader(nn.Module):
         # them, under the layers' own names.
         self.expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         self.loaded: set[str] = set()
-        self.checksums: list[int] = []
-        """One per bucket, of what arrived."""
-        self.sent: list[int] = []
-        """The sender's, which arrive behind the weights."""
-        self.logprobs: list[float] = []
-        """The canary's, where they arrive last."""
+        self.checksums: list[int] = []  # of the buckets that arrived
+        self.sent: list[int] = []  # the sender's, which arrive behind the weights
+        self.logprobs: list[float] = []  # the canary's, where they arrive last
         self.load_s = 0.0
         self.verify_s = 0.0
         self._wait_s = 0.0

@@ -94,22 +94,18 @@ class SendingLearner(Protocol):
     @property
     def offers_adapter(self) -> bool:
         """True where the next offer is of an adapter."""
-        ...
 
     @property
     def falls_back(self) -> bool:
         """True where full syncs follow a failed adapter sync (`sync.fallback_to_full`)."""
-        ...
 
     def offer_weights(self) -> WeightOffer: ...
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
     def sync_done(self, noise: Differences | None) -> None:
         """Note on every rank that the version is served, and the noise that was measured."""
-        ...
 
     def fall_back_to_full(self) -> None:
         """Offer full weights from now on, after an offer of an adapter."""
-        ...
 
 
 class ReceivingEngines(Protocol):
@@ -119,7 +115,6 @@ class ReceivingEngines(Protocol):
         """Return when nothing is being generated: under `max_staleness` the next step's first round
         may still be running. Raises RolloutError where that round failed.
         """
-        ...
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]: ...
 
@@ -148,23 +143,19 @@ def sync_weights(learner: SendingLearner, rollouts: ReceivingEngines) -> SyncRep
             raise
         if not learner.falls_back:
             raise _adapter_error(error) from error
-        reason = (
-            str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
-        )
+        named = isinstance(error, WeightSyncError)
+        reason = str(error) if named else f"{type(error).__name__}: {error}"
         learner.fall_back_to_full()
     return replace(_sync(learner, rollouts), fell_back=reason)
 
 
 def _adapter_error(error: Exception) -> WeightSyncError:
     """Add the remedies to the failure of an adapter sync that ends the run."""
-    remedy = (
-        "set rollout_matching.vllm.sync.fallback_to_full: true to go on with full weights, or"
-        " sync.mode: full to begin with them"
-    )
     if not isinstance(error, WeightSyncError):
         error = WeightSyncError(f"{type(error).__name__}: {error}", actor=ENGINES, phase=OFFER)
     return WeightSyncError(
-        f"of the adapter: {error.message}; {remedy}",
+        f"of the adapter: {error.message}; set rollout_matching.vllm.sync.fallback_to_full: true to"
+        " go on with full weights, or sync.mode: full to begin with them",
         actor=error.actor,
         phase=error.phase,
         quantity=error.quantity,

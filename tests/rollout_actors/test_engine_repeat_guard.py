@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from backend_support import what_was_said
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
 
 from rollout_actors.repeat_guard.rule import require_guard
@@ -56,17 +57,6 @@ def generate(actor: Any, requests: list[RolloutRequest]) -> list[Rollout]:
     )
 
 
-def said(rollout: Rollout) -> tuple[object, ...]:
-    return (
-        rollout.position,
-        rollout.response_token_ids,
-        rollout.logprobs,
-        rollout.stop_token_id,
-        rollout.stop_token_logprob,
-        rollout.finish_reason,
-    )
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.15])
 def test_offending_sequence_is_terminated_without_batch_abort_and_its_neighbours_go_on_as_without_the_guard(
     engine_pool: EnginePool, guarded: Any, learner: SmallLearner, temperature: float
@@ -82,19 +72,20 @@ def test_offending_sequence_is_terminated_without_batch_abort_and_its_neighbours
     ):
         end = rule.first_repetition(free.response_token_ids)
         if end in (None, LONGEST):
-            assert said(rollout) == said(free)
+            assert what_was_said([rollout]) == what_was_said([free])
             assert rollout.forced_positions == ()
             continue
         num_ended += 1
         assert free.logprobs is not None
-        assert said(rollout) == (
-            free.position,
-            free.response_token_ids[:end],
-            free.logprobs[:end],
-            learner.stop,
-            None,
-            FinishReason.REPETITION,
+        ended = replace(
+            free,
+            response_token_ids=free.response_token_ids[:end],
+            logprobs=free.logprobs[:end],
+            stop_token_id=learner.stop,
+            stop_token_logprob=None,
+            finish_reason=FinishReason.REPETITION,
         )
+        assert what_was_said([rollout]) == what_was_said([ended])
         assert rollout.forced_positions == (end,)
     assert 0 < num_ended < NUM_REQUESTS, "otherwise nothing was tested"
 
@@ -105,13 +96,10 @@ def test_a_request_without_a_stop_token_has_nothing_to_be_ended_with(
     requests = [
         learner.request(position, max_new_tokens=LONGEST) for position in range(NUM_REQUESTS)
     ]
-    rollouts = generate(
-        guarded,
-        [
-            replace(request, decode=replace(request.decode, stop_token_ids=()))
-            for request in requests
-        ],
-    )
+    endless = [
+        replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests
+    ]
+    rollouts = generate(guarded, endless)
     assert {(rollout.finish_reason, len(rollout.response_token_ids)) for rollout in rollouts} == {
         (FinishReason.LENGTH, LONGEST)
     }

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from engine_support import SmallLearner, small_settings
 from fake_server import HERE, eventually
-from process_family import is_engine
+from process_family import is_alive, is_engine
 from serve_process import OneServer, ServeProcess, serve_process
 
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
@@ -153,28 +153,14 @@ def test_a_killed_server_takes_its_engine_with_it(demo_checkpoint: Path, tmp_pat
     """SIGKILL, as of a system that is out of memory: nobody is left to end the engine. Server and
     engine are started as on a GPU, by no warm server.
     """
-    with serve_process(
-        serve_arguments(small_settings(demo_checkpoint), port=0), tmp_path, python=[sys.executable]
-    ) as one:
-        assert (
-            OneServer(
-                ServerClient(
-                    "server-0", one.address(), index=0, expected=small_settings(demo_checkpoint)
-                )
-            ).start()
-            == 1
-        )
+    settings = small_settings(demo_checkpoint)
+    with serve_process(serve_arguments(settings, port=0), tmp_path, python=[sys.executable]) as one:
+        client = ServerClient("server-0", one.address(), index=0, expected=settings)
+        assert OneServer(client).start() == 1
         _, *children = one.family()
         assert has_engine(children)
         one.process.kill()
-        assert eventually(
-            lambda: (
-                not any(
-                    child.is_running() and child.status() != psutil.STATUS_ZOMBIE
-                    for child in children
-                )
-            )
-        )
+        assert eventually(lambda: not any(map(is_alive, children)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -201,11 +187,5 @@ def ends_on_a_signal(one: ServeProcess, number: signal.Signals) -> None:
     family = one.family()
     one.process.send_signal(number)
     assert one.process.wait(60) == 130
-    assert eventually(
-        lambda: (
-            not any(
-                member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family
-            )
-        )
-    )
+    assert eventually(lambda: not any(map(is_alive, family)))
     assert "Traceback" not in one.errors.read_text(), one.errors.read_text()
