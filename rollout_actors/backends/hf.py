@@ -215,14 +215,14 @@ class HFBackend:
         self._name = host.name
         self._decode_batch_size = decode_batch_size
         self._rule = repeat_rule(repeat_guard, lambda: host.processor.tokenizer)
-        self._version = 0
+        self.version = 0
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generate rollouts in order, until the host raises between two tokens."""
         if self._closed and requests:
             raise self._error("the backend was closed")
-        origin = EngineInfo(self._name, self._version, self._rule, StartTime.now())
+        origin = EngineInfo(self._name, self.version, self._rule, StartTime.now())
         rollouts: list[Rollout] = []
         with random_state_kept(), evaluating(self._host.model), torch.no_grad():
             for batch in self._batches(requests):
@@ -233,12 +233,8 @@ class HFBackend:
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Take the version alone: the weights are the learner's own."""
-        self._version = offer.version
+        self.version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def close(self) -> None:
         self._closed = True

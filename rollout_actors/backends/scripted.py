@@ -20,7 +20,7 @@ class ScriptedBackend:
         self._name = name
         self._script = script
         self._latency_s = latency_s
-        self._version = 0
+        self.version = 0
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
@@ -28,7 +28,7 @@ class ScriptedBackend:
             return []
         if self._closed:
             raise RolloutError("the backend was closed", actor=self._name, phase="generate")
-        origin = EngineInfo(self._name, self._version, None, StartTime.now())
+        origin = EngineInfo(self._name, self.version, None, StartTime.now())
         time.sleep(self._latency_s)
         end = time.perf_counter()
         rollouts = []
@@ -43,12 +43,8 @@ class ScriptedBackend:
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Take the version alone: there are no weights."""
-        self._version = offer.version
+        self.version = offer.version
         return SyncReport(version=offer.version, bytes=0, phase_s={}, canary_max_abs=0.0)
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def close(self) -> None:
         self._closed = True

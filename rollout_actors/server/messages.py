@@ -91,15 +91,13 @@ class InferCall(WireMessage):
         guard: RepeatGuardSettings | None = None,
     ) -> InferCall:
         """Make the call of these requests; `guard` None: none of them is guarded."""
-        rule = RepeatTerminateSection()
-        if guard is not None:
-            rule = RepeatTerminateSection(enabled=True, **asdict(guard))
+        rule = {} if guard is None else {"enabled": True} | asdict(guard)
         return cls(
             requests=tuple(requests),
             seed=requests[0].seed,
             run=run,
             version=version,
-            repeat_terminate=rule,
+            repeat_terminate=RepeatTerminateSection(**rule),
         )
 
 

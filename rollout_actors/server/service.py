@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -191,33 +191,22 @@ class ServedEngine(RolloutEngine, Protocol):
         ...
 
 
+@dataclass(eq=False)
 class RolloutService:
     """One engine for callers, open but from the beginning of a sync to its end."""
 
-    def __init__(
-        self,
-        engine: ServedEngine,
-        *,
-        name: str,
-        model_type: str,
-        settings: EngineSettings,
-        limits: messages.CallLimits,
-        image_root: Path | None,
-        image_token_id: int | None = None,
-    ) -> None:
-        """
-        Args:
-            image_root: resolved folder of images that may be named by path; None: images come
-                as data.
-            image_token_id: the model's placeholder of an image; None: it has none.
-        """
-        self.limits = limits
-        self._engine = engine
-        self._name = name
-        self._model_type = model_type
-        self._settings = settings
-        self._image_root = image_root
-        self._image_token_id = image_token_id
+    engine: ServedEngine
+    _: KW_ONLY
+    name: str
+    model_type: str
+    settings: EngineSettings
+    limits: messages.CallLimits
+    image_root: Path | None
+    """Resolved folder of images that may be named by path; None: images come as data."""
+    image_token_id: int | None = None
+    """The model's placeholder of an image; None: it has none."""
+
+    def __post_init__(self) -> None:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
@@ -232,15 +221,15 @@ class RolloutService:
 
     async def start(self) -> None:
         """Start the engine. Raises what it raises."""
-        self._world_size = await self._engine.start()
+        self._world_size = await self.engine.start()
 
     @property
     def world_size(self) -> int:
         """Rollout devices. Raises RefusalError while the engine loads, and when it has died."""
-        if self._engine.is_dead:
-            raise RefusalError(503, f"{self._name} has died; see its output, and start it again")
+        if self.engine.is_dead:
+            raise RefusalError(503, f"{self.name} has died; see its output, and start it again")
         if self._world_size is None:
-            raise RefusalError(503, f"{self._name} is starting; ask /health/ until it answers 200")
+            raise RefusalError(503, f"{self.name} is starting; ask /health/ until it answers 200")
         return self._world_size
 
     @property
@@ -249,21 +238,21 @@ class RolloutService:
 
     @property
     def version(self) -> int:
-        return self._engine.version
+        return self.engine.version
 
     def health(self) -> messages.Health:
         return messages.Health(
             world_size=self.world_size,
             num_running=self._num_running,
-            num_tokens=self._engine.num_tokens,
+            num_tokens=self.engine.num_tokens,
         )
 
     def info(self) -> messages.ServerInfo:
-        settings = self._settings
+        settings = self.settings
         return messages.ServerInfo(
-            name=self._name,
+            name=self.name,
             model=settings.model_path,
-            model_type=self._model_type,
+            model_type=self.model_type,
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
@@ -288,7 +277,7 @@ class RolloutService:
             # A call without an answer would get one of the new weights, verified or not.
             if self._num_arrivals != arrivals:
                 why = f"was given other weights than version {held} before it had answered"
-                raise RefusalError(409, f"{self._name} {why}; ask again")
+                raise RefusalError(409, f"{self.name} {why}; ask again")
 
         return Admission(held, check)
 
@@ -304,7 +293,7 @@ class RolloutService:
     async def infer(self, call: messages.InferCall) -> list[Rollout]:
         """Generate rollouts; cancelling aborts them. Raises RefusalError, and as the engine."""
         admission = self.admit(call.run, call.version)
-        problems = list(request_problems(call.requests, self._settings, self._image_token_id))
+        problems = list(request_problems(call.requests, self.settings, self.image_token_id))
         if len(call.requests) > self.limits.max_requests:
             problems.append(
                 f"requests: has {len(call.requests)}, one call may have"
@@ -318,7 +307,7 @@ class RolloutService:
         self._num_guarded += len(requests)
         try:
             with self.running(len(requests)):
-                rollouts = await self._engine.generate(requests)
+                rollouts = await self.engine.generate(requests)
         except RolloutError:
             # A sync may have begun while the images were read; then this is a refusal.
             self._check_open(call.run, call.version)
@@ -345,7 +334,7 @@ class RolloutService:
         # The pause has ended what was running; what was queued would be answered under the weights
         # that arrive now.
         self._num_arrivals += phase is SyncPhase.WIRE
-        report = await self._engine.run_sync_phase(phase, state.offer)
+        report = await self.engine.run_sync_phase(phase, state.offer)
         if self._sync is not state:
             raise RefusalError(409, f"the sync to version {call.version} was given up for another")
         self._sync = state.finish(phase)
@@ -357,17 +346,17 @@ class RolloutService:
             if rule == self._guard:
                 return
             if self._num_guarded:
-                busy = f"{self._name} answers {self._num_guarded} requests under another one"
+                busy = f"{self.name} answers {self._num_guarded} requests under another one"
                 raise RefusalError(409, f"repeat_terminate: {busy}; {OWN_SERVERS}, or wait")
             self._guard = None  # not known until the engine has it: this call may be cancelled
-            await self._engine.guard_by(rule.settings())
+            await self.engine.guard_by(rule.settings())
             self._guard = rule
 
     def _check_open(self, run: str | None, version: int | None) -> None:
         assert self.world_size
-        if shut := self._engine.shut:
-            raise RefusalError(409, f"{self._name} serves no rollouts: {shut}; complete a sync")
-        held = f"{self._name} holds version {self.version}"
+        if shut := self.engine.shut:
+            raise RefusalError(409, f"{self.name} serves no rollouts: {shut}; complete a sync")
+        held = f"{self.name} holds version {self.version}"
         if _differ(self._sync.run, run):
             why = f"{held} of another run's weights; sync first, and {OWN_SERVERS}"
             raise RefusalError(409, why)
@@ -401,7 +390,7 @@ class RolloutService:
         return image
 
     def _read_file(self, image: ImageRef, path: str) -> ImageRef:
-        root = self._image_root
+        root = self.image_root
         send_data = "send data (base64)"
         if image.path is None:
             raise RefusalError(400, f"{path}: has neither data nor path; {send_data}")

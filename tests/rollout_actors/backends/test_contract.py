@@ -22,6 +22,7 @@ from backend_support import (
     UnderTest,
     child_processes,
     colocated_settings,
+    send_in_process,
     what_was_said,
 )
 from counting_rows import RowsFile
@@ -32,8 +33,6 @@ from serve_process import OneServer, serve_process
 from stock_process import TOKEN, stock_process
 
 from launch.runtime.rollout_client import RolloutClient
-from learner.model.checkpoint import CheckpointWeights
-from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedSpec
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
@@ -86,12 +85,7 @@ def hf(learner, checkpoint):
 
 @contextmanager
 def colocate(learner, checkpoint):
-    learner.sender = WeightSender(
-        CheckpointWeights(learner.model),
-        transport="inproc",
-        receivers=(),
-        timeout_s=TIMEOUTS.sync_phase.seconds,
-    )
+    send_in_process(learner)
     settings = colocated_settings(checkpoint, max_num_seqs=BATCH, repeat_guard=GUARD)
     backend = ColocatedSpec(settings)(ModelHost(learner))
     backend.collective_rpc("count_rows")

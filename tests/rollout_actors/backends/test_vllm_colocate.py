@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_support import ModelHost, colocated_settings, what_was_said
-from engine_support import TEST_MODULES, TIMEOUTS
+from backend_support import ModelHost, colocated_settings, send_in_process, what_was_said
+from engine_support import TEST_MODULES
 
-from learner.model.checkpoint import CheckpointWeights
-from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedSpec, colocate_tensor_parallel
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.engine import warm_python
@@ -61,12 +59,7 @@ def beams(request, number):
 
 @pytest.fixture(scope="module")
 def learner(learner):
-    learner.sender = WeightSender(
-        CheckpointWeights(learner.model),
-        transport="inproc",
-        receivers=(),
-        timeout_s=TIMEOUTS.sync_phase.seconds,
-    )
+    send_in_process(learner)
     learner.learn(seed=1)
     return learner
 
@@ -216,10 +209,8 @@ import sys
 import torch
 import torch.distributed as dist
 from pathlib import Path
-from backend_support import ModelHost, colocated_settings, what_was_said
+from backend_support import ModelHost, colocated_settings, send_in_process, what_was_said
 from engine_support import SmallLearner
-from learner.weight_sync.sender import WeightSender
-from learner.model.checkpoint import CheckpointWeights
 from rollout_actors.backends.colocate import ColocatedSpec
 
 checkpoint, store, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -232,7 +223,7 @@ def summed():
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 summed()
 learner = SmallLearner(checkpoint, num_receivers=1)
-learner.sender = WeightSender(CheckpointWeights(learner.model), transport="inproc", receivers=(), timeout_s=30.0)
+send_in_process(learner)
 learner.learn(seed=1)
 if rank == 1:
     dist.new_group([0, 1])  # ranks do not have to load their engines at the same point

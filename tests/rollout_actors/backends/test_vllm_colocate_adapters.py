@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_support import ModelHost, colocated_settings
-from engine_support import TIMEOUTS
+from backend_support import ModelHost, colocated_settings, send_in_process
 
 from learner.model.adapters import apply_adapter
 from learner.model.checkpoint import CheckpointWeights
-from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.colocate import ColocatedSpec
 from shared.config.model import AdapterSection
 from shared.errors import RolloutError, WeightSyncError
@@ -26,12 +24,8 @@ class AdaptedHost(ModelHost):
 
 @pytest.fixture(scope="module")
 def learner(learner, demo_checkpoint):
-    apply_adapter(
-        learner.model,
-        AdapterSection(kind="lora", rank=4, alpha=8.0),
-        base_path=str(demo_checkpoint),
-        seed=3,
-    )
+    adapter = AdapterSection(kind="lora", rank=4, alpha=8.0)
+    apply_adapter(learner.model, adapter, base_path=str(demo_checkpoint), seed=3)
     learner.offers_adapter = True
     return learner
 
@@ -43,9 +37,8 @@ def host(learner):
 
 @pytest.fixture(scope="module")
 def backend(host, demo_checkpoint):
-    backend = ColocatedSpec(colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4))(
-        host
-    )
+    settings = colocated_settings(demo_checkpoint, enable_lora=True, max_lora_rank=4)
+    backend = ColocatedSpec(settings)(host)
     yield backend
     backend.close()
 
@@ -84,13 +77,7 @@ def test_adapters_replace_each_other_fail_visibly_and_give_way_to_merged_weights
         backend.receive_weights(replace(offer, terms=damaged))
     with pytest.raises(RolloutError, match="serves no rollouts"):
         backend.generate([learner.request(0)])
-    learner.offers_adapter = False
-    learner.sender = WeightSender(
-        CheckpointWeights(learner.model),
-        transport="inproc",
-        receivers=(),
-        timeout_s=TIMEOUTS.sync_phase.seconds,
-    )
+    send_in_process(learner)
     learner.offers_adapter = False
     report = backend.receive_weights(learner.offer_weights())
     assert report.mode == "full"
