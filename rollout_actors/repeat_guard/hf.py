@@ -14,10 +14,6 @@ from shared.tokens.repeat_guard import RepeatGuard, RepeatRule
 class HFRepeatGuard(LogitsProcessor):
     """A processor that ends the rows that exceed the rule's thresholds, for one call of `generate`.
     It has to come before whatever chooses a token.
-
-    A row that goes on from its last step costs one token. One that does not, as in a beam search,
-    where rows change places and copy each other, is read anew. An ended row keeps only a
-    log-probability of 0 for the stop token, so it may be given logits and log-probabilities alike.
     """
 
     def __init__(self, rule: RepeatRule, *, prompt_length: int, stop_token_id: int) -> None:
@@ -34,13 +30,14 @@ class HFRepeatGuard(LogitsProcessor):
         if not any(over):
             return scores
         over_B = torch.tensor(over, device=scores.device)
+        # A log-probability of 0 for the stop token alone: that suits logits too.
         scores = scores.masked_fill(over_B[:, None], -torch.inf)
         scores[over_B, self._stop_token_id] = 0.0
         return scores
 
     def _read(self, tokens_BT: torch.Tensor) -> list[bool]:
-        """Tell whether each row is to be ended."""
         num_rows, num_tokens = tokens_BT.shape
+        # In a beam search rows change places and copy each other: those are read anew.
         goes_on = [False] * num_rows
         if self._last_BT is not None and self._last_BT.shape == (num_rows, num_tokens - 1):
             goes_on = (tokens_BT[:, :-1] == self._last_BT).all(1).tolist()

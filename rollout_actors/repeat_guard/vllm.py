@@ -228,9 +228,7 @@ class GuardV2(LogitsProcessorV2):
         last_B: torch.Tensor,
         num_new_B: torch.Tensor,
     ) -> torch.Tensor:
-        """Tell whether the last tokens of each row are a repetition: bool [B]. `last_B` is the
-        position of its last token.
-        """
+        """Tell whether the last tokens of each row, which end at `last_B`, are a repetition."""
         positions_BW = (last_B[:, None] - self._window_W).clamp(min=0)
         newest_first_BW = self._requests.all_token_ids.gpu[slots_B[:, None], positions_BW]
         run = settings.max_consecutive_token_repeats
@@ -286,13 +284,12 @@ class _DeviceKeys:
         return num_keys_B > self._max_keys
 
     def _so_far(self, slot: int) -> tuple[int, int, int]:
-        """Return (state, keys, tokens read) of what this slot's request had generated when it
-        entered. Waits for the device, after a preemption alone.
-        """
+        """Return (state, keys, tokens read) of what the request had generated when it entered."""
         start = int(self._requests.prompt_len.np[slot])
         end = int(self._requests.prefill_len.np[slot])
         state = START
         num_keys = 0
+        # After a preemption, and then alone, this waits for the device.
         if end > start:
             for token_id in self._requests.all_token_ids.gpu[slot, start:end].tolist():
                 state, num_found = self._keys.step(state, token_id)
@@ -318,17 +315,13 @@ class GuardedWorker:
     use_v2_model_runner: bool
 
     def guard_by(self, settings: dict[str, Any] | None) -> dict[str, Any]:
-        """Set the rule of the requests that begin from now on.
-
-        Nothing is done where it is in force already: a stock server gets it in every sync, and a
-        tokenizer takes seconds to load.
+        """Set the rule of the requests that begin from now on, and return `active_guard`.
 
         Args:
             settings: fields of `RepeatGuardSettings`; None: requests are not guarded.
-
-        Returns:
-            What `active_guard` does.
         """
+        # A rule in force is not made again: a stock server gets it in every sync, and a tokenizer
+        # takes seconds to load.
         asked = None if settings is None else RepeatGuardSettings(**settings)
         for guard in self._guards():
             if guard.settings != asked:

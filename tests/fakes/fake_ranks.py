@@ -27,17 +27,18 @@ class FakeRank:
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._told_to_stop, self._let_go = threading.Event(), threading.Event()
+        self._told_to_stop = threading.Event()
+        self._let_go = threading.Event()
         self._begun = threading.Event()
 
     @ray.method(concurrency_group=STOPPING)
     def let_go(self) -> None:
-        """Whatever the rank is doing ends."""
+        """End whatever the rank is doing."""
         self._let_go.set()
         self._told_to_stop.set()
 
     def reset(self) -> None:
-        """For the next test, behind whatever the rank is doing."""
+        """Prepare for the next test, behind whatever the rank is doing."""
         for event in (self._told_to_stop, self._let_go, self._begun):
             event.clear()
 
@@ -63,19 +64,17 @@ class FakeRank:
 
     def accumulate(self, *shares: Any) -> None:
         """Rank 1 fails at last, rank 0 notices first."""
-        time.sleep(0.3 * self._rank)
-        raise (
-            RolloutError("a prompt differs", actor="actor-1", phase="check")
-            if self._rank
-            else CollectiveError("rank 1 left", phase="reduce")
-        )
+        if not self._rank:
+            raise CollectiveError("rank 1 left", phase="reduce")
+        time.sleep(0.3)
+        raise RolloutError("a prompt differs", actor="actor-1", phase="check")
 
     def save(self, folder: Any) -> None:
         if self._rank:
             self._let_go.wait(600)
 
     def held_out_requests(self, step: int) -> int:
-        """Rank 0 has one, rank 1 `step` of them."""
+        """Return 1 of rank 0, and `step` of rank 1."""
         return step if self._rank else 1
 
     def next_requests(self, plan: Any) -> int:
@@ -83,10 +82,10 @@ class FakeRank:
         return 0
 
     def requests(self, first: int, stop: int) -> SentRequests:
-        """Those from the second call on are not made until the rank is let go."""
+        """Make the first call's; those of the others not until the rank is let go."""
         if first:
             self._let_go.wait(600)
-        return SentRequests(tuple(f"{self._rank}/{place}" for place in range(first, stop)), {})
+        return SentRequests(tuple(f"{self._rank}/{index}" for index in range(first, stop)), {})
 
     def finish_step(self) -> None:
         os._exit(1)

@@ -98,7 +98,7 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
 
 
 def _extra(model: Any, name: str) -> Any:
-    """Return a field that vLLM or another endpoint adds to OpenAI's; None where it is absent."""
+    # A field that vLLM or another endpoint adds to OpenAI's.
     extra = getattr(model, "__pydantic_extra__", None)
     # pydantic's `__getattr__` finds the same, and takes long to say that there is none.
     return getattr(model, name, None) if extra is None else vars(model).get(name, extra.get(name))

@@ -126,7 +126,6 @@ class ChatTemplate:
         messages: Sequence[Any],
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str | None:
-        """Return the text between the last sampled token and the end of the prompt."""
         seen = last.rendered + last.text + last.stop_text
         if rendered.startswith(seen):
             # An answer without a stop token gets the template's end of a message here, too.
@@ -149,10 +148,8 @@ class ChatTemplate:
     @cached_property
     def _end_of_message(self) -> str | None:
         """Text behind the model's message where it is the last; None: the template changes it."""
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": ANSWER_MARKER},
-        ]
+        answer = {"role": "assistant", "content": ANSWER_MARKER}
+        messages = [{"role": "user", "content": "?"}, answer]
         _, found, end = self.render(messages, None, asks=False).rpartition(ANSWER_MARKER)
         return end if found else None
 
@@ -180,7 +177,6 @@ def _for_template(message: Any) -> Message:
 
 
 def _is_answer(message: Any, answer: Message) -> bool:
-    """Tell whether a message of the conversation is still the answer that the model gave."""
     found = as_mapping(message)
     is_assistant = found.get("role") == "assistant"
     return is_assistant and _content_and_calls(found) == _content_and_calls(answer)

@@ -208,7 +208,7 @@ class Conversation:
         generate: Generate,
         calls: dict[tuple[str, int], ModelCall],
     ) -> None:
-        """Begin without a call. `calls` is where each is noted, by its path and turn."""
+        """`calls` is where each call is noted, by its path and turn."""
         self._key = key
         self._settings = settings
         self._template = settings.template
@@ -369,7 +369,6 @@ class Conversation:
     def _remember(
         self, prompt: _Prompt, num_messages: int, rollout: Rollout, message: AssistantMessage
     ) -> Sampled:
-        """Note the call, from which the next one may go on."""
         sampled = Sampled.from_rollout(rollout)
         decode = self._template.decode
         stop = sampled.stop_token_id
@@ -392,7 +391,6 @@ class Conversation:
     def _answer(
         self, model: str, prompt: _Prompt, rollout: Rollout, sampled: Sampled
     ) -> dict[str, Any]:
-        """Make the fields that the answers to chats and to plain prompts have in common."""
         key = self._key
         usage = {
             "prompt_tokens": len(rollout.prompt_token_ids),

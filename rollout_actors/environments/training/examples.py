@@ -178,7 +178,6 @@ class _Draft:
         )
 
     def _by_token(self, by_step: Sequence[Any]) -> list[Any]:
-        """Repeat each step's value for its tokens."""
         values: list[Any] = []
         for (_, _, end), value in zip(self.steps, by_step, strict=True):
             values += [value] * (end - len(values))
@@ -186,22 +185,21 @@ class _Draft:
 
 
 def _shown(step: TrajectoryStep) -> list[Any]:
-    """List a call's images as they were sent; the environment may have changed its prompt since."""
+    # As they were sent: the environment may have changed its prompt since.
     sent = getattr(step.get("response"), SENT_IMAGES, None)
     return shown_in(step["prompt"]) if sent is None else sent
 
 
 def _group(state: State) -> str:
-    """Name the row of a rollout. With the task: two environments may number their rows alike."""
+    # With the task: two environments may number their rows alike.
     return repr((state.get("task"), state.get("example_id", 0)))
 
 
 def _first_of(values: Iterable[float | None]) -> float | None:
-    """Return the first value that is not None, if any."""
     return next((value for value in values if value is not None), None)
 
 
 def _noted(step: TrajectoryStep, name: str) -> Any:
-    """Return what the client noted in the step's extras, else what the endpoint of ours says."""
+    # The client's note in the step's extras counts before what an endpoint of ours says.
     extras = step.get("extras") or {}
     return extras[name] if name in extras else getattr(step.get("response"), name, None)

@@ -272,7 +272,7 @@ def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) ->
 
 
 def _digest(*datasets: Sequence[RolloutInput]) -> str:
-    """Hash up to 64 rows of each dataset, from all over it, as far as JSON can write them."""
+    # Up to 64 rows of each dataset, from all over it, as far as JSON can write them.
     digest = hashlib.sha256()
     for rows in datasets:
         indices = [len(rows) * number // 64 for number in range(64)] if len(rows) else []
@@ -306,28 +306,26 @@ class _PositionedRows(Examples):
 
 
 def _members(environment: Environment) -> Sequence[Environment]:
-    """Return a group's environments, or the one that it is."""
     return list(environment.envs.values()) if isinstance(environment, EnvGroup) else [environment]
 
 
 def _force_greedy(request: EnvironmentRequest) -> dict[str, Any]:
-    """Take back the environment's temperature for a report, which is greedy."""
+    # A None takes back the environment's temperature: a report is greedy.
     return {"temperature": None} if request.is_held_out else {}
 
 
 def _loggable(messages: Any) -> Any:
-    """Make JSON of messages, whatever an environment has put into them."""
     if messages is None:  # of a rollout that ended before it had any
         return None
+    # An environment may have put anything into them.
     return json.loads(json.dumps(sanitize_messages(without_images(messages)), default=str))
 
 
 def _with_each_example_once(
     groups: Sequence[ExampleGroup], dataset: Examples
 ) -> list[list[ExampleGroup]]:
-    """Split the groups into calls that have each example once: otherwise its rollouts would be
-    compared as one group, or not, as the rounds are cut.
-    """
+    # In one call, an example's rollouts would be compared as one group, or not, as the rounds are
+    # cut.
     seen: dict[str, int] = {}
     calls: list[list[ExampleGroup]] = []
     for group in groups:
