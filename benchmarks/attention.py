@@ -24,7 +24,9 @@ from benchmarks.logit_memory import peak_bytes
 from learner.model.attention import SEGMENT_ATTENTION, register_segment_attention
 
 MASKED = "sdpa"
-HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+HEADS = 8
+KV_HEADS = 2
+HEAD_DIM = 64
 
 
 class Case:
@@ -55,9 +57,11 @@ class Case:
         )
         layer: Any = SimpleNamespace(is_causal=True, num_key_value_groups=HEADS // KV_HEADS)
         attend = AttentionInterface()[attention]
-        outputs = [attend(layer, *given, mask, scaling=HEAD_DIM**-0.5)[0] for given in self.layers]
-        given = [tensor for layer in self.layers for tensor in layer]
-        gradients = torch.autograd.grad([output.square().sum() for output in outputs], given)
+        outputs = [
+            attend(layer, *inputs, mask, scaling=HEAD_DIM**-0.5)[0] for inputs in self.layers
+        ]
+        inputs = [tensor for layer in self.layers for tensor in layer]
+        gradients = torch.autograd.grad([output.square().sum() for output in outputs], inputs)
         return [*(output.detach() for output in outputs), *gradients]
 
 

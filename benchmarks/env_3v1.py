@@ -19,8 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-FROM, TO, WITHIN_S = 0.35, 0.70, 600.0
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 280, 50, 40, 20
+FROM = 0.35
+TO = 0.70
+WITHIN_S = 600.0
+WIDTH = 560
+HEIGHT = 280
+LEFT = 50
+BOTTOM = 40
+TOP = 20
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 
 

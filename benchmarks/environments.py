@@ -81,7 +81,8 @@ def interleaving() -> tuple[float, float]:
         ]
 
     timed(True)
-    (fast_s, one), (slow_s, other) = timed(True), timed(False)
+    (fast_s, one) = timed(True)
+    (slow_s, other) = timed(False)
     assert one == other, (one, other)
     assert one[3] == [0.0, 1.0] * 3, one
     return fast_s, slow_s
@@ -96,7 +97,8 @@ def overhead(
     client = DelayedClient(makes_anew=makes_anew)
 
     async def timed() -> tuple[float, float, GenerateOutputs]:
-        began_s, cpu_s = time.perf_counter(), time.process_time()
+        began_s = time.perf_counter()
+        cpu_s = time.process_time()
         results = await environment.generate(rows, client, "model", RETURNS_TOKENS, use_tqdm=False)
         return time.perf_counter() - began_s, time.process_time() - cpu_s, results
 

@@ -35,7 +35,8 @@ from shared.tokens.hf_codec import HFTokenCodec
 
 T = TypeVar("T")
 
-WIDTH, HEIGHT = 1024, 768
+WIDTH = 1024
+HEIGHT = 768
 NUM_SIZES = 50
 
 
@@ -85,9 +86,9 @@ def main() -> None:
 
     def timed(name: str, work: Callable[..., T], *given: object) -> T:
         started_s = time.perf_counter()
-        made = work(*given)
+        result = work(*given)
         seconds[name].append(time.perf_counter() - started_s)
-        return made
+        return result
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = str(Path(folder, "cache"))

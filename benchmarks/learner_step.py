@@ -36,7 +36,10 @@ from shared.config.pipeline import Channel
 from shared.config.training import TrainingSection
 from shared.tokens.vocabulary import NUM_BINS
 
-IMAGE, VIDEO, START, END = 1, 2, 3, 4
+IMAGE = 1
+VIDEO = 2
+START = 3
+END = 4
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "small": (
         {
@@ -128,7 +131,8 @@ def make_segment(number: int, length: int, vocabulary: int) -> Segment:
     num_target = length - len(prompt_ids)
     roles = np.full(num_target, TokenRole.STRUCTURE, dtype=np.uint8)
     slots = np.sort(draw.choice(num_target - 1, num_target // 32 * 4, replace=False))
-    roles[slots], roles[-1] = TokenRole.COORD, TokenRole.CLOSING
+    roles[slots] = TokenRole.COORD
+    roles[-1] = TokenRole.CLOSING
     bins = draw.integers(0, NUM_BINS, len(slots))
     ids = draw.integers(2000, vocabulary, num_target)
     ids[slots] = FIRST_COORD + bins
@@ -207,7 +211,8 @@ def measure_update(
     updater = Optimizer(model, config, Ranks())
     if row.positions_N.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    rows_s, update_s = [], []
+    rows_s = []
+    update_s = []
     for step in range(arguments.repeats + 1):  # in the first the moments are made
         started = time.perf_counter()
         for _ in range(arguments.rows):
@@ -237,10 +242,8 @@ def main() -> None:
         parser.error(
             f"--tokens {arguments.tokens} is less than one segment (--segment {arguments.segment})"
         )
-    device, dtype = (
-        torch.device(arguments.device),
-        {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype],
-    )
+    device = torch.device(arguments.device)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
     model = make_model(arguments.size, device, dtype)
     segments = [
         make_segment(n, arguments.segment, model.config.text_config.vocab_size)

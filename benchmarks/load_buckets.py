@@ -23,7 +23,9 @@ from shared.prompts import DEFAULT_USER_PROMPT
 from shared.weight_sync.offer import TensorSpec, buckets
 from shared.weight_sync.transports import Device, TransportKind
 
-TEXT_LAYERS, VISION_LAYERS, DEEPSTACK = 36, 24, [5, 11, 17]
+TEXT_LAYERS = 36
+VISION_LAYERS = 24
+DEEPSTACK = [5, 11, 17]
 """Qwen3-VL-4B's."""
 REAL_TEXT = {
     "hidden_size": 2560,

@@ -78,7 +78,8 @@ def make_row(num_positions: int, vocabulary: int) -> PackedRow:
     """A row whose every position is needed: two text tokens, a coord slot, and so on."""
     draw = torch.Generator().manual_seed(0)
     at = torch.arange(num_positions)
-    text_at, coord_at = at[at % 3 != 2], at[at % 3 == 2]
+    text_at = at[at % 3 != 2]
+    coord_at = at[at % 3 == 2]
     coord_at = coord_at[: len(coord_at) // 4 * 4]
     bins = torch.randint(0, NUM_BINS, (len(coord_at),), generator=draw)
     token_ids = torch.randint(FIRST_COORD + NUM_BINS, vocabulary, (num_positions,), generator=draw)
@@ -105,7 +106,8 @@ def plain_values(
     logits_NV: torch.Tensor, row: PackedRow, coord_ids_C: torch.Tensor, banned: tuple[int, ...]
 ) -> RowValues:
     """The obvious version at temperature 1, everything from logits that are all there."""
-    text_at, coord_at = row.supervision.text.at, row.supervision.coord.at
+    text_at = row.supervision.text.at
+    coord_at = row.supervision.coord.at
     coord_logits_SC = logits_NV[coord_at][:, coord_ids_C]
     gate_S = torch.logsumexp(logits_NV[coord_at], -1) - torch.logsumexp(coord_logits_SC, -1)
     text_leak_X = torch.logsumexp(logits_NV[text_at], -1) - torch.logsumexp(
@@ -206,7 +208,8 @@ def measure(
 
 def run_case(num_positions: int, vocabulary: int, hidden: int, chunk: int | None) -> None:
     Case(24, 2000, hidden, chunk).backward()  # what torch loads on first use is no part of the pass
-    case, started = Case(num_positions, vocabulary, hidden, chunk), time.perf_counter()
+    case = Case(num_positions, vocabulary, hidden, chunk)
+    started = time.perf_counter()
     print(peak_bytes(case.backward), time.perf_counter() - started)
 
 

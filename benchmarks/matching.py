@@ -26,7 +26,12 @@ from shared.grounding.matching import MatchResult, match_objects
 from shared.grounding.objects import ParsedObject
 from shared.records import GeometryKind, GroundTruthObject
 
-NUM_OBJECTS, NUM_POINTS, RESOLUTION, TOP_K, GATE, SMALL = 60, 12, 256, 10, 0.3, 16
+NUM_OBJECTS = 60
+NUM_POINTS = 12
+RESOLUTION = 256
+TOP_K = 10
+GATE = 0.3
+SMALL = 16
 RADII = (5.0, 200.0)
 """Of the shapes, in bins."""
 JITTER = 0.08
@@ -38,11 +43,13 @@ Scene = tuple[list[ParsedObject], list[GroundTruthObject]]
 
 def scene(kinds: tuple[GeometryKind, ...], seed: int) -> Scene:
     draw = random.Random(seed)
-    predictions, ground_truth = [], []
+    predictions = []
+    ground_truth = []
     for index in range(NUM_OBJECTS):
         kind = kinds[index % len(kinds)]
         radius = math.exp(draw.uniform(*map(math.log, RADII)))
-        cx, cy = draw.uniform(radius, 999 - radius), draw.uniform(radius, 999 - radius)
+        cx = draw.uniform(radius, 999 - radius)
+        cy = draw.uniform(radius, 999 - radius)
         outline = (
             box_outline(draw, cx, cy, radius)
             if kind is GeometryKind.BBOX
@@ -74,7 +81,8 @@ def scene(kinds: tuple[GeometryKind, ...], seed: int) -> Scene:
 
 
 def box_outline(draw: random.Random, cx: float, cy: float, radius: float) -> list[float]:
-    width, height = radius * draw.uniform(0.3, 1), radius * draw.uniform(0.3, 1)
+    width = radius * draw.uniform(0.3, 1)
+    height = radius * draw.uniform(0.3, 1)
     return [cx - width, cy - height, cx + width, cy + height]
 
 
@@ -99,10 +107,8 @@ def slow_match(
     """The pairs and the number of rejections by the text of decision 34: a full canvas per shape,
     every pixel tested, pair after pair.
     """
-    masks_a, masks_b = (
-        [slow_mask(shape) for shape in predictions],
-        [slow_mask(shape) for shape in ground_truth],
-    )
+    masks_a = [slow_mask(shape) for shape in predictions]
+    masks_b = [slow_mask(shape) for shape in ground_truth]
     iou_PG = np.full((len(predictions), len(ground_truth)), -1.0)
     rejections = 0
     for i, prediction in enumerate(predictions):
@@ -236,10 +242,8 @@ def main() -> None:
         scenes = [scene(kinds, seed) for seed in range(arguments.scenes)]
         for each in scenes:
             check_same(match_objects(*each), slow_match(*each))
-        fast, slow = (
-            median_ms(lambda each: match_objects(*each), scenes * arguments.repeats),
-            median_ms(lambda each: slow_match(*each), scenes),
-        )
+        fast = median_ms(lambda each: match_objects(*each), scenes * arguments.repeats)
+        slow = median_ms(lambda each: slow_match(*each), scenes)
         print(
             f"{name:10} {fast:8.2f} {slow:9.1f} {slow / fast:6.0f}x {BOUNDS_MS[name]:9.1f} "
             f" {len(match_objects(*scenes[0]).pairs)}"

@@ -373,15 +373,15 @@ def run_tests(folder: Path, arguments: Sequence[str], limit_s: float) -> tuple[s
                 os.killpg(run.pid, signal.SIGKILL)
             run.wait()
         log.seek(0)
-        told = [line.rstrip() for line in log]
+        lines = [line.rstrip() for line in log]
     if code in (0, NOTHING_COLLECTED):
         return "survived", ""
-    bad = [line for line in told if line.startswith(("FAILED tests", "ERROR tests"))]
+    bad = [line for line in lines if line.startswith(("FAILED tests", "ERROR tests"))]
     # An id may have blanks in it; behind it stands the error.
     failed = [line.partition(" ")[2].partition(" - ")[0] for line in bad]
     # A file that cannot be collected is named without a test: the fault is no fault but a ruin.
     if code != 1 or not failed or "::" not in failed[0]:
-        return "invalid", failed[0] if failed else "".join(told[-1:])
+        return "invalid", failed[0] if failed else "".join(lines[-1:])
     return "caught", failed[0]
 
 
@@ -437,10 +437,10 @@ class Notes:
         """Read what an earlier call has noted of mutants that are still the same."""
         self._path = path
         self._lock = Lock()
-        told = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        known = json.loads(path.read_text()) if path is not None and path.exists() else {}
         mutants = {mutant.name: mutant for mutant in MUTANTS}
         self.found: dict[str, Found] = {}
-        for name, one in told.items():
+        for name, one in known.items():
             found = Found(**one | {"stages": tuple(one["stages"]), "of": tuple(one["of"])})
             if name in mutants and found.of == identity(mutants[name]):
                 self.found[name] = found
@@ -476,7 +476,8 @@ def identity(mutant: Mutant) -> tuple[str, ...]:
 
 def main() -> int:
     """Run the command line; 1 where a mutant survived or was none."""
-    names, stages = [mutant.name for mutant in MUTANTS], [stage.name for stage in STAGES]
+    names = [mutant.name for mutant in MUTANTS]
+    stages = [stage.name for stage in STAGES]
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names)
     parser.add_argument("--stages", nargs="+", choices=stages, default=stages)

@@ -20,8 +20,11 @@ import numpy as np
 
 from learner.packing import CarryBuffer, PackWithinStep
 
-CAPACITY, SIGMA, WINDOW = 12_000, 0.6, 8
-MEANS, COUNTS = (800, 2_000), (32, 64, 128)
+CAPACITY = 12_000
+SIGMA = 0.6
+WINDOW = 8
+MEANS = (800, 2_000)
+COUNTS = (32, 64, 128)
 LIMIT = 1.03
 """Of the average of a whole step packed at once, in every cell."""
 
@@ -55,7 +58,8 @@ def streaming(pieces: Sequence[Piece]) -> Rows:
 
 def fifo(pieces: Sequence[Piece]) -> Rows:
     """Row after row: in order, what still fits."""
-    rows, left = [], list(pieces)
+    rows = []
+    left = list(pieces)
     while left:
         row: list[Piece] = []
         for piece in left:
@@ -114,7 +118,8 @@ def main() -> None:
         for count in COUNTS:
             generator = np.random.default_rng((mean, count))
             num_rows: dict[str, list[int]] = {name: [] for name in WAYS}
-            bounds, seconds = [], 0.0
+            bounds = []
+            seconds = 0.0
             for _ in range(arguments.draws):
                 lengths = (
                     generator.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, count)

@@ -134,7 +134,8 @@ def mutated(generator: random.Random, codec: TokenCodec) -> list[int]:
 
     ids = response()
     for _ in range(generator.randint(0, 3)):
-        at, other = generator.randint(0, len(ids)), generator.randint(0, len(ids))
+        at = generator.randint(0, len(ids))
+        other = generator.randint(0, len(ids))
         match generator.randrange(7):
             case 0:
                 del ids[at : at + generator.randint(1, 3)]
@@ -161,7 +162,8 @@ def check(codec: TokenCodec, well_formed: list[list[int]], num_responses: int) -
         assert parse_rollout(ids, codec) == slow_parse(ids, codec)
     for _ in range(num_responses):
         ids = mutated(generator, codec)
-        fast, slow = parse_rollout(ids, codec), slow_parse(ids, codec)
+        fast = parse_rollout(ids, codec)
+        slow = slow_parse(ids, codec)
         assert fast == slow, f"{b''.join(map(codec.piece_bytes, ids))!r}\n{ids}\n{fast}\n{slow}"
         seen = {
             "objects": seen["objects"] + len(fast.objects),

@@ -40,8 +40,10 @@ from shared.records import GeometryKind, GroundTruthObject, ImageRef, Sample
 from shared.rollouts import FinishReason, Rollout
 from shared.schedule import StepPlan
 
-WIDTH, HEIGHT = 1152, 896
-PER_ROW, NUM_BOXES = 4, 60
+WIDTH = 1152
+HEIGHT = 896
+PER_ROW = 4
+NUM_BOXES = 60
 
 
 def make_sample(number: int) -> Sample:

@@ -68,8 +68,8 @@ def start_engine(folder: Path, sequences: int, guard: RepeatGuardSettings) -> tu
             return logits
 
     llm = LLM(**engine_arguments(engine) | {"logits_processors": [TimedGuard]})
-    method, told = guard_call(guard)
-    llm.collective_rpc(method, args=(told,))
+    method, arguments = guard_call(guard)
+    llm.collective_rpc(method, args=(arguments,))
     return llm, TimedGuard
 
 
@@ -113,7 +113,8 @@ def main() -> None:
         generate(llm, options.sequences, 8, stop, guarded=True)
         for round_ in range(options.rounds):
             free_s, free = generate(llm, options.sequences, options.tokens, stop, guarded=False)
-            guard.spent_s, guard.num_steps = 0.0, 0
+            guard.spent_s = 0.0
+            guard.num_steps = 0
             guarded_s, guarded = generate(
                 llm, options.sequences, options.tokens, stop, guarded=True
             )

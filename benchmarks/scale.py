@@ -41,8 +41,10 @@ from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
 from shared.sent_requests import PictureShelf, RequestRef, SentRequests
 
-PICTURE_BYTES, PROMPT_TOKENS = 150_000, 300
-EACH, ONCE = "each in its request", "once"
+PICTURE_BYTES = 150_000
+PROMPT_TOKENS = 300
+EACH = "each in its request"
+ONCE = "once"
 
 
 def write_pictures(folder: Path, number: int) -> list[ImageRef]:
@@ -66,8 +68,8 @@ class Rank(LearnerActor):
     def _made(self, images: Sequence[ImageRef]) -> list[RolloutRequest]:
         ids = tuple(range(PROMPT_TOKENS))
         return [
-            RolloutRequest(0, place, str(place), ids, (image,), GREEDY, place)
-            for place, image in enumerate(images)
+            RolloutRequest(0, position, str(position), ids, (image,), GREEDY, position)
+            for position, image in enumerate(images)
         ]
 
     def clock(self) -> float:
@@ -148,7 +150,7 @@ def main() -> None:
         )
         for num_actors, num_rollouts in itertools.product(arguments.actors, arguments.rollouts):
             actors = [processes[index % len(processes)] for index in range(num_actors)]
-            shown = [images[place // arguments.per_picture] for place in range(num_rollouts)]
+            shown = [images[position // arguments.per_picture] for position in range(num_rollouts)]
             compare(rank, actors, shown, arguments.decode_batch_size, arguments.repeats)
     ray.shutdown()
 
@@ -182,16 +184,20 @@ def compare(
         for way, step in seconds:
             started_s = time.time()
             if way == EACH:
-                pool, refs = each, [ray.get(rank.put_each.remote(shown))]
+                pool = each
+                refs = [ray.get(rank.put_each.remote(shown))]
             else:
-                pool, refs = once, learner.next_requests(shown)  # type: ignore[arg-type]
-            made, first_s, done = rank.clock.remote(), 0.0, []
+                pool = once
+                refs = learner.next_requests(shown)
+            created = rank.clock.remote()
+            first_s = 0.0
+            done = []
             rounds = pool.split(refs)
             for round_ in rounds:
                 done += pool.generate(round_).result()[0]
                 first_s = first_s or time.time() - started_s
             all_s = time.time() - started_s
-            made_s = ray.get(made) - started_s
+            made_s = ray.get(created) - started_s
             answers.append(list(itertools.chain(*ray.get(done))))
             num_rounds = len(rounds)
             if repeat:
@@ -199,9 +205,9 @@ def compare(
             del refs, rounds, done
     assert all(answer == answers[0] for answer in answers), "the engines got other requests"
     for (way, step), of_way in seconds.items():
-        first, made, whole = zip(*of_way, strict=True)
+        first, created, whole = zip(*of_way, strict=True)
         spread = f"{statistics.median(first):.3f} ({min(first):.3f}, {max(first):.3f})"
-        rest = f"{statistics.median(made):8.2f} {statistics.median(whole):10.2f}"
+        rest = f"{statistics.median(created):8.2f} {statistics.median(whole):10.2f}"
         print(
             f"{len(actors):6} {len(shown):8} {num_rounds:6}  {way:19} {step:4}  {spread:>24}"
             f" {rest}",

@@ -52,7 +52,9 @@ class Tokens:
 
     @classmethod
     def of(cls, ids: list[int], codec: TokenCodec) -> Tokens:
-        text, owner, coords = "", [], {}
+        text = ""
+        owner = []
+        coords = {}
         for position, token_id in enumerate(ids):
             piece = codec.piece_bytes(token_id).decode("latin-1")
             if codec.coord_bin(token_id) is not None:
@@ -91,7 +93,10 @@ def read_symbols(text: str) -> tuple[list[Symbol], bool]:
     False, where other text came first.
     """
     symbols: list[Symbol] = []
-    depth, start, in_string, escaped = 0, 0, False, False
+    depth = 0
+    start = 0
+    in_string = False
+    escaped = False
     for position, character in enumerate(text):
         if in_string:
             if escaped:
@@ -219,7 +224,9 @@ class Reader:
     """
 
     def __init__(self, text: str, offset: int, tokens: Tokens) -> None:
-        self.text, self.offset, self.tokens = text, offset, tokens
+        self.text = text
+        self.offset = offset
+        self.tokens = tokens
         self.at = 0
         self.num_objects = 0
 
@@ -389,7 +396,8 @@ def answer(
         assert entry.value is not None
         kind, desc, leaf, coords, bins = judged
         span = prefix.owner[entry.value.start], prefix.owner[entry.value.end - 1] + 1
-        value, desc_value = (entry.value.start, entry.value.end), (leaf.start, leaf.end)
+        value = (entry.value.start, entry.value.end)
+        desc_value = (leaf.start, leaf.end)
         objects.append(
             ParsedObject(key, entry.index, kind, desc, bins, coords, span, value, desc_value)
         )

@@ -50,8 +50,12 @@ def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
     tokenizer = make_tokenizer(DEFAULT_USER_PROMPT)
     config = make_config(tokenizer)
     text = config.text_config
-    text.hidden_size, text.intermediate_size, text.num_hidden_layers = 768, 3072, layers
-    text.num_attention_heads, text.num_key_value_heads, text.head_dim = 12, 4, 64
+    text.hidden_size = 768
+    text.intermediate_size = 3072
+    text.num_hidden_layers = layers
+    text.num_attention_heads = 12
+    text.num_key_value_heads = 4
+    text.head_dim = 64
     text.vocab_size = 10_240
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [12, 10, 10]}
     config.vision_config.out_hidden_size = 768

@@ -273,12 +273,11 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
         timed["all"][-1].print()
         print(f"  unverified {timed['none'][-1].total_s:.3f} s")
     for kind, several in timed.items():
-        seconds, cpu_s = (
-            statistics.median(sync.total_s for sync in several),
-            statistics.median(sync.cpu_s for sync in several),
-        )
+        seconds = statistics.median(sync.total_s for sync in several)
+        cpu_s = statistics.median(sync.cpu_s for sync in several)
         print(f"of verification {kind}: {seconds:.3f} s, {cpu_s:.3f} s of processor time")
-    syncs, unverified = timed["all"], timed["none"]
+    syncs = timed["all"]
+    unverified = timed["none"]
     set_parts(ALL_PARTS, learner, actors)
     check_served(learner, pool, options.engines)
     set_parts((), learner, actors)
@@ -307,8 +306,8 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
         f"  by the phases: {of_slowest:.2f} of the slowest engine, {of_all:.2f} with the learner's,"
         " which run beside the engines' loading"
     )
-    for medium, place in (("disk", disk), ("memory", folder)):
-        save_s, load_s = reload_s(learner, actors, place / "saved")
+    for medium, root in (("disk", disk), ("memory", folder)):
+        save_s, load_s = reload_s(learner, actors, root / "saved")
         print(
             f"through {medium}: save {save_s:.3f} s + reload {load_s:.3f} s ="
             f" {save_s + load_s:.3f} s"

@@ -93,19 +93,11 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
     if not any(item.get_closest_marker("engine") for item in request.session.items):
         yield
         return
-    from rollout_actors.engine.settings import EngineSettings, engine_environment
-    from shared.weight_sync.transports import Device, TransportKind
+    from engine_support import small_settings
 
-    settings = EngineSettings(
-        "any",
-        "float32",
-        max_model_len=1,
-        max_num_seqs=1,
-        seed=0,
-        transport=TransportKind.GLOO,
-        device=Device.CPU,
-        gpu_memory_utilization=0.5,
-    )
+    from rollout_actors.engine.settings import engine_environment
+
+    settings = small_settings(Path("any"))
     folder = Path(os.environ[warm_python.FOLDER])
     with warm_python.connect(folder, os.environ | engine_environment(settings)):
         yield

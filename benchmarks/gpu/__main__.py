@@ -54,14 +54,14 @@ def main() -> int:
             except subprocess.TimeoutExpired:
                 status = f"took more than {arguments.limit_s:g} s"
             log.seek(0)
-            said = log.read()
+            output = log.read()
         num_failed += status != 0
         seconds = round(time.perf_counter() - started, 1)
-        line = {"probe": name, "status": status, "seconds": seconds, "said": said[-2000:]}
+        line = {"probe": name, "status": status, "seconds": seconds, "said": output[-2000:]}
         with (arguments.out / "probes.jsonl").open("a") as results:
             results.write(json.dumps(line) + "\n")
         outcome = "passed" if status == 0 else f"FAILED ({status})"
-        print(f"== {name}: {outcome} in {seconds} s\n{said}", flush=True)
+        print(f"== {name}: {outcome} in {seconds} s\n{output}", flush=True)
     return int(num_failed > 0)
 
 

@@ -24,8 +24,10 @@ def main() -> None:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw).to(device)
 
-    patches, kernel = drawn(size, 3, 2, 16, 16), drawn(size, 3, 2, 16, 16)
-    left, right = drawn(size, size), drawn(size, size)
+    patches = drawn(size, 3, 2, 16, 16)
+    kernel = drawn(size, 3, 2, 16, 16)
+    left = drawn(size, size)
+    right = drawn(size, size)
     query, key, value = (drawn(1, 4, size, 64) for _ in range(3))
     cases: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
         "convolution": (F.conv3d, (patches, kernel)),
@@ -36,9 +38,9 @@ def main() -> None:
     for is_full in (False, True):
         if is_full:
             LearnerDevice(device).use_full_float32()
-        for name, (function, given) in cases.items():
-            exact = function(*(tensor.cpu().double() for tensor in given))
-            error = largest_difference(function(*given).cpu(), exact)
+        for name, (function, tensors) in cases.items():
+            exact = function(*(tensor.cpu().double() for tensor in tensors))
+            error = largest_difference(function(*tensors).cpu(), exact)
             errors[name].append(error / exact.abs().max().item())
     for name, (default, full) in errors.items():
         print(f"{name:12} relative error by default {default:.1e}, in full {full:.1e}")

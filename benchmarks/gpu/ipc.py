@@ -61,7 +61,8 @@ def receive(connection: Connection) -> None:
             if buffer is None:
                 (arguments,) = bucket["ipc_handles"].values()
                 buffer = mapped(arguments)
-            begin, sums = 0, []
+            begin = 0
+            sums = []
             for size in bucket["tensor_sizes"]:
                 sums.append(sum_of(buffer[begin : begin + size].clone()))
                 begin += size
@@ -78,16 +79,16 @@ def main() -> None:
     specs = tuple(TensorSpec(name, "float32", (size,), tensor.nbytes) for name, tensor in weights)
     terms = FullOffer((), LIMIT_S, 2 * specs[0].num_bytes - 1, specs)  # two tensors to a bucket
     context = mp.get_context("spawn")
-    here, there = context.Pipe()
-    receiver = context.Process(target=receive, args=(there,), daemon=True)
+    here, theirs = context.Pipe()
+    receiver = context.Process(target=receive, args=(theirs,), daemon=True)
     receiver.start()
     allocated: list[int] = []
     numbers = iter(range(1, NUM_SYNCS + 1))
 
     def sync() -> None:
         number = next(numbers)
-        for place, (_, tensor) in enumerate(weights):
-            tensor.fill_(float(number * 10 + place))  # the update
+        for index, (_, tensor) in enumerate(weights):
+            tensor.fill_(float(number * 10 + index))  # the update
         LearnerDevice(device).wait()
         expected = iter([sum_of(tensor.view(torch.uint8)) for _, tensor in weights])
         num_buckets = 0

@@ -27,11 +27,11 @@ def main() -> None:
     ours = copy.deepcopy(plain)
     project_patches_as_matrix(ours)
     patches = torch.randn(num_patches, 3, *shape).to(torch.bfloat16)
-    given = patches.to(device)
+    inputs = patches.to(device)
 
     def step(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         model.zero_grad(set_to_none=True)
-        output = model(given)
+        output = model(inputs)
         output.float().square().mean().backward()
         return output, model[0].weight.grad
 

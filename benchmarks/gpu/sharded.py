@@ -50,8 +50,8 @@ def main() -> None:
     parts = copy.deepcopy(whole)
     meeting = Rendezvous("127.0.0.1")
     here = {"device": Device(device.type), "rendezvous": meeting.endpoint}
-    place = RankTopology(TransportKind.GLOO, (), **here)  # nothing is sent
-    group = open_group(place, meeting.store, timedelta(seconds=60))
+    topology = RankTopology(TransportKind.GLOO, (), **here)  # nothing is sent
+    group = open_group(topology, meeting.store, timedelta(seconds=60))
     ranks = Ranks(0, 1, group, LearnerDevice(device), timeout_s=60.0, sums_in_backward=True)
     source = CheckpointWeights(parts)
     sharded = ShardedModel(

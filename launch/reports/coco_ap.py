@@ -14,7 +14,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pycocotools.coco import COCO
@@ -77,11 +77,11 @@ def coco_scores(scenes: Sequence[Scene]) -> CocoScores:
     by_class = _data_sets(scenes, categories)
     any_class = _data_sets(scenes, dict.fromkeys(categories, 1))
     results = {kind: _evaluate(*by_class, kind) for kind in kinds}
-    boxes = results[IouType.BBOX]
+    _, precision_TRK = results[IouType.BBOX]
     return CocoScores(
-        by_class={kind: result.summary() for kind, result in results.items()},
-        any_class={kind: _evaluate(*any_class, kind).summary() for kind in kinds},
-        class_ap={name: _mean(boxes.precision_TRK[:, :, k]) for k, name in enumerate(categories)},
+        by_class={kind: scores for kind, (scores, _) in results.items()},
+        any_class={kind: _evaluate(*any_class, kind)[0] for kind in kinds},
+        class_ap={name: _mean(precision_TRK[:, :, k]) for k, name in enumerate(categories)},
     )
 
 
@@ -111,19 +111,8 @@ def _indexed(dataset: dict[str, Any]) -> COCO:
     return coco
 
 
-class _Result(NamedTuple):
-    precision_TRK: np.ndarray
-    """-1 for a class without ground truth."""
-    recall_TK: np.ndarray
-
-    def summary(self) -> CocoAP:
-        precision_TRK = self.precision_TRK
-        ap50 = _mean(precision_TRK[0])
-        ap75 = _mean(precision_TRK[5])
-        return CocoAP(_mean(precision_TRK), ap50, ap75, _mean(self.recall_TK))
-
-
-def _evaluate(truth: COCO, found: COCO, iou_type: IouType) -> _Result:
+def _evaluate(truth: COCO, found: COCO, iou_type: IouType) -> tuple[CocoAP, np.ndarray]:
+    """Return the scores, and precision [T, R, K], -1 for a class without ground truth."""
     evaluator = COCOeval(truth, found, iou_type)
     # One area range, of objects of any size.
     evaluator.params.areaRng = [[0.0, 1e10]]
@@ -132,7 +121,11 @@ def _evaluate(truth: COCO, found: COCO, iou_type: IouType) -> _Result:
     with _quiet():
         evaluator.evaluate()
         evaluator.accumulate()
-    return _Result(evaluator.eval["precision"][..., 0, 0], evaluator.eval["recall"][..., 0, 0])
+    precision_TRK = evaluator.eval["precision"][..., 0, 0]
+    recall_TK = evaluator.eval["recall"][..., 0, 0]
+    ap50 = _mean(precision_TRK[0])
+    ap75 = _mean(precision_TRK[5])
+    return CocoAP(_mean(precision_TRK), ap50, ap75, _mean(recall_TK)), precision_TRK
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -264,14 +264,6 @@ def test_hydra_leaves_the_warnings_of_the_run_alone():
     assert (hydra.job_logging.root, hydra.hydra_logging.root) == (None, None)
 
 
-def test_values_are_overridden_on_the_command_line():
-    overrides = ["training.max_steps=10", "+training.packing=false", "++telemetry.name=demo"]
-    run = loaded(MAIN, *overrides)
-    assert run.training.max_steps == 10
-    assert not run.training.packing
-    assert run.telemetry.name == "demo"
-
-
 def test_the_other_variant_is_chosen_on_the_command_line_and_has_no_schedule():
     other = [
         "custom.trainer_variant=stage2_rollout_aligned",

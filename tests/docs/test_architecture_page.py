@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from shared.config import RunConfig
 from shared.config.explain import sections_in
 
@@ -61,31 +59,30 @@ def quoted_like(pattern: str) -> list[str]:
     return [quoted for quoted in QUOTED if re.fullmatch(pattern, quoted)]
 
 
-@pytest.mark.parametrize("path", quoted_like(r"[\w.]*/[\w./]*"))
-def test_every_path_exists(path):
-    file = ROOT / path
-    assert file.is_dir() if path.endswith("/") else file.is_file()
+def test_every_path_exists():
+    paths = [ROOT / path for path in quoted_like(r"[\w.]*/[\w./]*") if not path.endswith("/")]
+    folders = [ROOT / path for path in quoted_like(r"[\w.]*/[\w./]*/")]
+    assert paths and folders
+    assert [path for path in paths if not path.is_file()] == []
+    assert [path for path in folders if not path.is_dir()] == []
 
 
-@pytest.mark.parametrize("name", quoted_like(rf"({'|'.join(PACKAGES)})(\.\w+)+"))
-def test_every_dotted_name_is_a_module_or_defined_in_one(name):
-    if not (ROOT / f"{name.replace('.', '/')}.py").is_file():
-        module, _, member = name.rpartition(".")
-        assert member in names_of(ROOT / f"{module.replace('.', '/')}.py")
+def test_every_dotted_name_is_a_module_or_defined_in_one():
+    for name in quoted_like(rf"({'|'.join(PACKAGES)})(\.\w+)+"):
+        module, _, member = name.replace(".", "/").rpartition("/")
+        if not (ROOT / module / f"{member}.py").is_file():
+            assert member in names_of(ROOT / f"{module}.py")
 
 
-def test_the_four_walks_were_found():
+def test_every_step_of_a_walk_names_what_its_files_define():
     assert len(STEPS) > 50
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: " ".join(step.split())[:60])
-def test_every_step_of_a_walk_names_what_its_files_define(step):
-    quoted = re.findall(r"`([^`]+)`", step)
-    modules = [path for path in quoted if path.endswith(".py")]
-    assert modules or any(path.endswith(".yaml") for path in quoted)
-    defined = {name for path in modules for name in names_of(ROOT / path)}
-    names = [name for name in quoted if "/" not in name]
-    assert [name for name in names if name not in defined and not is_key(name)] == []
+    for step in STEPS:
+        quoted = re.findall(r"`([^`]+)`", step)
+        modules = [path for path in quoted if path.endswith(".py")]
+        assert modules or any(path.endswith(".yaml") for path in quoted), step
+        defined = {name for path in modules for name in names_of(ROOT / path)}
+        names = [name for name in quoted if "/" not in name]
+        assert [name for name in names if name not in defined and not is_key(name)] == [], step
 
 
 def test_every_folder_of_the_source_is_listed():
