@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
-    """Return the devices of one engine: `given`, or the largest of 4, 2, 1 that a rank can have.
-
-    Raises ConfigError for more than a rank can have on its node.
-    """
+    """Return `given`, or the largest of 4, 2, 1 that a rank can have. Raises ConfigError."""
     available = max(visible_devices, 1)
     if given is None:
         return next(size for size in (4, 2, 1) if size <= available)

@@ -186,13 +186,11 @@ class ColocatedLLM:
         sleep: bool,
         raise_if_stopping: Callable[[], None],
     ) -> None:
-        """Load the checkpoint, for 5 to 20 s.
+        """Load the checkpoint, for 5 to 20 s. Raises RolloutError without the repeat guard.
 
         Args:
             sleep: whether it sleeps between the calls, where the platform can.
             raise_if_stopping: called before each step of a generation, which it leaves by raising.
-
-        Raises RolloutError where the repeat guard is configured and not active.
         """
         self._name = name
         self._rule = engine_rule(settings.repeat_guard, settings.model_path)
@@ -235,10 +233,7 @@ class ColocatedLLM:
     def take_weights(
         self, offer: WeightOffer, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> SyncReport:
-        """Load and verify the weights of the offer's terms, in their order, or its adapter.
-
-        Nothing may be generated meanwhile. Raises WeightSyncError naming the phase.
-        """
+        """Load and verify the offered weights, or the adapter. Raises WeightSyncError."""
         if isinstance(offer.terms, AdapterOffer):
             return asyncio.run(self.intake.run_all_phases(offer))
         checksummed = ChecksummedWeights(weights, offer.terms)
@@ -315,10 +310,8 @@ class ColocatedLLM:
     def _search_beams(
         self, requests: list[RolloutRequest], decode: DecodeSettings
     ) -> list[tuple[Completion, float]]:
-        """Return the best beam of each request, all with the same time of the end.
-
-        vLLM's score is the mean log-probability, over the prompt's tokens too.
-        """
+        """Return the best beam of each request, all with the same time of the end."""
+        # vLLM's score is the mean log-probability, over the prompt's tokens too.
         if len(decode.stop_token_ids) > 1:
             raise self._error(
                 f"vLLM's beam search knows one stop token, not {len(decode.stop_token_ids)}"

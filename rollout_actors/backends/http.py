@@ -108,7 +108,10 @@ def _error_message(answer: httpx.Response) -> str:
 
 
 class HttpClient:
-    """Calls one server, which has this name among the rollout actors."""
+    """Calls one server, which has this name among the rollout actors.
+
+    `get` and `post` return the answer's body. They raise UnansweredError and HttpStatusError.
+    """
 
     def __init__(self, name: str, address: ServerAddress) -> None:
         self.name = name
@@ -118,17 +121,11 @@ class HttpClient:
         self._tls = httpx.create_ssl_context(trust_env=self._trust_env)
 
     async def get(self, route: str, *, timeout_s: float | None = None) -> bytes:
-        """Return the answer's body; the limit is `timeout_s` or else the address's.
-
-        Raises UnansweredError and HttpStatusError.
-        """
+        """Ask with the limit `timeout_s`, or else the address's."""
         return await self._call("GET", route, None, timeout_s or self.address.timeout_s)
 
     async def post(self, route: str, body: bytes, *, timeout_s: float | None) -> bytes:
-        """Send JSON and return the answer's body. Cancelling it closes the connection.
-
-        Raises UnansweredError and HttpStatusError.
-        """
+        """Send JSON. Cancelling it closes the connection."""
         return await self._call("POST", route, body, timeout_s)
 
     def error(self, message: str, phase: str) -> RolloutError:
@@ -179,7 +176,7 @@ class ServerFacts:
     process: str
     """As `RolloutEngine.process`."""
     problems: tuple[str, ...]
-    """Settings that the run cannot use, each with the remedy."""
+    """Settings that the run cannot use, each with its remedy."""
 
 
 class HttpEngine(RolloutEngine, ABC):
@@ -209,8 +206,7 @@ class HttpEngine(RolloutEngine, ABC):
     async def start(self) -> int:
         """Wait for the server and check that it suits the run. Returns its rollout devices.
 
-        Raises:
-            RolloutError: no server in time, or one that does not suit, with the command that would.
+        Raises RolloutError with the command of a server that would suit.
         """
         await self._wait_until_up()
         facts = await self.inspect()
@@ -230,10 +226,7 @@ class HttpEngine(RolloutEngine, ABC):
 
     @abstractmethod
     async def _num_tokens(self) -> int | None:
-        """Ask for the number of tokens sampled so far; None: nothing to do, or no count.
-
-        Raises UnansweredError and HttpStatusError.
-        """
+        """Ask for the number of tokens sampled so far; None: nothing to do, or no count."""
 
     @property
     def process(self) -> str:
@@ -256,9 +249,8 @@ class HttpEngine(RolloutEngine, ABC):
         deadline = time.monotonic() + address.timeout_s
         while True:
             try:
-                await self._http.get(
-                    address.health_route, timeout_s=max(POLL_S, deadline - time.monotonic())
-                )
+                limit_s = max(POLL_S, deadline - time.monotonic())
+                await self._http.get(address.health_route, timeout_s=limit_s)
                 return
             except UnansweredError as error:
                 last = str(error)
@@ -298,10 +290,7 @@ class HttpEngine(RolloutEngine, ABC):
         ) from last
 
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, which has no limit, while the server answers and makes progress.
-
-        Raises UnansweredError.
-        """
+        """Await `work` while the server answers and makes progress. Raises UnansweredError."""
         task = asyncio.create_task(work)
         watch = asyncio.create_task(self._watch())
         try:

@@ -164,11 +164,7 @@ def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
 def read_answer(
     answer: Generated, request: RolloutRequest, *, actor: str, label: str
 ) -> Completion:
-    """Check and convert a finished request; `label` is the server's name of the expected weights.
-
-    Raises RolloutError where it is not finished, or a token of other weights, or has no
-    log-probability.
-    """
+    """Read a finished request, all of it by weights of this label. Raises RolloutError."""
 
     def refuse(message: str) -> RolloutError:
         return RolloutError(f"sample {request.sample_id} {message}", actor=actor, phase="generate")

@@ -178,10 +178,7 @@ class GrammarTrial:
 
 
 def _compile_all(pipe: Connection, make_compile: Callable[[], Compile], compile_s: float) -> None:
-    """Run the process: answer None when it is ready, and for each grammar.
-
-    It ends with the process that started it.
-    """
+    """Answer None when ready, and for each grammar, until the process that started it has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     compile_one = make_compile()
     pipe.send(None)

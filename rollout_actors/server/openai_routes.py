@@ -61,7 +61,6 @@ class OpenAIAnswer:
 class OpenAIServing(Protocol):
     async def answer(self, route: OpenAIRoute, call: dict[str, Any]) -> OpenAIAnswer:
         """Answer a call, also one that is wrong. Cancelling it aborts its requests."""
-        ...
 
 
 class OpenAIRoutes:

@@ -169,26 +169,25 @@ class Admission:
 
 
 class ServedEngine(RolloutEngine, Protocol):
-    """An engine that reports its progress, and takes the repeat guard's rule from any caller."""
+    """An engine that tells how it is, and takes the repeat guard's rule from any caller.
+
+    Its properties may be asked from any thread, also of a stuck engine.
+    """
 
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
         """Guard what begins from now on; None: not at all. Raises RolloutError."""
-        ...
 
     @property
     def shut(self) -> str:
-        """Reason why it serves no rollouts; empty: it does. For any thread."""
-        ...
+        """Reason why it serves no rollouts; empty: it does."""
 
     @property
     def why_dead(self) -> str:
         """Reason why the engine's process ended."""
-        ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled since the start. For any thread, also of a stuck engine."""
-        ...
+        """Tokens sampled since the start."""
 
 
 @dataclass(eq=False)

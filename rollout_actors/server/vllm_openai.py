@@ -127,8 +127,7 @@ class VllmOpenAI:
             problems = error.errors(include_url=False)[:MAX_PROBLEMS]
             lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems]
             answer = create_error_response("\n".join(lines))
-        # As vLLM's own routes do: the kind of the error decides the status.
-        except Exception as error:
+        except Exception as error:  # vLLM turns each kind into a status, as on its own routes
             answer = create_error_response(error)
         if isinstance(answer, ErrorResponse):
             error_fields = answer.error.model_dump() | {"code": _error_code(answer, call)}
