@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import pickle
 import socket
 import struct
 import sys
@@ -27,7 +28,8 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
-from rollout_actors.backends.http import ServerAddress
+from rollout_actors.backends.http import IN_THE_LEARNER, HttpEngine, ServerAddress
+from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import CallLimits, SyncCall
@@ -229,6 +231,49 @@ def make_address(
 ) -> ServerAddress:
     path = "rollout_matching.vllm.server.servers[0]"
     return ServerAddress(path, url, timeout_s, infer_timeout_s, kind, token)
+
+
+class Run:
+    """A run, and its client of one server of either kind, which does as it is told."""
+
+    client: HttpEngine
+
+    def __init__(
+        self, url: str, expected: EngineSettings, server: Any = None, *, kind: Any = "rollmatch"
+    ) -> None:
+        self.url = url
+        self.expected = expected
+        self.server = server
+        self.kind = kind
+        self.devices = 0
+
+    def make(
+        self,
+        url: str = "",
+        *,
+        index: int = 0,
+        repeat_guard: RepeatGuardSettings | None = None,
+        instead: str = IN_THE_LEARNER,
+        **limits: Any,
+    ) -> HttpEngine:
+        address = replace(make_address(url or self.url, kind=self.kind, **limits), instead=instead)
+        expected = replace(self.expected, repeat_guard=repeat_guard)
+        spec = ServerEngineSpec("server-0", address, index, expected)
+        return pickle.loads(pickle.dumps(spec))()  # as it comes to its process
+
+    def start(self, url: str = "", **changes: Any) -> Run:
+        self.client = self.make(url, **changes)
+        self.devices = asyncio.run(self.client.start())
+        return self
+
+    def generate(self, *requests: RolloutRequest) -> list[Rollout]:
+        return asyncio.run(self.client.generate(requests))
+
+    def sync(self, offer: WeightOffer) -> list[SyncReport | None]:
+        async def run_phases() -> list[SyncReport | None]:
+            return [await self.client.run_sync_phase(phase, offer) for phase in SyncPhase]
+
+        return asyncio.run(run_phases())
 
 
 class QuickServer(uvicorn.Server):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import socket
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 from fake_server import (
     ObedientEngine,
-    make_address,
+    Run,
     make_request,
     make_settings,
     serving,
@@ -22,7 +20,6 @@ from fake_stock_server import GENERATE, StockServer
 
 from rollout_actors.backends import http
 from rollout_actors.backends.http import server_addresses
-from rollout_actors.backends.stock_server import ServerEngineSpec
 from shared.config.rollout import ServerEntry, ServerSection
 from shared.errors import ConfigError, RolloutError, UnreachableError
 
@@ -77,35 +74,13 @@ class Stock:
         return [body for route, body in self.server.asked if route == GENERATE]
 
 
-class Run:
-    """One kind of server, and the run's client of it."""
-
-    def __init__(self, server, url, expected):
-        self.server = server
-        self.url = url
-        self.expected = expected
-
-    def client(self, url=None, *, instead=http.IN_THE_LEARNER, **changes):
-        address = make_address(url or self.url, kind=self.server.kind, **changes)
-        spec = ServerEngineSpec("server-0", replace(address, instead=instead), 0, self.expected)
-        return pickle.loads(pickle.dumps(spec))()  # as it comes to its process
-
-    def start(self, url=None, **changes):
-        return asyncio.run(self.client(url, **changes).start())
-
-    def generate(self, *requests, **changes):
-        client = self.client(**changes)
-        assert asyncio.run(client.start()) == 1
-        return asyncio.run(client.generate(requests))
-
-
 @pytest.fixture(params=[Rollmatch, Stock])
 def run(request, tmp_path, monkeypatch):
     monkeypatch.setattr(http, "WATCH_S", 0.1)
     server = request.param()
     expected = make_settings(tmp_path / "model")
     with server.served(expected) as url:
-        yield Run(server, url, expected)
+        yield Run(url, expected, server, kind=server.kind)
 
 
 @contextmanager
@@ -174,10 +149,10 @@ class TestStart:
     def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(self, run, monkeypatch):
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, NOWHERE)
-        assert run.start() == 1
+        assert run.start().devices == 1
 
     def test_a_server_is_never_dead_and_closing_ends_nothing(self, run):
-        client = run.client()
+        client = run.make()
         client.close()
         client.close()
         assert not client.is_dead
@@ -186,11 +161,11 @@ class TestStart:
 
 class TestGenerate:
     def test_no_requests_make_no_call(self, run):
-        assert asyncio.run(run.client(NOWHERE).generate([])) == []
+        assert asyncio.run(run.make(NOWHERE).generate([])) == []
 
     def test_a_failed_call_is_tried_once_more_with_the_same_seeds(self, run):
         run.server.fail(1)
-        (rollout,) = run.generate(make_request(3))
+        (rollout,) = run.start().generate(make_request(3))
         assert (rollout.attempt, rollout.seed) == (1, 103)
         first, second = run.server.asked()
         assert first == second
@@ -198,7 +173,7 @@ class TestGenerate:
     def test_a_server_that_fails_twice_is_named_with_its_url(self, run):
         run.server.fail(2)
         with pytest.raises(UnreachableError) as caught:
-            run.generate(make_request(0))
+            run.start().generate(make_request(0))
         assert (caught.value.actor, caught.value.phase) == ("server-0", "generate")
         assert f"{run.url} failed 2 times, last with: HTTP 500: " in str(caught.value)
         assert "not now" in str(caught.value)
@@ -206,16 +181,16 @@ class TestGenerate:
     def test_an_answer_that_takes_too_long_is_given_up(self, run):
         run.server.delay(5.0, counts=True)
         with pytest.raises(UnreachableError, match=r"failed 2 times.*after 0\.2 s"):
-            run.generate(make_request(0), infer_timeout_s=0.2)
+            run.start(infer_timeout_s=0.2).generate(make_request(0))
 
     def test_without_a_limit_a_slow_call_is_waited_for(self, run):
         """Where the server counts no tokens, as long as it answers."""
         run.server.delay(2.5, counts=True)
-        (rollout,) = run.generate(make_request(0), infer_timeout_s=None, timeout_s=1.5)
+        (rollout,) = run.start(infer_timeout_s=None, timeout_s=1.5).generate(make_request(0))
         assert (rollout.attempt, len(run.server.asked())) == (0, 1)
 
     def test_an_engine_that_is_stuck_behind_a_living_server_is_given_up(self, run):
         run.server.delay(60.0, counts=False)
         stuck = r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s"
         with ends_soon(), pytest.raises(UnreachableError, match=f"{stuck} = 2 s"):
-            run.generate(make_request(0), infer_timeout_s=None, timeout_s=2.0)
+            run.start(infer_timeout_s=None, timeout_s=2.0).generate(make_request(0))

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from fake_server import (
     ObedientEngine,
+    Run,
     eventually,
-    make_address,
     make_offer,
     make_request,
     make_service,
@@ -28,7 +28,7 @@ from fake_server import (
 )
 
 from rollout_actors.backends import http
-from rollout_actors.backends.rollmatch_server import ServerClient, infer_calls
+from rollout_actors.backends.rollmatch_server import infer_calls
 from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import CallLimits, InferCall
 from shared.errors import RolloutError, WeightSyncError
@@ -41,33 +41,6 @@ pytestmark = pytest.mark.slow
 
 GUARD = RepeatGuardSettings(64, 32, 16, 4, None)
 PROGRAM = Path(__file__).parents[2] / "fakes" / "fake_server.py"
-
-
-class Run:
-    """A run's client of one server, over an engine that does as it is told."""
-
-    def __init__(self, url, engine, expected):
-        self.url = url
-        self.engine = engine
-        self.expected = expected
-
-    def client(self, *, index=0, repeat_guard=None, **changes):
-        expected = replace(self.expected, repeat_guard=repeat_guard)
-        return ServerClient(
-            "server-0", make_address(self.url, **changes), index=index, expected=expected
-        )
-
-    def start(self, **changes):
-        return asyncio.run(self.client(**changes).start())
-
-    def generate(self, *requests, **changes):
-        return asyncio.run(self.client(**changes).generate(requests))
-
-    def start_and_generate(self, *requests):
-        """Ask by the server's limits, which the start asks for."""
-        client = self.client()
-        asyncio.run(client.start())
-        return asyncio.run(client.generate(requests))
 
 
 @pytest.fixture
@@ -88,7 +61,7 @@ def engine():
 @pytest.fixture
 def run(engine, expected):
     with serving_engine(engine, expected) as url:
-        yield Run(url, engine, expected)
+        yield Run(url, expected, engine)
 
 
 class TestStart:
@@ -102,22 +75,22 @@ class TestStart:
         service = make_service(engine, roomy)
         with serving(make_app(service)) as url:
             threading.Timer(0.7, lambda: asyncio.run(service.start())).start()
-            assert Run(url, engine, expected).start() == 2
+            assert Run(url, expected).start().devices == 2
 
     def test_a_server_that_stays_starting_is_given_up(self, engine, expected):
         with (
             serving(make_app(make_service(engine, expected))) as url,
             pytest.raises(RolloutError, match="last: HTTP 503: a-server is starting"),
         ):
-            Run(url, engine, expected).start(timeout_s=2.0)
+            Run(url, expected).start(timeout_s=2.0)
 
     def test_a_missing_token_is_said_with_its_key(self, engine, expected):
         with serving_engine(engine, expected, token="secret") as url:
-            run = Run(url, engine, expected)
+            run = Run(url, expected)
             missing = r"HTTP 401: .*rollout_matching\.vllm\.server\.token_env"
             with pytest.raises(RolloutError, match=missing):
                 run.start()
-            assert run.start(token="secret") == 1
+            assert run.start(token="secret").devices == 1
 
     def test_a_server_that_does_not_suit_the_run_is_refused_with_everything_that_differs(
         self, run, tmp_path
@@ -154,42 +127,41 @@ class TestRepeatGuard:
     """
 
     def test_the_runs_rule_is_in_force_before_the_engine_is_asked(self, run):
-        client = run.client(repeat_guard=GUARD)
-        assert asyncio.run(client.start()) == 1
+        run.start(repeat_guard=GUARD)
         for position in range(2):
-            asyncio.run(client.generate([make_request(position)]))
-        assert run.engine.guards == [GUARD], "said once, since nobody has brought another"
-        run.generate(make_request(2))
-        assert run.engine.guards == [GUARD, None], "a run without a guard has none"
+            run.generate(make_request(position))
+        assert run.server.guards == [GUARD], "said once, since nobody has brought another"
+        run.start().generate(make_request(2))
+        assert run.server.guards == [GUARD, None], "a run without a guard has none"
 
     def test_another_runs_rule_waits_until_nothing_is_answered_under_this_one(self, run):
-        run.engine.latency_s = 60.0
+        run.server.latency_s = 60.0
 
         async def both():
-            guarded = run.client(repeat_guard=GUARD, infer_timeout_s=60.0)
+            guarded = run.make(repeat_guard=GUARD, infer_timeout_s=60.0)
             first = asyncio.create_task(guarded.generate([make_request(0)]))
-            while not run.engine.asked:
+            while not run.server.asked:
                 await asyncio.sleep(0.01)
             busy = r"HTTP 409: repeat_terminate: .* answers 1 requests under another one"
             with pytest.raises(RolloutError, match=busy):
-                await run.client().generate([make_request(1)])
-            run.engine.goes_on.set()
+                await run.make().generate([make_request(1)])
+            run.server.goes_on.set()
             await first
-            await run.client().generate([make_request(1)])
+            await run.make().generate([make_request(1)])
 
         asyncio.run(both())
-        assert run.engine.guards == [GUARD, None]
+        assert run.server.guards == [GUARD, None]
 
     def test_config_required_repeat_aware_processor_missing_fails_fast(self, run):
-        run.engine.cannot_guard = RolloutError(
+        run.server.cannot_guard = RolloutError(
             "worker 0 holds no repeat guard", actor="a-server", phase="start"
         )
         with pytest.raises(RolloutError, match="HTTP 422: worker 0 holds no repeat guard"):
-            run.generate(make_request(0), repeat_guard=GUARD)
-        assert run.engine.asked == []
+            run.start(repeat_guard=GUARD).generate(make_request(0))
+        assert run.server.asked == []
 
     def test_the_command_for_a_run_names_no_flag_for_it(self, expected):
-        nowhere = Run("http://127.0.0.1:9", ObedientEngine(), expected)
+        nowhere = Run("http://127.0.0.1:9", expected)
         with pytest.raises(RolloutError) as caught:
             nowhere.start(repeat_guard=GUARD, timeout_s=0.1)
         assert "launch.serve" in str(caught.value)
@@ -198,7 +170,7 @@ class TestRepeatGuard:
 
 class TestGenerate:
     def test_rollouts_come_in_order_under_the_clients_name(self, run):
-        rollouts = run.generate(make_request(4), make_request(2))
+        rollouts = run.start().generate(make_request(4), make_request(2))
         assert [(r.position, r.seed, r.response_token_ids) for r in rollouts] == [
             (4, 104, (4, 104)),
             (2, 102, (2, 102)),
@@ -208,38 +180,38 @@ class TestGenerate:
         }
 
     def test_a_call_that_takes_too_long_is_tried_once_more_and_the_first_is_aborted(self, run):
-        run.engine.num_stuck = 1
-        (rollout,) = run.generate(make_request(3), infer_timeout_s=1.0)
+        run.server.num_stuck = 1
+        (rollout,) = run.start(infer_timeout_s=1.0).generate(make_request(3))
         assert rollout.attempt == 1
-        assert eventually(lambda: run.engine.num_cancelled == 1)
+        assert eventually(lambda: run.server.num_cancelled == 1)
 
     def test_what_contradicts_the_run_is_final_and_not_asked_again(self, run):
         message = "sample-0 was sampled by weights [2, 3], not 3 alone"
-        run.engine.trouble = [RolloutError(message, actor="x", phase="generate")]
+        run.server.trouble = [RolloutError(message, actor="x", phase="generate")]
         with pytest.raises(RolloutError) as caught:
-            run.generate(make_request(0))
+            run.start().generate(make_request(0))
         assert f"refused the call: HTTP 422: {message}" in str(caught.value)
         assert type(caught.value) is RolloutError, "an UnreachableError goes to the next server"
-        assert len(run.engine.asked) == 1
+        assert len(run.server.asked) == 1
 
     def test_an_answer_of_other_requests_is_refused(self, run, monkeypatch):
-        monkeypatch.setattr(run.engine, "_rollout", lambda _: ObedientEngine()._rollout(other))
+        monkeypatch.setattr(run.server, "_rollout", lambda _: ObedientEngine()._rollout(other))
         other = make_request(7)
         with pytest.raises(RolloutError, match="1 rollouts that are not those of the 1 requests"):
-            run.generate(make_request(0))
+            run.start().generate(make_request(0))
 
     def test_a_share_that_is_too_large_for_one_call_comes_in_several_at_a_time_and_in_order(
         self, run
     ):
-        run.engine.meets = 19
-        rollouts = run.start_and_generate(*map(make_request, range(19)))
+        run.server.meets = 19
+        rollouts = run.start().generate(*map(make_request, range(19)))
         assert [(r.position, r.seed) for r in rollouts] == [(i, 100 + i) for i in range(19)]
-        sizes = sorted(map(len, run.engine.asked))
-        assert (sizes, run.engine.most_at_a_time) == ([3, 8, 8], 19), "a call has 8 at most"
+        sizes = sorted(map(len, run.server.asked))
+        assert (sizes, run.server.most_at_a_time) == ([3, 8, 8], 19), "a call has 8 at most"
 
     def test_where_one_of_several_calls_fails_all_are_asked_once_more(self, run):
-        run.engine.trouble = [None, RuntimeError("a hiccup")]
-        rollouts = run.start_and_generate(*map(make_request, range(9)))
+        run.server.trouble = [None, RuntimeError("a hiccup")]
+        rollouts = run.start().generate(*map(make_request, range(9)))
         assert {(r.attempt, r.seed - r.position) for r in rollouts} == {(1, 100)}
 
     def test_a_sample_that_no_call_can_hold_is_refused_unsent_with_the_servers_option(self, run):
@@ -249,23 +221,23 @@ class TestGenerate:
             r" with max_request_bytes=\1"
         )
         with pytest.raises(RolloutError, match=too_large):
-            run.start_and_generate(make_request(0), large)
-        assert run.engine.asked == []
+            run.start().generate(make_request(0), large)
+        assert run.server.asked == []
 
     def test_a_call_that_is_cancelled_or_given_up_by_the_watch_is_aborted(self, run):
-        run.engine.latency_s = 60.0
+        run.server.latency_s = 60.0
 
         async def give_up():
-            client = run.client(infer_timeout_s=None)
+            client = run.make(infer_timeout_s=None)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.generate([make_request(0)]), 0.5)
 
         asyncio.run(give_up())
-        assert eventually(lambda: run.engine.num_cancelled == 1)
-        run.engine.is_stuck = True
+        assert eventually(lambda: run.server.num_cancelled == 1)
+        run.server.is_stuck = True
         with pytest.raises(RolloutError, match="sampled no token"):
-            run.generate(make_request(0), infer_timeout_s=None, timeout_s=1.0)
-        assert eventually(lambda: run.engine.num_cancelled == 3), "and its second try"
+            run.start(infer_timeout_s=None, timeout_s=1.0).generate(make_request(0))
+        assert eventually(lambda: run.server.num_cancelled == 3), "and its second try"
 
 
 @contextmanager
@@ -288,63 +260,56 @@ class TestServerThatEnds:
 
     @pytest.fixture
     def run(self, process, expected):
-        return Run(process.stdout.readline().strip(), None, expected)
+        return Run(process.stdout.readline().strip(), expected)
 
     def test_a_killed_server_ends_the_wait(self, process, run):
         threading.Timer(1.0, process.kill).start()
         with ends_soon("failed 2 times"):
-            run.generate(make_request(0), infer_timeout_s=None)
+            run.start(infer_timeout_s=None).generate(make_request(0))
 
     def test_the_watch_ends_the_wait_for_a_server_that_fell_silent(self, process, run):
         threading.Timer(1.0, partial(os.kill, process.pid, signal.SIGSTOP)).start()
         with ends_soon(r"no answer to /health/ after 0.5 s"):
-            run.generate(make_request(0), infer_timeout_s=None, timeout_s=0.5)
+            run.start(infer_timeout_s=None, timeout_s=0.5).generate(make_request(0))
 
 
 class TestSync:
-    def sync(self, client, offer):
-        async def run_phases():
-            return [await client.run_sync_phase(phase, offer) for phase in SyncPhase]
-
-        return asyncio.run(run_phases())
-
     def test_the_phases_reach_the_engine_and_the_report_comes_back(self, run):
-        client = run.client()
         report = SyncReport(3, 24, {"pause": 0.1, "wire": 0.2}, 1e-6)
-        assert self.sync(client, make_offer(version=3)) == [None] * 5 + [report]
-        assert (client.version, run.engine.version) == (3, 3)
-        assert run.engine.phases == [(phase, make_offer(version=3)) for phase in SyncPhase]
-        assert len(asyncio.run(client.generate([make_request(0)]))) == 1
+        assert run.start().sync(make_offer(version=3)) == [None] * 5 + [report]
+        assert (run.client.version, run.server.version) == (3, 3)
+        assert run.server.phases == [(phase, make_offer(version=3)) for phase in SyncPhase]
+        assert len(run.generate(make_request(0))) == 1
         with pytest.raises(RolloutError, match="another run's weights"):
-            run.generate(make_request(0))
+            run.start().generate(make_request(0))
 
     def test_every_server_is_told_of_its_own_group(self, run):
         offer = make_offer(num_groups=3)
-        self.sync(run.client(index=2), offer)
-        assert {kept.terms.group for _, kept in run.engine.phases} == {offer.terms.groups[2]}
+        run.start(index=2).sync(offer)
+        assert {kept.terms.group for _, kept in run.server.phases} == {offer.terms.groups[2]}
 
     def test_an_error_of_the_engine_arrives_with_all_its_fields_under_the_clients_name(self, run):
         failure = WeightSyncError(
             "they differ", actor="x", phase="verify", quantity="bucket checksums", size=2.0
         )
-        run.engine.trouble = [None, None, None, failure]
+        run.server.trouble = [None, None, None, failure]
         with pytest.raises(WeightSyncError) as caught:
-            self.sync(run.client(), make_offer())
+            run.start().sync(make_offer())
         error = caught.value
         assert (error.actor, error.phase) == ("server-0", "verify")
         assert (error.quantity, error.size) == ("bucket checksums", 2.0)
         assert f"{run.url} they differ" in str(error)
-        assert len(run.engine.phases) == 4, "a phase is not tried again"
+        assert len(run.server.phases) == 4, "a phase is not tried again"
 
     def test_a_phase_out_of_turn_is_an_error_of_its_phase(self, run):
         with pytest.raises(WeightSyncError, match=r"wire on server-0: .*out of turn"):
-            asyncio.run(run.client().run_sync_phase(SyncPhase.WIRE, make_offer()))
+            asyncio.run(run.make().run_sync_phase(SyncPhase.WIRE, make_offer()))
 
     def test_a_phase_that_is_not_answered_names_the_server(self, run):
-        run.engine.latency_s = 60.0
+        run.server.latency_s = 60.0
         late = r"pause on server-0: .*no answer to /sync/pause/ after 3\.5 s"
         with pytest.raises(WeightSyncError, match=late):
-            asyncio.run(run.client().run_sync_phase(SyncPhase.PAUSE, make_offer(timeout_s=0.5)))
+            asyncio.run(run.make().run_sync_phase(SyncPhase.PAUSE, make_offer(timeout_s=0.5)))
 
 
 REQUESTS = [

@@ -4,7 +4,6 @@ that was started otherwise.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import json
@@ -14,14 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from fake_server import make_address, make_offer, make_request, make_settings, serving
+from fake_server import Run, make_offer, make_request, make_settings, serving
 from fake_stock_server import GENERATE, StockServer
 from PIL import Image
 from pydantic import TypeAdapter
 
 from rollout_actors.backends.stock_server import (
     NOT_FLAGS,
-    StockClient,
     stock_arguments,
     stock_command,
     stock_environment,
@@ -34,7 +32,6 @@ from shared.rollouts import FinishReason
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
-from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import Device, TransportKind
 
 DOC = Path(__file__).parents[3] / "docs" / "stock_server.md"
@@ -48,33 +45,12 @@ GUARD = RepeatGuardSettings(
 OFFER = replace(make_offer(), canary=CanaryProbe((1, 2), (), (1, 2, 7), (-0.5, -0.5), 1e-4))
 
 
-class Run:
-    """A run's client of a server that does as it is told."""
-
-    def __init__(self, server, url, expected):
-        self.server = server
-        self.url = url
-        self.expected = expected
-        self.client = None
-
-    def start(self, *, index=0, repeat_guard=None, **changes):
-        self.client = StockClient(
-            "server-0",
-            make_address(self.url, kind="vllm", **changes),
-            index=index,
-            expected=replace(self.expected, repeat_guard=repeat_guard),
-        )
-        assert asyncio.run(self.client.start()) == 1
-        return self
-
+class StockRun(Run):
     def generate(self, *requests):
-        return asyncio.run(self.client.generate(requests or [make_request(0)]))
+        return super().generate(*(requests or [make_request(0)]))
 
     def sync(self, offer=OFFER):
-        async def phases():
-            return [await self.client.run_sync_phase(phase, offer) for phase in SyncPhase][-1]
-
-        return asyncio.run(phases())
+        return super().sync(offer)[-1]
 
     def sent_to(self, route, key):
         return [body[key] for asked, body in self.server.asked if asked == route]
@@ -89,7 +65,7 @@ def expected(tmp_path):
 def run(expected):
     server = StockServer()
     with serving(server.app()) as url:
-        yield Run(server, url, expected)
+        yield StockRun(url, expected, server, kind="vllm")
 
 
 class TestStart:
@@ -163,7 +139,7 @@ class TestStart:
     def test_the_runs_rule_comes_with_its_start_and_again_with_its_syncs(self, run):
         server = run.start(repeat_guard=GUARD).server
         assert server.guard == asdict(GUARD)
-        Run(server, run.url, run.expected).start()
+        StockRun(run.url, run.expected, server, kind="vllm").start()
         assert server.guard is None
         server.asked.clear()
         run.sync()
