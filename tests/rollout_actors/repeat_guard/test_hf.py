@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,8 +36,8 @@ def expected(tokens: list[int]) -> bool:
 
 @pytest.mark.parametrize("num_shuffled", [0, 1, 4])
 def test_every_row_is_judged_by_its_own_tokens_even_when_rows_change_places_as_beams_do(
-    num_shuffled: int,
-) -> None:
+    num_shuffled,
+):
     rng = random.Random(num_shuffled)
     ended = 0
     for _ in range(60):
@@ -56,15 +55,15 @@ def test_every_row_is_judged_by_its_own_tokens_even_when_rows_change_places_as_b
     assert ended > 50
 
 
-def test_the_prompt_does_not_count() -> None:
+def test_the_prompt_does_not_count():
     processor = HFRepeatGuard(RULE, prompt_length=8, stop_token_id=STOP)
     assert over(processor(torch.full((1, 8), 5), torch.ones(1, 12))) == [False]
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_generate_ends_the_offending_sequences_and_leaves_their_neighbours_alone(
-    demo_checkpoint: Path, num_beams: int
-) -> None:
+    demo_checkpoint, num_beams
+):
     model = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32).eval()
     rng = random.Random(0)
     stop = 0

@@ -124,8 +124,8 @@ def check_forced(
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS, WITH_KEYS])
 def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(
-    module: Any, tokenizer: str, settings: RepeatGuardSettings
-) -> None:
+    module, tokenizer, settings
+):
     from vllm.v1.sample.logits_processor import BatchUpdateBuilder, MoveDirectionality
 
     rng = random.Random(3)
@@ -212,9 +212,7 @@ class FakeRunner:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS, WITH_KEYS])
-def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(
-    module: Any, tokenizer: str, settings: RepeatGuardSettings
-) -> None:
+def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module, tokenizer, settings):
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
     rng = random.Random(4)
@@ -285,16 +283,14 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(
         ({"parallel_config": SimpleNamespace(enable_batch_sharded_sampling=True)}, "batch-sharded"),
     ],
 )
-def test_v2_refuses_by_name_what_it_cannot_follow(
-    module: Any, change: dict[str, Any], name: str
-) -> None:
+def test_v2_refuses_by_name_what_it_cannot_follow(module, change, name):
     guard = guard_of(module, V2, **change)
     guard.guard_by(None)
     with pytest.raises(ValueError, match=f"V2 model runner with {name}"):
         guard.guard_by(SETTINGS)
 
 
-def test_both_runners_accept_the_one_name(module: Any) -> None:
+def test_both_runners_accept_the_one_name(module):
     from vllm.v1.sample.logits_processor import _load_logitsprocs_by_fqcns
     from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_by_fqcns
 
@@ -304,8 +300,8 @@ def test_both_runners_accept_the_one_name(module: Any) -> None:
 
 @pytest.mark.parametrize("version", [V1, V2])
 def test_nothing_is_guarded_before_a_run_has_brought_its_rule_and_after_one_without_a_guard(
-    module: Any, version: str
-) -> None:
+    module, version
+):
     from vllm.v1.sample.logits_processor import BatchUpdateBuilder
 
     guard = guard_of(module, version)
@@ -324,9 +320,7 @@ def test_nothing_is_guarded_before_a_run_has_brought_its_rule_and_after_one_with
         assert is_guarded == (settings is not None)
 
 
-def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it_ignores_it(
-    module: Any,
-) -> None:
+def test_a_request_that_names_no_stop_token_is_ended_by_the_tokenizers_unless_it_ignores_it(module):
     from vllm import SamplingParams
 
     for options, expected in (
@@ -359,7 +353,7 @@ def guarded_by(worker: Any, settings: RepeatGuardSettings | None) -> dict[str, A
 
 
 @pytest.mark.parametrize("version", [V1, V2])
-def test_an_engine_whose_every_worker_holds_the_guard_starts(module: Any, version: str) -> None:
+def test_an_engine_whose_every_worker_holds_the_guard_starts(module, version):
     worker = worker_of(module, version, object(), guard_of(module, version))
     assert worker.active_guard() == {"runner": version, "is_loaded": True, "settings": None}
     answers = [guarded_by(worker, SETTINGS)] * 2
@@ -369,9 +363,7 @@ def test_an_engine_whose_every_worker_holds_the_guard_starts(module: Any, versio
 
 
 @pytest.mark.parametrize("version", [V1, V2])
-def test_a_rule_that_is_in_force_is_not_made_again(
-    module: Any, version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_that_is_in_force_is_not_made_again(module, version, monkeypatch):
     """Its tokenizer takes seconds to load, and a stock server is told the rule in every sync."""
     rules: list[RepeatGuardSettings | None] = []
 
@@ -389,8 +381,8 @@ def test_a_rule_that_is_in_force_is_not_made_again(
 
 @pytest.mark.parametrize("version", [V1, V2])
 def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_path_is_missing(
-    module: Any, version: str
-) -> None:
+    module, version
+):
     without = worker_of(module, version, object()).active_guard()
     assert without == {"runner": version, "is_loaded": False, "settings": None}
     with pytest.raises(RolloutError) as caught:
@@ -403,7 +395,7 @@ def test_an_engine_one_of_whose_workers_lacks_it_does_not_start_and_says_which_p
     assert ("VLLM_USE_V2_MODEL_RUNNER=0" in message) == (version == V2)
 
 
-def test_an_engine_without_a_guard_is_asked_for_none() -> None:
+def test_an_engine_without_a_guard_is_asked_for_none():
     assert guard_call(None) == ("guard_by", None)
     assert repeat_rule(None, lambda: None) is None
     require_guard([{"runner": V1, "is_loaded": True, "settings": None}], None, "actor-0")
@@ -435,7 +427,7 @@ def engine_over(llm: FakeLLM) -> Any:
 
 
 @pytest.mark.slow
-def test_a_guard_that_the_workers_refuse_names_the_server_and_what_to_switch_off() -> None:
+def test_a_guard_that_the_workers_refuse_names_the_server_and_what_to_switch_off():
     from vllm.v1.engine.exceptions import EngineDeadError
 
     refusal = Exception(
@@ -449,9 +441,7 @@ def test_a_guard_that_the_workers_refuse_names_the_server_and_what_to_switch_off
         asyncio.run(engine_over(FakeLLM(EngineDeadError())).guard_by(SETTINGS))
 
 
-def test_an_engine_answers_other_calls_while_its_rule_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_answers_other_calls_while_its_rule_is_made(monkeypatch):
     """The tokenizer that it may need takes seconds to load."""
     from rollout_actors.engine import vllm_engine
 
@@ -473,9 +463,7 @@ def test_an_engine_answers_other_calls_while_its_rule_is_made(
 
 
 @pytest.mark.slow
-def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(
-    module: Any, demo_checkpoint: Path
-) -> None:
+def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(module, demo_checkpoint):
     """The guard is an argument of the engine's start, which no request knows of."""
     from engine_support import small_settings
 
@@ -496,13 +484,13 @@ def test_vllm_v1_rollout_does_not_rely_on_request_time_logits_processors(
 # The rule
 
 
-def test_the_tokenizer_is_read_only_where_keys_are_counted() -> None:
+def test_the_tokenizer_is_read_only_where_keys_are_counted():
     rule = repeat_rule(SETTINGS, lambda: pytest.fail("it takes seconds"))
     assert rule is not None
     assert rule.settings == SETTINGS
 
 
-def test_the_rule_reads_keys_in_the_checkpoints_own_tokens(demo_checkpoint: Path) -> None:
+def test_the_rule_reads_keys_in_the_checkpoints_own_tokens(demo_checkpoint):
     tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint)
     text = '{"object_1": {"desc": "a"}, "object_2": {"desc": "b"}}'
     ids = tokenizer(text, add_special_tokens=False).input_ids

@@ -35,9 +35,7 @@ def message_of(*parts: Any) -> dict[str, Any]:
     [{"url": URL}, {"url": URL, "detail": "high"}, URL],
     ids=["as OpenAI's", "with its detail", "bare"],
 )
-def test_in_place_of_an_images_data_are_their_size_and_their_hash_and_the_rest_stays(
-    url: Any,
-) -> None:
+def test_in_place_of_an_images_data_are_their_size_and_their_hash_and_the_rest_stays(url):
     message = message_of(image(url))
     before = copy.deepcopy(message)
     expected = message_of(image({"url": DESCRIBED}))
@@ -58,19 +56,17 @@ def test_in_place_of_an_images_data_are_their_size_and_their_hash_and_the_rest_s
         [message_of("bare")],
     ],
 )
-def test_text_and_parts_that_are_no_image_of_data_stay(messages: Any) -> None:
+def test_text_and_parts_that_are_no_image_of_data_stay(messages):
     assert without_images(messages) == messages
 
 
-def test_the_same_image_is_called_the_same_and_another_one_something_else() -> None:
+def test_the_same_image_is_called_the_same_and_another_one_something_else():
     (message,) = without_images([message_of(image(URL), image(URL), image(URL + "AAAA"))])
     first, same, other, _ = message["content"]
     assert first == same != other
 
 
-def test_an_image_is_read_once_however_many_messages_and_rollouts_show_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_image_is_read_once_however_many_messages_and_rollouts_show_it(monkeypatch):
     read: list[bytes] = []
     monkeypatch.setattr(images, "decode_image", read.append)
     data = png(31, 17)

@@ -109,15 +109,13 @@ def added_to(chat: ChatTemplate, last: PreviousCall, messages: list[dict[str, An
         "plain text without a stop token",
     ],
 )
-def test_what_the_template_adds_follows_the_sampled_tokens(
-    template: str, sampled: str, stop: str, added: str | None
-) -> None:
+def test_what_the_template_adds_follows_the_sampled_tokens(template, sampled, stop, added):
     chat = chat_of(template)
     last = previous_call(chat, sampled, stop=stop)
     assert added_to(chat, last, [*ASKED, assistant(sampled), MORE]) == added
 
 
-def test_tokens_are_kept_as_they_were_sampled_though_the_text_has_others() -> None:
+def test_tokens_are_kept_as_they_were_sampled_though_the_text_has_others():
     chat = chat_of()
     letters = tuple(token for letter in "assistant" for token in chat.encode(letter))
     assert letters != chat.encode("assistant")
@@ -127,15 +125,13 @@ def test_tokens_are_kept_as_they_were_sampled_though_the_text_has_others() -> No
     assert added_to(chat, last, [*ASKED, assistant("assistant"), MORE]) == NEXT
 
 
-def test_an_answer_with_special_tokens_inside_which_the_environment_is_not_told_is_gone_on_from() -> (
-    None
-):
+def test_an_answer_with_special_tokens_inside_which_the_environment_is_not_told_is_gone_on_from():
     chat = chat_of()
     last = previous_call(chat, "red<|im_start|> box", content="red box")
     assert added_to(chat, last, [*ASKED, assistant("red box"), MORE]) == NEXT
 
 
-def test_a_template_that_leaves_out_earlier_thoughts_is_gone_on_from_while_it_keeps_them() -> None:
+def test_a_template_that_leaves_out_earlier_thoughts_is_gone_on_from_while_it_keeps_them():
     chat = chat_of(FORGETFUL)
     messages = [*ASKED, assistant(THOUGHT), {"role": "tool", "content": "4"}]
     added = added_to(chat, previous_call(chat, THOUGHT), messages)
@@ -162,13 +158,13 @@ def test_a_template_that_leaves_out_earlier_thoughts_is_gone_on_from_while_it_ke
 )
 @pytest.mark.parametrize("template", [CHATML, TRIMMING])
 def test_messages_that_are_not_a_continuation_of_the_last_call_are_not_gone_on_from(
-    template: str, messages: list[dict[str, Any]]
-) -> None:
+    template, messages
+):
     chat = chat_of(template)
     assert added_to(chat, previous_call(chat, "red"), messages) is None
 
 
-def test_plain_text_goes_on_from_what_was_sampled_and_not_from_behind_a_stop_token() -> None:
+def test_plain_text_goes_on_from_what_was_sampled_and_not_from_behind_a_stop_token():
     chat = chat_of()
     token_ids = chat.encode("one two", is_plain=True)
     last = PreviousCall("one", 0, token_ids, " two", None, "", {})
@@ -178,9 +174,7 @@ def test_plain_text_goes_on_from_what_was_sampled_and_not_from_behind_a_stop_tok
     assert chat.continued_text(stopped, "one two three") is None
 
 
-def test_templates_read_arguments_of_tool_calls_as_mappings_and_no_content_as_an_empty_one() -> (
-    None
-):
+def test_templates_read_arguments_of_tool_calls_as_mappings_and_no_content_as_an_empty_one():
     written = ('{"a": 1}', "{", "[1]")
     calls = [
         {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
@@ -193,6 +187,6 @@ def test_templates_read_arguments_of_tool_calls_as_mappings_and_no_content_as_an
     assert tuple(call["function"]["arguments"] for call in calls) == written
 
 
-def test_a_template_gets_the_arguments_that_it_asks_for() -> None:
+def test_a_template_gets_the_arguments_that_it_asks_for():
     chat = chat_of("{{ mood }}: {{ messages[0].content }}", template_args={"mood": "kind"})
     assert chat.render(ASKED, None) == "kind: hello"

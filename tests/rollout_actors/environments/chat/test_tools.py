@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def read(text: str, *, seed: int = 1, parser: str = "hermes") -> Any:
     return ToolCallReader(parser, TOKENIZER).read(token_ids, text, TOOLS, seed=seed)
 
 
-def test_without_a_parsers_name_calls_stay_text(tmp_path: Path) -> None:
+def test_without_a_parsers_name_calls_stay_text(tmp_path):
     assert reader_of(None, TOKENIZER) is None
     TOKENIZER.save_pretrained(tmp_path)
     assert not has_own_parser(tmp_path)
@@ -89,16 +88,14 @@ NAMED = [{"name": "default", "template": PLAIN}, {"name": "t", "template": WITH_
         ({"tokenizer_config.json": json.dumps({"chat_template": NAMED})}, True),
     ],
 )
-def test_whether_a_checkpoints_template_shows_tools_is_read_from_its_files(
-    files: dict[str, str], shows: bool, tmp_path: Path
-) -> None:
+def test_whether_a_checkpoints_template_shows_tools_is_read_from_its_files(files, shows, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert shows_tools(tmp_path) == shows
 
 
-def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_one_has() -> None:
+def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_one_has():
     uncalled = UncalledTools()
     assert uncalled.problem(0, 0) is None, "nothing was offered"
     problems = [uncalled.problem(8, calls) for calls in (0, 0, 0, 0, 1, 0, 0, 0, 0, 0)]
@@ -106,9 +103,7 @@ def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_on
     assert (problems[3] or "").startswith("none of 32 rollouts called a tool, though they were")
 
 
-def test_a_batch_without_a_tool_call_is_warned_of_and_one_without_tools_is_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_batch_without_a_tool_call_is_warned_of_and_one_without_tools_is_not(caplog):
     def log_of(environment: ToolEnv, script: Any) -> str:
         caplog.clear()
         generated(environment, [{"question": "2 + 3?"}] * 4, ScriptedClient(script))
@@ -129,7 +124,7 @@ def test_a_batch_without_a_tool_call_is_warned_of_and_one_without_tools_is_not(
 
 
 @pytest.mark.engine
-def test_tool_calls_are_parsed_with_vllms_own_parser() -> None:
+def test_tool_calls_are_parsed_with_vllms_own_parser():
     message = read("I add. " + CALL)
     (call,) = message.tool_calls
     assert (message.content, call.type) == ("I add. ", "function")
@@ -138,7 +133,7 @@ def test_tool_calls_are_parsed_with_vllms_own_parser() -> None:
 
 
 @pytest.mark.engine
-def test_ids_of_calls_follow_from_the_requests_seed() -> None:
+def test_ids_of_calls_follow_from_the_requests_seed():
     ids = [[call.id for call in read(CALL + CALL, seed=seed).tool_calls] for seed in (1, 1, 2)]
     assert ids[0] == ids[1]
     assert len({*ids[0], *ids[2]}) == 4
@@ -156,13 +151,13 @@ def test_ids_of_calls_follow_from_the_requests_seed() -> None:
         "<tool_call>",
     ],
 )
-def test_what_the_parser_cannot_read_stays_text(text: str) -> None:
+def test_what_the_parser_cannot_read_stays_text(text):
     message = read(text)
     assert (message.content, message.tool_calls) == (text, ())
 
 
 @pytest.mark.engine
-def test_a_parser_that_fails_leaves_the_text_as_content(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parser_that_fails_leaves_the_text_as_content(caplog):
     from vllm.tool_parsers import ToolParser, ToolParserManager
 
     class Failing(ToolParser):
@@ -177,7 +172,7 @@ def test_a_parser_that_fails_leaves_the_text_as_content(caplog: pytest.LogCaptur
 
 
 @pytest.mark.engine
-def test_an_unknown_parser_is_refused_with_the_names_that_there_are() -> None:
+def test_an_unknown_parser_is_refused_with_the_names_that_there_are():
     message = (
         r"^environment\.tool_call_parser: vLLM has none of the name 'hermez'; set it to one of"
         r" .*hermes"
@@ -187,7 +182,7 @@ def test_an_unknown_parser_is_refused_with_the_names_that_there_are() -> None:
 
 
 @pytest.mark.engine
-def test_the_checkpoint_may_bring_its_own_parser(tmp_path: Path) -> None:
+def test_the_checkpoint_may_bring_its_own_parser(tmp_path):
     tokenizer = demo_tokenizer()
     tokenizer.response_template = {"fields": {}}
     assert isinstance(reader_of(None, tokenizer), ToolCallReader)
@@ -196,7 +191,7 @@ def test_the_checkpoint_may_bring_its_own_parser(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_a_tool_environment_over_the_engines_goes_on_from_calls_as_they_were_sampled() -> None:
+def test_a_tool_environment_over_the_engines_goes_on_from_calls_as_they_were_sampled():
     answers = ["I add. " + CALL, CALL + CALL, "5"]
     engines = ScriptedEngines([says(TOKENIZER, answer) for answer in answers])
     reader = reader_of("hermes", TOKENIZER)
@@ -218,7 +213,7 @@ def test_a_tool_environment_over_the_engines_goes_on_from_calls_as_they_were_sam
 
 
 @pytest.mark.engine
-def test_the_demos_model_with_tools_plays_the_environment_that_it_is_made_for() -> None:
+def test_the_demos_model_with_tools_plays_the_environment_that_it_is_made_for():
     tokenizer = make_tokenizer(tools=True)
     engines = ScriptedEngines([says(tokenizer, text) for text in (TOOL_CALL, "7", "which")])
     reader = reader_of("hermes", tokenizer)
@@ -233,7 +228,7 @@ def test_the_demos_model_with_tools_plays_the_environment_that_it_is_made_for() 
 
 
 @pytest.mark.engine
-def test_messages_of_openais_own_types_are_taken() -> None:
+def test_messages_of_openais_own_types_are_taken():
     engines = ScriptedEngines([says(TOKENIZER, CALL), says(TOKENIZER, "5")])
     reader = reader_of("hermes", TOKENIZER)
     conversation = conversation_over(engines, TOKENIZER, tool_calls=reader, decode=LONG)

@@ -80,8 +80,8 @@ async def answered(conversation: Conversation, messages: list[Any]) -> tuple[Any
 @settings(max_examples=200, deadline=None)
 @given(st.lists(RESPONSES, min_size=2, max_size=5), st.lists(ODD_TEXT, min_size=5, max_size=5))
 def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_completion_ids(
-    responses: list[Says], texts: list[str]
-) -> None:
+    responses, texts
+):
     engines = ScriptedEngines(responses)
     conversation = conversation_over(engines, TOKENIZER)
 
@@ -119,9 +119,7 @@ def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_compl
         max_size=6,
     )
 )
-def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_counted(
-    turns: list[tuple[Says, str]],
-) -> None:
+def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_counted(turns):
     engines = ScriptedEngines([response for response, _ in turns])
     conversation = conversation_over(engines, TOKENIZER)
     asked: list[list[Any]] = []
@@ -151,7 +149,7 @@ def test_a_prompt_that_does_not_go_on_from_the_last_call_is_tokenised_anew_and_c
     assert conversation.num_splits == num_splits
 
 
-def test_edited_messages_are_a_split_and_what_follows_goes_on_from_there() -> None:
+def test_edited_messages_are_a_split_and_what_follows_goes_on_from_there():
     engines = ScriptedEngines([says("red")] * 3)
     conversation = conversation_over(engines, TOKENIZER)
 
@@ -168,7 +166,7 @@ def test_edited_messages_are_a_split_and_what_follows_goes_on_from_there() -> No
     assert third[: len(second)] == second
 
 
-def test_messages_that_the_environment_changes_in_place_are_not_taken_for_what_was_said() -> None:
+def test_messages_that_the_environment_changes_in_place_are_not_taken_for_what_was_said():
     trimming = CHATML.replace("message.content }}", "(message.content | trim) }}")
     engines = ScriptedEngines([says(" red")] * 2)
     conversation = conversation_over(engines, demo_tokenizer(trimming))
@@ -183,9 +181,7 @@ def test_messages_that_the_environment_changes_in_place_are_not_taken_for_what_w
     assert conversation.num_splits == 1
 
 
-def test_a_rollout_that_is_not_split_is_one_training_example_with_every_sampled_token_once() -> (
-    None
-):
+def test_a_rollout_that_is_not_split_is_one_training_example_with_every_sampled_token_once():
     answers = [
         says(" red ", version=2),
         says("box", finish_reason=FinishReason.LENGTH, version=2),
@@ -205,7 +201,7 @@ def test_a_rollout_that_is_not_split_is_one_training_example_with_every_sampled_
     assert example.weight_version == 2
 
 
-def test_calls_of_one_rollout_are_answered_one_after_the_other() -> None:
+def test_calls_of_one_rollout_are_answered_one_after_the_other():
     engines = ScriptedEngines([says("red", delay_s=0.01)] * 3)
     conversation = conversation_over(engines, TOKENIZER)
 
@@ -217,7 +213,7 @@ def test_calls_of_one_rollout_are_answered_one_after_the_other() -> None:
     assert len({request.seed for _, request in engines.requests}) == 3
 
 
-def test_a_failed_or_overlong_call_leaves_the_conversation_as_it_was() -> None:
+def test_a_failed_or_overlong_call_leaves_the_conversation_as_it_was():
     gone = RolloutError("gone", actor="actor-0", phase="generate")
     engines = ScriptedEngines([says("red"), gone, says("blue")])
     conversation = conversation_over(engines, TOKENIZER, max_model_len=40)
@@ -256,7 +252,7 @@ def story(reason: FinishReason) -> State:
     return state
 
 
-def test_plain_text_goes_on_from_what_was_sampled() -> None:
+def test_plain_text_goes_on_from_what_was_sampled():
     state = story(FinishReason.LENGTH)
     assert (state["error"], state["num_splits"]) == (None, 0)
     assert state["completion"] == " red box and red box and red box"
@@ -270,7 +266,7 @@ def test_plain_text_goes_on_from_what_was_sampled() -> None:
     assert (response.weight_version, response.engine) == (5, "actor-0")
 
 
-def test_plain_text_behind_a_stop_token_is_a_split() -> None:
+def test_plain_text_behind_a_stop_token_is_a_split():
     state = story(FinishReason.STOP)
     assert state["num_splits"] == 2
     assert [tuple(step["tokens"]["prompt_ids"]) for step in state["trajectory"]] == [
@@ -278,7 +274,7 @@ def test_plain_text_behind_a_stop_token_is_a_split() -> None:
     ]
 
 
-def test_a_plain_prompt_that_is_overlong_or_no_text_is_told() -> None:
+def test_a_plain_prompt_that_is_overlong_or_no_text_is_told():
     create = conversation_over(ScriptedEngines([]), TOKENIZER, max_model_len=1).completions.create
     assert asyncio.run(create(model="m", prompt="Once upon")).id == OVERLONG
     with pytest.raises(ValueError, match="prompt: must be one text, got list"):

@@ -99,8 +99,8 @@ class Expanding(ScriptedEngines):
     ],
 )
 def test_an_answer_has_every_sampled_token_and_its_log_probability_with_the_stop_token(
-    text: str, reason: FinishReason, sampled: str
-) -> None:
+    text, reason, sampled
+):
     response = one_answer([says(TOKENIZER, text, version=4, finish_reason=reason)])
     tokens = tokens_of(response)
     token_ids = TOKENIZER.encode(sampled, add_special_tokens=False)
@@ -115,7 +115,7 @@ def test_an_answer_has_every_sampled_token_and_its_log_probability_with_the_stop
     assert response.usage.completion_tokens == len(token_ids)
 
 
-def test_without_log_probabilities_a_step_has_no_tokens_and_who_asks_for_them_is_refused() -> None:
+def test_without_log_probabilities_a_step_has_no_tokens_and_who_asks_for_them_is_refused():
     assert tokens_of(one_answer([says(TOKENIZER, "a")], decode=NO_LOGPROBS)) is None
     with pytest.raises(ValueError, match="return_logprobs"):
         ask(
@@ -125,7 +125,7 @@ def test_without_log_probabilities_a_step_has_no_tokens_and_who_asks_for_them_is
         )
 
 
-def test_an_answer_can_be_pickled_copied_and_written() -> None:
+def test_an_answer_can_be_pickled_copied_and_written():
     response = one_answer([says(TOKENIZER, "red box", version=2)])
     for again in (pickle.loads(pickle.dumps(response)), copy.deepcopy(response)):
         assert isinstance(again, ChatCompletion)
@@ -134,7 +134,7 @@ def test_an_answer_can_be_pickled_copied_and_written() -> None:
     assert response.model_dump()["choices"][0]["message"]["content"] == "red box"
 
 
-def test_who_asks_an_answer_for_an_object_of_each_token_gets_it() -> None:
+def test_who_asks_an_answer_for_an_object_of_each_token_gets_it():
     conversation = conversation_over(ScriptedEngines([says(TOKENIZER, "red box")]), TOKENIZER)
     logprobs = ask(conversation, HELLO, logprobs=True).choices[0].logprobs
     sampled = TOKENIZER.encode("red box<|im_end|>", add_special_tokens=False)
@@ -143,7 +143,7 @@ def test_who_asks_an_answer_for_an_object_of_each_token_gets_it() -> None:
     ]
 
 
-def test_an_answer_costs_as_many_calls_whatever_its_length() -> None:
+def test_an_answer_costs_as_many_calls_whatever_its_length():
     """Objects of its tokens would be thousands."""
 
     class Ready(ScriptedEngines):
@@ -175,7 +175,7 @@ def test_an_answer_costs_as_many_calls_whatever_its_length() -> None:
     assert num_calls(4000) < num_calls(10) + 1000
 
 
-def test_an_engine_that_answers_another_prompt_is_an_error() -> None:
+def test_an_engine_that_answers_another_prompt_is_an_error():
     class Confused(ScriptedEngines):
         async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
             return replace(rollout_of(request, Says((1,))), prompt_token_ids=(1, 2, 3))
@@ -191,21 +191,21 @@ def test_an_engine_that_answers_another_prompt_is_an_error() -> None:
 # Room
 
 
-def test_an_overlong_prompt_is_answered_as_such_without_asking_the_engine() -> None:
+def test_an_overlong_prompt_is_answered_as_such_without_asking_the_engine():
     engines = ScriptedEngines([])
     conversation = conversation_over(engines, TOKENIZER, max_model_len=len(RENDERED))
     assert ask(conversation, HELLO).id == OVERLONG
     assert engines.requests == []
 
 
-def test_a_response_is_asked_to_fit_the_room_that_is_left() -> None:
+def test_a_response_is_asked_to_fit_the_room_that_is_left():
     engines = ScriptedEngines([says(TOKENIZER, "a b c d e f g")])
     conversation = conversation_over(engines, TOKENIZER, max_model_len=len(RENDERED) + 1)
     assert ask(conversation, HELLO).choices[0].finish_reason == "length"
     assert engines.requests[0][1].decode.max_new_tokens == 1
 
 
-def test_an_over_long_conversation_ends_a_rollout_as_truncated_with_its_steps_kept() -> None:
+def test_an_over_long_conversation_ends_a_rollout_as_truncated_with_its_steps_kept():
     engines = ScriptedEngines(lambda _: says(TOKENIZER, "no"))
     client = client_over(engines, TOKENIZER, max_model_len=60)
     state = one_rollout(Talk(max_turns=-1), {"question": "hello"}, client)
@@ -214,9 +214,7 @@ def test_an_over_long_conversation_ends_a_rollout_as_truncated_with_its_steps_ke
     assert all(step["tokens"] is not None for step in state["trajectory"])
 
 
-def test_an_answer_that_its_images_have_made_longer_than_this_client_may_take_is_no_answer() -> (
-    None
-):
+def test_an_answer_that_its_images_have_made_longer_than_this_client_may_take_is_no_answer():
     """The engine has room for longer ones, and in what it was asked an image is one token."""
     engines = Expanding()
     answer = ask(conversation_over(engines, VISION), [shown(ONE)])
@@ -232,7 +230,7 @@ def test_an_answer_that_its_images_have_made_longer_than_this_client_may_take_is
 
 
 @pytest.mark.slow
-def test_an_answer_that_was_too_long_leaves_the_room_of_other_calls_as_it_was() -> None:
+def test_an_answer_that_was_too_long_leaves_the_room_of_other_calls_as_it_was():
     fits = [shown(ONE, text="<|im_start|>" * 9)]
     too_long = [{"role": "user", "content": [picture(ONE)] * 4}]
     # Of both before their images are expanded, the one by two tokens and the other by eight.
@@ -245,9 +243,7 @@ def test_an_answer_that_was_too_long_leaves_the_room_of_other_calls_as_it_was() 
     assert ask(conversation, fits).choices[0].message.content == "no"
 
 
-def test_a_prompt_that_shows_fewer_images_than_the_last_call_has_the_room_that_it_has_alone() -> (
-    None
-):
+def test_a_prompt_that_shows_fewer_images_than_the_last_call_has_the_room_that_it_has_alone():
     engines = Expanding()
     many = [{"role": "user", "content": [picture(ONE)] * 4}]
     few = [shown(TWO), user("<|im_start|>" * 20)]
@@ -273,8 +269,8 @@ def test_a_prompt_that_shows_fewer_images_than_the_last_call_has_the_room_that_i
     ids=["only its images make it too long", "another refusal", "a prompt without images"],
 )
 def test_what_an_engine_refuses_is_its_rollouts_error_but_for_a_prompt_that_images_make_too_long(
-    row: dict[str, Any], refusal: str, ended: Any
-) -> None:
+    row, refusal, ended
+):
     error = RolloutError(refusal, actor="actor-0", phase="generate")
     engines = Expanding([says(VISION, "no"), error])
     state = one_rollout(Talk(max_turns=3), row, client_over(engines, VISION))
@@ -286,7 +282,7 @@ def test_what_an_engine_refuses_is_its_rollouts_error_but_for_a_prompt_that_imag
 # Images
 
 
-def test_images_of_messages_reach_the_engine_and_its_expanded_prompts_extend_each_other() -> None:
+def test_images_of_messages_reach_the_engine_and_its_expanded_prompts_extend_each_other():
     engines = Expanding()
     row = {"prompt": [shown(ONE, TWO)]}
     state = one_rollout(Talk(max_turns=2), row, client_over(engines, VISION))
@@ -299,9 +295,7 @@ def test_images_of_messages_reach_the_engine_and_its_expanded_prompts_extend_eac
     assert state["num_splits"] == 0
 
 
-def test_an_image_in_place_of_an_earlier_one_splits_the_rollout_though_the_tokens_are_the_same() -> (
-    None
-):
+def test_an_image_in_place_of_an_earlier_one_splits_the_rollout_though_the_tokens_are_the_same():
     class Screen(Talk):
         async def get_prompt_messages(self, state: Any) -> Any:
             messages = await super().get_prompt_messages(state)
@@ -331,9 +325,7 @@ def test_an_image_in_place_of_an_earlier_one_splits_the_rollout_though_the_token
         (picture(b""), "cannot be decoded: .*send a whole PNG"),
     ],
 )
-def test_parts_of_messages_that_no_engine_can_show_are_refused_with_a_remedy(
-    part: dict[str, Any], message: str
-) -> None:
+def test_parts_of_messages_that_no_engine_can_show_are_refused_with_a_remedy(part, message):
     engines = ScriptedEngines([])
     with pytest.raises(ValueError, match=message) as caught:
         ask(conversation_over(engines, VISION), [{"role": "user", "content": [part]}])
@@ -342,7 +334,7 @@ def test_parts_of_messages_that_no_engine_can_show_are_refused_with_a_remedy(
     assert engines.requests == []
 
 
-def test_a_placeholder_in_the_text_of_a_message_is_refused_and_not_sent() -> None:
+def test_a_placeholder_in_the_text_of_a_message_is_refused_and_not_sent():
     """As a token it would stand for another image, or for none."""
     engines = ScriptedEngines([])
     conversation = conversation_over(engines, VISION)
@@ -354,7 +346,7 @@ def test_a_placeholder_in_the_text_of_a_message_is_refused_and_not_sent() -> Non
     assert engines.requests == []
 
 
-def test_a_placeholder_in_a_later_turn_is_its_rollouts_error_too() -> None:
+def test_a_placeholder_in_a_later_turn_is_its_rollouts_error_too():
     class Quoting(Talk):
         async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
             return [user("You said <|image_pad|>.")]
@@ -367,7 +359,7 @@ def test_a_placeholder_in_a_later_turn_is_its_rollouts_error_too() -> None:
     assert len(engines.requests) == len(state["trajectory"]) == 1
 
 
-def test_a_placeholder_that_a_model_of_text_has_sampled_is_no_error() -> None:
+def test_a_placeholder_that_a_model_of_text_has_sampled_is_no_error():
     """Nothing keeps it from that, and in its prompts it stands for nothing."""
     no = TOKENIZER.encode("no", add_special_tokens=False)
     engines = ScriptedEngines(lambda _: Says((PAD, *no)))
@@ -377,7 +369,7 @@ def test_a_placeholder_that_a_model_of_text_has_sampled_is_no_error() -> None:
     assert [prompt.count(PAD) for prompt in engines.prompts] == [0, 1, 2]
 
 
-def test_an_image_that_the_template_does_not_write_is_an_error_with_a_remedy() -> None:
+def test_an_image_that_the_template_does_not_write_is_an_error_with_a_remedy():
     blind = demo_tokenizer("{%- for message in messages %}{{- message.role }}{%- endfor %}")
     message = (
         r"has 0 x <\|image_pad\|> and 1 x an image; the chat template writes none for some; show"
@@ -387,7 +379,7 @@ def test_an_image_that_the_template_does_not_write_is_an_error_with_a_remedy() -
         ask(conversation_over(ScriptedEngines([]), blind), [shown(ONE)])
 
 
-def test_an_answer_names_the_images_of_its_prompt() -> None:
+def test_an_answer_names_the_images_of_its_prompt():
     conversation = conversation_over(Expanding(), VISION)
     for messages, images in ((HELLO, []), ([shown(ONE, TWO)], [ONE, TWO])):
         answer = ask(conversation, messages)
@@ -428,7 +420,7 @@ def test_an_answer_names_the_images_of_its_prompt() -> None:
     ],
     ids=["for tokens", "the specification's listing", "as the run has them", "limit", "its name"],
 )
-def test_arguments_that_agree_with_the_run_are_taken(arguments: dict[str, Any], limit: int) -> None:
+def test_arguments_that_agree_with_the_run_are_taken(arguments, limit):
     engines = ScriptedEngines([says(TOKENIZER, "a")])
     assert ask(conversation_over(engines, TOKENIZER), HELLO, **arguments).choices
     assert engines.requests[0][1].decode.max_new_tokens == limit
@@ -452,8 +444,8 @@ def test_arguments_that_agree_with_the_run_are_taken(arguments: dict[str, Any], 
     ],
 )
 def test_arguments_that_the_run_has_fixed_otherwise_and_unknown_ones_are_refused_by_name(
-    arguments: dict[str, Any], message: str
-) -> None:
+    arguments, message
+):
     engines = ScriptedEngines([])
     with pytest.raises(ValueError, match=message):
         ask(conversation_over(engines, TOKENIZER), HELLO, **arguments)
@@ -467,6 +459,6 @@ def test_arguments_that_the_run_has_fixed_otherwise_and_unknown_ones_are_refused
         ({"max_under_way": 0}, "max_under_way"),
     ],
 )
-def test_beams_and_bounds_of_none_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_beams_and_bounds_of_none_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         client_over(ScriptedEngines([]), TOKENIZER, **changes)

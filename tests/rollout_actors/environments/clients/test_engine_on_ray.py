@@ -84,8 +84,8 @@ def assert_the_learner_agrees(learner: SmallLearner, state: Any) -> None:
 
 
 def test_rollouts_on_the_engines_extend_token_by_token_and_the_learner_finds_the_log_probabilities_they_were_sampled_with(
-    engine_pool: EnginePool, learner: SmallLearner
-) -> None:
+    engine_pool, learner
+):
     states = generated(Talk(max_turns=3), ROWS, client_of(engine_pool, learner)).state
     for state in states:
         assert state["error"] is None
@@ -101,9 +101,7 @@ def test_rollouts_on_the_engines_extend_token_by_token_and_the_learner_finds_the
         assert_the_learner_agrees(learner, state)
 
 
-def test_a_sampled_stop_token_is_learned_with_its_own_log_probability(
-    engine_pool: EnginePool, learner: SmallLearner
-) -> None:
+def test_a_sampled_stop_token_is_learned_with_its_own_log_probability(engine_pool, learner):
     others = set(range(0, 1300, 5)) - {*learner.banned, learner.stop}
     stops = (learner.stop, *sorted(others))
     client = client_of(engine_pool, learner, stop_token_ids=stops)
@@ -117,8 +115,8 @@ def test_a_sampled_stop_token_is_learned_with_its_own_log_probability(
 
 
 def test_what_is_sampled_depends_on_the_place_of_a_rollout_and_not_on_the_engine_that_answers(
-    engine_pool: EnginePool, learner: SmallLearner
-) -> None:
+    engine_pool, learner
+):
     on_three = generated(Talk(max_turns=2), ROWS, client_of(engine_pool, learner)).completion
     alone = client_of(engine_pool, learner, ["actor-1"])
     assert generated(Talk(max_turns=2), ROWS[::-1], alone).completion[::-1] == on_three
@@ -131,9 +129,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_the_request_is_aborted_when_the_rollout_is_cancelled(
-    engine_pool: EnginePool, learner: SmallLearner
-) -> None:
+def test_the_request_is_aborted_when_the_rollout_is_cancelled(engine_pool, learner):
     actor = engine_pool.actors["actor-2"]
     client = client_of(engine_pool, learner, ["actor-2"], max_new_tokens=450)
 
@@ -157,9 +153,7 @@ def test_the_request_is_aborted_when_the_rollout_is_cancelled(
     assert again.metadata.num_errors == 0
 
 
-def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(
-    engine_pool: EnginePool, learner: SmallLearner
-) -> None:
+def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(engine_pool, learner):
     actor = engine_pool.actors["actor-1"]
     engines = engines_of(engine_pool, ["actor-1"], limit_s=0.05)
     decode = decode_settings(learner.tokenizer, max_new_tokens=450)
@@ -184,8 +178,8 @@ def test_a_request_that_takes_too_long_is_aborted_and_told_with_what_to_check(
 
 
 def test_a_prompt_that_only_its_images_make_too_long_ends_the_rollout_as_truncated(
-    engine_pool: EnginePool, learner: SmallLearner
-) -> None:
+    engine_pool, learner
+):
     """The client counts one token for an image that no engine has seen yet, and here the engine's
     is the limit.
     """
@@ -208,9 +202,7 @@ def test_a_prompt_that_only_its_images_make_too_long_ends_the_rollout_as_truncat
     assert (too_long["trajectory"], too_long["stop_condition"]) == ([], "prompt_too_long")
 
 
-def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(
-    engine_pool: EnginePool, learner: SmallLearner
-) -> None:
+def test_what_an_engine_refuses_is_the_rollouts_error_in_the_engines_words(engine_pool, learner):
     data = learner.request(0).images[0].data
     assert data is not None
     inputs = [{"prompt": [shown(*[data] * 9)]}, ROWS[1]]

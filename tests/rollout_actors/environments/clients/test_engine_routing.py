@@ -27,7 +27,7 @@ def says_no(number: int = 1, delay_s: float = 0.0) -> ScriptedEngines:
     return ScriptedEngines(lambda _: says(TOKENIZER, "no", delay_s=delay_s), number=number)
 
 
-def test_the_client_has_to_know_the_rollout_and_a_stand_in_with_every_attribute_has_not() -> None:
+def test_the_client_has_to_know_the_rollout_and_a_stand_in_with_every_attribute_has_not():
     assert is_rollout_client(client_over(says_no(), TOKENIZER))
     client = MagicMock()
     client.chat.completions.create = ScriptedClient(["a", "b"]).chat.completions.create
@@ -38,7 +38,7 @@ def test_the_client_has_to_know_the_rollout_and_a_stand_in_with_every_attribute_
 # Places and seeds
 
 
-def test_all_calls_of_a_rollout_go_to_the_engine_of_its_position() -> None:
+def test_all_calls_of_a_rollout_go_to_the_engine_of_its_position():
     engines = says_no(3)
     inputs = [{"question": f"q{i}", "position": 10 + i} for i in range(7)]
     results = generated(Talk(max_turns=3), inputs, client_over(engines, TOKENIZER))
@@ -49,7 +49,7 @@ def test_all_calls_of_a_rollout_go_to_the_engine_of_its_position() -> None:
     }
 
 
-def test_each_call_has_the_seed_of_its_step_position_and_turn() -> None:
+def test_each_call_has_the_seed_of_its_step_position_and_turn():
     engines = says_no(2)
     generated(Talk(max_turns=3), FIFTH, client_over(engines, TOKENIZER))
     requests = [request for _, request in engines.requests]
@@ -58,7 +58,7 @@ def test_each_call_has_the_seed_of_its_step_position_and_turn() -> None:
     assert places == {(3, 5, "0")}
 
 
-def test_rollouts_that_do_not_know_their_place_are_numbered_as_they_begin() -> None:
+def test_rollouts_that_do_not_know_their_place_are_numbered_as_they_begin():
     engines = says_no()
     client = client_over(engines, TOKENIZER)
     for conversation in [client.conversation(state_at(None)) for _ in range(3)]:
@@ -66,7 +66,7 @@ def test_rollouts_that_do_not_know_their_place_are_numbered_as_they_begin() -> N
     assert [request.position for _, request in engines.requests] == [0, 1, 2]
 
 
-def test_seeds_do_not_depend_on_the_order_in_which_rollouts_begin() -> None:
+def test_seeds_do_not_depend_on_the_order_in_which_rollouts_begin():
     class Late(Talk):
         async def setup_state(self, state: State) -> State:
             await asyncio.sleep(0.01 * ((3 * state["example_id"]) % 5))
@@ -91,7 +91,7 @@ def test_seeds_do_not_depend_on_the_order_in_which_rollouts_begin() -> None:
     ]
 
 
-def test_rollouts_of_one_row_have_seeds_of_their_own_and_the_callers_rows_no_position() -> None:
+def test_rollouts_of_one_row_have_seeds_of_their_own_and_the_callers_rows_no_position():
     dataset = [{"question": "q"}, {"question": "r"}]
     engines = says_no()
     evaluation = Talk(max_turns=1, dataset=dataset).evaluate(
@@ -118,8 +118,8 @@ def test_rollouts_of_one_row_have_seeds_of_their_own_and_the_callers_rows_no_pos
     ],
 )
 def test_places_that_two_rollouts_have_and_what_is_no_place_are_refused_before_the_first_call(
-    positions: Any, message: str
-) -> None:
+    positions, message
+):
     inputs = [
         {"question": "q"} | ({} if position is None else {"position": position})
         for position in positions
@@ -130,7 +130,7 @@ def test_places_that_two_rollouts_have_and_what_is_no_place_are_refused_before_t
     assert engines.requests == []
 
 
-def test_a_column_of_positions_is_nothing_to_other_clients() -> None:
+def test_a_column_of_positions_is_nothing_to_other_clients():
     inputs = [{"question": "q", "position": "front"}] * 2
     results = generated(Talk(max_turns=1), inputs, ScriptedClient(["a", "b"]))
     assert results.metadata.num_errors == 0
@@ -144,7 +144,7 @@ def test_a_column_of_positions_is_nothing_to_other_clients() -> None:
     [RolloutError("its process has ended", actor="actor-0", phase="generate"), ValueError("mine")],
     ids=repr,
 )
-def test_what_an_engine_fails_with_is_asked_of_nobody_again(failure: Exception) -> None:
+def test_what_an_engine_fails_with_is_asked_of_nobody_again(failure):
     engines = ScriptedEngines([says(TOKENIZER, "a"), failure], number=2)
     (state,) = generated(Talk(max_turns=2), rows(1), client_over(engines, TOKENIZER)).state
     assert (state["error"], state["reward"]) == (f"{type(failure).__name__}: {failure}", 0.0)
@@ -152,8 +152,8 @@ def test_what_an_engine_fails_with_is_asked_of_nobody_again(failure: Exception) 
 
 
 def test_what_an_engine_that_cannot_be_reached_was_asked_is_asked_of_the_next_one_with_the_same_seed_and_prompt(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     gone = UnreachableError("failed 2 times", actor="server-2", phase="generate")
     engines = ScriptedEngines([says(TOKENIZER, "a"), gone, gone, says(TOKENIZER, "b")], number=3)
     (state,) = generated(Talk(max_turns=2), FIFTH, client_over(engines, TOKENIZER)).state
@@ -165,7 +165,7 @@ def test_what_an_engine_that_cannot_be_reached_was_asked_is_asked_of_the_next_on
     assert "failed 2 times; the next engine is asked for sample 0" in caplog.text
 
 
-def test_where_no_engine_can_be_reached_each_is_asked_once_and_the_rollout_says_so() -> None:
+def test_where_no_engine_can_be_reached_each_is_asked_once_and_the_rollout_says_so():
     engines = ScriptedEngines(
         [UnreachableError(f"failed {i}", actor=f"server-{i}", phase="generate") for i in range(3)],
         number=3,
@@ -178,7 +178,7 @@ def test_where_no_engine_can_be_reached_each_is_asked_once_and_the_rollout_says_
 # Turns at an engine
 
 
-def test_no_engine_has_more_requests_at_a_time_than_it_may() -> None:
+def test_no_engine_has_more_requests_at_a_time_than_it_may():
     engines = says_no(2, delay_s=0.005)
     client = client_over(engines, TOKENIZER, max_under_way=3)
     # Twice: each `generate` of a test runs an event loop of its own.
@@ -188,7 +188,7 @@ def test_no_engine_has_more_requests_at_a_time_than_it_may() -> None:
 
 
 @pytest.mark.slow
-def test_the_wait_for_a_turn_at_an_engine_is_not_in_the_timing() -> None:
+def test_the_wait_for_a_turn_at_an_engine_is_not_in_the_timing():
     client = client_over(says_no(delay_s=0.1), TOKENIZER, max_under_way=1)
     results = generated(Talk(max_turns=1), rows(8), client)
     spent_ms = [state["timing"]["generation_ms"] for state in results.state]
@@ -197,7 +197,7 @@ def test_the_wait_for_a_turn_at_an_engine_is_not_in_the_timing() -> None:
 
 
 @pytest.mark.slow
-def test_waits_of_several_rollouts_at_once_inside_one_are_counted_once() -> None:
+def test_waits_of_several_rollouts_at_once_inside_one_are_counted_once():
     client = client_over(says_no(delay_s=0.02), TOKENIZER, max_under_way=1)
 
     class Gathers(Talk):
@@ -211,7 +211,7 @@ def test_waits_of_several_rollouts_at_once_inside_one_are_counted_once() -> None
     assert state["timing"]["generation_ms"] > 0.0
 
 
-def test_cancelling_generate_aborts_every_request_and_those_that_wait_are_never_asked() -> None:
+def test_cancelling_generate_aborts_every_request_and_those_that_wait_are_never_asked():
     engines = says_no(2, delay_s=60.0)
     client = client_over(engines, TOKENIZER, max_under_way=3)
 
@@ -230,7 +230,7 @@ def test_cancelling_generate_aborts_every_request_and_those_that_wait_are_never_
         assert engines.num_under_way == [0, 0]
 
 
-def test_a_client_may_be_used_on_several_event_loops_at_once() -> None:
+def test_a_client_may_be_used_on_several_event_loops_at_once():
     client = client_over(says_no(delay_s=0.001), TOKENIZER, max_under_way=1)
     with ThreadPoolExecutor(3) as threads:
         running = [threads.submit(generated, Talk(max_turns=2), rows(10), client) for _ in range(3)]

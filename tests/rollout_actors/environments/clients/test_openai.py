@@ -67,8 +67,8 @@ class Strict:
     [("max_tokens", "max_completion_tokens"), ("max_completion_tokens", "max_tokens")],
 )
 def test_an_endpoint_that_wants_the_limit_under_its_other_name_is_sent_that_one_and_is_refused_it_once(
-    sent: str, taken: str
-) -> None:
+    sent, taken
+):
     endpoint = Strict(taken)
     endpoint.ask(2, temperature=0.5, **{sent: 7})
     limits = [{name: body[name] for name in NAMES & set(body)} for body in endpoint.bodies]
@@ -76,7 +76,7 @@ def test_an_endpoint_that_wants_the_limit_under_its_other_name_is_sent_that_one_
     assert all(body["temperature"] == 0.5 for body in endpoint.bodies)
 
 
-def test_an_endpoint_that_refuses_both_names_is_asked_twice_and_its_refusal_is_raised() -> None:
+def test_an_endpoint_that_refuses_both_names_is_asked_twice_and_its_refusal_is_raised():
     endpoint = Strict(None)
     with pytest.raises(openai.BadRequestError, match="'max_completion_tokens' is not supported"):
         endpoint.ask(1, max_tokens=7)
@@ -123,9 +123,7 @@ def refusal(message: str, code: str | None = None) -> openai.BadRequestError:
     ("message", "code"),
     [*((message, None) for message in OVERLONG), ("No.", "context_length_exceeded")],
 )
-def test_a_prompt_that_is_too_long_is_known_by_what_is_said_or_by_its_code(
-    message: str, code: str | None
-) -> None:
+def test_a_prompt_that_is_too_long_is_known_by_what_is_said_or_by_its_code(message, code):
     assert is_overlong(refusal(message, code), {"max_tokens": 4})
 
 
@@ -136,16 +134,12 @@ def test_a_prompt_that_is_too_long_is_known_by_what_is_said_or_by_its_code(
         *((NO_ROOM, {name: 0}) for name in sorted(NAMES)),
     ],
 )
-def test_a_call_that_is_wrong_in_another_way_is_no_prompt_that_is_too_long(
-    message: str, sampling_args: dict[str, Any]
-) -> None:
+def test_a_call_that_is_wrong_in_another_way_is_no_prompt_that_is_too_long(message, sampling_args):
     assert not is_overlong(refusal(message), sampling_args)
 
 
 @pytest.mark.parametrize("message", TOO_MANY_NEW_TOKENS)
-def test_a_call_that_asks_for_more_tokens_than_the_context_has_is_wrong_for_every_prompt(
-    message: str,
-) -> None:
+def test_a_call_that_asks_for_more_tokens_than_the_context_has_is_wrong_for_every_prompt(message):
     assert not is_overlong(refusal(message, "context_length_exceeded"), {"max_tokens": 9000})
     assert is_overlong(refusal(message), {"max_tokens": 4000}), (
         "of that many there may be room behind another prompt"

@@ -126,8 +126,8 @@ def in_process(
 
 
 def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_and_is_what_one_runner_makes(
-    pool: RolloutClient, settings: RunnerSettings
-) -> None:
+    pool, settings
+):
     requests = group_requests(4, 1, 5, 4, 3)
     done = pool.generate(refs(requests[:3], requests[3:])).result()
     parts = [ray.get(list(rank)) for rank in done]
@@ -145,9 +145,7 @@ def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_a
     assert [rollout.error for rollout in first] == [None] * 4 + [error] * 2, "it crosses as data"
 
 
-def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(
-    pool: RolloutClient, settings: RunnerSettings
-) -> None:
+def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(pool, settings):
     requests = group_requests(0, 1, 2, 3)
     expected = in_process(settings, requests, pool.version)
     for shares in ([requests[:1], requests[1:]], [requests, []], [[], requests]):
@@ -157,16 +155,14 @@ def test_a_part_crosses_from_one_rank_to_the_next_and_empty_shares_are_empty(
     assert pool.generate([[], []]).result() == [[], []]
 
 
-def test_a_step_is_cut_into_rounds_of_whole_groups(pool: RolloutClient) -> None:
+def test_a_step_is_cut_into_rounds_of_whole_groups(pool):
     """Two engines of 4 at a time, two ranks: 4 rollouts, which are 2 groups, of each rank in a
     round.
     """
     assert pool.split([[0, 1, 2], [3, 4]]) == [[[0, 1], [3]], [[2], [4]]]
 
 
-def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(
-    pool: RolloutClient,
-) -> None:
+def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(pool):
     assert (pool.names, pool.devices) == (tuple(ENGINES), (1, 1))
     pool.wait_idle()
     pool.receive_weights(
@@ -177,9 +173,7 @@ def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(
     assert {example.weight_version for rollout in first for example in rollout.examples} == {7}
 
 
-def test_an_environment_actor_that_dies_ends_the_round_with_its_name(
-    fake_actors: list[Any],
-) -> None:
+def test_an_environment_actor_that_dies_ends_the_round_with_its_name(fake_actors):
     dying = create_fake_actor("environment-1", "generate", "die")
     pool = with_environments([fake_actors[0], dying], 600.0)
     started = time.monotonic()
@@ -190,7 +184,7 @@ def test_an_environment_actor_that_dies_ends_the_round_with_its_name(
     assert time.monotonic() - started < 60
 
 
-def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors: list[Any]) -> None:
+def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors):
     ray.get(fake_actors[1].become.remote("generate", "sleep"))
     pool = with_environments(fake_actors, 1.0)
     message = "no answer from environment-1 after timeouts.generate_s = 1 s; check"
@@ -199,8 +193,8 @@ def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors: list[Any
 
 
 def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_environment_is_torn_down(
-    ray_cluster: None, settings: RunnerSettings, tmp_path: Path
-) -> None:
+    ray_cluster, settings, tmp_path
+):
     """The log's path is relative: it begins where the command was given, and not where Ray's
     process runs.
     """
@@ -238,7 +232,7 @@ def asked(actors: list[Any], limit: Timeout = LONG) -> Any:
     return asyncio.run(engines.generate(1, request))
 
 
-def test_the_engine_of_that_number_answers(fake_actors: list[Any]) -> None:
+def test_the_engine_of_that_number_answers(fake_actors):
     assert asked(fake_actors) == ("actor-1", "request")
 
 
@@ -258,8 +252,8 @@ def test_the_engine_of_that_number_answers(fake_actors: list[Any]) -> None:
     ],
 )
 def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(
-    fake_actors: list[Any], trouble: str, limit: Timeout, message: str
-) -> None:
+    fake_actors, trouble, limit, message
+):
     ray.get(fake_actors[1].become.remote("generate", trouble))
     with pytest.raises(RolloutError, match=message) as caught:
         asked(fake_actors, limit)
@@ -268,7 +262,7 @@ def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(
     )
 
 
-def test_an_engine_that_dies_is_named_with_what_to_check(fake_actors: list[Any]) -> None:
+def test_an_engine_that_dies_is_named_with_what_to_check(fake_actors):
     dies = create_fake_actor("actor-1", "generate", "die")
     message = r"(?s)on actor-1: its process has ended .*; check its log and the machine's memory"
     with pytest.raises(RolloutError, match=message) as caught:
@@ -277,8 +271,8 @@ def test_an_engine_that_dies_is_named_with_what_to_check(fake_actors: list[Any])
 
 
 def test_a_cancelled_call_ends_at_once_and_the_engines_are_asked_on_the_next_event_loop(
-    fake_actors: list[Any],
-) -> None:
+    fake_actors,
+):
     ray.get(fake_actors[1].become.remote("generate", "sleep"))
     engines = RayEngines(fake_actors, ["actor-0", "actor-1"], LONG)
     request: Any = "request"

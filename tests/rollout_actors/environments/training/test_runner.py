@@ -107,7 +107,7 @@ def ending(rollout: EnvironmentRollout) -> tuple[str | None, bool, int]:
 # What comes back
 
 
-def test_every_request_is_answered_in_order_by_one_rollout_for_each_of_its_positions() -> None:
+def test_every_request_is_answered_in_order_by_one_rollout_for_each_of_its_positions():
     answers = ran(group_requests(4, 1, 2, first=3))
     assert [[(rollout.position, rollout.example) for rollout in answer] for answer in answers] == [
         [(6, 4), (7, 4)],
@@ -121,9 +121,7 @@ def test_every_request_is_answered_in_order_by_one_rollout_for_each_of_its_posit
 @pytest.mark.parametrize(
     "requests", [group_requests(4, 1, first=3), held_out()], ids=["step", "report"]
 )
-def test_a_rollout_says_with_which_seeds_its_calls_were_asked_and_who_answered(
-    requests: list[EnvironmentRequest],
-) -> None:
+def test_a_rollout_says_with_which_seeds_its_calls_were_asked_and_who_answered(requests):
     engines = ScriptedEngines(by_seed, number=3)
     answers = ran(requests, engines)
     for rollout in flat(answers):
@@ -139,7 +137,7 @@ def test_a_rollout_says_with_which_seeds_its_calls_were_asked_and_who_answered(
     )
 
 
-def test_a_rollout_says_what_it_is_worth_and_what_is_learned_of_it() -> None:
+def test_a_rollout_says_what_it_is_worth_and_what_is_learned_of_it():
     (first, second), _ = ran(group_requests(4, 1))
     crosses = [
         [request_seed(RUN_SEED, STEP, position, turn) % 4 for turn in (0, 1)] for position in (0, 1)
@@ -165,7 +163,7 @@ def test_a_rollout_says_what_it_is_worth_and_what_is_learned_of_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compares", [False, True])
-def test_results_do_not_depend_on_how_the_requests_are_cut_into_calls(compares: bool) -> None:
+def test_results_do_not_depend_on_how_the_requests_are_cut_into_calls(compares):
     requests = group_requests(4, 1, 2, 0)
     runner = runner_over(ScriptedEngines(by_seed, number=2), compares=compares)
     whole = asyncio.run(runner.run(requests))
@@ -176,7 +174,7 @@ def test_results_do_not_depend_on_how_the_requests_are_cut_into_calls(compares: 
 
 
 @pytest.mark.parametrize("compares", [False, True])
-def test_an_example_that_is_drawn_twice_in_a_round_makes_two_groups(compares: bool) -> None:
+def test_an_example_that_is_drawn_twice_in_a_round_makes_two_groups(compares):
     answers = ran(group_requests(4, 4, 1, 4), compares=compares)
     positions = [[rollout.position for rollout in answer] for answer in answers]
     assert positions == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -187,9 +185,7 @@ def test_an_example_that_is_drawn_twice_in_a_round_makes_two_groups(compares: bo
             assert rollout.examples[0].advantage == rollout.reward - sum(rewards) / len(rewards)
 
 
-def test_two_rows_of_one_id_are_one_example_to_the_rubric_and_are_kept_apart(
-    tmp_path: Path,
-) -> None:
+def test_two_rows_of_one_id_are_one_example_to_the_rubric_and_are_kept_apart(tmp_path):
     """Ids are the environment's own to give."""
     source = """
 from runner_environment import Echo, Rubric, crosses
@@ -208,8 +204,8 @@ def load_environment():
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_report_is_of_the_evaluation_data_and_greedy_though_the_environment_asks_for_a_temperature(
-    grouped: bool,
-) -> None:
+    grouped,
+):
     engines = ScriptedEngines(by_seed)
     sampling_args = {"temperature": 1.0, "max_tokens": 5}
     requests = held_out(6 if grouped else 3)
@@ -223,7 +219,7 @@ def test_a_report_is_of_the_evaluation_data_and_greedy_though_the_environment_as
     assert {(one.mode, one.temperature) for one in decodes} == {(DecodeMode.GREEDY, 0.0)}
 
 
-def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled() -> None:
+def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled():
     """A prompt without room for a token is not asked for at all."""
     ((rollout, _),) = ran(
         group_requests(4), ScriptedEngines(lambda _: Says((1,) * 8)), max_model_len=30
@@ -234,14 +230,14 @@ def test_a_rollout_that_is_too_long_is_truncated_and_keeps_what_was_sampled() ->
     assert (*ending(rollout), rollout.examples) == (None, True, 0, ())
 
 
-def test_a_stop_token_that_was_not_sampled_is_not_learned() -> None:
+def test_a_stop_token_that_was_not_sampled_is_not_learned():
     says = Says((1, 2, 3), finish_reason=FinishReason.LENGTH)
     ((rollout, _),) = ran(group_requests(4), ScriptedEngines(lambda _: says))
     assert (rollout.num_tokens, rollout.num_length_limited) == (6, 2)
     assert sum(example.num_learned for example in rollout.examples) == 6
 
 
-def test_messages_are_left_out_where_nobody_reads_them() -> None:
+def test_messages_are_left_out_where_nobody_reads_them():
     for rollout in flat(ran(group_requests(4), keeps_messages=False)):
         assert (rollout.prompt, rollout.completion) == (None, None)
         assert rollout.examples
@@ -249,13 +245,13 @@ def test_messages_are_left_out_where_nobody_reads_them() -> None:
         assert rollout.prompt and rollout.completion, "a report writes them down in any case"
 
 
-def test_messages_travel_as_json_whatever_an_environment_puts_into_them() -> None:
+def test_messages_travel_as_json_whatever_an_environment_puts_into_them():
     ((rollout, _),) = ran(group_requests(4), trouble="odd")
     assert rollout.error is None
     assert "object object at" in json.loads(json.dumps(rollout.completion))[1]["seen_by"]
 
 
-def test_no_engine_has_more_requests_at_a_time_than_it_may() -> None:
+def test_no_engine_has_more_requests_at_a_time_than_it_may():
     engines = ScriptedEngines(lambda request: replace(by_seed(request), delay_s=0.005), number=2)
     ran(group_requests(0, 1, 2, 3), engines, max_under_way=3)
     assert engines.most_under_way == [3, 3]
@@ -264,7 +260,7 @@ def test_no_engine_has_more_requests_at_a_time_than_it_may() -> None:
 # What fails
 
 
-def test_a_rollouts_own_error_is_data() -> None:
+def test_a_rollouts_own_error_is_data():
     failed, *others = ran(group_requests(4, 1), trouble="fail", at=4)
     for rollout in failed:
         assert ending(rollout) == ("ZeroDivisionError: no such luck" + ERROR_LINE, False, 1)
@@ -275,7 +271,7 @@ def test_a_rollouts_own_error_is_data() -> None:
 
 
 @pytest.mark.slow
-def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it() -> None:
+def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it():
     cut_off, *others = ran(group_requests(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
     message = (
         "TimeoutError: not done after rollout_timeout_s = 1 s; check what its turns, tools and"
@@ -286,7 +282,7 @@ def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it(
     assert timeless(others) == timeless(ran(group_requests(1, first=1)))
 
 
-def test_a_reward_function_that_hangs_has_no_figure_at_its_limit() -> None:
+def test_a_reward_function_that_hangs_has_no_figure_at_its_limit():
     message = "TimeoutError: reward function endless is not done after scoring_timeout_s = 0.05 s"
     for rollout in flat(ran(group_requests(4), trouble="unjudged", scoring_timeout_s=0.05)):
         assert rollout.reward_errors["endless"].startswith(message)
@@ -315,8 +311,8 @@ def failing_at(position: int, error: Exception) -> Any:
     ids=["its process ends", "the environment would have gone on", "unforeseen"],
 )
 def test_an_engine_that_fails_ends_the_call_with_its_error_when_every_rollout_has_cleaned_up(
-    error: Exception, trouble: str
-) -> None:
+    error, trouble
+):
     """No rollout is blamed for it, or rewarded."""
     engines = ScriptedEngines(failing_at(3, error), number=2)
     with pytest.raises(type(error)) as caught:
@@ -340,9 +336,7 @@ class Unreachable(ScriptedEngines):
         return await super().generate(engine, request)
 
 
-def test_what_a_server_cannot_be_asked_is_asked_of_the_next_one_and_the_last_one_ends_the_call() -> (
-    None
-):
+def test_what_a_server_cannot_be_asked_is_asked_of_the_next_one_and_the_last_one_ends_the_call():
     """Decision 14: then on another server, with the same seeds."""
     answers = flat(ran(group_requests(4, 1), Unreachable(0, 1)))
     assert {call.engine for rollout in answers for call in rollout.calls} == {"actor-2"}
@@ -352,7 +346,7 @@ def test_what_a_server_cannot_be_asked_is_asked_of_the_next_one_and_the_last_one
         ran(group_requests(4, 1), Unreachable(0, 1, 2))
 
 
-def test_a_call_that_is_cancelled_ends_its_rollouts_which_clean_up() -> None:
+def test_a_call_that_is_cancelled_ends_its_rollouts_which_clean_up():
     engines = ScriptedEngines(lambda request: replace(by_seed(request), delay_s=30.0))
 
     async def cancelled() -> None:
@@ -368,7 +362,7 @@ def test_a_call_that_is_cancelled_ends_its_rollouts_which_clean_up() -> None:
     assert (engines.num_cancelled, engines.num_under_way) == (4, [0])
 
 
-def test_a_runner_that_failed_once_can_be_asked_again() -> None:
+def test_a_runner_that_failed_once_can_be_asked_again():
     calls = iter([DEAD])
     runner = runner_over(ScriptedEngines(lambda request: next(calls, None) or by_seed(request)))
     with pytest.raises(RolloutError):
@@ -379,9 +373,7 @@ def test_a_runner_that_failed_once_can_be_asked_again() -> None:
 # What the run has fixed
 
 
-def test_the_template_gets_the_configurations_arguments_and_an_environment_may_say_no_others() -> (
-    None
-):
+def test_the_template_gets_the_configurations_arguments_and_an_environment_may_say_no_others():
     """Endpoints need to be told; the run's engines have been."""
     tokenizer = demo_tokenizer("{{ mood }}: " + CHATML)
     asking = {"extra_body": {"chat_template_kwargs": {"mood": "kind"}}}
@@ -400,8 +392,8 @@ def test_the_template_gets_the_configurations_arguments_and_an_environment_may_s
 
 @pytest.mark.parametrize(("grouped", "name"), [(False, "runner_environment"), (True, "Echo")])
 def test_an_environment_whose_sampling_arguments_contradict_the_run_fails_before_anything_is_asked(
-    grouped: bool, name: str
-) -> None:
+    grouped, name
+):
     engines = ScriptedEngines([])
     message = (
         f"environment on environment-1: sampling_args of {name}: temperature: 0.7 was asked for,"
@@ -412,7 +404,7 @@ def test_an_environment_whose_sampling_arguments_contradict_the_run_fails_before
     assert engines.requests == []
 
 
-def test_sampling_arguments_that_agree_with_the_run_are_taken() -> None:
+def test_sampling_arguments_that_agree_with_the_run_are_taken():
     engines = ScriptedEngines(by_seed)
     ran(group_requests(4), engines, sampling_args={"temperature": 1.0, "max_tokens": 5})
     assert {request.decode.max_new_tokens for _, request in engines.requests} == {5}
@@ -425,9 +417,7 @@ SHOWING = {"tokenizer": VISION, "image": PICTURE}
 
 
 @pytest.mark.parametrize("requests", [group_requests(4), held_out()], ids=["training", "held out"])
-def test_more_images_than_the_run_was_configured_for_end_the_call(
-    requests: list[EnvironmentRequest],
-) -> None:
+def test_more_images_than_the_run_was_configured_for_end_the_call(requests):
     engines = ScriptedEngines([])
     message = (
         r"environment on environment-1: example (4|10\d) shows 1 image in a prompt, and"
@@ -438,9 +428,7 @@ def test_more_images_than_the_run_was_configured_for_end_the_call(
     assert engines.requests == []
 
 
-def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_what_is_written_down_names_them() -> (
-    None
-):
+def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_what_is_written_down_names_them():
     url = picture(PICTURE)["image_url"]["url"]
     for rollout in flat(ran(group_requests(4), max_images=1, **SHOWING)):
         assert [images_of(example) for example in rollout.examples] == [[PICTURE]]
@@ -448,7 +436,7 @@ def test_an_example_brings_the_images_that_its_tokens_have_placeholders_of_and_w
         assert f"data:image/png, {len(PICTURE)} bytes, sha256 of the URL" in str(rollout.prompt)
 
 
-def test_a_prompt_that_only_its_images_make_too_long_ends_its_rollouts_alone() -> None:
+def test_a_prompt_that_only_its_images_make_too_long_ends_its_rollouts_alone():
     """The client counts an image as one token, and only the engine knows how many it is."""
     refusal = "sample 4 was refused: it is longer than the maximum model length of 512"
     error = RolloutError(refusal, actor="actor-0", phase="generate")
@@ -501,8 +489,8 @@ def keeping(tmp_path: Path) -> dict[str, Any]:
     ids=["named", "text", "none", "odd"],
 )
 def test_images_of_an_example_are_those_that_were_sent_whatever_the_environment_keeps_of_its_prompts(
-    keeping: dict[str, Any], kept: Any
-) -> None:
+    keeping, kept
+):
     for rollout in flat(ran(group_requests(0, 1), kept=kept, **keeping)):
         (example,) = rollout.examples
         assert (rollout.error, example.steps) == (None, (0, 1))
@@ -526,8 +514,8 @@ class Blind(ScriptedEngines):
 
 @pytest.mark.parametrize("kept", [NAMED, "a picture"], ids=["named", "text"])
 def test_calls_that_were_sent_other_images_are_examples_of_their_own_though_what_is_kept_is_the_same(
-    keeping: dict[str, Any], kept: Any
-) -> None:
+    keeping, kept
+):
     """Of the same tokens, and more."""
     for rollout in flat(
         ran(group_requests(0, 1), Blind(by_seed), kept=kept, forgets=True, **keeping)
@@ -538,7 +526,7 @@ def test_calls_that_were_sent_other_images_are_examples_of_their_own_though_what
         assert (second.steps, images_of(second)) == ((1,), [png(18 + rollout.example, 8)])
 
 
-def test_a_picture_that_cannot_be_read_is_the_error_of_its_rollouts_alone(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_read_is_the_error_of_its_rollouts_alone(tmp_path):
     source = """
 from environment_support import shown, user
 from rollout_actors.environments import Rubric, SingleTurnEnv
@@ -559,7 +547,7 @@ def load_environment():
 # The beginning
 
 
-def test_examples_are_counted_and_a_report_may_be_of_fewer() -> None:
+def test_examples_are_counted_and_a_report_may_be_of_fewer():
     environment = load_environment("runner_environment")
     for num_held_out, counted in ((None, 3), (2, 2), (0, 0), (9, 3)):
         assert count_examples(environment, num_held_out) == ExampleCounts(6, counted)
@@ -574,9 +562,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS
 
 
 @pytest.mark.parametrize(("grouped", "name"), [(False, "runner_environment"), (True, "Echo")])
-def test_an_environment_with_tools_whose_calls_nobody_reads_is_refused_at_its_start(
-    grouped: bool, name: str
-) -> None:
+def test_an_environment_with_tools_whose_calls_nobody_reads_is_refused_at_its_start(grouped, name):
     message = (
         rf"^environment\.tool_call_parser: {name} has tools, and neither this key nor .* says how"
         r" the model's calls are read; set it to .* hermes$"
@@ -586,14 +572,14 @@ def test_an_environment_with_tools_whose_calls_nobody_reads_is_refused_at_its_st
 
 
 @pytest.mark.engine
-def test_a_parser_of_tool_calls_that_vllm_does_not_know_is_refused_at_the_start() -> None:
+def test_a_parser_of_tool_calls_that_vllm_does_not_know_is_refused_at_the_start():
     message = r"^environment\.tool_call_parser: vLLM has none of the name 'hermez'"
     with pytest.raises(ValueError, match=message):
         runner_over(ScriptedEngines([]), oai_tools=[TOOL], tool_parser="hermez")
     runner_over(ScriptedEngines([]), oai_tools=[TOOL], tool_parser="hermes")
 
 
-def test_an_environment_whose_rows_differ_from_process_to_process_is_refused_at_its_start() -> None:
+def test_an_environment_whose_rows_differ_from_process_to_process_is_refused_at_its_start():
     def counts_of(words: str) -> ExampleCounts:
         rows = [{"question": word} for word in words]
         return count_examples(SingleTurnEnv(dataset=rows, eval_dataset=[{"question": "z"}]), None)
