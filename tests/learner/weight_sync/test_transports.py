@@ -9,7 +9,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,7 @@ from shared.weight_sync.transports import TransportKind
 pytestmark = pytest.mark.engine
 
 LOGPROBS = (-0.1, -2.5)
-PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), LOGPROBS, tolerance=1e-4)
+QUESTION = CanaryProbe((1, 2, 3), (), (1, 2, 3), None, tolerance=1e-4)
 SIZES = (1, 2)
 """Workers of each of two engines."""
 
@@ -172,6 +172,8 @@ class NcclLLM(IdleLLM):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         super().__init__()
+        group = TransferGroup(self, transport=TransportKind.NCCL, rank_offset=1)
+        self._intake = WeightReceiver("server-0", self, group, score=self._score, adapter=None)
         self.models = [LoadedModel() for _ in range(num_workers)]
         self.workers = []
         for rank, model in enumerate(self.models):
@@ -183,6 +185,13 @@ class NcclLLM(IdleLLM):
                     config, vllm_config, torch.device("cpu"), model
                 )
             )
+
+    async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
+        raise AssertionError("no test goes so far")
+
+    def take(self, offer: WeightOffer) -> None:
+        for phase in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS, SyncPhase.WIRE):
+            asyncio.run(self._intake.run_phase(phase, offer))
 
     async def init_weight_transfer_engine(self, request: InitRequest) -> None:
         await super().init_weight_transfer_engine(request)
@@ -204,20 +213,6 @@ class NcclLLM(IdleLLM):
         return [asdict(report) for _ in self.workers]
 
 
-class Engine:
-    def __init__(self, num_workers: int) -> None:
-        self.llm = NcclLLM(num_workers)
-        group = TransferGroup(self.llm, transport=TransportKind.NCCL, rank_offset=1)
-        self._intake = WeightReceiver("server-0", self.llm, group, score=self._score, adapter=None)
-
-    async def _score(self, probe: CanaryProbe, *, adapted: bool) -> Scores:
-        raise AssertionError("no test goes so far")
-
-    def take(self, offer: WeightOffer) -> None:
-        for phase in (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS, SyncPhase.WIRE):
-            asyncio.run(self._intake.run_phase(phase, offer))
-
-
 class SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -231,11 +226,10 @@ class SmallModel(nn.Module):
 
 @pytest.fixture
 def sender() -> Iterator[WeightSender]:
-    receivers = tuple(ReceiverGroup(size) for size in SIZES)
     sender = WeightSender(
         CheckpointWeights(SmallModel()),
         transport="nccl",
-        receivers=receivers,
+        receivers=tuple(ReceiverGroup(size) for size in SIZES),
         timeout_s=20.0,
         bucket_bytes=90,
     )
@@ -243,8 +237,17 @@ def sender() -> Iterator[WeightSender]:
     sender.close()
 
 
-def sync(sender: WeightSender, engines: list[Engine], version: int) -> FullOffer:
-    offer = sender.offer(version, replace(PROBE, expected_logprobs=None), lambda: LOGPROBS)
+@pytest.fixture
+def engines(opened: list[FakeCommunicator]) -> list[NcclLLM]:
+    return [NcclLLM(size) for size in SIZES]
+
+
+def loaded_models(engines: list[NcclLLM]) -> list[LoadedModel]:
+    return [model for engine in engines for model in engine.models]
+
+
+def sync(sender: WeightSender, engines: list[NcclLLM], version: int) -> FullOffer:
+    offer = sender.offer(version, QUESTION, lambda: LOGPROBS)
     sender.send(offer)
     for index, engine in enumerate(engines):
         engine.take(offer.for_group(index))
@@ -252,16 +255,14 @@ def sync(sender: WeightSender, engines: list[Engine], version: int) -> FullOffer
 
 
 def test_both_ends_join_the_same_groups_each_rank_once(
-    sender: WeightSender, opened: list[FakeCommunicator]
+    sender: WeightSender, engines: list[NcclLLM], opened: list[FakeCommunicator]
 ) -> None:
-    engines = [Engine(size) for size in SIZES]
     terms = sync(sender, engines, 1)
     for group, size in zip(terms.groups, SIZES, strict=True):
         members = [each.group for each in opened if each.group.port == group.port]
-        assert [member.rank for member in members] == list(range(1 + size))
-        assert {(member.host, member.world_size) for member in members} == {
-            (group.host, group.world_size)
-        }
+        assert [(member.rank, member.host, member.world_size) for member in members] == [
+            (rank, group.host, 1 + size) for rank in range(1 + size)
+        ]
         hosts = [member.listen_socket for member in members if member.listen_socket is not None]
         assert [bound.getsockname()[1] for bound in hosts] == [group.port], (
             "the sender's, which has held the port since the offer"
@@ -271,29 +272,22 @@ def test_both_ends_join_the_same_groups_each_rank_once(
 
 
 def test_vllms_engine_finds_every_argument_and_unpacks_what_vllms_producer_has_packed(
-    sender: WeightSender, opened: list[FakeCommunicator]
+    sender: WeightSender, engines: list[NcclLLM], opened: list[FakeCommunicator]
 ) -> None:
-    engines = [Engine(size) for size in SIZES]
     terms = sync(sender, engines, 1)
     expected = dict(CheckpointWeights(SmallModel()).tensors())
-    for engine in engines:
-        for worker, model in zip(engine.llm.workers, engine.llm.models, strict=True):
-            assert (worker.packed, worker.packed_buffer_size_bytes, worker.packed_num_buffers) == (
-                True,
-                90,
-                NUM_BUFFERS,
-            )
-            assert [name for name, _ in model.loaded] == [*expected, CHECKSUMS, CANARY]
-            arrived = dict(model.loaded)
-            for name, tensor in expected.items():
-                assert arrived[name].dtype == tensor.dtype and torch.equal(arrived[name], tensor), (
-                    name
-                )
-            assert arrived[CANARY].view(torch.float64).tolist() == list(LOGPROBS)
-    cut = [
-        sum(tensor.num_bytes for tensor in bucket)
-        for bucket in buckets(terms.sent, terms.bucket_bytes)
-    ]
+    workers = [worker for engine in engines for worker in engine.workers]
+    for worker, model in zip(workers, loaded_models(engines), strict=True):
+        assert (worker.packed, worker.packed_buffer_size_bytes) == (True, 90)
+        assert worker.packed_num_buffers == NUM_BUFFERS
+        assert [name for name, _ in model.loaded] == [*expected, CHECKSUMS, CANARY]
+        arrived = dict(model.loaded)
+        for name, tensor in expected.items():
+            assert arrived[name].dtype == tensor.dtype
+            assert torch.equal(arrived[name], tensor), name
+        assert arrived[CANARY].view(torch.float64).tolist() == list(LOGPROBS)
+    packing = buckets(terms.sent, terms.bucket_bytes)
+    cut = [sum(tensor.num_bytes for tensor in bucket) for bucket in packing]
     for communicator in opened[: len(SIZES)]:
         assert [len(packed) for packed in communicator.sent] == cut, (
             "one broadcast for each bucket by whose rule checksums are made"
@@ -302,21 +296,17 @@ def test_vllms_engine_finds_every_argument_and_unpacks_what_vllms_producer_has_p
 
 
 def test_the_groups_are_kept_from_sync_to_sync_and_left_at_the_end(
-    sender: WeightSender, opened: list[FakeCommunicator]
+    sender: WeightSender, engines: list[NcclLLM], opened: list[FakeCommunicator]
 ) -> None:
-    engines = [Engine(size) for size in SIZES]
     sync(sender, engines, 1)
-    once = [list(model.loaded) for engine in engines for model in engine.llm.models]
+    num_loaded = [len(model.loaded) for model in loaded_models(engines)]
     sync(sender, engines, 2)
-    assert [len(engine.llm.joined) for engine in engines] == [1, 1]
-    for model, before in zip(
-        (model for engine in engines for model in engine.llm.models), once, strict=True
-    ):
-        assert len(model.loaded) == 2 * len(before)
+    assert [len(engine.joined) for engine in engines] == [1, 1]
+    assert [len(model.loaded) for model in loaded_models(engines)] == [2 * n for n in num_loaded]
     sender.close()
     assert [each.is_destroyed for each in opened] == [each.group.rank == 0 for each in opened]
     sync(sender, engines, 3)
-    assert [len(engine.llm.joined) for engine in engines] == [2, 2], "they have another key"
+    assert [len(engine.joined) for engine in engines] == [2, 2], "they have another key"
 
 
 def test_a_learner_without_an_nccl_library_is_told_so_and_sends_nothing(
@@ -327,5 +317,5 @@ def test_a_learner_without_an_nccl_library_is_told_so_and_sends_nothing(
     with pytest.raises(
         WeightSyncError, match="rendezvous on learner: vLLM has no NCCL library for"
     ):
-        sender.send(sender.offer(1, replace(PROBE, expected_logprobs=None), lambda: LOGPROBS))
+        sender.send(sender.offer(1, QUESTION, lambda: LOGPROBS))
     assert [each.sent for each in opened] == [[]]
