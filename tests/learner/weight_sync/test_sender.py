@@ -75,12 +75,7 @@ def make_sender() -> Iterator[MakeSender]:
         sender = WeightSender(
             source or CheckpointWeights(TiedModel()),
             receivers=receivers or (ReceiverGroup(1),),
-            **{
-                "transport": "rollmatch_gloo",
-                "bucket_bytes": 10,
-                "timeout_s": 0.5,
-                **settings,
-            },
+            **{"transport": "rollmatch_gloo", "bucket_bytes": 10, "timeout_s": 0.5, **settings},
         )
         senders.append(sender)
         return sender
@@ -130,6 +125,10 @@ def arriving(joined: GlooReceiver, terms: FullOffer) -> Iterator[tuple[str, torc
         for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True):
             values = packed[start : start + spec.num_bytes].view(torch.__dict__[spec.dtype])
             yield spec.name, values.view(spec.shape).clone()
+
+
+def receive(terms: FullOffer) -> Tensors:
+    return dict(arriving(join(terms.group, 1, 5.0), terms))
 
 
 def test_an_offer_names_every_parameter_once_with_its_size_and_computes_nothing_of_the_weights(
@@ -196,9 +195,8 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
     sender = make_sender(ReceiverGroup(2), ReceiverGroup(1), source=source, timeout_s=20.0)
     positions = {1: (0, 1), 2: (0, 2), 3: (1, 1)}  # group and rank in it
     joined: dict[int, GlooReceiver] = {}
-    shared = {frozenset({1, 2}), frozenset({3})}
-    shared = {group for group in shared if not group & remote}
-    num_mappings = sum(map(len, shared)) + bool(shared)  # theirs, and the sender's
+    sharing = [group for group in ({1, 2}, {3}) if not group & remote]
+    num_mappings = sum(map(len, sharing)) + bool(sharing)  # theirs, and the sender's
 
     def take(who: int, terms: FullOffer) -> Tensors:
         group, rank = positions[who]
@@ -383,9 +381,7 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason(
     sender = make_sender(timeout_s=5.0)
     offer = sender.offer(1, QUESTION, fail)
     with ThreadPoolExecutor(1) as threads:
-        receiving = threads.submit(
-            lambda: list(arriving(join(offer.terms.group, 1, 5.0), offer.terms))
-        )
+        receiving = threads.submit(receive, offer.terms)
         with pytest.raises(
             LearnerError,
             match="canary on the learner: its canary failed: RuntimeError: out of memory",
@@ -406,7 +402,7 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
     sender = make_sender(timeout_s=2.0)
     offer = sender.offer(1, QUESTION, score_slowly)
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(lambda: list(arriving(join(offer.terms.group, 1, 5.0), offer.terms)))
+        threads.submit(receive, offer.terms)
         with pytest.raises(
             WeightSyncError,
             match=(

@@ -70,14 +70,8 @@ def log(*errors):
 
 
 def test_what_an_engines_process_logs_before_it_ends_is_told_by_the_one_that_started_it(failures):
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE_CORE, SMALL_CACHE],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", ENGINE_CORE, SMALL_CACHE]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     why, story = failures.of_error(RuntimeError(STARTED.format("{'EngineCore': 1}")))
     assert why.startswith(
@@ -104,17 +98,17 @@ def test_an_engine_that_was_killed_is_said_to_have_been(failures):
     ("logged", "error", "told"),
     [
         (
-            EARLIER,
+            [EARLIER],
             TimeoutError("Timed out waiting for engine core processes"),
             "TimeoutError: Timed out waiting for engine core processes",
         ),
-        (None, RuntimeError("See stack trace"), "RuntimeError: See stack trace"),
-        (None, RuntimeError(STARTED.format("{}")), f"EngineCore ended {SILENT}"),
+        ([], RuntimeError("See stack trace"), "RuntimeError: See stack trace"),
+        ([], RuntimeError(STARTED.format("{}")), f"EngineCore ended {SILENT}"),
     ],
     ids=["this process's own", "one that nobody says more of", "the end of a silent process"],
 )
 def test_an_error_is_told_as_it_is_where_no_process_says_more(failures, logged, error, told):
-    log(*filter(None, [logged]))
+    log(*logged)
     assert failures.of_error(error) == (told, "")
 
 

@@ -85,19 +85,29 @@ def test_beside_engines_that_cannot_be_forked_an_actor_gets_its_own_variables_al
     assert engine_runtime_env(settings, **variables) == {"env_vars": of_engine}
 
 
+ON_EVERY_DEVICE = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_PLUGINS": "rollmatch"}
+ON_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "precision"),
+    ("device", "dtype", "precision", "expected"),
     [
-        (Device.CUDA, "float32", "ieee"),
-        (Device.CUDA, "bfloat16", None),
-        (Device.CPU, "float32", None),
+        (Device.CUDA, "float32", "ieee", ON_EVERY_DEVICE),
+        (Device.CUDA, "bfloat16", None, ON_EVERY_DEVICE),
+        (Device.CPU, "float32", None, ON_EVERY_DEVICE | ON_ONE_THREAD),
     ],
 )
-def test_an_engine_in_float32_on_a_gpu_has_triton_multiply_in_float32(
-    device: Device, dtype: str, precision: str | None
+def test_an_engine_in_float32_on_a_gpu_has_triton_multiply_in_float32_and_one_on_cpu_has_one_thread(
+    device: Device, dtype: str, precision: str | None, expected: dict[str, str]
 ) -> None:
-    settings = settings_of(device=device, dtype=dtype)
-    assert engine_environment(settings).get("TRITON_F32_DEFAULT") == precision
+    """On every device its processes are started anew, and load no foreign plugin."""
+    environment = engine_environment(settings_of(device=device, dtype=dtype))
+    assert environment.get("TRITON_F32_DEFAULT") == precision
+    assert expected.items() <= environment.items()
 
 
 def test_triton_knows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
