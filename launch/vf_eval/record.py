@@ -15,10 +15,10 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass
 
 from launch.vf_eval.arguments import NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE, EvalOptions
-from launch.vf_eval.results_file import FinishedRollout
+from launch.vf_eval.results_file import FinishedRollout, cannot_write
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.clients.openai import merged
-from shared.errors import ConfigError, RecordError, StorageError
+from shared.errors import ConfigError, RecordError
 
 NAME = "evaluation.json"
 
@@ -116,9 +116,7 @@ class EvaluationSettings:
             partial.write_text(text, encoding="utf-8")
             partial.replace(path)
         except OSError as error:
-            problem = error.strerror or str(error)
-            remedy = "free space or permit writing there, or choose another folder with -o"
-            raise StorageError(str(path), problem, remedy=remedy) from error
+            raise cannot_write(path, error) from error
 
 
 def read_evaluation(folder: Path) -> EvaluationSettings:
@@ -163,9 +161,7 @@ def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            problem = error.strerror or str(error)
-            remedy = "choose another folder with -o"
-            raise StorageError(str(folder), problem, remedy=remedy) from error
+            raise cannot_write(folder, error) from error
     return folder
 
 

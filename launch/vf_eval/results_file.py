@@ -153,7 +153,7 @@ class ResultsFile:
         with ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lines = RunFile(self.path, mode="ab", error_of=_cannot_write)
+                lines = RunFile(self.path, mode="ab", error_of=cannot_write)
                 stack.enter_context(closing(lines))
                 # Held until the file is closed, or the process ends.
                 fcntl.flock(lines.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,7 +167,7 @@ class ResultsFile:
                     remedy="wait for its end, or start an evaluation of its own",
                 ) from None
             except OSError as error:
-                raise _cannot_write(self.path, error) from error
+                raise cannot_write(self.path, error) from error
             stack.pop_all()  # it stays open
         self._lines = lines
 
@@ -232,9 +232,7 @@ def _mend(path: Path) -> bool:
     return False
 
 
-def _cannot_write(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        str(path),
-        error.strerror or str(error),
-        remedy="free space or permit writing there, or choose another folder",
-    )
+def cannot_write(path: Path, error: OSError) -> StorageError:
+    """Make the error about a file or folder of an evaluation."""
+    remedy = "free space or permit writing there, or choose another folder with -o"
+    return StorageError(str(path), error.strerror or str(error), remedy=remedy)
