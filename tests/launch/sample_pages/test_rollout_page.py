@@ -102,14 +102,17 @@ class Run:
         log.close()
 
     def page(self, position: int = 0) -> str:
-        return show_sample(ShowOptions(run=self.folder, step=STEP, position=position)).read_text()
+        path = show_sample(ShowOptions(run=self.folder, step=STEP, position=position))
+        html = path.read_text()
+        Page(html)  # elements must nest
+        return html
 
     def page_of(self, rollout: EnvironmentRollout) -> str:
         self.write(rollout)
         return self.page()
 
     def shown(self, *examples: TrainingExample, **changes: Any) -> Page:
-        """Read the page of one rollout, whose elements must nest."""
+        """Read the page of one rollout."""
         return Page(self.page_of(self.rollout(*examples, **changes)))
 
 
