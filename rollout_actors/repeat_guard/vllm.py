@@ -18,11 +18,9 @@ of tokens, S states of the key automaton.
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, process_dict_updates
@@ -30,7 +28,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from rollout_actors.repeat_guard.rule import repeat_rule
+from rollout_actors.repeat_guard.rule import engine_rule
 from shared.tokens.repeat_guard import (
     START,
     RepeatGuard,
@@ -72,7 +70,7 @@ class GuardV1(LogitsProcessorV1):
 
     def guard_by(self, settings: RepeatGuardSettings | None) -> None:
         """Set the rule of the requests that begin from now on. Those under way keep theirs."""
-        self._rule = _rule(settings, self._tokenizer)
+        self._rule = engine_rule(settings, self._tokenizer)
         self.settings = settings
 
     def is_argmax_invariant(self) -> bool:
@@ -166,7 +164,7 @@ class GuardV2(LogitsProcessorV2):
                 "the repeat guard cannot be active in the V2 model runner with"
                 f" {' and '.join(self._cannot_follow)}; switch off one of them"
             )
-        rule = _rule(settings, self._tokenizer)
+        rule = engine_rule(settings, self._tokenizer)
         self.settings = settings
         self._keys = None
         self._entered = {}
@@ -302,10 +300,6 @@ def stop_token(params: SamplingParams) -> int | None:
     if params.stop_token_ids:
         return params.stop_token_ids[0]
     return params.eos_token_id  # None where the request ignores it
-
-
-def _rule(settings: RepeatGuardSettings | None, tokenizer: str) -> RepeatRule | None:
-    return repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
 
 
 class GuardedWorker:

@@ -8,7 +8,6 @@ import asyncio
 import random
 import threading
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rollout_actors.engine.settings import GUARD_PROCESSOR, engine_arguments
-from rollout_actors.repeat_guard.rule import guard_call, repeat_rule, require_guard
+from rollout_actors.repeat_guard.rule import engine_rule, guard_call, repeat_rule, require_guard
 from shared.errors import RolloutError
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
 
@@ -49,12 +48,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(folder)
     return str(folder)
-
-
-def rule_of(settings: RepeatGuardSettings, tokenizer: str) -> RepeatRule:
-    rule = repeat_rule(settings, partial(AutoTokenizer.from_pretrained, tokenizer))
-    assert rule is not None
-    return rule
 
 
 def config(tokenizer: str = "", **changes: Any) -> Any:
@@ -133,7 +126,7 @@ def test_v1_follows_requests_through_additions_removals_moves_and_preemptions(
     processor.guard_by(settings)
     assert isinstance(processor, module.GuardV1)
     assert not processor.is_argmax_invariant()
-    rule = rule_of(settings, tokenizer)
+    rule = engine_rule(settings, tokenizer)
     rows: list[Request | None] = []
     waiting: list[Request] = []
     num_over = 0
@@ -220,7 +213,7 @@ def test_v2_computes_on_its_buffers_what_the_guard_says_token_by_token(module, t
     processor = module.VllmRepeatGuard(config(tokenizer), runner.state())
     processor.guard_by(settings)
     assert isinstance(processor, module.GuardV2)
-    rule = rule_of(settings, tokenizer)
+    rule = engine_rule(settings, tokenizer)
     slots: dict[int, Request] = {}
     computed: dict[int, int] = {}
     waiting: list[Request] = []
@@ -371,7 +364,7 @@ def test_a_rule_that_is_in_force_is_not_made_again(module, version, monkeypatch)
         rules.append(settings)
         return repeat_rule(settings, lambda: None)
 
-    monkeypatch.setattr(module, "_rule", make_rule)
+    monkeypatch.setattr(module, "engine_rule", make_rule)
     worker = worker_of(module, version, guard_of(module, version))
     other = replace(SETTINGS, ngram_size=SETTINGS.ngram_size + 1)
     for settings in (None, SETTINGS, SETTINGS, other, other, None, None):
@@ -447,11 +440,11 @@ def test_an_engine_answers_other_calls_while_its_rule_is_made(monkeypatch):
 
     goes_on = threading.Event()
 
-    def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> str:
+    def slow_rule(settings: RepeatGuardSettings | None, model_path: str) -> str:
         assert goes_on.wait(5.0), "its event loop is held"
         return "the rule"
 
-    monkeypatch.setattr(vllm_engine, "engine_rule", engine_rule)
+    monkeypatch.setattr(vllm_engine, "engine_rule", slow_rule)
 
     async def guarded() -> Any:
         engine = engine_over(FakeLLM())
@@ -494,7 +487,7 @@ def test_the_rule_reads_keys_in_the_checkpoints_own_tokens(demo_checkpoint):
     tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint)
     text = '{"object_1": {"desc": "a"}, "object_2": {"desc": "b"}}'
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    rule = rule_of(RepeatGuardSettings(0, 10**6, 10**6, 2, 1), str(demo_checkpoint))
+    rule = engine_rule(RepeatGuardSettings(0, 10**6, 10**6, 2, 1), str(demo_checkpoint))
     end = rule.first_repetition(ids)
     assert end is not None
     assert '"object_2":' in tokenizer.decode(ids[:end])
