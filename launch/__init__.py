@@ -1,13 +1,10 @@
-"""The commands. `python -m launch.NAME` outside of `.venv` says so, where it would fail of a
-package that is not there.
-"""
+"""The commands. `python -m launch.NAME` outside of `.venv` says so."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
-# Python has put "-m" there while it looks for the command's module, for which it imports this
-# package.
+# Python has put "-m" there while it imports this package to find the command's module.
 if sys.argv[:1] == ["-m"] and importlib.util.find_spec("pydantic") is None:
     _python = Path(__file__).resolve().parent.parent / ".venv/bin/python"
     _command = next(

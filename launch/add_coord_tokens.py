@@ -3,8 +3,7 @@ r"""Turns a stock Qwen2.5-VL or Qwen3-VL checkpoint into one with the 1,000 coor
     python -m launch.add_coord_tokens model=models/Qwen3-VL-4B-Instruct \
         out=models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576
 
-It writes an ordinary checkpoint: weights, configuration, tokenizer and processor, which
-transformers, vLLM and this project load. The same arguments give the same bytes.
+It writes an ordinary checkpoint. The same arguments give the same bytes.
 
 Tensor names end in their shape: C the 1,000 bins, D hidden size, F frequencies, V rows of an
 embedding, W waves.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,8 +36,7 @@ from shared.tokens.hf_codec import HFTokenCodec, add_coord_tokens
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 
 ROW_MULTIPLE = 128
-"""Rows of an embedding that had to grow are a multiple of this: tensor-parallel engines split them.
-"""
+"""Of the rows of an embedding that had to grow: tensor-parallel engines split them."""
 NUM_FREQUENCIES = 32
 NUM_WAVES = 2 * NUM_FREQUENCIES
 
@@ -54,30 +51,17 @@ class AddOptions(Section):
     """Folder to make. It must not exist."""
 
     init: CoordInit = "spread"
-    """First embeddings: spread (the digits' mean, neighbouring bins near each other) or mean (that
-    of all tokens, for every bin).
-    """
+    """First embeddings: spread (the digits' mean, neighbours near each other) or mean (of all)."""
 
     seed: NonNegativeInt = 17
     """Seed of init=spread."""
 
     min_pixels: PositiveInt | None = None
-    """Smaller images are enlarged to it; null: as the checkpoint has it. Written into the
-    processor, so that learner and engines agree.
-    """
+    """Smaller images are enlarged to it; null: as the checkpoint has it."""
 
     max_pixels: PositiveInt | None = None
-    """Larger images are reduced to it; null: as the checkpoint has it, which for Qwen's own is far
-    more than a packed row holds.
+    """Larger images are reduced to it; null: as the checkpoint has it, often more than a row holds.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class _Stock:
-    """A checkpoint without its weights."""
-
-    config: Any
-    processor: Any
 
 
 def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
@@ -97,13 +81,10 @@ def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
 def coord_rows(
     rows_VD: torch.Tensor, digit_ids: list[int], init: CoordInit, generator: torch.Generator
 ) -> torch.Tensor:
-    """Make the first rows of the coord tokens, float32 [C, D], of an embedding or a head.
+    """Make the first rows of the coord tokens, float32 [C, D], from the rows of real tokens.
 
     spread: the digits' mean plus waves, as far from it as the digits are: a coord token is at first
     a number like any other, beside its neighbours. mean: the mean of all tokens, for every bin.
-
-    Args:
-        rows_VD: the rows of real tokens.
     """
     if init == "mean":
         return rows_VD.float().mean(dim=0).expand(NUM_BINS, -1)
@@ -121,28 +102,34 @@ def make_coord_model(options: AddOptions) -> list[str]:
         ConfigError: every problem that shows before the weights are read.
         StorageError: a full disk.
     """
-    stock = _read_stock(options)
+    config, processor = _read_stock(options)
     lines: list[str] = []
     settings = options.model_dump(mode="json", exclude={"out"}, exclude_none=True)
+
+    def make(folder: Path) -> None:
+        lines.extend(_make(config, processor, options, folder))
+
     try:
-        make_once(options.out, settings, lambda folder: lines.extend(_make(stock, options, folder)))
+        make_once(options.out, settings, make)
     except (OSError, SafetensorError) as error:
         remedy = "free space or permit writing there, or choose another folder with out=FOLDER"
         raise StorageError(str(options.out), str(error), remedy=remedy) from error
     return [*lines, f"saved     {options.out}"]
 
 
-def _read_stock(options: AddOptions) -> _Stock:
+def _read_stock(options: AddOptions) -> tuple[Any, Any]:
+    """Read configuration and processor of the stock checkpoint."""
     remedy = "give the folder of a downloaded Qwen2.5-VL or Qwen3-VL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
-    stock = None
+    config = None
+    processor = None
     if not problems:
         try:
             config = AutoConfig.from_pretrained(options.model)
             if problem := model_type_problem(options.model, config, key="model"):
                 problems.append(problem)
             else:
-                stock = _Stock(config, AutoProcessor.from_pretrained(options.model))
+                processor = AutoProcessor.from_pretrained(options.model)
         except (ValueError, OSError) as error:
             problems.append(
                 f"model: {options.model} cannot be loaded ({error}); give the folder of a complete"
@@ -150,10 +137,10 @@ def _read_stock(options: AddOptions) -> _Stock:
             )
     if options.out.exists():
         problems.append(f"out: {options.out} exists; remove it, or choose another folder")
-    if stock is not None:
-        problems += _token_problems(stock.processor.tokenizer, options.model)
-        low, high = _pixel_limits(stock.processor.image_processor, options)
-        one_token = _pixels_per_token(stock.processor.image_processor)
+    if processor is not None:
+        problems += _token_problems(processor.tokenizer, options.model)
+        low, high = _pixel_limits(processor.image_processor, options)
+        one_token = _pixels_per_token(processor.image_processor)
         if high < one_token:
             problems.append(
                 f"max_pixels: {high} is less than one image token ({one_token} pixels); raise it"
@@ -164,8 +151,7 @@ def _read_stock(options: AddOptions) -> _Stock:
             )
     if problems:
         raise ConfigError(problems)
-    assert stock is not None
-    return stock
+    return config, processor
 
 
 def _token_problems(tokenizer: Any, folder: Path) -> Iterator[str]:
@@ -195,7 +181,7 @@ def _pixels_per_token(image_processor: Any) -> int:
     return int(image_processor.patch_size * image_processor.merge_size) ** 2
 
 
-def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
+def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Iterator[str]:
     try:
         model = AutoModelForImageTextToText.from_pretrained(options.model, dtype="auto")
     except (ValueError, OSError, SafetensorError) as error:
@@ -205,11 +191,9 @@ def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
         ) from error
     numbers = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(model.dtype).removeprefix("torch.")
-    yield (
-        f"model     {stock.config.model_type}, {numbers:,} parameters in {dtype}, from"
-        f" {options.model}"
-    )
-    tokenizer = stock.processor.tokenizer
+    size = f"{numbers:,} parameters in {dtype}"
+    yield f"model     {config.model_type}, {size}, from {options.model}"
+    tokenizer = processor.tokenizer
     num_stock_tokens = len(tokenizer)
     digit_ids = sorted(set(tokenizer.encode("0123456789", add_special_tokens=False)))
     add_coord_tokens(tokenizer)
@@ -220,23 +204,20 @@ def _make(stock: _Stock, options: AddOptions, folder: Path) -> Iterator[str]:
     )
     yield _make_room(model, num_stock_tokens, len(tokenizer))
     yield _initialise(model, num_stock_tokens, coord_ids, digit_ids, options)
-    image_processor = stock.processor.image_processor
+    image_processor = processor.image_processor
     low, high = _pixel_limits(image_processor, options)
     image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
     tokens = high // _pixels_per_token(image_processor)
     yield f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
     model.save_pretrained(folder)
-    stock.processor.save_pretrained(folder)
+    processor.save_pretrained(folder)
     FreshTokens(coord_ids[0], NUM_BINS).save(folder)
     # Check what was written, not what was meant to be.
     assert _checked_ids(AutoProcessor.from_pretrained(folder).tokenizer) == coord_ids
 
 
 def _checked_ids(tokenizer: Any) -> list[int]:
-    """Return the coord tokens' ids in the order of their bins.
-
-    Raises ConfigError where they are not consecutive, or not tokens of their own in JSON.
-    """
+    """Return the coord tokens' ids by bin, which are consecutive, and tokens in JSON too."""
     codec = HFTokenCodec(tokenizer)
     ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
     if ids != list(range(ids[0], ids[0] + NUM_BINS)):
@@ -268,8 +249,7 @@ def _make_room(model: Any, num_stock_tokens: int, num_tokens: int) -> str:
     assert model.config.get_text_config().vocab_size == wanted
     with torch.no_grad():
         for weight in _embeddings(model):
-            # Rows without a token can be asked for and sampled: they are like no token in
-            # particular.
+            # Rows without a token can be sampled: they are like no token in particular.
             weight[num_rows:] = weight[:num_stock_tokens].float().mean(dim=0).to(weight.dtype)
     return f"rows      {free}, {NUM_BINS} are needed: now {wanted}, a multiple of {ROW_MULTIPLE}"
 

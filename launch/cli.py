@@ -49,8 +49,7 @@ def explained(console: Console) -> Iterator[None]:
     except EXPLAINED as error:
         console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
         console.print(str(error), markup=False, highlight=False)
-        # The other side of a failed sync. What Ray makes of an actor's error only says the same
-        # again, with a traceback besides.
+        # The other side of a failed sync; what Ray makes of an actor's error says the same again.
         cause = error.__cause__
         if isinstance(cause, PROCESS_ERRORS) and str(error) not in str(cause):
             line = f"caused by {type(cause).__name__}: {cause}"
@@ -66,24 +65,21 @@ def end_on_signals() -> None:
 
     Call it again after `ray.init`, which installs a handler of its own.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     # Once: a second signal must not interrupt the ending of the run's processes. (Not SIG_IGN:
     # Python prints a traceback where a signal has come already.)
-    signal.signal(signal.SIGTERM, _ignore)
-    signal.signal(signal.SIGINT, _ignore)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, frame: None)
     raise KeyboardInterrupt
-
-
-def _ignore(signum: int, frame: FrameType | None) -> None:
-    pass
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Make every path absolute: actors run in a working directory of Ray's own."""
+    model = {"path": str(Path(config.model.path).resolve())}
     data = {
         "train": config.data.train and config.data.train.resolve(),
         "val": config.data.val and config.data.val.resolve(),
@@ -91,26 +87,21 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     environment = config.environment
     if environment is not None and environment.id.endswith(".py"):
         environment = environment.model_copy(update={"id": str(Path(environment.id).resolve())})
-    model_path = str(Path(config.model.path).resolve())
-    run_dir = config.telemetry.run_dir.resolve()
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": model_path}),
-            "data": config.data.model_copy(update=data),
-            "environment": environment,
-            "telemetry": config.telemetry.model_copy(update={"run_dir": run_dir}),
-        }
-    )
+    telemetry = {"run_dir": config.telemetry.run_dir.resolve()}
+    sections = {
+        "model": config.model.model_copy(update=model),
+        "data": config.data.model_copy(update=data),
+        "environment": environment,
+        "telemetry": config.telemetry.model_copy(update=telemetry),
+    }
+    return config.model_copy(update=sections)
 
 
 def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
     """Read `key=value` arguments as one closed section; `--help` prints its keys and exits.
 
-    Values are YAML scalars (`8`, `true`, `null`), anything else is text. For text and paths every
-    value is text, `5` too; `null` is none where the schema knows none.
-
-    Raises:
-        ConfigError: every problem: no `=`, a key given twice, and what the schema refuses.
+    Values are YAML scalars, but for text and paths, whose every value is text; `null` is None where
+    the schema knows it. Raises ConfigError with every problem.
     """
     if {"-h", "--help"} & set(arguments):
         _print_help(schema)
@@ -168,11 +159,7 @@ def _types(annotation: Any) -> set[Any]:
 
 
 def as_mapping(composed: DictConfig) -> dict[str, Any]:
-    """Turn Hydra's configuration into plain values, which the schema reads.
-
-    Raises:
-        ConfigError: an interpolation leads nowhere.
-    """
+    """Turn Hydra's configuration into plain values. Raises ConfigError for a lost interpolation."""
     try:
         mapping = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
@@ -186,10 +173,9 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
 
 
 def as_schema_overrides(arguments: list[str]) -> list[str]:
-    """Turn `a.b=c` into `++a.b=c`: any key of the schema may be set, written in a file or not.
+    """Turn `a.b=c` into `++a.b=c`, so that the schema, not Hydra, judges the key.
 
-    A wrong key then gets the schema's answer. Options, config groups (`model=...`), Hydra's own
-    keys and overrides with a prefix stay as they are.
+    Options, config groups (`model=...`), Hydra's keys and overrides with a prefix stay.
 
     Raises:
         ConfigError: a key lies inside a list, which Hydra cannot read.

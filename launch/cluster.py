@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,6 @@ class Cluster:
 
     Example, 3 rollout actors and 1 learner rank: one placement group of 4 bundles; bundles 0 to 2
     hold the actors, bundle 3 the rank.
-
-    Args:
-        start_up: prints a line for every stage.
-        examples: those of the run's environment, where it has one.
     """
 
     def __init__(
@@ -112,8 +109,7 @@ class Cluster:
         names = ", ".join(_rank_names(placement))
         match engines_in(config):
             case EngineLocation.RANKS:
-                # One wait for both: a rank loads its engine when it has loaded its model, whose
-                # device the two share.
+                # One wait for both: a rank loads its engine after its model, on the same device.
                 backend = _make_backend(config, placement, self._images)
                 with self._start_up.stage(f"{names} with an engine"):
                     learner.start(config, _topologies(placement), backend)
@@ -125,8 +121,8 @@ class Cluster:
                     decode_batch_size=config.rollout_matching.decode_batch_size,
                 )
             case EngineLocation.ACTORS:
-                # The learner knows most about bad input and needs seconds, so it is waited for
-                # first; the engines, created before that, start meanwhile.
+                # The learner knows most about bad input and needs seconds: it is waited for first.
+                # The engines, created before that, start meanwhile.
                 engines = self._place_actors(placement, group)
                 workers = len(placement.engines) * placement.devices_per_engine
                 topologies = _topologies(placement, ReceiverGroup(workers))
@@ -134,8 +130,7 @@ class Cluster:
                     learner.start(config, topologies, examples=self._examples)
                 self._start(engines)
             case EngineLocation.SERVERS:
-                # The servers are waited for first: only they know how many devices are going to
-                # receive what the learner sends.
+                # The servers are waited for first: only they know how many devices receive.
                 section = rollout_servers(config)
                 assert section is not None
                 engines = self._reach_servers(placement, section)
@@ -152,10 +147,7 @@ class Cluster:
         return learner, engines
 
     def start_actors(self) -> RolloutClient:
-        """Place and start the rollout actors alone: they serve `model.path` as it is.
-
-        Raises ConfigError and RolloutError as `start` does.
-        """
+        """Place and start the rollout actors alone, on `model.path`. Raises as `start`."""
         placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config, placement.transport)
         engines = self._place_actors(placement, self._reserve(placement))
@@ -169,22 +161,18 @@ class Cluster:
         with self._start_up.stage("room in the cluster"):
             has_room = group.wait(start_s)
         if not has_room:
-            bundles = ", ".join(
-                f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles
-            )
+            sizes = [f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles]
             raise ConfigError(
-                f"{placement.key}: the cluster has the resources, but in {start_s:g} s"
-                f" (timeouts.start_s) no nodes had room for {bundles}, each on one node; check"
-                " `ray status` for what other jobs hold, or lower what is asked for"
+                f"{placement.key}: in {start_s:g} s (timeouts.start_s) no nodes had room for"
+                f" {', '.join(sizes)}, each on one node; check `ray status` for what other jobs"
+                " hold, or lower what is asked for"
             )
         return group
 
     def _place_learner(self, placement: Placement, group: PlacementGroup) -> RayLearner:
-        # Beside engines on the same cores, threads that spin while they wait for each other make a
-        # step tens of times slower.
-        runtime_env = neighbour_env(
-            self._config, placement, self._images, OMP_WAIT_POLICY="PASSIVE"
-        )
+        # Beside engines on the same cores, threads that spin make a step tens of times slower.
+        passive = {"OMP_WAIT_POLICY": "PASSIVE"}
+        runtime_env = neighbour_env(self._config, placement, self._images, **passive)
         shell = ray.remote(concurrency_groups={STOPPING: 1})(LearnerActor)
         actors = []
         for rank, name in enumerate(_rank_names(placement)):
@@ -207,10 +195,7 @@ class Cluster:
         return self._engines(actors, RolloutTimeouts.for_actors(self._config.timeouts))
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
-        """Create an actor without resources for each server: it needs a process to wait in.
-
-        Raises ConfigError where the token is not set.
-        """
+        """Create an actor without resources for each server: it needs a process to wait in."""
         settings = settings_of_run(self._config, placement, self._images)
         addresses = server_addresses(section, instead_of_servers(self._config))
         nothing = Resources(cpus=0.0, gpus=0.0)
@@ -218,18 +203,13 @@ class Cluster:
         for index, address in enumerate(addresses):
             spec = ServerEngineSpec(server_name(index), address, index, settings)
             shell = ray.remote(EngineActor)
-            # On this node, from which preflight asks: elsewhere a server's address may mean another
-            # machine, and 127.0.0.1 always does.
+            # On this node, from which preflight asks: elsewhere 127.0.0.1 is another machine.
             actors[spec.name] = self._create(shell, spec.name, nothing, here(), {}, spec)
         timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts)
         return self._engines(actors, timeouts, asks_next_on_failure=True)
 
     def _engines(
-        self,
-        actors: dict[str, Any],
-        timeouts: RolloutTimeouts,
-        *,
-        asks_next_on_failure: bool = False,
+        self, actors: dict[str, Any], timeouts: RolloutTimeouts, **options: bool
     ) -> RolloutClient:
         engines = RolloutClient(
             list(actors.values()),
@@ -237,7 +217,7 @@ class Cluster:
             timeouts,
             decode_batch_size=self._config.rollout_matching.decode_batch_size,
             learner_ranks=self._config.learner.world_size,
-            asks_next_on_failure=asks_next_on_failure,
+            **options,
         )
         self._ends.callback(engines.close)
         return engines
@@ -248,31 +228,22 @@ class Cluster:
         """Start the actors that environments run in, and have the engines generate through them."""
         config = self._config
         assert self._examples is not None, "they are counted before the start"
-        names = [environment_name(index) for index in range(section.num_actors)]
-        where: Any
+        # Perhaps on nodes without engines, where there is no server to fork from.
+        where: Any = "SPREAD"
+        runtime_env: dict[str, Any] = {"env_vars": {"HF_HUB_OFFLINE": "1"}}
         if section.cpus_per_actor == 0:
             where = here()
             threads = os.environ.get("OMP_NUM_THREADS", "1")
             runtime_env = neighbour_env(config, placement, self._images, OMP_NUM_THREADS=threads)
-        else:  # perhaps on nodes without engines, where there is no server to fork from
-            where = "SPREAD"
-            runtime_env = {"env_vars": {"HF_HUB_OFFLINE": "1"}}
         resources = Resources(cpus=section.cpus_per_actor, gpus=0.0)
-        actors = [
-            self._create(
-                ray.remote(EnvironmentActor),
-                name,
-                resources,
-                where,
-                runtime_env,
-                name,
-                runner_settings(config, section, engines.devices, self._examples, index),
-                engines.actors,
-                engines.names,
-                engines.timeouts.generate,
-            )
-            for index, name in enumerate(names)
-        ]
+        shell = ray.remote(EnvironmentActor)
+        asked = (engines.actors, engines.names, engines.timeouts.generate)
+        names = [environment_name(index) for index in range(section.num_actors)]
+        actors = []
+        for index, name in enumerate(names):
+            settings = runner_settings(config, section, engines.devices, self._examples, index)
+            arguments = (name, settings, *asked)
+            actors.append(self._create(shell, name, resources, where, runtime_env, *arguments))
         timeouts = RolloutTimeouts.for_environments(config.timeouts)
         environments = RolloutClient(actors, names, timeouts)
         self._ends.callback(environments.close)
@@ -292,13 +263,7 @@ class Cluster:
         runtime_env: dict[str, Any],
         *arguments: Any,
     ) -> Any:
-        """Create a Ray actor.
-
-        Args:
-            shell: `ray.remote(...)` of its class.
-            where: the scheduling strategy by which Ray chooses its node.
-            arguments: of its class.
-        """
+        """Create a Ray actor of `shell`, by the scheduling strategy `where`."""
         actor = shell.options(
             name=name,
             num_cpus=resources.cpus,
@@ -354,16 +319,11 @@ def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrate
 
 def _topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTopology]:
     """Describe each rank's place; rank 0 alone sends to the receivers."""
-    return [
-        RankTopology(
-            placement.transport,
-            receivers if rank == 0 else (),
-            device=placement.device,
-            rank=rank,
-            world_size=len(placement.ranks),
-        )
-        for rank in range(len(placement.ranks))
-    ]
+    size = len(placement.ranks)
+    first = RankTopology(
+        placement.transport, receivers, device=placement.device, rank=0, world_size=size
+    )
+    return [first, *(replace(first, receivers=(), rank=rank) for rank in range(1, size))]
 
 
 def _make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeBackend:

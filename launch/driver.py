@@ -5,8 +5,6 @@ One step of channel B with two rounds, pipelined; time runs to the right::
     learner  | requests |         | learn 1 | learn 2 | update | send weights    |
     engines             | round 1 | round 2 |                  | receive weights |
 
-The step asks the learner for its requests, splits them into rounds, hands every finished round back
-(`accumulate`), and ends with one update (`finish_step`) and one sync.
 A step of channel A has no rounds: the learner learns the ground truth in `finish_step`.
 """
 

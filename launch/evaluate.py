@@ -3,10 +3,8 @@
     python -m launch.evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [a.b=VALUE ...]
 
 The run's own configuration holds, with the given keys changed: `data.val=...` evaluates on other
-data. Rollouts are generated as in training, by the actors of `rollout_matching.vllm.actors`, at
-most `decode_batch_size` at a time on each device. Report and predictions go to
-`run/evaluations/NAME`, which must not exist. Nothing heavy is imported before the configuration is
-known to be sound.
+data. The actors of `rollout_matching.vllm.actors` generate as in training. Report and predictions
+go to `run/evaluations/NAME`, which must not exist.
 """
 
 from __future__ import annotations
@@ -50,15 +48,12 @@ if TYPE_CHECKING:
 
 _SET_BY_THE_COMMAND = {
     "model.path": "the checkpoint decides it; use checkpoint=FOLDER",
-    "telemetry.run_dir": (
-        "the run decides it; use run=FOLDER, and name=NAME for the report's place in it"
-    ),
+    "telemetry.run_dir": "the run decides it; use run=FOLDER, and name=NAME for the report's place",
 }
 """Keys of the configuration that this command sets itself, and what to use instead."""
 
 _BY_ACTORS_ALONE: Mapping[str, Any] = {
-    # Whatever generated in the run: a checkpoint is evaluated by actors of this command's own,
-    # which serve it as it is.
+    # Whatever generated in the run, this command's own actors serve the checkpoint as it is.
     "rollout_matching.rollout_backend": "vllm",
     "rollout_matching.vllm.mode": "actors",
     "rollout_matching.vllm.server": None,
@@ -66,8 +61,7 @@ _BY_ACTORS_ALONE: Mapping[str, Any] = {
     "rollout_matching.vllm.enable_lora": False,
     "rollout_matching.vllm.sync.mode": "full",
     "model.adapter": None,
-    # Nobody learns: sizes that were right for the run's ranks must not contradict the only share of
-    # requests there is.
+    # Nobody learns: sizes of the run's ranks must not contradict the only share of requests.
     "learner.world_size": 1,
     "training.effective_batch_size": None,
     "training.packing": False,
@@ -124,8 +118,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
     with start_up.stage("data"):
         dataset = load_checked(config, "data.val", config.data.val)
 
-    # Beside engines on the same cores, threads that spin while they wait for each other slow
-    # everyone down.
+    # Beside engines on the same cores, threads that spin slow everyone down.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
     from launch.cluster import Cluster
@@ -180,14 +173,13 @@ class LocalHeldOut:
 
         self._held_out = held_out
         check = (
-            "that every actor's process is alive (their logs), the network between the machines,"
-            " and the memory of Ray's object store (`ray memory`)"
+            "that every actor's process is alive (their logs), the network, and the memory of Ray's"
+            " object store (`ray memory`)"
         )
         self._call = RayCall("collect", timeouts.limit("generate_s"), check, RolloutError)
         self._shelf = PictureShelf(ray.put)
 
     def held_out_requests(self, step: int) -> PerRank:
-        """Return references to the requests, as of one rank."""
         return [self._shelf.put_each(self._held_out.requests(step))]
 
     def score(self, done: PerRank) -> list[Scene]:
@@ -202,11 +194,8 @@ class LocalHeldOut:
 def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
     """Return the run's configuration over the checkpoint, with the overrides and absolute paths.
 
-    `data.val` is not None.
-
     Raises:
-        ConfigError: no such run, no checkpoint, nothing to evaluate on, and every problem of the
-            overrides.
+        ConfigError: no such run, no checkpoint, no `data.val`, or a problem of the overrides.
     """
     changes = _read_overrides(overrides)
     if problems := [
@@ -236,10 +225,7 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
 
 
 def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
-    """Write the two commands that evaluate a run of an environment.
-
-    Raises ConfigError where the checkpoint's files have to be read and cannot be.
-    """
+    """Write the two commands that evaluate a run of an environment. Raises ConfigError."""
     from launch.checks.data import ImageNeeds
     from launch.runtime.engine_settings import settings_of_run
     from launch.runtime.placement import Placement
@@ -249,22 +235,16 @@ def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -
     transport = choose_transport(device, device, Sharing.NOTHING)
     placement = Placement((), (), devices, device, transport)
     model = config.model.model_copy(update={"path": str(checkpoint)})
-    settings = settings_of_run(
-        config.model_copy(update={"model": model}),
-        placement,
-        ImageNeeds(section.max_images_per_prompt),
-    )
+    images = ImageNeeds(section.max_images_per_prompt)
+    settings = settings_of_run(config.model_copy(update={"model": model}), placement, images)
     # It takes no weights: a checkpoint has its adapter merged.
     settings = replace(settings, enable_lora=False)
     serve = serve_command(settings, _SERVED_AT, tool_call_parser=section.tool_call_parser)
-    return (
-        f"serve its checkpoint with `{serve}`, and beside that run"
-        f" `{vf_eval_command(config, section)}`"
-    )
+    evaluate = _vf_eval_command(config, section)
+    return f"serve its checkpoint with `{serve}`, and beside that run `{evaluate}`"
 
 
-def vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
-    """Write the command that asks the server what a held-out report of the run asks."""
+def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
     command = ["python", "-m", "launch.vf_eval", section.id, "-b", f"{_SERVED_AT}/v1"]
     if section.args:
         command += ["-a", json.dumps(section.args)]
@@ -282,18 +262,13 @@ def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
     name = options.name or f"{Path(config.model.path).name}_{config.data.val.stem}"
     folder = config.telemetry.run_dir / "evaluations" / name
     if folder.exists():
-        raise ConfigError(
-            f"name: {folder} holds a report already; choose another with name=NAME, or move that"
-            " one away"
-        )
+        twice = "holds a report already; choose another with name=NAME, or move it"
+        raise ConfigError(f"name: {folder} {twice}")
     return folder
 
 
 def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Read dotted keys and their values, as `launch.train` reads its command line.
-
-    Raises ConfigError with every value that cannot be read.
-    """
+    """Read dotted keys and their values, as `launch.train` reads its command line."""
     changes = {}
     problems = []
     for override in overrides:
@@ -310,11 +285,10 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _sets(changes: Mapping[str, Any], dotted: str) -> bool:
-    """Tell whether the changes set this key, by itself or in a section given whole."""
+    """Tell whether the changes set this key, by itself or in a whole section."""
     section, _, key = dotted.partition(".")
-    if dotted in changes:
-        return True
-    return section in changes and isinstance(changes[section], dict) and key in changes[section]
+    whole = changes.get(section)
+    return dotted in changes or (isinstance(whole, dict) and key in whole)
 
 
 if __name__ == "__main__":

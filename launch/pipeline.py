@@ -13,12 +13,10 @@ Queue = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 def one_ahead(submit: Callable[[Any], Any], rounds: Iterable[Any]) -> Iterator[Any]:
     """Yield each round's result while the next round is already being produced.
 
-    Bound: one round is in production, one is with the consumer. What unblocks the producer is the
-    consumer asking for the next round.
+    Bound: one round is in production, one is with the consumer.
 
     Args:
-        submit: starts a round and returns a handle whose `result()` waits (with a timeout of its
-            own) and returns the value, or, for Ray, references to it.
+        submit: starts a round and returns a handle whose `result()` waits for it.
     """
     pending = None
     for round_ in rounds:
@@ -43,12 +41,11 @@ class RoundStream:
     """The finished rounds of some steps in a row, which go through one queue.
 
     With several steps and `one_ahead`, a step's last round is with the consumer while the first of
-    the next is being produced. So the consumer must be able to name the next step's rounds before
-    it has ended a step, and a round may be older than the step that takes it.
+    the next is being produced.
 
     Example: steps 7 and 8 with two rounds each, `one_ahead`. Submit 7.1, 7.2; yield 7.1; submit
-    8.1; yield 7.2, which ends step 7; submit 8.2; yield 8.1; and so on. While 7.2 is with the
-    consumer, `_left` is [0, 2]: none left of step 7, two of step 8.
+    8.1; yield 7.2, which ends step 7; submit 8.2; yield 8.1. While 7.2 is with the consumer,
+    `_left` is [0, 2].
     """
 
     def __init__(

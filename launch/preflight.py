@@ -112,8 +112,6 @@ def preflight(
     """Find everything that can be known before a start of a sound configuration.
 
     Args:
-        nodes_of: asks the cluster for its nodes.
-        memory_of: asks this machine for its memory; None: it has no such device.
         waits_for_servers: one that does not answer yet is no problem, because a run waits for it.
     """
     report = PreflightReport()
@@ -124,7 +122,6 @@ def preflight(
     report.collect(path_problems(config))
     report.collect(port_problems(config))
 
-    # Without a checkpoint, all that is asked of it below would say the same.
     shape = None
     if missing := checkpoint_problems(Path(config.model.path)):
         report.problems += missing
@@ -165,7 +162,6 @@ def preflight(
 
 
 def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
-    """Look at the samples, or at the environment and tokenizer; None where they are not sound."""
     if config.environment is not None:
         facts = report.attempt(lambda: check_data(config))
         report.lines += () if facts is None else facts.describe()
@@ -181,12 +177,7 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
 def _learnable(
     config: RunConfig, train: Dataset, val: Dataset | None, lines: list[str]
 ) -> tuple[Dataset, Dataset | None]:
-    """Keep the samples that the learner would keep; warn in `lines` of answers that will be cut.
-
-    Raises:
-        ConfigError: coord tokens are missing.
-        RecordError: a sample is too long.
-    """
+    """Keep the samples that the learner would keep; warn in `lines` of answers that will be cut."""
     from learner.held_out import Fitting, HeldOut, describe_cut_answers, require_train_lengths
     from learner.segments import PromptEncoder
 
@@ -218,7 +209,6 @@ def _require_offload(config: RunConfig, placement: Placement) -> None:
 
 
 def _require_objectives(config: RunConfig) -> None:
-    """Build the declared objectives without a model. Raises ConfigError as that does."""
     import torch
 
     from learner.objectives.registry import build_objectives
@@ -229,7 +219,6 @@ def _require_objectives(config: RunConfig) -> None:
 
 
 def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Compare the adapter's names and rank with the checkpoint's layers, as the learner will."""
     adapter = config.model.adapter
     if adapter is None:
         return
@@ -246,19 +235,16 @@ def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f" {config.model.path} is called {', '.join(unknown)}; it has"
             f" {', '.join(sorted(smaller_sides))}"
         )
-    ranks = [smaller_sides[name] for name in adapter.target_modules if name in smaller_sides]
-    if ranks and adapter.rank > max(ranks):
+    most = max((smaller_sides.get(name, 0) for name in adapter.target_modules), default=0)
+    if 0 < most < adapter.rank:
         yield (
             f"model.adapter.rank: {adapter.rank} is more than the rank of any layer that is"
-            f" adapted, {max(ranks)} at most; lower it"
+            f" adapted, {most} at most; lower it"
         )
 
 
 def _position_problems(config: RunConfig) -> Iterator[str]:
-    """Compare the longest sequence with the model's positions: vLLM starts no engine for more.
-
-    Servers name their own.
-    """
+    """Compare the longest sequence with the model's positions: vLLM starts no engine for more."""
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     text = model.get("text_config", model)
     positions = text.get("max_position_embeddings")
@@ -282,8 +268,8 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     """List where each process will be placed, and how weights travel."""
     where = "this machine"
     if config.cluster.address != "local":
-        size = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-        where = f"the cluster at {config.cluster.address}, {size}"
+        plural = "" if len(nodes) == 1 else "s"
+        where = f"the cluster at {config.cluster.address}, {len(nodes)} node{plural}"
     total = Resources.sum(nodes)
     lines = [f"cluster   {where}: {total.cpus:g} CPU, {total.gpus:g} GPU"]
     plural = "" if placement.devices_per_engine == 1 else "s"
@@ -323,53 +309,39 @@ def _memory(
     lines.append(f"memory    {learner.describe()}")
     if memory is None:
         lines.append(
-            "memory    not compared, and engines not estimated: this machine has no GPU to ask;"
-            " preflight on a node that has one does both"
+            "memory    not compared, and engines not estimated: this machine has no GPU to ask; run"
+            " preflight on a node that has one"
         )
         return
     engine = None
     shared = None
     num_engine_devices = 0
+    on_cpu = memory.device is Device.CPU
+    transport = placement.transport
     if starts_engines(config):
+        key = "rollout_matching.vllm.kv_cache_memory_bytes"
         devices = placement.devices_per_engine
-        in_ranks = not placement.engines
-        num_engine_devices = devices * len(placement.ranks if in_ranks else placement.engines)
-        engine = engine_estimate(
-            config, shape, devices, memory.device, memory.total, placement.transport
-        )
-        on_cpu = memory.device is Device.CPU
+        num_engine_devices = devices * len(placement.engines or placement.ranks)
+        engine = engine_estimate(config, shape, devices, memory.device, memory.total, transport)
         fit = sequences_in_cache(config, shape, engine, devices)
         decoded = config.rollout_matching.decode_batch_size * devices
         line = f"the cache holds {fit} of the longest sequences, {decoded} are decoded"
         if on_cpu and config.rollout_matching.vllm.kv_cache_memory_bytes is None:
-            line += (
-                " (rollout_matching.vllm.kv_cache_memory_bytes is null: on CPU, as many as these)"
-            )
+            line += f" ({key} is null: on CPU, as many as these)"
         lines.append(f"memory    {engine.describe()}; {line}")
-        if in_ranks and not on_cpu:
-            shared = shared_device_estimate(config, shape, learner, engine, placement.transport)
+        if not placement.engines and not on_cpu:
+            shared = shared_device_estimate(config, shape, learner, engine, transport)
             lines.append(f"memory    {shared.describe()}")
         if fit < 1:
-            yield (
-                "rollout_matching.vllm.kv_cache_memory_bytes: the cache cannot hold one sequence;"
-                " raise it, or lower global_max_length"
-            )
-    synced = synced_bytes(config, placement, shape)
-    if synced:
-        lines.append(
-            f"memory    weights in shared memory, for syncs on this machine: {in_gib(synced)}"
-        )
-    if num_nodes > 1 and memory.device is Device.CPU:
-        lines.append(
-            f"memory    not compared: which of the {num_nodes} nodes a process comes to, and what"
-            " the other nodes have, is not known here"
-        )
+            yield f"{key}: the cache cannot hold one sequence; raise it, or lower global_max_length"
+    if synced := synced_bytes(config, placement, shape):
+        lines.append(f"memory    weights in shared memory, for syncs here: {in_gib(synced)}")
+    if num_nodes > 1 and on_cpu:
+        unknown = f"which of the {num_nodes} nodes a process comes to is not known here"
+        lines.append(f"memory    not compared: {unknown}")
         return
     if num_nodes > 1:
-        lines.append(
-            "memory    compared with this machine's GPUs: those of the other nodes are taken to be"
-            " like them"
-        )
+        lines.append("memory    compared with this machine's GPUs, for those of all nodes")
     needs = Needs(learner, len(placement.ranks), engine, num_engine_devices, shared, synced)
     lines += (f"warning   {warning}" for warning in memory.warnings(needs))
     yield from memory.problems(needs)

@@ -1,9 +1,8 @@
 """`python -m launch.serve model=FOLDER [port=8000] ...`: one vLLM engine behind HTTP.
 
 It serves `rollout_matching.vllm.mode: server` (spec: server mode), and any caller of the OpenAI
-API. It prints a line with its URL when rollouts can be asked for. Ctrl-C and SIGTERM end it within
-seconds, with the engine's processes; it ends by itself, with a message, when its engine has died.
-Several on one machine need a port each, and on CPU `kv_cache_memory_bytes`.
+API. It prints its URL when it is ready. Ctrl-C and SIGTERM end it and the engine's processes within
+seconds; when its engine has died, it ends with a message.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from rollout_actors.server.service import RolloutService, ServedEngine
 
 ALIVE_CHECK_S = 0.5
-"""How often the server looks whether its engine is alive."""
 SERVER_SHUTDOWN_S = 2
 """Time for answers under way, and for an engine that is being made, when the server has to end."""
 FAMILY_SHUTDOWN_S = 3.0
@@ -67,18 +65,13 @@ class ServeOptions(Section):
     """Address to listen on. Others than this machine's own need token_env."""
 
     token_env: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the environment variable that holds the bearer token callers must send; null: none.
-    """
+    """Environment variable with the bearer token that callers must send; null: none."""
 
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
-    """What callers of /v1/ name the model, several with commas between; null: the path, as it is
-    given in model.
-    """
+    """Names of the model at /v1/, with commas between; null: the path in model."""
 
     tool_call_parser: Annotated[str, Field(min_length=1)] | None = None
-    """vLLM's name of what reads tool calls from the model's text (hermes, ...); null: callers of
-    /v1/chat/completions may bring no tools.
-    """
+    """vLLM's parser of tool calls (hermes, ...); null: callers may bring no tools."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto: on GPUs where there are some."""
@@ -93,16 +86,13 @@ class ServeOptions(Section):
     """Longest prompt + response in tokens: at least the run's global_max_length."""
 
     max_num_seqs: PositiveInt = 32
-    """Sequences decoded at a time: at least the run's decode_batch_size times tensor_parallel_size.
-    """
+    """Sequences decoded at a time: at least the run's decode_batch_size for each device."""
 
     kv_cache_memory_bytes: PositiveInt | None = None
     """Bytes of the key-value cache; null: what gpu_memory_utilization leaves."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = DEDICATED_MEMORY_UTILIZATION
-    """Fraction of the device's memory the engine may use; ignored where kv_cache_memory_bytes is
-    given.
-    """
+    """Fraction of the device's memory the engine may use, if kv_cache_memory_bytes is null."""
 
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
@@ -111,9 +101,8 @@ class ServeOptions(Section):
     """How weights arrive; auto: nccl on GPUs, rollmatch_gloo on CPU."""
 
     repeat_terminate: str | None = None
-    """Repeat guard of callers of /v1/ until a run asks for rollouts, which brings its own:
-    rollout_matching.repeat_terminate as JSON, or the path of a JSON or YAML file of it; null: none.
-    Runs need no such argument."""
+    """Repeat guard at /v1/ until a run brings its own: rollout_matching.repeat_terminate as JSON,
+    or the path of a JSON or YAML file of it; null: none."""
 
     enable_lora: bool = False
     """Let a sync bring an adapter alone: the run's rollout_matching.vllm.enable_lora."""
@@ -149,9 +138,8 @@ def settings_of(options: ServeOptions) -> EngineSettings:
             guard = _repeat_guard(options.repeat_terminate)
     except ConfigError as error:
         problems += error.problems
-    problems += checkpoint_problems(
-        options.model, key="model", remedy="give the run's model.path, or a copy of it"
-    )
+    remedy = "give the run's model.path, or a copy of it"
+    problems += checkpoint_problems(options.model, key="model", remedy=remedy)
     if options.image_root is not None and not options.image_root.is_dir():
         problems.append(
             f"image_root: {options.image_root} is not a folder; give one, or leave it out"
@@ -159,14 +147,11 @@ def settings_of(options: ServeOptions) -> EngineSettings:
     if options.token_env is None and not is_loopback(options.host):
         problems.append(
             f"host: {options.host} lets other machines ask for rollouts and send weights; keep"
-            " 127.0.0.1, or set token_env=NAME, the environment variable with the token they must"
-            " send"
+            " 127.0.0.1, or set token_env=NAME, an environment variable with their token"
         )
     if options.token_env is not None and not os.environ.get(options.token_env):
-        problems.append(
-            f"token_env: the environment variable {options.token_env} is not set; export a token"
-            " in it"
-        )
+        unset = f"the environment variable {options.token_env} is not set"
+        problems.append(f"token_env: {unset}; export a token in it")
     device = device_here() if options.device == "auto" else Device(options.device)
     transport = choose_transport(device, device, Sharing.NOTHING)
     if options.transport not in ("auto", transport):
@@ -201,7 +186,6 @@ def settings_of(options: ServeOptions) -> EngineSettings:
 
 
 def _repeat_guard(text: str) -> RepeatGuardSettings | None:
-    """Read the whole subtree, under the schema of the run's own."""
     is_json = text.lstrip().startswith("{")
     try:
         section = yaml.safe_load(text if is_json else Path(text).read_text(encoding="utf-8"))
@@ -213,8 +197,8 @@ def _repeat_guard(text: str) -> RepeatGuardSettings | None:
         return RepeatTerminateSection.model_validate(plain(section)).settings()
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON in"
-            " braces, or the path of a file of it"
+            f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON,"
+            " or the path of a file of it"
         ) from error
     except ValidationError as error:
         problems = (explain(RepeatTerminateSection, one) for one in error.errors(include_url=False))
@@ -222,10 +206,8 @@ def _repeat_guard(text: str) -> RepeatGuardSettings | None:
 
 
 def device_here() -> Device:
-    """Return CUDA where there is a visible GPU.
-
-    Asks the driver's files and not torch, which has to be imported under the engine's environment.
-    """
+    """Return CUDA where there is a visible GPU."""
+    # By the driver's files: torch has to be imported under the engine's environment.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
     return Device.CUDA if visible and any(Path("/dev").glob("nvidia[0-9]*")) else Device.CPU
 
@@ -238,9 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(options: ServeOptions, settings: EngineSettings) -> None:
-    """Serve an engine with these settings until a signal, which is raised as KeyboardInterrupt.
+    """Serve an engine with these settings until a signal.
 
     Raises:
+        KeyboardInterrupt: after the signal.
         ConfigError: the port is taken, or the tool parser is not known.
         RolloutError: the engine did not start, or has died.
     """
@@ -248,8 +231,7 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     listening = _listen(options)
     # Taken out of the environment, which the engine's processes inherit.
     token = None if options.token_env is None else os.environ.pop(options.token_env)
-    # Before anything imports torch or vllm. (/infer/ checks the size of images itself, /v1/ leaves
-    # it to vLLM.)
+    # Before anything imports torch or vllm; /v1/ leaves the size of images to vLLM.
     os.environ.update(engine_environment(settings))
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(options.max_image_pixels)
     from rollout_actors.server.app import make_app
@@ -324,21 +306,13 @@ def _listen(options: ServeOptions) -> socket.socket:
 async def _run(
     app: FastAPI, service: RolloutService, engine: ServedEngine, listening: socket.socket, url: str
 ) -> bool:
-    """Serve until a signal, and then return True.
-
-    Raises:
-        RolloutError: the engine did not start, or has died.
-    """
+    """Serve until a signal, and then return True. Raises RolloutError as `serve`."""
     import uvicorn
 
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
-            """Leave signals alone.
-
-            uvicorn would raise them again when it has ended, in the midst of the ending of
-            everything else.
-            """
+            """Leave signals alone: uvicorn would raise them again in the midst of the ending."""
             yield
 
     config = uvicorn.Config(
@@ -385,10 +359,7 @@ async def _start(service: RolloutService, url: str) -> None:
 
 
 def _end_family() -> None:
-    """End the engine's processes that are left.
-
-    An engine that is told to end while it starts has other processes of vLLM's too.
-    """
+    """End the engine's processes that are left: one that is starting has others of vLLM's too."""
     family = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -407,9 +378,8 @@ if __name__ == "__main__":
     try:
         main()
     except SystemExit as end:
-        # Python's own end would wait for threads that vLLM has started, some of which notice
-        # nothing for half a minute (while they import, or warm up what reads images), or crash in
-        # them. What an engine's thread starts until then ends with this process
+        # Python's own end would wait for threads of vLLM, some of which notice nothing for half a
+        # minute, or crash in them. What an engine's thread starts until then ends with this process
         # (`rollout_actors.engine.vllm_plugin`).
         sys.stdout.flush()
         sys.stderr.flush()

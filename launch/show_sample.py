@@ -3,12 +3,9 @@
     python -m launch.show_sample run=outputs/demo step=7 position=3 [out=page.html]
 
 Prompt, images with ground truth and predictions, the rollout and what was kept of it, the appended
-text, and every token of the target coloured by what supervises it. Reads the run's `config.json`
-and `rollouts/` (learner.rollout_logs.samples), the sample's images from `data.train`, and the
-tokenizer of `model.path`; starts nothing. The same files give the same page.
-
-Of a run of an environment (learner.rollout_logs.trajectories) it is one rollout: the dialogue, its
-rewards, and its tokens coloured by their advantage.
+text, and every token of the target coloured by what supervises it; of a run of an environment the
+dialogue, its rewards, and its tokens coloured by their advantage. Reads the run's `config.json` and
+`rollouts/`, `data.train` and the tokenizer of `model.path`. The same files give the same page.
 """
 
 from __future__ import annotations
@@ -65,10 +62,8 @@ def show_sample(options: ShowOptions) -> Path:
     """Write the page and return its path.
 
     Raises:
-        ConfigError: no such run, step or position; the data or the model are no longer those of the
-            run; `out` cannot be written.
-        RecordError: a line of the log is damaged or of another version; the data file or an image
-            is gone, or has become unusable.
+        ConfigError: no such run, step or position; other data or another model; `out` not writable.
+        RecordError: a line of the log is damaged or of another version, or data or images are.
     """
     config = load_run(options.run)
     if config.environment is None:
@@ -81,9 +76,8 @@ def show_sample(options: ShowOptions) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(html.encode())
     except OSError as error:
-        raise ConfigError(
-            f"out: cannot write {path} ({error.strerror}); choose another file with out="
-        ) from error
+        unwritten = f"cannot write {path} ({error.strerror})"
+        raise ConfigError(f"out: {unwritten}; choose another file with out=") from error
     return path
 
 
@@ -139,10 +133,8 @@ def _find_line(
             why = "train with telemetry.rollouts: true"
         raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
     except OSError as error:
-        raise ConfigError(
-            f"step: {path} cannot be read ({error.strerror}); permit reading it, or show another"
-            " step"
-        ) from error
+        unread = f"{path} cannot be read ({error.strerror})"
+        raise ConfigError(f"step: {unread}; permit reading it, or show another") from error
     for line in lines:
         if line["position"] == options.position:
             return line
@@ -212,10 +204,7 @@ def _require_same_tokens(config: RunConfig, tokenizer: Any, line: RolloutRecord)
 
 
 def _pieces(config: RunConfig, line: TrajectoryRecord) -> dict[int, bytes]:
-    """Return the text of every token of the line's examples.
-
-    Raises ConfigError where one is not of this model.
-    """
+    """Return the text of every token of the examples. Raises ConfigError for another model."""
     examples = line["examples"]
     token_ids = sorted({token_id for example in examples for token_id in example["token_ids"]})
     if not token_ids:
@@ -228,15 +217,12 @@ def _pieces(config: RunConfig, line: TrajectoryRecord) -> dict[int, bytes]:
         # Often more than the tokenizer has, and the engine may sample those without a text.
         num_rows = int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
     except (ValueError, OSError) as error:
-        raise ConfigError(
-            f"model.path: {path} cannot be read ({error}); {_RESTORE_MODEL}"
-        ) from error
+        unread = f"{path} cannot be read ({error})"
+        raise ConfigError(f"model.path: {unread}; {_RESTORE_MODEL}") from error
     size = max(len(tokenizer), num_rows)
     if token_ids[-1] >= size:
-        raise ConfigError(
-            f"model.path: {path} has no token {token_ids[-1]}, which the log has, but {size} of"
-            f" them; {_RESTORE_MODEL}"
-        )
+        unknown = f"{path} has no token {token_ids[-1]}, which the log has, but {size} of them"
+        raise ConfigError(f"model.path: {unknown}; {_RESTORE_MODEL}")
     try:
         table = token_pieces(tokenizer)
     except ValueError:

@@ -6,8 +6,7 @@
                        all errors     all errors   Ray, engines,    every step
                        of the keys    of the host  learner ranks
 
-Nothing heavy is imported before the configuration is known to be sound, and nothing is started or
-written before `launch.preflight` finds nothing wrong.
+Nothing heavy is imported before the configuration is sound, nothing is started before preflight.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from shared.trajectory import ExampleCounts
 
 _KEYS = EnvironmentKeys("environment.id", "environment.args")
 SHOW_EVERY_S = 5.0
-"""Seconds between two lines about the images that are being checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +45,15 @@ class ImageNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """The facts about a run's data that its start needs."""
+    """The facts about a run's data, or its environment, that its start needs."""
 
     images: ImageNeeds
-    """Images of training and validation."""
     num_train_skipped: int = 0
     num_val_skipped: int = 0
-    """Bad rows left out (`data.on_bad_row: skip`); 0 without validation data."""
+    """Bad rows left out (`data.on_bad_row: skip`)."""
     examples: ExampleCounts | None = None
-    """Examples of the environment, where the run has one."""
     warning: str | None = None
-    """A warning about the environment; the run starts all the same."""
+    """About the environment; the run starts all the same."""
 
     @classmethod
     def from_datasets(cls, train: Dataset, val: Dataset | None) -> DataFacts:
@@ -65,7 +62,7 @@ class DataFacts:
         return cls(ImageNeeds.from_datasets(train, val), train.num_skipped, val.num_skipped)
 
     def describe(self) -> list[str]:
-        """List what is worth a line: an environment's examples and warning, or skipped rows."""
+        """List an environment's examples and warning, or skipped rows."""
         if self.examples is not None:
             counts = f"{self.examples.train} examples to train on, {self.examples.held_out}"
             line = f"data      the environment has {counts} are held out"
@@ -87,16 +84,15 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
     """Load the environment in this process, as its actors will, look at it, and close it.
 
     Raises:
-        ConfigError: no such environment, wrong arguments, no data, no reader of its tool calls
-            (that vLLM has the named one, the actors find out), or whatever it raises itself.
+        ConfigError: no such environment, wrong arguments, no data, no reader of its tool calls, or
+            whatever it raises itself.
     """
     _require_checkpoint(config)
-    asks_for_images = section.max_images_per_prompt > 0
-    if asks_for_images and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
+    num_images = section.max_images_per_prompt
+    if num_images and (kind := model_type(config.model.path)) in TEXT_MODEL_TYPES:
         raise ConfigError(
             f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which sees"
-            " no images; set it to 0, or choose a model with a vision tower"
-            f" ({', '.join(VISION_MODEL_TYPES)})"
+            f" no images; set it to 0, or choose another ({', '.join(VISION_MODEL_TYPES)})"
         )
     environment = loaded_environment(section.id, section.args, _KEYS)
     checkpoint = Path(config.model.path)
@@ -113,18 +109,16 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
             warning = (
                 f"{environment.name} has tools, and the chat template of {checkpoint} shows none:"
                 " the model is not told that it can call them; choose a checkpoint whose template"
-                " writes `tools` (`make demo-lm` makes such a one, outputs/demo/lm_tools)"
+                " writes `tools` (`make demo-lm` makes one, outputs/demo/lm_tools)"
             )
     finally:
-        # Its resources are for the actors to hold.
-        asyncio.run(environment.aclose())
+        asyncio.run(environment.aclose())  # its resources are for the actors to hold
     if has_held_out(config) and not examples.held_out:
         raise ConfigError(
             f"environment.num_eval_examples: {section.id} has no rows of its own to evaluate on;"
             " give it an eval_dataset, or set the key to 0 for a run without held-out reports"
         )
-    images = ImageNeeds(section.max_images_per_prompt)
-    return DataFacts(images, examples=examples, warning=warning)
+    return DataFacts(ImageNeeds(num_images), examples=examples, warning=warning)
 
 
 def _require_checkpoint(config: RunConfig) -> None:
@@ -137,8 +131,7 @@ def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
-        RecordError: bad rows or images of either file, with file and line (`data.on_bad_row:
-            error`).
+        RecordError: bad rows or images of either file, with file and line.
     """
     _require_checkpoint(config)
     assert config.data.train is not None, "checked with the configuration"
@@ -171,7 +164,7 @@ def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
             f" data=demo_polygons), or set {key} to a JSONL file"
         )
     shown_s = time.monotonic()
-    # On a terminal the bar of the start is in the line, and is drawn anew in the next one.
+    # On a terminal in place of the start's bar, which is drawn anew in the next line.
     in_place_of_bar = "\r\x1b[2K" if sys.stdout.isatty() else ""
 
     def show(done: int, total: int) -> None:

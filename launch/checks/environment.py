@@ -36,11 +36,7 @@ class EnvironmentKeys:
 
 
 def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys) -> Environment:
-    """Call `load_environment(name, **args)`.
-
-    Raises:
-        ConfigError: whatever that raises, `exit()` included.
-    """
+    """Call `load_environment(name, **args)`. Raises ConfigError for whatever that raises."""
     with environment_errors(name, keys, keys.name):
         load = find_environment(name)
     with environment_errors(name, keys, keys.args):
@@ -51,21 +47,18 @@ def loaded_environment(name: str, args: Mapping[str, Any], keys: EnvironmentKeys
 def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[None]:
     """Turn what the environment's code raises into a ConfigError.
 
-    A ValueError explains itself and belongs to `key`; the rest is told with the line that raised
-    it. `exit()` would end the command without a word.
+    A ValueError explains itself and belongs to `key`; the rest names the line that raised it.
     """
     try:
         yield
     except (ConfigError, RecordError):
         raise
-    except ValueError as error:
+    except (Exception, SystemExit) as error:  # exit() would end the command without a word
         _LOGGER.debug("%s was not loaded", name, exc_info=error)
-        raise ConfigError(f"{key}: {error}") from error
-    except (Exception, SystemExit) as error:
-        _LOGGER.debug("%s was not loaded", name, exc_info=error)
-        message = _describe(error)
+        if isinstance(error, ValueError):
+            raise ConfigError(f"{key}: {error}") from error
         raise ConfigError(
-            f"{keys.name}: {name} was not loaded: {message}; check {keys.args} and the"
+            f"{keys.name}: {name} was not loaded: {_describe(error)}; check {keys.args} and the"
             f" environment{keys.more}"
         ) from error
 

@@ -41,10 +41,7 @@ def run_folder_problem(config: RunConfig) -> str | None:
     folder = config.telemetry.run_dir
     if not (folder / "config.json").exists():
         return None
-    return (
-        f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move that run"
-        " away"
-    )
+    return f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move it"
 
 
 def _run_folder_problems(config: RunConfig) -> Iterator[str]:
@@ -65,8 +62,7 @@ def _run_folder_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)},"
             f" {existing} has {in_gib(free)} free; free space, keep fewer (checkpoint.keep_last,"
-            " checkpoint.keep_best; none on the way: checkpoint.save_minutes=null), or choose"
-            " another folder"
+            " keep_best, save_minutes=null), or choose another folder"
         )
 
 
@@ -92,7 +88,7 @@ def version_problems(config: RunConfig) -> Iterator[str]:
     except PackageNotFoundError:
         yield (
             f"installation: {DISTRIBUTION} is not installed, so vLLM does not find its plugin; run"
-            " `make setup`, or `pip install -e .`"
+            " `make setup`"
         )
         return
     for requirement in pinned:
@@ -111,11 +107,9 @@ def starts_engines(config: RunConfig) -> bool:
 def require_vllm(config: RunConfig, transport: TransportKind | None = None) -> None:
     """Raise ConfigError where this machine's part of the run needs vLLM and has none.
 
-    Imports nothing.
-
     Args:
-        transport: of the weights, once the run is placed. Over NCCL the learner sends with vLLM's
-            own code, to servers too, which otherwise are the only ones to need it.
+        transport: of the weights, once the run is placed. Over NCCL a learner sends with vLLM's
+            code, to servers too.
     """
     if starts_engines(config):
         require_installed(f"rollout_matching.vllm.mode: {config.rollout_matching.vllm.mode}")

@@ -1,8 +1,7 @@
 """Estimates the memory that a run's processes will need, from the checkpoint's files alone.
 
-No promises: weights, gradients and optimizer state are exact, activations and caches
-follow the shapes of the layers, and what CUDA itself takes is a round number. What allocators leave
-unused between tensors is in none of them (see `RESERVED`).
+Weights, gradients and optimizer state are exact, activations and caches follow the shapes of the
+layers, and what CUDA takes is a round number; what allocators leave unused is in none (`RESERVED`).
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ CACHE_BLOCK = 128
 LOGIT_BYTES = 9
 """Bytes of a logit within a chunk: value, float32 copy, mask (benchmarks/logit_memory.py)."""
 CUDA_CONTEXT = 768 << 20
-"""Bytes of a process on a GPU before its first tensor: CUDA's context, kernels, and workspaces of
-cuBLAS, cuDNN and NCCL. Not measured here."""
+"""Bytes of a process on a GPU before its first tensor: kernels, workspaces. Not measured here."""
 BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
-"""The most tokens of an engine's forward, by `rollout_matching.vllm.mode`: vLLM 0.32's defaults for
-an `LLM` on its large GPUs, and for an `AsyncLLM`."""
+"""Most tokens of an engine's forward, by `vllm.mode`: vLLM 0.32's of `LLM` and `AsyncLLM`."""
 COPIES = {
     TransportKind.NCCL: 2,  # one under way, and one that is packed or loaded
     TransportKind.IPC: 1,  # the shared one
@@ -47,14 +44,12 @@ COPIES = {
 CONTEXT = "CUDA context"
 BUCKETS = "buckets of a sync"
 RESERVED = 0.08
-"""Part of a GPU's memory that nothing is planned into: unused space between tensors, the driver's
-own, and the estimates' errors. An engine that is sized by a fraction of the GPU needs none beside
-it: vLLM measures these, and gives its cache what they leave of the fraction.
+"""Part of a GPU's memory for unused space between tensors, the driver, and errors of the estimates.
+
+An engine that is sized by a fraction of the GPU needs none beside it: vLLM measures these.
 """
 SURE = 1.25
-"""A need above this multiple of the memory is a problem, below it a warning: estimates count the
-longest row with the most images.
-"""
+"""A need above this multiple of the memory is a problem, below it a warning: estimates are high."""
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 _SMALLER_LEARNER = (
@@ -101,15 +96,21 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """Read config.json and the headers of the safetensors files.
-
-        Raises:
-            ConfigError: the files are not those of a checkpoint, or of a model that is not trained.
-        """
+        """Read config.json and the headers of the safetensors files. Raises ConfigError."""
         try:
             config = json.loads((folder / "config.json").read_text())
             text = config.get("text_config", config)
-            vision = config.get("vision_config")
+            tower = config.get("vision_config")
+            vision = (
+                None
+                if tower is None
+                else VisionShape(
+                    hidden=tower["hidden_size"],
+                    layers=tower["depth"],
+                    intermediate=tower["intermediate_size"],
+                    patches_per_token=tower["spatial_merge_size"] ** 2,
+                )
+            )
             shape = cls(
                 parameters=_read_parameter_shapes(folder),
                 hidden=text["hidden_size"],
@@ -119,14 +120,7 @@ class ModelShape:
                 kv_heads=text["num_key_value_heads"],
                 head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
                 vocabulary=text["vocab_size"],
-                vision=None
-                if vision is None
-                else VisionShape(
-                    vision["hidden_size"],
-                    vision["depth"],
-                    vision["intermediate_size"],
-                    vision["spatial_merge_size"] ** 2,
-                ),
+                vision=vision,
             )
         except (OSError, ValueError, KeyError, struct.error) as error:
             raise ConfigError(
@@ -151,11 +145,9 @@ class ModelShape:
 
     @property
     def layer_numbers_per_token(self) -> int:
-        """Numbers that a layer of the language model keeps for its backward, for each token.
-
-        Inputs of norms and projections, queries, keys, values, attention's output, the gate, its
-        product.
-        """
+        """Numbers that a layer of the language model keeps for its backward, for each token."""
+        # Inputs of norms and projections, queries, keys, values, attention's output, the gate, its
+        # product.
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         return 6 * self.hidden + attention + 4 * self.intermediate
 
@@ -185,7 +177,7 @@ class Estimate:
     parts: Mapping[str, int]
     """Bytes by what they are for."""
     holds_reserve: bool = False
-    """True where allocators' unused space is in it, so that it may come to all of a GPU."""
+    """Whether unused space is in it, so that it may come to all of a GPU."""
 
     @property
     def total(self) -> int:
@@ -220,7 +212,6 @@ def num_trainable(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _adapted(adapter: AdapterSection, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Shapes of the matrices that have adapters."""
     return [
         sizes
         for name, sizes in shape.parameters.items()
@@ -277,7 +268,6 @@ def learner_estimate(
 
 
 def _text_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Count what the language model and its logits keep for the largest row."""
     tokens = config.global_max_length
     inputs = tokens * shape.hidden
     layer = tokens * shape.layer_numbers_per_token
@@ -287,8 +277,7 @@ def _text_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _image_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Count what the vision tower keeps, were every token of the largest row of an image."""
-    # The true number of image tokens is not known before the data are encoded.
+    # As if every token were of an image: how many are is not known before the data are encoded.
     vision = shape.vision
     if vision is None:
         return 0
@@ -301,36 +290,29 @@ def _image_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _kept_for_backward(config: RunConfig, layers: int, inputs: int, layer: int) -> int:
-    """Count the numbers of all layers, of which one keeps `layer`, and `inputs` if recomputed."""
     if config.model.gradient_checkpointing:
         return layers * inputs + layer  # one layer is recomputed at a time
     return layers * layer
 
 
 def _mask_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Count what attention by mask makes in the language model for the largest row.
-
-    Which tokens see which, as booleans and as numbers to be added: of a packed row, and of every
-    row under `eager`. `eager` also keeps the softmax of each head, in float32 and in the model's
-    dtype, and both keep keys and values repeated for the queries that share them: of every layer,
-    or of the one that is recomputed.
-    """
+    """Count what attention by mask makes in the language model for the largest row."""
     tokens = config.global_max_length
     size = BYTES[config.model.dtype]
     is_eager = config.model.attention == "eager"
     if config.model.attention == "auto" or not (is_eager or config.training.packing):
         return 0  # attention by segments, and of one causal segment, makes none of these
     of_layer = 0
-    if shape.kv_heads < shape.heads:
+    if shape.kv_heads < shape.heads:  # keys and values, repeated for the queries that share them
         of_layer += 2 * shape.heads * shape.head_dim * tokens * size
-    if is_eager:
+    if is_eager:  # the softmax of each head, in float32 and in the model's dtype
         of_layer += shape.heads * tokens * tokens * (size + 4)
     layers = 1 if config.model.gradient_checkpointing else shape.layers
+    # The mask itself is of booleans, and of numbers to be added.
     return tokens * tokens * (1 + size) + layers * of_layer
 
 
 def _bucket_bytes(config: RunConfig, shape: ModelShape, transport: TransportKind) -> int:
-    """Count the buckets that one end of a sync holds beside the weights."""
     if not may_send_full(config):
         return 0
     size = BYTES[config.model.dtype]
@@ -350,9 +332,8 @@ def engine_estimate(
 ) -> Estimate:
     """Estimate one device of a vLLM engine over `devices` devices of `device_bytes` each.
 
-    On a GPU without `kv_cache_memory_bytes` the cache is what vLLM's fraction leaves of itself: it
-    holds all the others but the buckets, and what allocators leave unused. Else the
-    log-probabilities of a canary and CUDA graphs are left to the reserve.
+    On a GPU without `kv_cache_memory_bytes` the cache is what vLLM's fraction leaves of itself.
+    Else a canary's log-probabilities and CUDA graphs are left to the reserve.
     """
     size = BYTES[config.model.dtype]
     vllm = config.rollout_matching.vllm
@@ -379,11 +360,7 @@ def engine_estimate(
 
 
 def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int:
-    """Count the cache on CPU where `kv_cache_memory_bytes` is null, for each of the devices.
-
-    It has room for the longest sequences that are decoded at a time: a fraction of the memory would
-    be one of the whole machine's.
-    """
+    """Count the cache on CPU, per device, for the longest sequences that are decoded at a time."""
     sequences = config.rollout_matching.decode_batch_size * devices
     blocks = 1 + -(-_longest(config) // CACHE_BLOCK) * sequences  # vLLM keeps a block for itself
     heads = max(1, -(-shape.kv_heads // devices))
@@ -413,9 +390,8 @@ def shared_device_estimate(
     """Estimate a learner rank and an engine on the same GPU, at the time when they need most.
 
     While the rank learns, an engine that sleeps has given its memory back, but for CUDA's. While
-    the engine works, the rank has no activations, and is without what `rollout_matching.offload`
-    moves away, save that full weights are read where they lie, or where they were merged or
-    gathered for it. (Of an engine over several GPUs the others never hold more of the rank.)
+    the engine works, the rank is without activations and what `rollout_matching.offload` moves
+    away, save that full weights are read where they lie, or were merged or gathered.
     """
     matching = config.rollout_matching
     sends_full = may_send_full(config)
@@ -449,10 +425,7 @@ def shared_device_estimate(
 
 
 def _made_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Count the weights that exist for a sync alone, all of them until the engine has the last.
-
-    Whole ones of shards, merged ones of adapters.
-    """
+    """Count the weights that exist for a sync alone: gathered shards, or merged adapters."""
     size = BYTES[config.model.dtype]
     if is_sharded(config):
         return shape.num_parameters * size
@@ -491,38 +464,24 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Excess:
-    """A need that is larger than the memory."""
-
-    message: str
-    is_sure: bool
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """The total memory of this machine, whether something holds it or not."""
 
     device: Device
     total: int
-    """Bytes of one GPU; on CPU of the whole machine or of its container, which all processes share.
-    """
+    """Bytes of one GPU; on CPU of the machine or its container, which all processes share."""
 
     def problems(self, needs: Needs) -> list[str]:
-        """Name what certainly has no room.
-
-        On a GPU a rank and an engine are counted together where they share it, else each alone.
-        """
-        return [excess.message for excess in self._excesses(needs) if excess.is_sure]
+        """Name what certainly has no room: on a GPU a rank and an engine that share it together."""
+        return [message for message, is_sure in self._excesses(needs) if is_sure]
 
     def warnings(self, needs: Needs) -> list[str]:
         """Name what has no room if the estimates are right."""
-        return [
-            f"{excess.message}. It is an estimate, and tried"
-            for excess in self._excesses(needs)
-            if not excess.is_sure
-        ]
+        tried = "It is an estimate, and tried"
+        return [f"{message}. {tried}" for message, is_sure in self._excesses(needs) if not is_sure]
 
-    def _excesses(self, needs: Needs) -> Iterator[_Excess]:
+    def _excesses(self, needs: Needs) -> Iterator[tuple[str, bool]]:
+        """Yield a message for each need that is larger than the memory, and whether it is sure."""
         if self.device is Device.CPU:
             yield from self._on_the_machine(needs)
         elif needs.shared is not None:
@@ -535,7 +494,7 @@ class DeviceMemory:
                 key = "gpu_memory_utilization" if engine.holds_reserve else "kv_cache_memory_bytes"
                 yield from self._on_a_gpu(f"rollout_matching.vllm.{key}", engine, _SMALLER_ENGINE)
 
-    def _on_a_gpu(self, key: str, needed: Estimate, remedy: str) -> Iterator[_Excess]:
+    def _on_a_gpu(self, key: str, needed: Estimate, remedy: str) -> Iterator[tuple[str, bool]]:
         usable = self.total if needed.holds_reserve else math.floor((1 - RESERVED) * self.total)
         if needed.total <= usable:
             return
@@ -547,9 +506,9 @@ class DeviceMemory:
             )
         # A fraction of the GPU is taken whatever is needed of it.
         is_sure = needed.holds_reserve or needed.total > SURE * usable
-        yield _Excess(f"{key}: {needed.describe()}, and {has}; {remedy}", is_sure)
+        yield f"{key}: {needed.describe()}, and {has}; {remedy}", is_sure
 
-    def _on_the_machine(self, needs: Needs) -> Iterator[_Excess]:
+    def _on_the_machine(self, needs: Needs) -> Iterator[tuple[str, bool]]:
         parts = {"learner ranks": needs.learner.total * needs.num_ranks}
         if needs.engine is not None:
             parts["engines"] = needs.engine.total * needs.num_engine_devices
@@ -559,11 +518,11 @@ class DeviceMemory:
         if needed <= self.total:
             return
         listed = ", ".join(f"{name} {in_gib(size)}" for name, size in parts.items())
-        yield _Excess(
+        message = (
             f"cluster.address: the processes need about {in_gib(needed)} ({listed}), this machine,"
-            f" or its container, has {in_gib(self.total)}; {_SMALLER_LEARNER}",
-            is_sure=needed > SURE * self.total,
+            f" or its container, has {in_gib(self.total)}; {_SMALLER_LEARNER}"
         )
+        yield message, needed > SURE * self.total
 
 
 def device_memory(device: Device) -> DeviceMemory | None:
@@ -590,8 +549,7 @@ def container_limits() -> Iterator[int]:
             file = "memory.limit_in_bytes"
         else:
             continue
-        # Within a container its own group may be mounted as the outermost, under a path that this
-        # file does not name.
+        # In a container its group may be mounted as the outermost, which this file does not name.
         inner = mounted / own_path.strip("/")
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(mounted):

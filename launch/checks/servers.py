@@ -23,10 +23,9 @@ from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
 
 ANSWER_S = 5.0
-"""Seconds; a server that runs answers at once. A start waits `server.timeout_s` for one that loads.
-"""
+"""A server that runs answers at once. A start waits `server.timeout_s` for one that loads."""
 INSPECT_S = 20.0
-"""Seconds; some of it the server's engine answers, and that may be stuck."""
+"""Some of it the server's engine answers, which may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
@@ -69,7 +68,6 @@ def ask_servers(
     """Ask each server what a run's client asks at its start, without waiting or changing anything.
 
     Args:
-        config: a run with servers.
         settings: the run's demands on them; None: not known, ask only whether they are up.
         inspect_s: limit for everything that one server is asked.
 
@@ -82,7 +80,12 @@ def ask_servers(
         replace(address, timeout_s=ANSWER_S)
         for address in server_addresses(section, instead_of_servers(config))
     ]
-    answers = asyncio.run(_ask_all(addresses, settings, inspect_s))
+
+    async def ask_all() -> list[ServerFacts | str | None]:
+        asked = (_ask(index, one, settings, inspect_s) for index, one in enumerate(addresses))
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(ask_all())
     lines = []
     problems = []
     not_up = []
@@ -117,13 +120,6 @@ class _NotUp(str):
     """The reason why a server does not answer at all."""
 
     __slots__ = ()
-
-
-async def _ask_all(
-    addresses: list[ServerAddress], settings: EngineSettings | None, limit_s: float
-) -> list[ServerFacts | str | None]:
-    asked = (_ask(index, address, settings, limit_s) for index, address in enumerate(addresses))
-    return await asyncio.gather(*asked)
 
 
 async def _ask(

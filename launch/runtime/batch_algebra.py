@@ -25,10 +25,7 @@ from shared.config.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class BatchAlgebra:
-    """The sizes of one run, all of them known before it starts.
-
-    Only the number of rows of a step (row rule STEP), and how full rows are, depend on what is
-    generated.
+    """The sizes of one run that are known before it starts.
 
     Example (32 rollouts a step, 3 actors of 1 device, decode_batch_size 6, one learner rank):
     chunk 18, round_sizes (16, 16), shares ((6, 6, 4), (6, 6, 4)).
@@ -41,15 +38,12 @@ class BatchAlgebra:
     gradient_accumulation_steps: int
     """Micro-steps per update and rank."""
     effective_batch_size: int
-    """Samples per update over all ranks, where micro-steps count them: on channel A, and on channel
-    B of `stage2_rollout_aligned`. At least the number asked for: steps are rounded up.
-    """
+    """Samples per update over all ranks, where micro-steps count them; steps are rounded up."""
     raw_rollouts_per_step: int
     """Rollouts per channel-B update over all ranks; 0 where the variant uses none."""
     share_per_rank: tuple[int, ...]
-    """Rollouts per channel-B update of each rank; they sum to `raw_rollouts_per_step`."""
     engine_noun: str
-    """Name of a rollout engine: actor, server, or engine where it lives in a learner rank."""
+    """Actor, server, or engine where it lives in a learner rank."""
     engine_devices: tuple[int, ...]
     """Rollout devices of each engine."""
     decode_batch_size: int
@@ -66,11 +60,8 @@ class BatchAlgebra:
     """Capacity of a row in tokens."""
     row_rule: RowRule
     packing_window: int | None
-    """Rollouts, or of environments segments, after which rows are taken; None where the row rule is
-    not STEP.
-    """
+    """Rollouts or segments after which rows are taken; None but for row rule STEP."""
     updates: int
-    """Optimizer updates of the run, one per step."""
     warmup_steps: int
     """Channel-A steps before the schedule's ratio applies."""
     a_steps: int
@@ -93,13 +84,13 @@ class BatchAlgebra:
             f" {_counted(self.learner_world_size, 'learner rank')} x"
             f" {_counted(self.gradient_accumulation_steps, 'accumulation step')}"
         )
-        all_b = f"updates         {self.updates}, one per step, all channel B"
-        if self.is_rollout_aligned:
-            lines = [all_b, *self._describe_rounds(f" = {micro_steps},")]
-        elif self.group_size > 1:
-            examples = _counted(self.raw_rollouts_per_step // self.group_size, "example")
-            groups = f" = {examples} x {self.group_size} rollouts,"
-            lines = [all_b, *self._describe_rounds(groups)]
+        if self.is_rollout_aligned or self.group_size > 1:
+            factors = micro_steps
+            if not self.is_rollout_aligned:
+                examples = _counted(self.raw_rollouts_per_step // self.group_size, "example")
+                factors = f"{examples} x {self.group_size} rollouts"
+            all_b = f"updates         {self.updates}, one per step, all channel B"
+            lines = [all_b, *self._describe_rounds(f" = {factors},")]
         else:
             samples = _counted(self.effective_batch_size, "sample")
             a_steps = f"{self.a_steps} channel A ({self.warmup_steps} of them warm-up)"
@@ -132,28 +123,26 @@ class BatchAlgebra:
         return step, round_
 
     def _describe_rows(self) -> str:
+        most = f"at most {self.packing_length} tokens"
         match self.row_rule:
             case RowRule.SEGMENT:
-                return f"one segment each, of at most {self.packing_length} tokens"
+                return f"one segment each, of {most}"
             case RowRule.STEP:
                 noun = "segments" if self.group_size > 1 else "rollouts"
-                return (
-                    f"packed to at most {self.packing_length} tokens, taken after every"
-                    f" {self.packing_window} {noun} and at the step's end"
-                )
+                often = f"every {self.packing_window} {noun}"
+                return f"packed to {most}, taken after {often} and at the step's end"
             case RowRule.CARRY:
-                return (
-                    f"one per micro-step of at most {self.packing_length} tokens, leftovers carried"
-                )
+                return f"one per micro-step of {most}, leftovers carried"
 
 
 def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> BatchAlgebra:
-    """Return the sizes of a run. `devices` are those of each rollout engine, where servers had to
-    be asked for them.
+    """Return the sizes of a run.
+
+    Args:
+        devices: those of each rollout engine, where servers had to be asked for them.
 
     Raises:
-        ValueError: not every learner rank could have a rollout of each round (names
-            `decode_batch_size`).
+        ValueError: `decode_batch_size` is too small for a rollout per learner rank and round.
     """
     world_size = run.learner.world_size
     decode_batch_size = run.rollout_matching.decode_batch_size
@@ -200,9 +189,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
 def _engine_shares(
     run: RunConfig, round_: Sequence[range], devices: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the rollouts of a round by engine."""
-    if engines_in(run) is EngineLocation.RANKS:
-        # An engine in a learner rank generates what that rank learns.
+    if engines_in(run) is EngineLocation.RANKS:  # each rank's generates what that rank learns
         return tuple(map(len, round_))
     if group_size(run) > 1:
         # Environments ask call by call, the engines in turn.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RetentionReason(StrEnum):
-    """The reason for which a checkpoint is kept, as the index names it."""
+    """A reason to keep a checkpoint, as the index names it."""
 
     PERIODIC = "periodic"
     """One of the newest `keep_last` of `save_steps` and `save_minutes`."""
@@ -49,11 +49,9 @@ class KeptCheckpoint:
 
 
 class Checkpoints:
-    """Asks the learner to save, at the points the driver names, and deletes what a newer
-    checkpoint replaces: `checkpoints/` of the run's folder.
+    """Asks the learner to save, and deletes what a newer checkpoint replaces: `checkpoints/`.
 
-    `checkpoints.json` beside it lists every checkpoint that is complete: folder, updates, score and
-    why it is kept. The score is the headline of the held-out report: F1, or mean reward.
+    `checkpoints.json` beside it lists every checkpoint that is complete (`KeptCheckpoint`).
     """
 
     def __init__(
@@ -81,17 +79,13 @@ class Checkpoints:
         """Folders in the index as it was last written."""
 
     def after_step(self, num_steps: int) -> None:
-        """Save after `num_steps` updates if that is due. Raises StorageError where a checkpoint
-        cannot be written; older ones are still complete then.
-        """
+        """Save after `num_steps` updates if that is due. Raises StorageError; older ones stay."""
         minutes = self._config.checkpoint.save_minutes
         is_due = minutes is not None and self._clock_s() - self._saved_s >= 60 * minutes
         self._carry_out(self._retention.after_step(num_steps, is_due=is_due))
 
     def after_report(self, num_steps: int, score: float) -> None:
-        """Save the weights after `num_steps` updates, which the learner still holds, if their score
-        on the held-out samples is among the best.
-        """
+        """Save the weights, which are those of the report, if their score is among the best."""
         self._carry_out(self._retention.after_report(num_steps, score))
 
     def at_end(self, num_steps: int) -> None:
@@ -102,11 +96,8 @@ class Checkpoints:
 
     @contextmanager
     def saved_at_an_early_end(self) -> Iterator[None]:
-        """Save the weights of the last finished update where the body is interrupted, or a rollout
-        or a sync fails.
-
-        Not where the learner fails: what it holds is not to be trusted, or out of reach.
-        """
+        """Save the last finished update where the body is interrupted, or rollout or sync fails."""
+        # Not where the learner fails: what it holds is not to be trusted, or out of reach.
         try:
             yield
         except KeyboardInterrupt:
@@ -117,11 +108,7 @@ class Checkpoints:
             raise
 
     def _save_last_update(self, reason: RetentionReason) -> None:
-        """Save within `timeouts.interrupt_s`. With `save_on_interrupt` off, only record what
-        becomes of a save under way.
-
-        Whatever goes wrong here must not hide why the run ends.
-        """
+        """Save within `timeouts.interrupt_s`, or only record what becomes of a save under way."""
         saves = self._config.checkpoint.save_on_interrupt
         unfinished = [kept for kept in self._entries() if kept.folder not in self._indexed]
         if not (saves or unfinished):
@@ -129,8 +116,7 @@ class Checkpoints:
         limit_s = self._config.timeouts.interrupt_s
         started_s = time.monotonic()
         try:
-            # Asked, not counted here: the learner may have finished an update that nobody has heard
-            # of yet.
+            # Not counted here: it may have finished an update that nobody has heard of yet.
             num_updates = self._learner.stop(timeout_s=limit_s)
             # A save that was interrupted here went on in the learner, which is free now: it is
             # complete, or not there at all.
@@ -142,10 +128,10 @@ class Checkpoints:
             elif num_updates and saves:
                 folder = self._run_dir / f"checkpoint_interrupted_{num_updates:06d}"
                 left_s = max(0.0, limit_s - (time.monotonic() - started_s))
-                self._save_lasting(folder, num_updates, reason, timeout_s=left_s)
+                self._save_lasting(folder, num_updates, reason, left_s)
             if self._entries():
                 self._write_index()
-        # of any kind: it is reported, and the run ends with what it was ended by
+        # Of any kind: it must not hide why the run ends.
         except Exception as error:
             self._telemetry.not_saved(error)
 
@@ -170,12 +156,7 @@ class Checkpoints:
                 ) from error
 
     def _save_lasting(
-        self,
-        folder: Path,
-        num_steps: int,
-        reason: RetentionReason,
-        *,
-        timeout_s: float | None = None,
+        self, folder: Path, num_steps: int, reason: RetentionReason, timeout_s: float | None = None
     ) -> None:
         """Save a checkpoint that no later one replaces."""
         self._lasting.append(KeptCheckpoint(num_steps, folder, reasons=(reason,)))
@@ -211,23 +192,19 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class RetentionChange:
-    """The next steps, in this order."""
+    """A folder for the weights as they are now, and those to delete once it is complete."""
 
     save: Path | None = None
-    """Folder for the weights as they are now; None: nowhere."""
     delete: tuple[Path, ...] = ()
-    """Folders to delete once the new one is complete."""
 
 
 class Retention:
     """Decides which checkpoints are kept: the newest periodic ones and the best. Touches no file.
 
-    It has to hear of every update and report, in their order; weights are saved only by doing what
-    it answers.
+    It has to hear of every update and report, in their order.
     """
 
     def __init__(self, config: CheckpointSection, folder: Path) -> None:
-        """`folder` is where the checkpoints lie, `step_000123` each."""
         self._config = config
         self._folder = folder
         self._periodic: set[int] = set()
@@ -244,16 +221,14 @@ class Retention:
         if not is_periodic and not is_due:
             return RetentionChange()
         self._periodic.add(step)
-        return self._add(KeptCheckpoint(step, self._folder / f"step_{step:06d}"))
+        return self._add(step)
 
     def after_report(self, step: int, score: float) -> RetentionChange:
-        """Decide by the score of the present weights, after `step` updates. Of equal ones the older
-        stays.
-        """
-        known = self._kept.get(step) or KeptCheckpoint(step, self._folder / f"step_{step:06d}")
-        return self._add(replace(known, score=score))
+        """Decide by the score of the present weights. Of equal ones the older stays."""
+        return self._add(step, score)
 
-    def _add(self, new: KeptCheckpoint) -> RetentionChange:
+    def _add(self, step: int, score: float | None = None) -> RetentionChange:
+        new = KeptCheckpoint(step, self._folder / f"step_{step:06d}", score)
         candidates = self._kept | {new.step: new}
         newest = set(sorted(self._periodic & candidates.keys())[-self._config.keep_last :])
         rated = [(-kept.score, kept.step) for kept in candidates.values() if kept.score is not None]

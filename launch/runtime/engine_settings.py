@@ -19,8 +19,7 @@ from shared.weight_sync.transports import Device
 def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds) -> EngineSettings:
     """Return the settings of every engine, or those that every server is expected to have.
 
-    Raises:
-        ConfigError: the model's files have to be read and cannot be.
+    Raises ConfigError where the model's files have to be read and cannot be.
     """
     vllm = config.rollout_matching.vllm
     devices = placement.devices_per_engine
@@ -50,11 +49,9 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
 def neighbour_env(
     config: RunConfig, placement: Placement, images: ImageNeeds, **variables: str
 ) -> dict[str, Any]:
-    """Return the Ray `runtime_env` of a learner rank or of an actor for environments, with these
-    variables. On CPU it is forked like the engines.
-    """
+    """Return the Ray `runtime_env` of a learner rank or an environment actor, with variables."""
     variables |= {"HF_HUB_OFFLINE": "1"}
-    # A warm server for this process alone would cost more than it saves.
+    # Forked on CPU like the engines; a warm server for it alone would cost more than it saves.
     has_server = engines_in(config) is EngineLocation.ACTORS or warm_python.FOLDER in os.environ
     if placement.device is Device.CPU and has_server:
         return neighbour_runtime_env(settings_of_run(config, placement, images), **variables)

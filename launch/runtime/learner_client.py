@@ -36,9 +36,7 @@ if TYPE_CHECKING:  # it imports torch
 T = TypeVar("T")
 
 WATCHDOG_SHARE = 0.9
-"""Share of timeouts.learn_s: a process that ends earlier in a call was not ended by NCCL's
-watchdog.
-"""
+"""Share of timeouts.learn_s before which NCCL's watchdog ends no process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,7 @@ class LearnerCall(RayCall):
 
 
 class RayLearner:
-    """The learner ranks on Ray (`launch.driver.LearnerClient`). Lists over ranks are in rank
-    order.
-    """
+    """The learner ranks on Ray (`launch.driver.LearnerClient`). Lists are in rank order."""
 
     offers_adapter = False
     """Whether the next offer is of an adapter."""
@@ -87,8 +83,7 @@ class RayLearner:
             self._names = ["the learner"]
         self._timeouts = timeouts
         self._asking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ask-learner")
-        # Its thread starts here: an interruption of a start would make the pool forget the thread,
-        # and start another beside it.
+        # Starts its thread: an interruption of a later start would make the pool begin another.
         self._asking.submit(int).result()
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner")
         self._has_backends = False
@@ -148,9 +143,7 @@ class RayLearner:
         return offer
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        """Begin to send from rank 0, which keeps the limits of a sync's phases itself: it takes
-        part in two, and says first what was late.
-        """
+        """Begin to send from rank 0, which keeps the limits of its two phases itself."""
         sending = self._actors[0].call.remote("publisher.send", offer)
         key = "the limits of joining and sending (timeouts.sync_phase_s)"
         limit = Timeout(sender_s(offer), key)
@@ -158,8 +151,7 @@ class RayLearner:
 
     def sync_done(self, noise: Differences | None) -> None:
         """Tell every rank that the offered version is served, and the noise that was measured."""
-        limit = self._timeouts.limit("sync_phase_s")
-        self._all("sync_done", "publisher.done", noise, limit=limit)
+        self._all("sync_done", "publisher.done", noise, limit=self._timeouts.limit("sync_phase_s"))
 
     def fall_back_to_full(self) -> None:
         """Have rank 0, which alone has an adapter to offer, offer full weights from now on."""
@@ -173,12 +165,9 @@ class RayLearner:
         A rank leaves what it learns after its present row, and what it generates before the next
         token. `timeout_s` is the configuration's timeouts.interrupt_s, for all ranks to be free.
         """
-        # Not waited for by itself: a rank that has not been told does not become free, and the
-        # limit is one for both.
-        self._ask(lambda: [actor.stop.remote() for actor in self._actors])
-        limit = Timeout(timeout_s, "timeouts.interrupt_s")
-        asked = self._ask(lambda: [actor.num_updates.remote() for actor in self._actors])
-        num_updates: int = self._wait("stop", limit, asked)[0]
+        self._ask_all("stop")  # not waited for: the limit is one for both
+        asked = self._ask_all("num_updates")
+        num_updates: int = self._wait("stop", Timeout(timeout_s, "timeouts.interrupt_s"), asked)[0]
         return num_updates
 
     def save(self, folder: Path, *, timeout_s: float | None = None) -> None:
@@ -224,13 +213,8 @@ class RayLearner:
         return self._threads.submit(collect)
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin a sync of each rank's backend with its own learner. The future holds the slowest
-        one's report.
-        """
-        shared_offer = ray.put(offer)
-        asked = self._ask(
-            lambda: [actor.receive_weights.remote(shared_offer) for actor in self._actors]
-        )
+        """Begin a sync of each rank's backend. The future holds the slowest one's report."""
+        asked = self._ask_all("receive_weights", ray.put(offer))
         # A backend waits for nobody and keeps no limits of its own: this one bounds the whole sync.
         phases = Timeout(
             all_phases_s(self._timeouts.sync_phase_s), f"{len(SyncPhase)} x timeouts.sync_phase_s"
@@ -240,10 +224,9 @@ class RayLearner:
         )
 
     def _begin(self, phase: str, argument: Any) -> PerRank:
-        """Begin a step or a report. Returns references to each rank's requests, which are not
-        waited for: the engines of the first round begin when theirs are ready.
-        """
-        asked = self._ask(lambda: [actor.begin.remote(phase, argument) for actor in self._actors])
+        """Begin a step or a report. Returns references to each rank's requests."""
+        # They are not waited for: the engines of the first round begin when theirs are ready.
+        asked = self._ask_all("begin", phase, argument)
         counts = self._wait(phase, self._timeouts.limit("learn_s"), asked)
 
         def ask() -> PerRank:
@@ -273,8 +256,14 @@ class RayLearner:
         self, phase: str, method: str, *arguments: Any, limit: Timeout | None = None
     ) -> list[Any]:
         """Call a method of every rank's learner; `limit` None: timeouts.learn_s."""
-        asked = self._ask(lambda: [actor.call.remote(method, *arguments) for actor in self._actors])
+        asked = self._ask_all("call", method, *arguments)
         return self._wait(phase, limit or self._timeouts.limit("learn_s"), asked)
+
+    def _ask_all(self, name: str, *arguments: Any) -> list[Any]:
+        """Call this method of every rank's actor, and return the references."""
+        return self._ask(
+            lambda: [getattr(actor, name).remote(*arguments) for actor in self._actors]
+        )
 
     def _ask(self, ask: Callable[[], T]) -> T:
         """Run `ask`, which calls several ranks, in the one thread that does so.
@@ -286,14 +275,11 @@ class RayLearner:
         return self._asking.submit(ask).result()
 
     def _wait(self, phase: str, limit: Timeout, asked: list[Any]) -> list[Any]:
-        """Return the answers to what was `asked` of the first ranks, or raise the error that
-        explains most.
-        """
+        """Return the answers to what was `asked` of the first ranks, or raise the best error."""
         return wait_for_all(self._call(phase, limit), list(zip(self._names, asked, strict=False)))
 
     def _call(self, phase: str, limit: Timeout) -> LearnerCall:
-        # The first rank to end is normally the one that failed: those that wait for it end when
-        # NCCL has waited for learn_s.
+        # The first rank to end normally failed itself: NCCL ends those that wait after learn_s.
         patience_s = WATCHDOG_SHARE * self._timeouts.learn_s if self._waits_by_nccl else math.inf
         check = "its stack in the Ray dashboard or with `py-spy dump`"
         return LearnerCall(

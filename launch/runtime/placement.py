@@ -76,12 +76,13 @@ class Placement:
 def plan_placement(
     config: RunConfig, nodes: Sequence[Resources], *, learns: bool = True
 ) -> Placement:
-    """Return what the configuration asks of a cluster of these nodes; without `learns`, for its
-    actors alone.
+    """Return what the configuration asks of a cluster of these nodes.
+
+    Args:
+        learns: False: for its actors alone.
 
     Raises:
-        ConfigError: there is too little, on all nodes or on the largest, or no transport joins the
-            two sides.
+        ConfigError: too little on all nodes or on the largest, or GPUs on one side alone.
     """
     has_gpus = any(node.gpus > 0 for node in nodes)
     location = EngineLocation.ACTORS
@@ -130,8 +131,7 @@ def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool
     if ranks and ranks[0].device is not engine.device:
         raise ConfigError(
             f"learner.gpus: {ranks[0].gpus:g} GPUs for the learner and {gpus:g} for each actor"
-            f" ({_ACTORS}.gpus_per_actor); weights travel between GPUs or between CPUs, give both"
-            " sides GPUs or neither"
+            f" ({_ACTORS}.gpus_per_actor); give both sides GPUs or neither"
         )
     transport = choose_transport(engine.device, engine.device, Sharing.NOTHING)
     engines = (engine,) * actors.num_actors
@@ -157,9 +157,7 @@ def _in_ranks(
 
 
 def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:
-    """Return the most GPUs of one node that each rank can have, all ranks alike; 1 where there are
-    not even enough for that.
-    """
+    """Return the most GPUs of one node that each rank can have, at least 1."""
     for size in range(int(max(node.gpus for node in nodes)), 1, -1):
         if sum(int(node.gpus) // size for node in nodes) >= num_ranks:
             return size
@@ -169,21 +167,21 @@ def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:
 def _too_large(
     config: RunConfig, placement: Placement, nodes: Sequence[Resources]
 ) -> Iterator[str]:
-    """Yield the problems of a process that is larger than any node."""
+    """Name the processes that are larger than any node."""
     for who, bundles in (("an actor", placement.engines), ("a learner rank", placement.ranks)):
         if not bundles or any(node.hold(bundles[0]) for node in nodes):
             continue
         size = bundles[0].named()
         largest = {kind: max(node.named()[kind] for node in nodes) for kind in _HINTS}
-        over = [kind for kind in _HINTS if size[kind] > largest[kind]]
-        # None alone may be too much, where no node has enough of both.
-        for kind in over or ["GPU"]:
-            if over:
-                asked = f"{size[kind]:g} {kind}"
-                available = f"the largest node of the cluster has {largest[kind]:g}"
-            else:
-                asked = f"{size['GPU']:g} GPU and {size['CPU']:g} CPU"
-                available = "no node of the cluster has both"
+        found = {
+            kind: (f"{size[kind]:g} {kind}", f"the largest node of the cluster has {most:g}")
+            for kind, most in largest.items()
+            if size[kind] > most
+        }
+        if not found:  # neither alone is too much
+            both = f"{size['GPU']:g} GPU and {size['CPU']:g} CPU"
+            found = {"GPU": (both, "no node of the cluster has both")}
+        for kind, (asked, available) in found.items():
             key = f"learner.{kind.lower()}s"
             if bundles is placement.engines:
                 key = _actor_size_key(config, kind)
@@ -194,9 +192,7 @@ def _too_large(
 
 
 def _actor_size_key(config: RunConfig, kind: str) -> str:
-    """Return the key that makes an actor as large as it is: its resources where they are given,
-    else its engine's devices.
-    """
+    """Return the key of the actors' resources, or of the engine's devices that decide them."""
     actors = config.rollout_matching.vllm.actors
     resources = actors.gpus_per_actor if kind == "GPU" else actors.cpus_per_actor
     if resources is not None or actors.tensor_parallel_size == 1:
@@ -205,7 +201,7 @@ def _actor_size_key(config: RunConfig, kind: str) -> str:
 
 
 def _too_many(placement: Placement, available: Resources) -> Iterator[str]:
-    """Yield the problems of all processes together, against all nodes."""
+    """Compare all processes together with all nodes."""
     needed = Resources.sum(placement.bundles).named()
     for kind, hint in _HINTS.items():
         if needed[kind] <= available.named()[kind]:
@@ -219,9 +215,8 @@ def _too_many(placement: Placement, available: Resources) -> Iterator[str]:
         if placement.ranks:
             size = placement.ranks[0].named()[kind]
             num = len(placement.ranks)
-            parts.append(
-                f"a learner of {size:g}" if num == 1 else f"{num} learner ranks of {size:g}"
-            )
+            who = "a learner" if num == 1 else f"{num} learner ranks"
+            parts.append(f"{who} of {size:g}")
             keys.append(f"learner.{kind.lower()}s")
         yield (
             f"{placement.key}: {' and '.join(parts)} ask for {needed[kind]:g} {kind}, the cluster"
@@ -239,6 +234,5 @@ def _no_room_for_environments(
         yield (
             f"environment.cpus_per_actor: {section.num_actors} environment actors of"
             f" {section.cpus_per_actor:g} CPU have no room beside the rest of the run, which takes"
-            f" {rest:g} of the cluster's {available.cpus:g}; lower it, 0 reserves nothing, or join"
-            " a larger cluster with cluster.address"
+            f" {rest:g} of the cluster's {available.cpus:g}; lower it (0 reserves nothing)"
         )

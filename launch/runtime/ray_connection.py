@@ -14,9 +14,9 @@ from shared.config import RunConfig
 from shared.errors import ConfigError
 
 LISTEN_S = 5.0
-"""Limit of a connection to the address: a machine that is up answers at once, in either way."""
+"""Limit of a connection to the address."""
 ANSWER_S = 60.0
-"""Limit of the cluster's answer, once Ray is imported, which has its own (timeouts.start_s)."""
+"""Limit of the cluster's answer, once Ray is imported (timeouts.start_s)."""
 _CHECK_CLUSTER = (
     "check `ray status` there, cluster.temp_dir and, where the cluster asks for a token,"
     " RAY_AUTH_MODE=token, or use local"
@@ -34,20 +34,17 @@ except Exception as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
 print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
 """
-"""A program that prints the resources of each node of the cluster that its first argument names, or
-ends with `_GAVE_UP` after the seconds of the second.
-"""
+"""A program that prints the resources of each node; its arguments are address and seconds."""
 
 
 def cluster_nodes(config: RunConfig) -> list[Resources]:
     """Return CPUs and GPUs of each node that Ray has, or would find, and start nothing.
 
-    A cluster is asked from a process of its own: `ray.init` waits for many minutes at an address
-    where nothing answers, takes no limit, and cannot be interrupted.
-
     Raises:
         ConfigError: no cluster at the address answers in time.
     """
+    # Asked from another process: `ray.init` waits for many minutes at an address where nothing
+    # answers, takes no limit, and cannot be interrupted.
     address = config.cluster.address
     if address == "local":
         import torch
@@ -78,12 +75,7 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
 
 
 def connect(config: RunConfig, **options: Any) -> None:
-    """Call `ray.init` at the configured address; `options` are those of a cluster of this run's.
-
-    Raises:
-        ConfigError: that gives no cluster. Whether one answers at all, `cluster_nodes` finds out in
-            time.
-    """
+    """Call `ray.init` at the configured address. Raises ConfigError where that gives no cluster."""
     address = config.cluster.address
     if address != "local":
         _require_listener(address)
@@ -102,8 +94,7 @@ def connect(config: RunConfig, **options: Any) -> None:
             raise
         raise ConfigError(
             "cluster.address: Ray's own processes were not up within the 30 s that Ray gives them;"
-            " end what keeps this machine busy (`uptime`, `ps aux --sort=-%cpu`), and start the run"
-            " again"
+            " end what keeps this machine busy (`ps aux --sort=-%cpu`), and start the run again"
         ) from error
 
 
@@ -115,12 +106,10 @@ def connected_nodes() -> list[Resources]:
 
 
 def _require_listener(address: str) -> None:
-    """Raise ConfigError where nothing takes connections at `HOST:PORT`, or at `ray://HOST:PORT`.
-    Where a name such as `auto` leads, Ray alone knows.
-    """
+    """Raise ConfigError where nothing takes connections at `HOST:PORT`, or at `ray://HOST:PORT`."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        return
+        return  # where a name such as `auto` leads, Ray alone knows
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_S).close()
     except TimeoutError as error:
@@ -132,8 +121,6 @@ def _require_listener(address: str) -> None:
 def _no_cluster(address: str, reason: str) -> ConfigError:
     remedy = _CHECK_CLUSTER
     if "authenticat" in reason.lower():
-        remedy = (
-            "set RAY_AUTH_MODE=token here and give this machine the cluster's token"
-            " (~/.ray/auth_token)"
-        )
+        token = "give this machine the cluster's token (~/.ray/auth_token)"
+        remedy = f"set RAY_AUTH_MODE=token here and {token}"
     return ConfigError(f"cluster.address: {address} gives no Ray cluster ({reason}); {remedy}")

@@ -1,5 +1,4 @@
-"""The figures of a running step in Ray's own metrics, for its dashboard, Prometheus and Grafana
-(`telemetry.ray_metrics`).
+"""The figures of the last step in Ray's own metrics (`telemetry.ray_metrics`).
 
 They appear at every node's metrics endpoint (`MetricsExportPort` of `ray.nodes()`) as
 `ray_rollmatch_...`, with the run's name as a tag.
@@ -51,8 +50,7 @@ class RayMetrics:
             if name in metrics:
                 self._phase.set(float(metrics[name]), tags={"phase": phase})
         self._loss.set(float(metrics["loss/total"]))
-        tokens = float(metrics["rollout/num_tokens"]) if "rollout/num_tokens" in metrics else 0.0
         # A counter of Ray's cannot be raised by 0.
-        if tokens:
+        if tokens := float(metrics.get("rollout/num_tokens", 0.0)):
             self._tokens.inc(tokens)
             self._speed.set(tokens / float(metrics["time/generate_s"]))

@@ -29,11 +29,6 @@ _LOGGER = logging.getLogger(__name__)
 HTTP_CLIENT_MARGIN_S = 60.0
 """Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
 
-ENVIRONMENT_TIMEOUT_HINT = (
-    "what the environment waits for (`py-spy dump`), and whether its rollouts, with their tools and"
-    " rewards, fit the time"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutTimeouts:
@@ -59,9 +54,7 @@ class RolloutTimeouts:
 
     @classmethod
     def for_servers(cls, section: ServerSection, timeouts: TimeoutsSection) -> RolloutTimeouts:
-        """Return the limits over servers, whose clients keep that of each call themselves and ask
-        a server twice. What another server takes over has a limit of its own.
-        """
+        """Return the limits over servers, whose clients keep that of each call and ask twice."""
         key = "rollout_matching.vllm.server"
         start_s = section.timeout_s + timeouts.start_s
         generate = None
@@ -79,14 +72,13 @@ class RolloutTimeouts:
 
     @classmethod
     def for_environments(cls, timeouts: TimeoutsSection) -> RolloutTimeouts:
-        """Return the limits over environments. A part of a round has several calls behind each
-        other, and an engine that is late must be reported first, by name.
-        """
+        """Return the limits over environments: an engine that is late is reported first."""
         return cls(
             timeouts.limit("start_s"),
             Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s"),
             timeouts.limit("sync_phase_s"),
-            check=ENVIRONMENT_TIMEOUT_HINT,
+            check="what the environment waits for (`py-spy dump`), and whether its rollouts, with"
+            " their tools and rewards, fit the time",
         )
 
 
@@ -100,14 +92,11 @@ class _SentPart:
     rollouts: Any
     """Reference to a `list[Rollout]`."""
     count: Any
-    """Reference to its length, so that the driver need not read the rollouts to know that they
-    are ready.
-    """
+    """Reference to its length, by which the driver knows that they are ready."""
 
 
 class RolloutClient:
-    """Actors with the methods of `EngineActor`, already created, which this client owns: engines
-    that generate and take weights, or environments (`generate_through`) that ask engines.
+    """Owns actors with the methods of `EngineActor`: engines, or environments that ask engines.
 
     Waiting happens in threads of the client: at most one round or one sync at a time, each bounded
     by a timeout, and unblocked by the answers, by an actor's death, or by `close`.
@@ -127,14 +116,13 @@ class RolloutClient:
         devices: Sequence[int] = (),
         asks_next_on_failure: bool = False,
     ) -> None:
-        """`actors` are Ray actor handles.
+        """Take over the Ray actors.
 
         Args:
             decode_batch_size: most requests that one rollout device decodes at a time.
             devices: rollout devices of each engine; empty: they are asked at the start.
-            asks_next_on_failure: requests that an engine could not be asked, or could not answer
-                (UnreachableError), are asked of the next one, behind its own: for engines that are
-                servers launched elsewhere.
+            asks_next_on_failure: an UnreachableError's requests are asked of the next engine,
+                behind its own: for servers launched elsewhere.
         """
         self.actors = tuple(actors)
         self.names = tuple(names)
@@ -172,9 +160,7 @@ class RolloutClient:
             raise ConfigError(f"rollout_matching.decode_batch_size: {error}") from error
 
     def generate_through(self, environments: RolloutClient, *, group_size: int) -> None:
-        """Send rounds to environments from now on, in whole groups of `group_size` rollouts: one
-        request then is one example. Weights go to the engines as before.
-        """
+        """Send rounds to environments from now on: a request is a group, of one example."""
         self._generators = environments
         self._group_size = group_size
 
@@ -185,9 +171,8 @@ class RolloutClient:
     def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round.
 
-        The future holds, for each learner rank, references to its rollouts in position order, each
-        to a `list[Rollout]`: the payload stays where it was made. It fails with RolloutError naming
-        the actor.
+        The future holds, for each learner rank, references to `list[Rollout]`s in position order:
+        the payload stays where it was made. It fails with RolloutError naming the actor.
         """
         self._round = self._threads.submit(self._generators._collect, round_)
         return self._round
@@ -198,15 +183,11 @@ class RolloutClient:
             self._round.result()
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin one sync, nothing being generated. The future fails with WeightSyncError naming
-        phase and engine; the engines then serve no rollouts.
-        """
+        """Begin one sync while nothing is generated. Where it fails, engines serve no rollouts."""
         return self._threads.submit(self._receive, offer)
 
     def close(self) -> None:
-        """End every actor and with it its engine's processes: in order, all at once, and after
-        `closed_s` whatever is left of them. Pending waits fail. Twice is harmless.
-        """
+        """End every actor in order, within `closed_s`. Pending waits fail. Twice is harmless."""
         # One that is loading does not listen.
         closing = [actor.close.remote() for actor in self.actors if self.devices]
         ray.wait(closing, num_returns=len(closing), timeout=self.timeouts.closed_s)
@@ -310,9 +291,7 @@ def _require_several(processes: Sequence[str]) -> None:
 
 
 class RankRolloutClient(RolloutClient):
-    """Learner ranks that generate their own rollouts (`rollout_backend: hf`, `vllm.mode:
-    colocate`). Each rank generates what it learns, and generation and learning alternate.
-    """
+    """Learner ranks that generate what they learn (backend `hf`, or vLLM's mode `colocate`)."""
 
     def __init__(
         self,
@@ -323,7 +302,6 @@ class RankRolloutClient(RolloutClient):
         devices_per_rank: int,
         decode_batch_size: int,
     ) -> None:
-        """`learner` owns the actors, keeps their limits and has started."""
         super().__init__(
             (),
             [rank_name(rank, num_ranks) for rank in range(num_ranks)],
@@ -360,9 +338,7 @@ class RoundQueue:
     def __init__(
         self, sizes: Sequence[int], devices: Sequence[int], *, decode_batch_size: int
     ) -> None:
-        """`sizes` are the requests of each learner rank; together at most `decode_batch_size` for
-        each device.
-        """
+        """Take the requests of each learner rank, together `decode_batch_size` a device at most."""
         self._bounds = [decode_batch_size * count for count in devices]
         self._waiting: list[deque[RoundPart]] = [deque() for _ in devices]
         self._num_asked = [0] * len(devices)
@@ -374,9 +350,7 @@ class RoundQueue:
         )
 
     def take(self) -> list[RoundPart]:
-        """Return everything that can be asked for now. Each part has to be given back by
-        `answered` or `failed`.
-        """
+        """Return what can be asked for now; each part comes back by `answered` or `failed`."""
         taken = []
         for engine, waiting in enumerate(self._waiting):
             while (
@@ -391,9 +365,7 @@ class RoundQueue:
         self._num_asked[part.engine] -= len(part.requests)
 
     def failed(self, part: RoundPart) -> int | None:
-        """Put the part behind what the next engine has to do, and return that engine; None: every
-        engine has failed at it.
-        """
+        """Put the part behind the next engine's; return that engine, or None where all failed."""
         self.answered(part)
         num_failed = part.num_failed + 1
         engine = (part.engine + 1) % len(self._waiting)

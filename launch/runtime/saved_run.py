@@ -17,8 +17,7 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
     """Load the configuration in the run's folder, with the values at dotted keys set to `changes`.
 
     Raises:
-        ConfigError: there is no run, its configuration is damaged or of another version, and every
-            problem of the changes.
+        ConfigError: no run, a damaged configuration or one of another version, or wrong changes.
     """
     file = run / "config.json"
     try:
@@ -46,9 +45,7 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
 
 
 def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested mappings with the values at dotted keys set. A value on the way that
-    is no mapping is replaced: the schema judges the result.
-    """
+    """Set the values at dotted keys in a copy; what is no mapping on the way is replaced."""
     changed = dict(saved)
     for dotted, value in changes.items():
         key, _, rest = dotted.partition(".")

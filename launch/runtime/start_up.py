@@ -1,6 +1,4 @@
-"""Lines of a command while its processes start: one at the end of each stage, and while it lasts a
-bar on a terminal, or another line in a log.
-"""
+"""Lines of a command while its processes start: one for each stage, and on a terminal a bar."""
 
 from __future__ import annotations
 

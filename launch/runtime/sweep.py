@@ -1,9 +1,8 @@
 """Hydra sweeps: `python -m launch.train -m +experiment=stage2_3v1 training.seed=1,2
 training.learning_rate=1e-3,2e-3`.
 
-Every trial is a command of its own, one after the other, so that one that fails or runs out of
-memory does not end the others and leaves nothing behind. Its folder is `trial_N` in the sweep's,
-which is `telemetry.run_dir`; `trials.jsonl` there holds a line for each.
+Trials are commands, one after the other, so that one that fails does not end the others. Their
+folders are `trial_N` in `telemetry.run_dir`; `trials.jsonl` there holds a line for each.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ from shared.errors import ConfigError
 
 TRIALS = "trials.jsonl"
 MARGIN_S = 60.0
-"""Seconds for an interrupted trial beyond its `timeouts.interrupt_s`, in which it saves its
-weights: its processes end one after the other.
-"""
+"""Seconds for an interrupted trial's processes to end, beyond its `timeouts.interrupt_s`."""
 
 
 def is_sweep() -> bool:
@@ -42,11 +39,10 @@ def is_sweep() -> bool:
 
 
 def run_trial(composed: DictConfig, console: Console) -> None:
-    """Run the trial that Hydra is at as a process; `composed` is its configuration. Its failure is
-    recorded, and does nothing else to the sweep.
+    """Run the trial that Hydra is at, and record how it ended.
 
     Raises:
-        KeyboardInterrupt: the trial has been ended and recorded; it ends the sweep too.
+        KeyboardInterrupt: the trial has been ended and recorded.
     """
     trial = HydraConfig.get()
     overrides = list(trial.overrides.task)
@@ -114,7 +110,7 @@ def print_summary(folder: Path) -> int:
             end = "no held-out report"
         line = f"trial     {trial['trial']}: {end}, {trial['wall_s']:.0f} s, {trial['folder']}"
         _print(console, line)
-    for row in trial_table(trials):
+    for row in _trial_table(trials):
         _print(console, row)
     failed = sum(trial["exit_code"] != 0 for trial in trials)
     finished = f"{len(trials) - failed} of {len(trials)} trials finished"
@@ -122,12 +118,8 @@ def print_summary(folder: Path) -> int:
     return failed
 
 
-def trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table over trials: the keys in which they differ, the updates before
-    the last report, and its headline. No lines where no trial has a report.
-
-    The best figure of each headline is marked; a trial of another kind has its own.
-    """
+def _trial_table(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tabulate the keys in which trials differ, their last reports' updates and headlines."""
     names = list(dict.fromkeys(trial["headline"] for trial in trials if "headline" in trial))
     if not names:
         return []
@@ -167,9 +159,7 @@ def _print(console: Console, line: str) -> None:
 
 
 class SweepSummary(Callback):
-    """Refuses a folder that holds a sweep, and prints the results of this one. Exit status 1 where
-    a trial failed.
-    """
+    """Refuses a folder that holds a sweep, and prints the results; exit status 1 if some failed."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if (Path(config.hydra.sweep.dir) / TRIALS).exists():

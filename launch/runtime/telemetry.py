@@ -37,11 +37,10 @@ from shared.weight_sync.canary import NOISE_FILE
 
 TRACK = "driver"
 CONFIG = "config.json"
-"""File of the configuration that the run was started with. A folder with it holds a run."""
+"""A folder with it holds a run."""
 FAILED_CONFIG = "config_of_failed_start.json"
 """Its name after a start that ended before its first sync: another start may use the folder."""
 ERROR = "error.txt"
-"""File of what ended the run."""
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class StepRecord:
     plan: StepPlan
     report: StepReport | None = None
     queue_wait_s: float = 0.0
-    """Seconds in which the learner had nothing to do because the next round was not there."""
+    """Seconds in which the learner waited for the next round."""
     sync: SyncReport | None = None
 
 
@@ -67,32 +66,19 @@ class EvaluationRecord:
     weight_version: int
     num_samples: int
     headline: str
-    """Name of the report's main figure, so that runs of any kind can be compared."""
+    """Name of the report's main figure."""
     score: float
     """Value of the main figure."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCall:
-    """A planned call of a rollout server, in plan.jsonl."""
-
-    server: str
-    first_position: int
-    count: int
-    seed: int
-    """Seed of its first request."""
-
-
 class Telemetry:
-    """Owns the run's folder. Every line is flushed when it is written, so a run that dies keeps
-    what it had.
-    """
+    """Owns the run's folder. Every line is flushed when it is written."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         """Create the folder and save the configuration. Removes what a failed start has left there.
 
         Raises:
-            ConfigError: the folder holds a run, which would be overwritten.
+            ConfigError: the folder holds a run.
             StorageError: it cannot be written.
         """
         if (problem := run_folder_problem(config)) is not None:
@@ -130,10 +116,7 @@ class Telemetry:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if isinstance(error, Exception):
@@ -158,7 +141,7 @@ class Telemetry:
                     file.close()
 
     def _keep(self, error: Exception) -> None:
-        """Keep the error's whole story in a file, or else show it; its message is shown anyway."""
+        """Keep the error's whole story in a file, or else show it."""
         story = "".join(traceback.format_exception(error))
         try:
             write_run_file(self._folder / ERROR, story)
@@ -175,9 +158,7 @@ class Telemetry:
     def placed(
         self, algebra: BatchAlgebra, engines: tuple[str, ...], *, learner_threads: int
     ) -> None:
-        """Record the engines, which are up, and the threads of each learner rank, on which its
-        results depend.
-        """
+        """Record the engines, and the threads of a learner rank, on which its results depend."""
         self._algebra = algebra
         self._engines = engines
         if self._config.telemetry.ray_metrics:
@@ -196,18 +177,14 @@ class Telemetry:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
-        """Write the plan before the step and its metrics after it; a step that failed has its plan
-        alone.
-        """
+        """Write the plan before the step and its metrics after it."""
         assert self._algebra is not None, "placed comes before the first step"
         self._has_begun = True
         rounds = self._algebra.rounds if plan.channel is Channel.B else ()
         line = {
             **asdict(plan),
             "step": plan.number,
-            "rounds": [
-                [[positions.start, positions.stop] for positions in ranks] for ranks in rounds
-            ],
+            "rounds": [[[part.start, part.stop] for part in ranks] for ranks in rounds],
             "calls": self._calls(rounds, plan.step),
             "engines": self._engines,
             "servers": self._servers,
@@ -222,9 +199,7 @@ class Telemetry:
         self._step_done(record, span)
 
     def sync(self, report: SyncReport) -> None:
-        """Record a sync outside any step, that ended now, and the noise that it measured. Raises
-        StorageError.
-        """
+        """Record a sync outside any step, that ended now, and the noise that it measured."""
         self._has_begun = True
         if report.canary_noise is not None:
             write_run_file(self._folder / NOISE_FILE, report.canary_noise.as_json())
@@ -236,10 +211,7 @@ class Telemetry:
         )
 
     def evaluation(self, evaluation: Evaluation[Any]) -> float:
-        """Write the held-out report, as a folder, a line of the file and one of the console.
-
-        Returns the value of its headline.
-        """
+        """Write the held-out report as a folder and two lines, and return its headline's value."""
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder / "evaluations" / f"step_{evaluation.step:06d}"
         report: DetectionReport | RewardReport
@@ -259,10 +231,8 @@ class Telemetry:
         )
         self.evaluations.append(record)
         self._evaluations.write(json.dumps({**asdict(record), **report.metrics()}) + "\n")
-        self._print(
-            f"held out  after {record.step} steps, {record.num_samples} samples:"
-            f" {report.describe()}"
-        )
+        size = f"{record.step} steps, {record.num_samples} samples"
+        self._print(f"held out  after {size}: {report.describe()}")
         return record.score
 
     def saved(self, checkpoint: Path) -> None:
@@ -272,19 +242,13 @@ class Telemetry:
         self._warn(f"the weights of this run could not be saved: {error}")
 
     def improvement(self) -> str | None:
-        """Compare the last report with that of the warm-up's end, or with the first where there is
-        none. None with fewer than two reports.
-        """
+        """Compare the last of several reports with that of the warm-up's end, or else the first."""
         if len(self.evaluations) < 2:
             return None
         warm = warmup_steps(self._config)
-        name = "first"
-        before = self.evaluations[0]
-        for record in self.evaluations:
-            if record.step == warm > 0:
-                name = "warm-up"
-                before = record
-                break
+        at_warm = [record for record in self.evaluations if record.step == warm > 0]
+        name = "warm-up" if at_warm else "first"
+        before = (at_warm or self.evaluations)[0]
         after = self.evaluations[-1]
         return f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
 
@@ -306,12 +270,8 @@ class Telemetry:
             spans.append(Span(TRACK, f"sync v{version}", learned_s, span.end_s))
         unknown = [name for name in metrics if not metric_of(name)]
         assert not unknown, f"not in shared/metrics.py: {unknown}"
-        line = {
-            "step": report.number,
-            "channel": report.channel,
-            "weight_version": report.weight_version,
-            **metrics,
-        }
+        line: dict[str, Any] = {"step": report.number, "channel": report.channel}
+        line |= {"weight_version": report.weight_version, **metrics}
         self._metrics.write(json.dumps(line) + "\n")
         if self._ray_metrics is not None:
             self._ray_metrics.step_done(report.number, version, metrics)
@@ -321,34 +281,24 @@ class Telemetry:
         calls = report.metrics.get("rollout/num_tool_calls")
         if calls is not None:
             num_rollouts = int(report.metrics["rollout/num"])
-            problem = self._uncalled_tools.problem(num_rollouts, calls)
-            if problem is not None:
+            if problem := self._uncalled_tools.problem(num_rollouts, calls):
                 self._warn(problem)
 
     def _calls(self, rounds: Sequence[Sequence[range]], step: int) -> list[list[dict[str, Any]]]:
-        """Return the planned calls of the servers, by round; none where environments ask them call
-        by call, which are not known before.
-        """
+        # Those of environments, which ask call by call, are not known before.
         if not self._servers or self._config.environment is not None:
             return []
         assert self._algebra is not None
-        calls = server_calls(
-            rounds,
-            self._algebra.engine_devices,
-            self._engines,
-            run_seed=self._config.training.seed,
-            step=step,
-        )
-        return [[asdict(call) for call in round_] for round_ in calls]
+        devices = self._algebra.engine_devices
+        seed = self._config.training.seed
+        return server_calls(rounds, devices, self._engines, run_seed=seed, step=step)
 
     def _note_mode(self, sync: SyncReport) -> None:
-        """Have every later plan say what is sent, and why it is not the adapter any more."""
         self._sync_mode = sync.mode
         if sync.fell_back is not None:
             self._sync_fallback = sync.fell_back
-            self._warn(
-                f"the adapter sync failed, full weights are sent from now on: {sync.fell_back}"
-            )
+            now = "full weights are sent from now on"
+            self._warn(f"the adapter sync failed, {now}: {sync.fell_back}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
@@ -421,19 +371,19 @@ def server_calls(
     *,
     run_seed: int,
     step: int,
-) -> list[list[ServerCall]]:
-    """Return the calls of each round, as long as no server fails: what one takes over keeps the
-    seeds of its requests, and its rollouts name the server that answered.
+) -> list[list[dict[str, Any]]]:
+    """Return the calls of each round where no server fails, with the seed of the first request.
 
     Args:
         rounds: `[round][rank]`, the positions of a step that each learner rank learns.
         devices: those of each server.
     """
-    calls: list[list[ServerCall]] = []
+    calls: list[list[dict[str, Any]]] = []
     for ranks in rounds:
         calls.append([])
         for part in round_parts([len(positions) for positions in ranks], devices):
             first = ranks[part.rank].start + part.requests.start
+            call = {"server": names[part.engine], "first_position": first}
             seed = request_seed(run_seed, step, first)
-            calls[-1].append(ServerCall(names[part.engine], first, len(part.requests), seed))
+            calls[-1].append({**call, "count": len(part.requests), "seed": seed})
     return calls

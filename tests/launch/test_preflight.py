@@ -510,8 +510,7 @@ GPU = Resources(cpus=16, gpus=4)
             [GPU, GPU],
             2**20,
             ["learner.gpus", "rollout_matching.vllm.kv_cache_memory_bytes"],
-            "memory    compared with this machine's GPUs: those of the other nodes are taken to be"
-            " like them",
+            "memory    compared with this machine's GPUs, for those of all nodes",
             id="GPUs of several nodes",
         ),
     ],

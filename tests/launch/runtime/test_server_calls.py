@@ -17,7 +17,7 @@ def planned(
 ) -> list[list[tuple[str, int, int, int]]]:
     calls = server_calls(rounds, devices, ("a", "b"), run_seed=17, step=3)
     return [
-        [(call.server, call.first_position, call.count, call.seed) for call in round_]
+        [(call["server"], call["first_position"], call["count"], call["seed"]) for call in round_]
         for round_ in calls
     ]
 
