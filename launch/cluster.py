@@ -206,10 +206,10 @@ class Cluster:
             # On this node, from which preflight asks: elsewhere 127.0.0.1 is another machine.
             actors[spec.name] = self._create(shell, spec.name, nothing, here(), {}, spec)
         timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts)
-        return self._engines(actors, timeouts, asks_next_on_failure=True)
+        return self._engines(actors, timeouts, asks_next=True)
 
     def _engines(
-        self, actors: dict[str, Any], timeouts: RolloutTimeouts, **options: bool
+        self, actors: dict[str, Any], timeouts: RolloutTimeouts, *, asks_next: bool = False
     ) -> RolloutClient:
         engines = RolloutClient(
             list(actors.values()),
@@ -217,7 +217,7 @@ class Cluster:
             timeouts,
             decode_batch_size=self._config.rollout_matching.decode_batch_size,
             learner_ranks=self._config.learner.world_size,
-            **options,
+            asks_next_on_failure=asks_next,
         )
         self._ends.callback(engines.close)
         return engines
