@@ -28,8 +28,8 @@ class _Selector(selectors.DefaultSelector):
 
 
 class CountedTime(asyncio.SelectorEventLoop):
-    """Where nothing is ready, its clock goes on to the next timer. What would run in a thread runs
-    in the loop itself, and takes no time.
+    """A loop whose clock goes on to the next timer where nothing is ready. What would run in a
+    thread runs in the loop itself, and takes no time.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ async def _at_once(function: Callable[[], T], name: str) -> T:
 
 
 def counted(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """What it comes to, and the seconds that it would have taken."""
+    """Return the work's result, and the seconds that it would have taken."""
     with (
         mock.patch.object(THREADS, "call", _at_once),
         asyncio.Runner(loop_factory=CountedTime) as runner,

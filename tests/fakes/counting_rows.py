@@ -1,4 +1,4 @@
-"""What a `counting_worker` in a server's process tells a test. Light to import."""
+"""The notes of a `counting_worker` in a server's process. Light to import."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from the first sync on.
 
 @dataclass(frozen=True)
 class RowsFile:
-    """What a server's `counting_worker` notes, since its client has no way to ask it."""
+    """The file in which a server's `counting_worker` notes what no client can ask it."""
 
     path: Path
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the server's environment."""
+        """The server's environment."""
         return {ROWS_FILE: str(self.path), "PYTHONPATH": str(Path(__file__).parent)}
 
     def take(self) -> list[int]:
-        """How many sequences each step since the last time was for."""
+        """Return how many sequences each step since the last time was for."""
         rows = [int(line) for line in self.path.read_text().split()] if self.path.exists() else []
         self.path.write_text("")
         return rows

@@ -18,19 +18,17 @@ class CountingWorker(SpoilingWorker):
     _rows: list[int] | None = None
 
     def count_rows(self) -> None:
-        """From now on: one number per step."""
+        """Begin to count: one number per step."""
         self._rows = []
-        (head,) = [
-            module
-            for name, module in self.model_runner.model.named_modules()
-            if name.endswith("logits_processor")
-        ]
+        modules = self.model_runner.model.named_modules()
+        (head,) = [module for name, module in modules if name.endswith("logits_processor")]
         head.register_forward_pre_hook(lambda module, args: self._note_rows(len(args[1])))
 
     def take_rows(self) -> list[int]:
-        """Since the last time."""
+        """Return the numbers since the last time."""
         assert self._rows is not None, "nothing was counted"
-        rows, self._rows[:] = list(self._rows), []
+        rows = self._rows
+        self._rows = []
         return rows
 
     def make_loader(self, model: nn.Module, bucket_bytes: int) -> ChecksumLoader:

@@ -31,7 +31,7 @@ class FakeActor:
         self._woken = asyncio.Event()
 
     async def become(self, phase: str = "", trouble: str = "") -> None:
-        """For the next test. Whoever sleeps wakes up."""
+        """Change for the next test. Whoever sleeps wakes up."""
         self._woken.set()
         self._woken = asyncio.Event()
         self._phase = phase

@@ -1,4 +1,4 @@
-"""What tests of rollout servers share: an engine that does as it is told, and a server over it on a
+"""Fakes of rollout servers' tests: an engine that does as it is told, and a server over it on a
 real port.
 
 As a program it is such a server in a process of its own, to be stopped and killed: `python
@@ -193,7 +193,7 @@ class ObedientEngine:
 
 
 def make_settings(folder: Path, **changes: Any) -> EngineSettings:
-    """Of an engine whose checkpoint is `folder`, which gets a config.json."""
+    """Make settings of an engine whose checkpoint is `folder`, which gets a config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
     suits = EngineSettings(

@@ -10,5 +10,5 @@ class RenewedActor(EngineActor):
         """`become` comes first."""
 
     async def become(self, make_engine: MakeEngine) -> None:
-        """As a new `EngineActor(make_engine)`."""
+        """Begin anew as `EngineActor(make_engine)`."""
         super().__init__(make_engine)

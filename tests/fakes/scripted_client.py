@@ -31,7 +31,7 @@ TEXT_PARAMETERS = frozenset(inspect.signature(AsyncCompletions.create).parameter
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What was asked, as it was at that moment."""
+    """A question, as it was at that moment."""
 
     number: int
     """Of the calls to this client, from 0."""
@@ -43,19 +43,19 @@ class Call:
 
     @property
     def text(self) -> str:
-        """What the prompt says last."""
+        """The end of the prompt."""
         return self.prompt if isinstance(self.prompt, str) else content_of(self.prompt[-1])
 
     @property
     def turn(self) -> int:
-        """How often the model has spoken in the prompt."""
+        """The number of the model's messages in the prompt."""
         messages = [] if isinstance(self.prompt, str) else self.prompt
         return sum(message["role"] == "assistant" for message in messages)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model says; tokens are one for each character, unless they are given."""
+    """The model's answer; tokens are one for each character, unless they are given."""
 
     text: str | None = None
     tool_calls: Sequence[tuple[str, Any]] = ()

@@ -72,7 +72,7 @@ class Says:
 
 
 def says(tokenizer: Any, text: str, **fields: Any) -> Says:
-    """With the tokens of this text."""
+    """Make a response with the tokens of this text."""
     return Says(tuple(tokenizer.encode(text, add_special_tokens=False)), **fields)
 
 

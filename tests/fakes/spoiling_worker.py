@@ -15,7 +15,7 @@ from rollout_actors.weight_sync.worker import ChecksumLoader, VerifyingWorker
 
 
 class Fault(StrEnum):
-    """What happens to one tensor of a sync."""
+    """A fault of one tensor of a sync."""
 
     CORRUPT = "corrupt"
     """It is turned upside down before its checksum is taken."""
@@ -53,7 +53,11 @@ class SpoilingWatch(ChecksumLoader):
     def _damaged(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._fault is Fault.CORRUPT:
             return tensor.flip(0)
-        return _exchanged(tensor) if self._fault is Fault.EXCHANGE else tensor
+        if self._fault is Fault.EXCHANGE:
+            exchanged = tensor.clone()
+            exchanged.view(-1)[[100, 101]] = tensor.view(-1)[[101, 100]]
+            return exchanged
+        return tensor
 
 
 class SpoilingWorker(VerifyingWorker):
@@ -63,8 +67,9 @@ class SpoilingWorker(VerifyingWorker):
     watch_class = SpoilingWatch
 
     def arm(self, fault: str, name: str) -> None:
-        """For the next sync alone: what happens to the parameter of this name."""
-        self._fault, self._spoiled = Fault(fault), name
+        """Set the fault of the parameter of this name, for the next sync alone."""
+        self._fault = Fault(fault)
+        self._spoiled = name
 
     def fail_next_step(self) -> None:
         def fail(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -77,9 +82,3 @@ class SpoilingWorker(VerifyingWorker):
         watch = self.watch_class(model, bucket_bytes, self._fault, self._spoiled)
         self._fault = None
         return watch
-
-
-def _exchanged(tensor: torch.Tensor) -> torch.Tensor:
-    changed = tensor.clone()
-    changed.view(-1)[[100, 101]] = tensor.view(-1)[[101, 100]]
-    return changed

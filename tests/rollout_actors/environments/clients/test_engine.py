@@ -335,7 +335,6 @@ def test_parts_of_messages_that_no_engine_can_show_are_refused_with_a_remedy(par
 
 
 def test_a_placeholder_in_the_text_of_a_message_is_refused_and_not_sent():
-    """As a token it would stand for another image, or for none."""
     engines = ScriptedEngines([])
     conversation = conversation_over(engines, VISION)
     for images, counts in (([], "has 1 x .* and 0 x an image"), ([ONE], "has 2 x .* and 1 x")):

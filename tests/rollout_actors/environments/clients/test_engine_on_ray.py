@@ -76,11 +76,10 @@ def assert_the_learner_agrees(learner: SmallLearner, state: Any) -> None:
     """About every sampled token, in the examples that it learns."""
     for example in merge_trajectories_for_training([state]).examples:
         learners = logprobs_of(learner, example.token_ids)
-        for place, (logprob, is_learned) in enumerate(
-            zip(example.logprobs, example.mask, strict=True)
-        ):
+        pairs = zip(example.logprobs, example.mask, strict=True)
+        for index, (logprob, is_learned) in enumerate(pairs):
             if is_learned:
-                assert logprob == pytest.approx(float(learners[place - 1]), abs=1e-4)
+                assert logprob == pytest.approx(float(learners[index - 1]), abs=1e-4)
 
 
 def test_rollouts_on_the_engines_extend_token_by_token_and_the_learner_finds_the_log_probabilities_they_were_sampled_with(

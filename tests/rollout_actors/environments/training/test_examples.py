@@ -250,9 +250,7 @@ def test_tokens_of_merged_steps_keep_the_advantages_of_their_steps(advantages, b
 
 
 def test_tokens_of_merged_steps_are_relative_where_their_advantage_is_the_groups():
-    """Which is in units of the rewards; a step's own is not, nor one that somebody gives the
-    rollout.
-    """
+    """A step's own is not in units of the rewards, nor is one that somebody gives the rollout."""
     steps = [step([1], [2]), step([1, 2], [3], advantage=-2.0), step([1, 2, 3], [4])]
     states = [rollout(*deepcopy(steps), reward=reward, advantage=None) for reward in (0.0, 2.0)]
     set_advantages(states)

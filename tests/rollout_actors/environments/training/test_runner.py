@@ -63,7 +63,7 @@ def _nothing_noted() -> None:
 
 
 def by_seed(request: RolloutRequest) -> Says:
-    """As many `x` as the seed says: siblings differ."""
+    """Say as many `x` as the seed says: siblings differ."""
     word = "x" * (request.seed % 4) + "o"
     return Says(TOKENIZER.encode(word, add_special_tokens=False), version=5)
 
@@ -516,7 +516,6 @@ class Blind(ScriptedEngines):
 def test_calls_that_were_sent_other_images_are_examples_of_their_own_though_what_is_kept_is_the_same(
     keeping, kept
 ):
-    """Of the same tokens, and more."""
     for rollout in flat(
         ran(group_requests(0, 1), Blind(by_seed), kept=kept, forgets=True, **keeping)
     ):
