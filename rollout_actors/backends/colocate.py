@@ -31,10 +31,9 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
     if given is None:
         return next(size for size in (4, 2, 1) if size <= available)
     if given > available:
-        raise ConfigError(
-            f"rollout_matching.vllm.tensor_parallel_size: an engine of {given} devices beside a"
-            f" learner rank that can have {visible_devices} of one node; leave it null, or lower it"
-        )
+        beside = f"beside a learner rank that can have {visible_devices} of one node"
+        why = f"an engine of {given} devices {beside}; leave it null, or lower it"
+        raise ConfigError(f"rollout_matching.vllm.tensor_parallel_size: {why}")
     return given
 
 
@@ -98,9 +97,8 @@ class ColocatedBackend:
         if not requests:
             return []
         if shut := self._ended or self._engine.intake.unavailable_reason:
-            raise RolloutError(
-                f"the engine serves no rollouts: {shut}", actor=self._name, phase="generate"
-            )
+            why = f"the engine serves no rollouts: {shut}"
+            raise RolloutError(why, actor=self._name, phase="generate")
         started = StartTime.now()
         with self._host.offloaded(), self._context.entered(), self._failing("generate"):
             self._engine.wake()
@@ -113,11 +111,8 @@ class ColocatedBackend:
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Take weights. Once this has begun, no rollout is served until a sync has succeeded."""
         if self._ended:
-            raise WeightSyncError(
-                f"the engine takes no weights: {self._ended}",
-                actor=self._name,
-                phase=SyncPhase.PAUSE,
-            )
+            why = f"the engine takes no weights: {self._ended}"
+            raise WeightSyncError(why, actor=self._name, phase=SyncPhase.PAUSE)
         # Full weights are read where they lie; an adapter comes with the offer.
         with self._host.offloaded(model=offer.sends_adapter), self._context.entered():
             with self._failing_sync(SyncPhase.PAUSE):
@@ -165,11 +160,8 @@ class ColocatedBackend:
         except Exception as error:
             why, story = self._failures.of_error(error)
             self._ended = f"it failed ({why})"
-            failed = RolloutError(
-                f"{why}; see the learner's log, and the device's free memory",
-                actor=self._name,
-                phase=phase,
-            )
+            message = f"{why}; see the learner's log, and the device's free memory"
+            failed = RolloutError(message, actor=self._name, phase=phase)
             failed.add_note(story)
             raise failed from error
 

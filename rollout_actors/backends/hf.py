@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -186,14 +185,9 @@ class BeamScores(_LogprobProcessor):
         return values
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """One prompt as the model takes it."""
-
-    token_ids: tuple[int, ...]
-    """[P] without padding."""
-    features: dict[str, torch.Tensor]
-    """`pixel_values` [R, D] and `image_grid_thw` [I, 3]; empty without images."""
+Encoded = tuple[tuple[int, ...], dict[str, torch.Tensor]]
+"""A prompt as the model takes it: token ids [P] without padding; `pixel_values` [R, D] and
+`image_grid_thw` [I, 3], or nothing."""
 
 
 class HFBackend:
@@ -249,24 +243,22 @@ class HFBackend:
             width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1
             size = self._decode_batch_size // width
             if not size:
-                raise self._error(
-                    f"{width} beams do not fit into a batch of {self._decode_batch_size} sequences;"
-                    " lower num_beams, or raise decode_batch_size"
-                )
+                remedy = "lower num_beams, or raise decode_batch_size"
+                limit = f"a batch of {self._decode_batch_size} sequences"
+                raise self._error(f"{width} beams do not fit into {limit}; {remedy}")
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
-    def _encode(self, request: RolloutRequest) -> _Encoded:
+    def _encode(self, request: RolloutRequest) -> Encoded:
         """Expand placeholders as the processor does: to as many as the image has merged patches."""
         processor = self._host.processor
         image_token_id = processor.image_token_id
         images = decode_images(request.images, request.sample_id, actor=self._name)
         num_pads = request.prompt_token_ids.count(image_token_id)
         if num_pads != len(images):
-            raise self._error(
-                f"sample {request.sample_id} has {len(images)} images and {num_pads} placeholders"
-            )
+            has = f"has {len(images)} images and {num_pads} placeholders"
+            raise self._error(f"sample {request.sample_id} {has}")
         if not images:
-            return _Encoded(request.prompt_token_ids, {})
+            return request.prompt_token_ids, {}
         features = processor.image_processor(images=images, return_tensors="pt")
         patches_I = features["image_grid_thw"].prod(dim=-1)
         lengths = iter((patches_I // processor.image_processor.merge_size**2).tolist())
@@ -274,14 +266,14 @@ class HFBackend:
         for token_id in request.prompt_token_ids:
             token_ids += [token_id] * (next(lengths) if token_id == image_token_id else 1)
         names = ("pixel_values", "image_grid_thw")
-        return _Encoded(tuple(token_ids), {name: features[name] for name in names})
+        return tuple(token_ids), {name: features[name] for name in names}
 
     def _decode(
-        self, batch: list[RolloutRequest], encoded: list[_Encoded]
+        self, batch: list[RolloutRequest], encoded: list[Encoded]
     ) -> list[tuple[Completion, float]]:
         """Return each answer with the time of its end, by `time.perf_counter`."""
         decode = batch[0].decode
-        prompts = [prompt.token_ids for prompt in encoded]
+        prompts = [token_ids for token_ids, _ in encoded]
         inputs = self._inputs(encoded)
         prompt_length = inputs["input_ids"].shape[1]
         processors: list[LogitsProcessor] = [StopCheck(self._host.raise_if_stopping)]
@@ -312,24 +304,24 @@ class HFBackend:
             return [(answer, end) for answer in answers]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
-    def _inputs(self, encoded: list[_Encoded]) -> dict[str, torch.Tensor]:
+    def _inputs(self, encoded: list[Encoded]) -> dict[str, torch.Tensor]:
         model = self._host.model
         processor = self._host.processor
-        length = max(len(prompt.token_ids) for prompt in encoded)
+        length = max(len(token_ids) for token_ids, _ in encoded)
         shape = (len(encoded), length)
         ids_BP = torch.full(shape, processor.tokenizer.pad_token_id, dtype=torch.int64)
         mask_BP = torch.zeros(shape, dtype=torch.int64)
-        for row, prompt in enumerate(encoded):
+        for row, (token_ids, _) in enumerate(encoded):
             # On the left, so that every row's next token follows its last position.
-            begin = length - len(prompt.token_ids)
-            ids_BP[row, begin:] = torch.tensor(prompt.token_ids)
+            begin = length - len(token_ids)
+            ids_BP[row, begin:] = torch.tensor(token_ids)
             mask_BP[row, begin:] = 1
         inputs = {
             "input_ids": ids_BP,
             "attention_mask": mask_BP,
             "mm_token_type_ids": (ids_BP == processor.image_token_id).int(),
         }
-        features = [prompt.features for prompt in encoded if prompt.features]
+        features = [of_images for _, of_images in encoded if of_images]
         if features:
             pixels_RD = torch.cat([one["pixel_values"] for one in features])
             inputs["pixel_values"] = pixels_RD.to(model.dtype)

@@ -70,10 +70,9 @@ def server_addresses(
     if section.token_env is not None:
         token = os.environ.get(section.token_env)
         if not token:
-            raise ConfigError(
-                f"{SECTION}.token_env: the environment variable {section.token_env} is not set;"
-                " export the servers' token in it, or remove the key"
-            )
+            why = f"the environment variable {section.token_env} is not set"
+            remedy = "export the servers' token in it, or remove the key"
+            raise ConfigError(f"{SECTION}.token_env: {why}; {remedy}")
     limit_s = section.infer_timeout_s if (section.infer_timeout_s or 0) > 0 else None
     settings = (section.timeout_s, limit_s, section.kind, token, instead)
     return tuple(
@@ -182,6 +181,10 @@ class ServerFacts:
 class HttpEngine(RolloutEngine, ABC):
     """A rollout engine behind HTTP. A subclass speaks the routes of one kind of server."""
 
+    process = ""
+    # Never true: a server that ended may be started again, and its version or label tells.
+    is_dead = False
+
     def __init__(
         self,
         name: str,
@@ -201,7 +204,6 @@ class HttpEngine(RolloutEngine, ABC):
         self._index = index
         self._expected = expected
         self._command = command
-        self._process = ""
 
     async def start(self) -> int:
         """Wait for the server and check that it suits the run. Returns its rollout devices.
@@ -214,7 +216,7 @@ class HttpEngine(RolloutEngine, ABC):
             message = f"does not suit the run: {'; '.join(facts.problems)}"
             raise self._http.error(f"{message}. All of it: `{self._command}`", "start")
         await self._claim()
-        self._process = facts.process
+        self.process = facts.process
         return facts.world_size
 
     @abstractmethod
@@ -227,15 +229,6 @@ class HttpEngine(RolloutEngine, ABC):
     @abstractmethod
     async def _num_tokens(self) -> int | None:
         """Ask for the number of tokens sampled so far; None: nothing to do, or no count."""
-
-    @property
-    def process(self) -> str:
-        return self._process
-
-    @property
-    def is_dead(self) -> bool:
-        # A server that ended may be started again; its version or label tells of other weights.
-        return False
 
     def close(self) -> None:
         """Do nothing: somebody else launched the server, and no connection is held."""
@@ -284,10 +277,9 @@ class HttpEngine(RolloutEngine, ABC):
                 last: Exception = error
             except UnansweredError as error:
                 last = error
-        message = f"failed {TRIES} times, last with: {last}; check the server's own output"
-        raise UnreachableError(
-            self._http.with_url(message), actor=self._http.name, phase="generate"
-        ) from last
+        why = f"failed {TRIES} times, last with: {last}; check the server's own output"
+        message = self._http.with_url(why)
+        raise UnreachableError(message, actor=self._http.name, phase="generate") from last
 
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` while the server answers and makes progress. Raises UnansweredError."""
@@ -318,10 +310,8 @@ class HttpEngine(RolloutEngine, ABC):
                 last = now
                 changed = time.monotonic()
             elif time.monotonic() - changed >= timeout_s:
-                raise UnansweredError(
-                    f"it answers, and its engine has sampled no token for {SECTION}.timeout_s ="
-                    f" {timeout_s:g} s"
-                )
+                stuck = f"sampled no token for {SECTION}.timeout_s = {timeout_s:g} s"
+                raise UnansweredError(f"it answers, and its engine has {stuck}")
 
     def _parse(self, parse: Callable[[bytes], T], body: bytes, phase: str) -> T:
         """Read an answer. Raises RolloutError(phase) for one of another form."""

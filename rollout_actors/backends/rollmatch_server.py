@@ -49,11 +49,10 @@ def infer_calls(
     for request in requests:
         size = _body_bytes(InferCall.of([request], run=run, version=version, guard=guard))
         if size > limits.max_request_bytes:
-            raise ValueError(
-                f"takes calls of max_request_bytes = {limits.max_request_bytes}, and sample"
-                f" {request.sample_id} with its images is {size}; start it with"
-                f" max_request_bytes={size}, or make the images smaller"
-            )
+            what = f"and sample {request.sample_id} with its images is {size}"
+            remedy = f"start it with max_request_bytes={size}, or make the images smaller"
+            limit = f"takes calls of max_request_bytes = {limits.max_request_bytes}"
+            raise ValueError(f"{limit}, {what}; {remedy}")
         # A call of several requests is no larger than their own calls together.
         if size > room or len(parts[-1]) == limits.max_requests:
             parts.append([])
@@ -117,13 +116,15 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
 class ServerClient(HttpEngine):
     """An engine behind `launch.serve`, which itself refuses what the run must not get."""
 
+    version = 0
+    """Weight version as far as this client has seen; 0 is the checkpoint's."""
+
     def __init__(
         self, name: str, address: ServerAddress, *, index: int, expected: EngineSettings
     ) -> None:
         # The command names no repeat guard: the run brings its rule with every call.
         command = serve_command(replace(expected, repeat_guard=None), address.base_url)
         super().__init__(name, address, index=index, expected=expected, command=command)
-        self._version = 0
         # By this the server tells this run's weights and requests from another's.
         self._run = uuid.uuid4().hex
         self._limits = CallLimits(sys.maxsize, sys.maxsize, sys.maxsize)  # until it was asked
@@ -131,7 +132,7 @@ class ServerClient(HttpEngine):
     async def inspect(self) -> ServerFacts:
         info = await self._ask(messages.ServerInfo, "/info/")
         world_size = (await self._ask(messages.WorldSize, "/get_world_size/")).world_size
-        self._version = info.version
+        self.version = info.version
         self._limits = info.limits
         problems = tuple(disagreements(info, self._expected))
         return ServerFacts(world_size, info.version, info.process, problems)
@@ -145,7 +146,7 @@ class ServerClient(HttpEngine):
                 requests,
                 self._limits,
                 run=self._run,
-                version=self._version,
+                version=self.version,
                 guard=self._expected.repeat_guard,
             )
             bodies = [call.body() for call in calls]
@@ -180,13 +181,8 @@ class ServerClient(HttpEngine):
             raise self._sync_error(error, phase) from error
         if phase is SyncPhase.CANARY:
             assert report is not None
-            self._version = report.version
+            self.version = report.version
         return report
-
-    @property
-    def version(self) -> int:
-        """Weight version as far as this client has seen; 0 is the checkpoint's."""
-        return self._version
 
     async def _num_tokens(self) -> int | None:
         health = self._read(
@@ -230,10 +226,8 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
     """Yield each setting of the server that the run cannot use, with the remedy."""
     family = model_type(expected.model_path)
     if info.model_type != family:
-        yield (
-            f"model_type is {info.model_type} ({info.model}), the run's is {family}: start it with"
-            f" model={expected.model_path}"
-        )
+        kinds = f"model_type is {info.model_type} ({info.model}), the run's is {family}"
+        yield f"{kinds}: start it with model={expected.model_path}"
     for name, actual, wanted in (
         ("dtype", info.dtype, expected.dtype),
         ("transport", info.transport, expected.transport),
@@ -249,12 +243,11 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
     ):
         if limit < needed:
             yield f"{name} is {limit}, the run needs {needed}: start it with {name}={needed}"
-    if not expected.enable_lora:
-        return
-    if not info.enable_lora or info.max_lora_rank < expected.max_lora_rank:
+    rank = expected.max_lora_rank
+    if expected.enable_lora and not (info.enable_lora and info.max_lora_rank >= rank):
         served = f"of rank {info.max_lora_rank}" if info.enable_lora else "none"
+        remedy = f"start it with enable_lora=true max_lora_rank={rank}"
         yield (
-            f"the adapters it serves are {served}, the run's are of rank {expected.max_lora_rank}:"
-            f" start it with enable_lora=true max_lora_rank={expected.max_lora_rank}, or set"
+            f"the adapters it serves are {served}, the run's are of rank {rank}: {remedy}, or set"
             " rollout_matching.vllm.sync.mode: full"
         )

@@ -246,12 +246,11 @@ class StockClient(HttpEngine):
         if reason := self._intake.unavailable_reason:
             raise self._http.error(f"serves no rollouts: {reason}", "generate")
         origin = EngineInfo(self._http.name, self.version, self._rule, StartTime.now())
-        answers, attempt = await self._answers(
-            [
-                partial(self._complete, rollout_body(request, origin.actor), request.sample_id)
-                for request in requests
-            ]
-        )
+        calls = [
+            partial(self._complete, rollout_body(request, origin.actor), request.sample_id)
+            for request in requests
+        ]
+        answers, attempt = await self._answers(calls)
         label = self._routes.label(str(origin.version))
         rollouts = []
         for request, (answer, end) in zip(requests, answers, strict=True):
@@ -302,10 +301,8 @@ class StockClient(HttpEngine):
             # A run ended in the middle of an update, which may have left the model in pieces.
             await self._routes.collective_rpc("abandon_update")
         if not label.endswith(CHECKPOINT):
-            self._intake.unavailable_reason = (
-                f"it holds weights that another run has sent ({label}), until this run sends its"
-                " own"
-            )
+            held = f"it holds weights that another run has sent ({label})"
+            self._intake.unavailable_reason = f"{held}, until this run sends its own"
             return
         await self._routes.resume_generation()
         await self._routes.update_weight_version(str(self.version))
@@ -357,52 +354,40 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
     if dtype != expected.dtype:
         yield f"dtype is {dtype}, the run's is {expected.dtype}: --dtype {expected.dtype}"
     if info.logprobs_mode != "processed_logprobs":
-        yield (
-            f"its log-probabilities are {info.logprobs_mode}, before temperature and bans:"
-            " --logprobs-mode processed_logprobs"
-        )
+        mode = f"{info.logprobs_mode}, before temperature and bans"
+        yield f"its log-probabilities are {mode}: --logprobs-mode processed_logprobs"
     if not info.worker_extension:
-        yield (
-            "its workers cannot say what they loaded: --worker-extension-cls"
-            f" {expected.worker_extension}"
-        )
+        remedy = f"--worker-extension-cls {expected.worker_extension}"
+        yield f"its workers cannot say what they loaded: {remedy}"
     num_images = 0 if info.multimodal is None else info.max_images_per_prompt
     if num_images is not None and num_images < expected.max_images_per_prompt:
+        needed = f"the data have {expected.max_images_per_prompt}"
         limit = json.dumps({"image": expected.max_images_per_prompt, "video": 0})
-        yield (
-            f"it takes {num_images} images in a prompt, the data have"
-            f" {expected.max_images_per_prompt}: --limit-mm-per-prompt '{limit}'"
-        )
+        yield f"it takes {num_images} images in a prompt, {needed}: --limit-mm-per-prompt '{limit}'"
     for argument, replicas in (
         ("--data-parallel-size", info.data_parallel_size),
         ("--pipeline-parallel-size", info.pipeline_parallel_size),
     ):
         if replicas > 1:
-            yield (
-                f"{argument} is {replicas}, over which weights are not synced: start one server for"
-                f" each, with {argument} 1"
-            )
+            remedy = f"start one server for each, with {argument} 1"
+            yield f"{argument} is {replicas}, over which weights are not synced: {remedy}"
     if info.transport != expected.transport:
         takes = "no weights" if info.transport is None else f"weights over {info.transport}"
+        sends = f"the learner sends over {expected.transport}"
         backend = json.dumps({"backend": expected.transport})
-        yield (
-            f"it takes {takes}, the learner sends over {expected.transport}:"
-            f" --weight-transfer-config '{backend}'"
-        )
-    for argument, actual, needed in (
+        yield f"it takes {takes}, {sends}: --weight-transfer-config '{backend}'"
+    for argument, actual, wanted in (
         ("--max-model-len", info.max_model_len, expected.max_model_len),
         ("--max-num-seqs", info.max_num_seqs, expected.sequences_per_device * world_size),
     ):
-        if actual < needed:
-            yield f"{argument} is {actual}, the run needs {needed}: {argument} {needed}"
+        if actual < wanted:
+            yield f"{argument} is {actual}, the run needs {wanted}: {argument} {wanted}"
 
 
 def _missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:
     """Name each worker without the repeat guard, by its `GuardedWorker.active_guard`."""
     for rank, answer in enumerate(answers):
         if not answer["is_loaded"]:
-            yield (
-                f"the {answer['runner']} model runner of worker {rank} holds no repeat guard, and"
-                " rollout_matching.repeat_terminate asks for one: --logits-processors"
-                f" {GUARD_PROCESSOR}"
-            )
+            who = f"the {answer['runner']} model runner of worker {rank}"
+            why = "and rollout_matching.repeat_terminate asks for one"
+            yield f"{who} holds no repeat guard, {why}: --logits-processors {GUARD_PROCESSOR}"

@@ -119,20 +119,16 @@ def _problems(
     if not prompt:
         yield "prompt_token_ids: is empty; send at least one token"
     if len(prompt) >= settings.max_model_len:
-        yield (
-            f"prompt_token_ids: has {len(prompt)} tokens, prompt and response may have"
-            f" {settings.max_model_len}; shorten it, or start the server with max_model_len=N"
-        )
+        limit = f"prompt and response may have {settings.max_model_len}"
+        remedy = "shorten it, or start the server with max_model_len=N"
+        yield f"prompt_token_ids: has {len(prompt)} tokens, {limit}; {remedy}"
     if num_images > settings.max_images_per_prompt:
-        yield (
-            f"images: has {num_images}, the server takes {settings.max_images_per_prompt}; start"
-            f" it with max_images_per_prompt={num_images}"
-        )
-    if image_token_id is not None and prompt.count(image_token_id) < num_images:
-        yield (
-            f"images: has {num_images}, and prompt_token_ids {prompt.count(image_token_id)} of the"
-            f" placeholder {image_token_id}; send one placeholder for each image"
-        )
+        limit = f"the server takes {settings.max_images_per_prompt}"
+        remedy = f"start it with max_images_per_prompt={num_images}"
+        yield f"images: has {num_images}, {limit}; {remedy}"
+    if image_token_id is not None and (number := prompt.count(image_token_id)) < num_images:
+        has = f"and prompt_token_ids {number} of the placeholder {image_token_id}"
+        yield f"images: has {num_images}, {has}; send one placeholder for each image"
     for key, token_ids in (
         ("prompt_token_ids", prompt),
         ("decode.stop_token_ids", decode.stop_token_ids),
@@ -294,10 +290,9 @@ class RolloutService:
         admission = self.admit(call.run, call.version)
         problems = list(request_problems(call.requests, self.settings, self.image_token_id))
         if len(call.requests) > self.limits.max_requests:
-            problems.append(
-                f"requests: has {len(call.requests)}, one call may have"
-                f" {self.limits.max_requests}; split it, or start the server with max_requests=N"
-            )
+            limit = f"one call may have {self.limits.max_requests}"
+            remedy = "split it, or start the server with max_requests=N"
+            problems.append(f"requests: has {len(call.requests)}, {limit}; {remedy}")
         if problems:
             raise RefusalError(400, "\n".join(problems[:MAX_PROBLEMS]))
         requests = await asyncio.to_thread(self._with_image_data, call.requests)

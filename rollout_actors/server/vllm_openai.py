@@ -70,9 +70,8 @@ def check_tool_parser(name: str | None) -> None:
     """Raise ConfigError for a name that vLLM does not know; needs no model."""
     known = ToolParserManager.list_registered()
     if name is not None and name not in known:
-        raise ConfigError(
-            f"tool_call_parser: {name} is none of vLLM's; choose one of {', '.join(sorted(known))}"
-        )
+        remedy = f"choose one of {', '.join(sorted(known))}"
+        raise ConfigError(f"tool_call_parser: {name} is none of vLLM's; {remedy}")
 
 
 @dataclass(slots=True)
