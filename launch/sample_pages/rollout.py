@@ -11,14 +11,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from launch.sample_pages.html import (
-    LegendRow,
-    TokenCell,
-    TokenRun,
-    opacity_of,
-    render,
-    token_cell,
-)
+from launch.sample_pages.html import LegendRow, TokenCell, TokenRun, opacity_of, render, token_cell
 from learner.rollout_logs.trajectories import ExampleEntry, LoggedMessages, TrajectoryRecord
 
 

@@ -95,11 +95,7 @@ def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rat
     assert (run.model.dtype, run.model.gradient_checkpointing) == ("bfloat16", True)
     assert (run.canary_tolerance, run.logprob_tolerance) == (None, 1.0)
     training = run.training
-    parts = (
-        training.parts.vision_tower,
-        training.parts.aligner,
-        training.parts.language_model,
-    )
+    parts = (training.parts.vision_tower, training.parts.aligner, training.parts.language_model)
     assert [part.learning_rate for part in parts] == [1e-6, 1e-5, 1e-5]
     assert not any(part.frozen for part in parts)
     assert (training.max_grad_norm, training.adam_beta2) == (1.0, 0.95)

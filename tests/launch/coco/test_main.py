@@ -224,12 +224,6 @@ def test_without_one_usable_ring_it_is_left_out_or_becomes_its_box(source, segme
     assert report["objects"]["boxes_for_polygons"] == {reason: 1}
 
 
-def test_polygons_keep_their_vertices_in_order_each_at_the_nearest_bin(source):
-    source.image(1, annotation(segmentation=[[*SQUARE, *SQUARE[:2]]]))
-    data, _ = source.convert(geometry="poly")
-    assert data[0].objects[0].bins == SQUARE_BINS
-
-
 BEYOND = {"bbox": [-5, 20, 30, 90], "segmentation": [[-5, 20, 25, 20, 25, 110]]}
 AT_THE_BORDER = {"bbox": [0, 0, 100, 80], "segmentation": [[0, 0, 100, 0, 100, 80]]}
 HUGE = {"bbox": [0, 0, 1e308, 1e308], "segmentation": [[0, 0, 1e308, 0, 1e308, 1e308]]}
@@ -239,11 +233,7 @@ HUGE_BOX = {"bbox": [-1e308, -1e308, 1.7e308, 1.7e308], "segmentation": []}
 @pytest.mark.parametrize(
     ("shapes", "bins", "num_clamped"),
     [
-        (
-            [BEYOND, AT_THE_BORDER],
-            {(0, 0, 999, 0, 999, 999), (0, 253, 252, 253, 252, 999)},
-            1,
-        ),
+        ([BEYOND, AT_THE_BORDER], {(0, 0, 999, 0, 999, 999), (0, 253, 252, 253, 252, 999)}, 1),
         ([HUGE, HUGE_BOX], {(0, 0, 999, 0, 999, 999), (0, 0, 999, 999)}, 2),
     ],
     ids=["a little", "as far as numbers go"],
@@ -257,12 +247,19 @@ def test_shapes_that_reach_beyond_their_image_are_clamped_and_counted(
     assert report["objects"]["clamped"] == num_clamped
 
 
-def test_polygons_of_many_vertices_are_simplified_on_demand(source):
-    ring = [10, 20, 25, 19, 40, 20, 40, 60, 25, 60, 10, 60]
+@pytest.mark.parametrize(
+    ("ring", "options", "num_simplified"),
+    [
+        ([*SQUARE, *SQUARE[:2]], {}, 0),
+        ([10, 20, 25, 19, 40, 20, 40, 60, 25, 60, 10, 60], {"max_vertices": "4"}, 1),
+    ],
+    ids=["each vertex at its nearest bin", "fewer vertices on demand"],
+)
+def test_polygons_keep_their_vertices_in_order(source, ring, options, num_simplified):
     source.image(1, annotation(segmentation=[ring]), annotation())
-    data, report = source.convert(geometry="poly", max_vertices="4")
+    data, report = source.convert(geometry="poly", **options)
     assert {found.bins for found in data[0].objects} == {SQUARE_BINS}
-    assert report["objects"]["simplified"] == 1
+    assert report["objects"]["simplified"] == num_simplified
 
 
 def test_images_that_cannot_be_used_are_counted_with_all_their_annotations(source):

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 from scripted_client import Answer, ScriptedClient
 
-from launch.vf_eval.results_file import (
-    FinishedRollout,
-    ResultsFile,
-    count_tokens,
-    read_rollouts,
-)
+from launch.vf_eval.results_file import FinishedRollout, ResultsFile, count_tokens, read_rollouts
 from rollout_actors.environments.datasets import digest
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
