@@ -85,9 +85,8 @@ def codec(codecs, request):
 
 
 def target_of(token_ids, codec, truth, rules=RULES):
-    return parsed_target(
-        parse_rollout(token_ids, codec), Sample("scene", (), 96, 96, tuple(truth)), codec, rules
-    )
+    sample = Sample("scene", (), 96, 96, tuple(truth))
+    return parsed_target(parse_rollout(token_ids, codec), sample, codec, rules)
 
 
 def pieces(target, codec, role):
@@ -109,6 +108,9 @@ def test_canonical_text_of_matched_objects_is_trained_exactly_as_the_tokenizer_w
     def canonical(*objects):
         return codec.encode(serialize_objects(objects, field_order=field_order))
 
+    def trained(answer, objects):
+        return target_of(answer, codec, objects, rules).token_ids
+
     for objects in (
         [],
         [SEVEN],
@@ -117,43 +119,31 @@ def test_canonical_text_of_matched_objects_is_trained_exactly_as_the_tokenizer_w
         [SEVEN, TRIANGLE, TWO],
         [TRIANGLE, HALF, TRIANGLE],
     ):
-        expected = (*canonical(*objects), codec.eos_token_id)
         whole = canonical(*objects)
-        assert target_of(whole, codec, objects, rules).token_ids == expected, "perfect"
-        assert target_of(whole[1:], codec, objects, rules).token_ids == expected, "braceless"
-        assert target_of([], codec, objects, rules).token_ids == expected, "empty"
-        assert (
-            target_of(codec.encode("I see a seven."), codec, objects, rules).token_ids == expected
-        ), "prose"
+        expected = (*whole, codec.eos_token_id)
+        assert trained(whole, objects) == expected, "perfect"
+        assert trained(whole[1:], objects) == expected, "braceless"
+        assert trained([], objects) == expected, "empty"
+        assert trained(codec.encode("I see a seven."), objects) == expected, "prose"
         for length in range(len(whole)):
-            assert target_of(whole[:length], codec, objects, rules).token_ids == expected, (
-                f"truncated after {length} tokens"
-            )
+            assert trained(whole[:length], objects) == expected, f"cut after {length} tokens"
         for number in range(len(objects)):
-            for length in range(len(canonical(*objects[:number])), len(whole)):
-                fewer = (*canonical(*objects[:number]), codec.eos_token_id)
-                cut = parse_rollout(whole[:length], codec).objects
-                if len(cut) == number:
-                    assert (
-                        target_of(whole[:length], codec, objects[:number], rules).token_ids == fewer
-                    ), "the truth had ended"
-            assert (
-                target_of(canonical(*objects[:number]), codec, objects, rules).token_ids == expected
-            ), "all from one on were missed"
+            begun = canonical(*objects[:number])
+            for length in range(len(begun), len(whole)):
+                if len(parse_rollout(whole[:length], codec).objects) == number:
+                    fewer = trained(whole[:length], objects[:number])
+                    assert fewer == (*begun, codec.eos_token_id), "the truth had ended"
+            assert trained(begun, objects) == expected, "all from one on were missed"
 
 
 @pytest.mark.parametrize("codec", NAMES, indirect=True)
 def test_an_end_that_the_model_wrote_in_pieces_is_trained_in_one(codec):
     """The last kept token is encoded anew where the tokenizer joins it with what is appended."""
-    pieced = [
-        *codec.encode(serialize_objects([SEVEN])[:-2]),
-        *codec.encode("}"),
-        *codec.encode("}"),
-    ]
+    kept = codec.encode(serialize_objects([SEVEN])[:-2])
+    pieced = [*kept, *codec.encode("}"), *codec.encode("}")]
     target = target_of(pieced, codec, [SEVEN])
-    joint = codec.encode("}}")
     whole = codec.encode(serialize_objects([SEVEN]))
-    assert target.token_ids[:-1] in (tuple(whole), (*pieced[:-2], *joint))
+    assert target.token_ids[:-1] in (tuple(whole), (*pieced[:-2], *codec.encode("}}")))
     assert target.token_ids[: target.reading.num_kept] == tuple(pieced[: target.reading.num_kept])
 
 
@@ -203,10 +193,8 @@ def test_the_choice_to_stop_or_to_go_on_behind_the_last_kept_object_is_taught_as
         assert pieces(stop, codec, TokenRole.CLOSING) == ["}}", "<|im_end|>"]
         go_on = target_of(answer, codec, [SEVEN, TWO])
         assert pieces(go_on, codec, TokenRole.STRUCTURE)[0] == "},"
-    assert pieces(target_of(codec.encode("{}"), codec, []), codec, TokenRole.CLOSING) == [
-        "{}",
-        "<|im_end|>",
-    ]
+    nothing = target_of(codec.encode("{}"), codec, [])
+    assert pieces(nothing, codec, TokenRole.CLOSING) == ["{}", "<|im_end|>"]
 
 
 @pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)
@@ -224,14 +212,11 @@ def test_going_on_within_the_prefix_is_neutral_whatever_comes_next(codec, truth)
 @pytest.mark.parametrize("codec", ["fusing braces", "bytes"], indirect=True)
 def test_an_opening_brace_that_the_answer_lost_is_taught_like_appended_text(codec):
     target = target_of(codec.encode(serialize_objects([SEVEN])[1:]), codec, [SEVEN])
-    assert target.reading.parsed.fallback and codec.piece_bytes(target.token_ids[0]).startswith(
-        b"{"
-    )
+    truth = ground_truth_target(Sample("scene", (), 96, 96, (SEVEN,)), codec, RULES)
+    assert target.reading.parsed.fallback
+    assert codec.piece_bytes(target.token_ids[0]).startswith(b"{")
     assert target.roles[0] == TokenRole.STRUCTURE
-    assert (
-        target.roles
-        == ground_truth_target(Sample("scene", (), 96, 96, (SEVEN,)), codec, RULES).roles
-    ).all()
+    assert (target.roles == truth.roles).all()
 
 
 @pytest.mark.parametrize("codec", QWEN_LIKE, indirect=True)

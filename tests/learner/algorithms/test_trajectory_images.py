@@ -81,33 +81,24 @@ class Whole:
             token_ids += encoded
             mask += [int(part.is_learned)] * len(encoded)
         images = tuple(image for part in parts for image in part.images)
-        made = TrainingExample(
+        example = TrainingExample(
             token_ids, [0.0] * len(mask), mask, reward=0.0, weight_version=0, images=images
         )
         with torch.no_grad():
-            logprobs = self.logprobs(made)
-        return replace(
-            made,
-            logprobs=[
-                0.0,
-                *(
-                    value * learned
-                    for value, learned in zip(logprobs.tolist(), mask[1:], strict=True)
-                ),
-            ],
-        )
+            logprobs = [0.0, *self.logprobs(example).tolist()]
+        learned = [value * flag for value, flag in zip(logprobs, mask, strict=True)]
+        return replace(example, logprobs=learned)
 
     def logprobs(self, example: TrainingExample) -> torch.Tensor:
         """Of each token but the first."""
-        logits = (
-            self.model(
-                input_ids=torch.tensor([example.token_ids]), **self.shown(example), use_cache=False
-            )
-            .logits[0, :-1]
-            .double()
-        )
+        logits = self.logits(example).double()
         logits[:, self._banned] = -torch.inf
         return logits.log_softmax(-1).gather(1, torch.tensor(example.token_ids[1:])[:, None])[:, 0]
+
+    def logits(self, example):
+        """[L - 1, V], nothing banned."""
+        ids = torch.tensor([example.token_ids])
+        return self.model(input_ids=ids, **self.shown(example), use_cache=False).logits[0, :-1]
 
     def shown(self, example):
         if not example.images:
@@ -134,51 +125,38 @@ class Whole:
         total = 0.0
         for group in answers:
             mean = fmean(rollout.reward for rollout in group)
-            for rollout in group:
-                for example in rollout.examples:
-                    learned = torch.tensor(example.mask[1:], dtype=torch.bool)
-                    ratio = torch.exp(
-                        self.logprobs(example)[learned]
-                        - torch.tensor(example.logprobs[1:])[learned]
-                    )
-                    loss = -(ratio * (rollout.reward - mean)).mean() / ROLLOUTS
-                    loss.backward()
-                    total += loss.item()
-        return total, {
-            name: parameter.grad
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+            for rollout, example in ((one, example) for one in group for example in one.examples):
+                learned = torch.tensor(example.mask[1:], dtype=torch.bool)
+                engine = torch.tensor(example.logprobs[1:])[learned]
+                ratio = torch.exp(self.logprobs(example)[learned] - engine)
+                loss = -(ratio * (rollout.reward - mean)).mean() / ROLLOUTS
+                loss.backward()
+                total += loss.item()
+        named = self.model.named_parameters()
+        return total, {name: weight.grad for name, weight in named if weight.grad is not None}
 
 
 def parts_of(position):
     """By the position's remainder of 3: an image in the prompt; besides it a second one in the
     second turn; none.
     """
-    row, of_row, own = (
-        position // GROUP,
-        picture(*SIZES[position // GROUP], seed=position // GROUP),
-        picture(*SIZES[position % 2], seed=100 + position),
-    )
-    question, answer = (
-        f" Locate every object of {row}.\n",
-        Part(f'{{"object_{position}": ', is_learned=True),
-    )
+    row = position // GROUP
+    question = f" Locate every object of {row}.\n"
+    answer = Part(f'{{"object_{position}": ', is_learned=True)
     if position % 3 == 2:
         return Part(question), answer
-    first = (Part(f"user\n{IMAGE}{question}", (of_row,)), answer)
-    return (
-        first
-        if position % 3 == 0
-        else (*first, Part(f"user\nAnd of {IMAGE}?", (own,)), Part("bbox_2d", is_learned=True))
-    )
+    first = (Part(f"user\n{IMAGE}{question}", (picture(*SIZES[row], seed=row),)), answer)
+    if position % 3 == 0:
+        return first
+    second = picture(*SIZES[position % 2], seed=100 + position)
+    return (*first, Part(f"user\nAnd of {IMAGE}?", (second,)), Part("bbox_2d", is_learned=True))
 
 
 def begun(config, whole, examples_of=None):
     """A fresh learner, and the answers to its first step."""
     learner = make_learner(config)
-    made = examples_of or (lambda position: [whole.example(*parts_of(position))])
-    return learner, begin(learner, RunSchedule(config).plan(0), examples_of=made)
+    examples_of = examples_of or (lambda position: [whole.example(*parts_of(position))])
+    return learner, begin(learner, RunSchedule(config).plan(0), examples_of=examples_of)
 
 
 class Learned:
@@ -218,6 +196,8 @@ def assert_same_gradients(found, expected):
 def test_loss_and_gradient_of_a_step_are_those_of_each_example_alone(config, whole, changes):
     step = Learned(config(**changes), whole)
     loss, gradients = whole.step(step.answers)
+    rollouts = [rollout for group in step.answers for rollout in group]
+    learned = sum(example.num_learned for rollout in rollouts for example in rollout.examples)
     assert step.metrics["loss/total"] == pytest.approx(loss, abs=2e-6)
     assert step.metrics["packing/num_segments"] == ROLLOUTS
     assert (step.metrics["packing/num_rows"] < ROLLOUTS / 2) is (not changes), (
@@ -225,54 +205,34 @@ def test_loss_and_gradient_of_a_step_are_those_of_each_example_alone(config, who
     )
     assert_same_gradients(step.gradients, gradients)
     assert step.gradients[PATCHES].any(), "the vision tower takes part"
-
-
-def test_every_sampled_token_is_compared_and_the_learners_own_log_probabilities_pass(config, whole):
-    step = Learned(config(), whole)
-    learned = sum(
-        example.num_learned
-        for group in step.answers
-        for rollout in group
-        for example in rollout.examples
-    )
     assert step.metrics["rollout/num_compared_tokens"] == learned > ROLLOUTS
     assert step.metrics["policy/logprob_difference"] < 1e-4
 
 
 def test_a_step_whose_environment_may_show_images_and_shows_none_is_one_of_text(config, whole):
     def text(position):
-        return [
-            whole.example(
-                Part(f"user\n Locate {position // GROUP}."),
-                Part(f"bbox {position}", is_learned=True),
-            )
-        ]
+        question = Part(f"user\n Locate {position // GROUP}.")
+        return [whole.example(question, Part(f"bbox {position}", is_learned=True))]
 
-    with_images, without = (
-        Learned(config(), whole, text),
-        Learned(config(environment__max_images_per_prompt=0), whole, text),
-    )
+    with_images = Learned(config(), whole, text)
+    without = Learned(config(environment__max_images_per_prompt=0), whole, text)
     # Of the first update: ratios of 1 and advantages whose sum is 0.
     assert with_images.metrics["loss/total"] == without.metrics["loss/total"]
-    assert any(gradient.any() for gradient in with_images.gradients.values()), "it learns"
-    assert not any(
-        ".visual." in name and gradient.any() for name, gradient in with_images.gradients.items()
-    )
+    learned = [name for name, gradient in with_images.gradients.items() if gradient.any()]
+    assert learned
+    assert not any(".visual." in name for name in learned)
 
 
 def test_an_image_behind_the_last_learned_token_is_left_out(config, whole):
+    behind = Part(f"user\n{IMAGE} Right?", (picture(64, 64, seed=200),))
+
     def followed(position):
-        return [
-            whole.example(
-                *parts_of(position), Part(f"user\n{IMAGE} Right?", (picture(64, 64, seed=200),))
-            )
-        ]
+        return [whole.example(*parts_of(position), behind)]
 
     learner, answers = begun(config(), whole, followed)
     segments = list(learner.steps[0].segments(answers, version=0))
-    assert [len(segment.prompt.image_grid_I3) for segment in segments] == [
-        (1, 2, 0)[position % 3] for position in range(ROLLOUTS)
-    ]
+    shown = [len(segment.prompt.image_grid_I3) for segment in segments]
+    assert shown == [(1, 2, 0)[position % 3] for position in range(ROLLOUTS)]
     for segment in segments:
         # Patches come two by two.
         assert len(segment.modality) == len(segment)
@@ -288,18 +248,11 @@ def called(whole, position, *, merges):
     In every second rollout the second prompt goes on from the first call; the others' history is
     rewritten.
     """
-    row, own = (
-        picture(*SIZES[position // GROUP], seed=position // GROUP),
-        picture(*SIZES[position % 2], seed=100 + position),
-    )
-    question, second = (
-        Part(f"user\n{IMAGE} Locate {position}.\n", (row,)),
-        Part(f"user\nAnd of {IMAGE}?", (own,)),
-    )
-    answer, other = (
-        Part(f'{{"object_{position}": ', is_learned=True),
-        Part("bbox_2d", is_learned=True),
-    )
+    row = position // GROUP
+    question = Part(f"user\n{IMAGE} Locate {position}.\n", (picture(*SIZES[row], seed=row),))
+    second = Part(f"user\nAnd of {IMAGE}?", (picture(*SIZES[position % 2], seed=100 + position),))
+    answer = Part(f'{{"object_{position}": ', is_learned=True)
+    other = Part("bbox_2d", is_learned=True)
     history = [question, answer] if position % 2 else [question]
     calls = []
     for parts in ([question, answer], [*history, second, other]):
@@ -315,19 +268,11 @@ def called(whole, position, *, merges):
 def test_merging_calls_with_images_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(
     config, whole, normalize
 ):
-    steps = [
-        Learned(
-            config(objective={"normalize": normalize}),
-            whole,
-            lambda position, merges=merges: called(whole, position, merges=merges),
-        )
-        for merges in (False, True)
-    ]
-    apart, merged = steps
-    assert [step.metrics["packing/num_segments"] for step in steps] == [
-        2 * ROLLOUTS,
-        1.5 * ROLLOUTS,
-    ]
+    settings = config(objective={"normalize": normalize})
+    apart = Learned(settings, whole, lambda position: called(whole, position, merges=False))
+    merged = Learned(settings, whole, lambda position: called(whole, position, merges=True))
+    assert apart.metrics["packing/num_segments"] == 2 * ROLLOUTS
+    assert merged.metrics["packing/num_segments"] == 1.5 * ROLLOUTS
     assert merged.metrics["loss/total"] == pytest.approx(apart.metrics["loss/total"], abs=1e-6)
     assert apart.gradients[PATCHES].any(), "the vision tower takes part"
     for name, gradient in apart.gradients.items():
@@ -337,119 +282,86 @@ def test_merging_calls_with_images_gives_the_loss_and_gradient_of_each_call_as_a
 # What contradicts the learner
 
 
-def learn(learner, answers):
-    learner.accumulate(answers)
-    learner.finish_step()
-
-
-def with_images(whole, at, image, **changes):
+def with_images(whole, at, image):
     """The examples of a step, of which the one at this position brings this image last, in place of
     its own.
     """
 
-    def made(position):
+    def examples(position):
         example = whole.example(*parts_of(position))
-        return [
-            (
-                example
-                if position != at
-                else replace(example, images=(*example.images[:-1], image), **changes)
-            )
-        ]
+        if position == at:
+            images = (*example.images[:-1], image)
+            example = replace(example, images=images, engine="actor-2")
+        return [example]
 
-    return made
+    return examples
 
 
 @pytest.mark.parametrize("at", [3, 4], ids=["in the prompt", "in a later turn"])
 def test_another_image_of_the_same_size_is_noticed_by_its_log_probabilities(config, whole, at):
     (own,) = parts_of(at)[0 if at == 3 else 2].images
     other = picture(*decode_image(own).size, seed=300)
-    learner, answers = begun(config(), whole, with_images(whole, at, other, engine="actor-2"))
-    with pytest.raises(
-        RolloutError, match=r"has log-probability .* in the engine and .* in the learner"
-    ) as caught:
-        learn(learner, answers)
+    learner, answers = begun(config(), whole, with_images(whole, at, other))
+
+    def learn():
+        learner.accumulate(answers)
+        learner.finish_step()
+
+    with pytest.raises(RolloutError, match=r"has log-probability .* in the engine and") as caught:
+        learn()
     assert (caught.value.actor, caught.value.phase) == ("actor-2", "check")
 
 
+DAMAGED = replace(picture(96, 64), data=b"no picture", sha256="damaged")
+
+
 @pytest.mark.parametrize(
-    ("at", "told"),
+    ("at", "image", "message"),
     [
-        (3, r"\[24\] tokens of its images, the learner \[16\]"),
-        (4, r"\[20, 24\] tokens of its images, the learner \[20, 16\]"),
+        (3, picture(64, 64), r"the engine has \[24\] tokens of its images, the learner \[16\]"),
+        (4, picture(64, 64), r"the engine has \[20, 24\] .*, the learner \[20, 16\]; engines and"),
+        (3, DAMAGED, "images: .* is no readable image"),
     ],
 )
-def test_an_image_with_another_number_of_tokens_ends_the_run_with_the_engines_name(
-    config, whole, at, told
+def test_an_image_that_the_learner_does_not_see_as_the_engine_ends_the_run_with_the_engines_name(
+    config, whole, at, image, message
 ):
-    learner, answers = begun(
-        config(), whole, with_images(whole, at, picture(64, 64), engine="actor-2")
-    )
-    with pytest.raises(
-        RolloutError,
-        match=(
-            rf"example \d+: the engine has {told}; engines and learner must load the same"
-            r" checkpoint"
-        ),
-    ) as caught:
+    learner, answers = begun(config(), whole, with_images(whole, at, image))
+    with pytest.raises(RolloutError, match=rf"example \d+: {message}") as caught:
         learner.accumulate(answers)
     assert (caught.value.actor, caught.value.phase) == ("actor-2", "check")
 
 
-def test_an_image_that_cannot_be_decoded_ends_the_run_with_the_engines_name(config, whole):
-    damaged = replace(picture(96, 64), data=b"no picture", sha256="damaged")
-    learner, answers = begun(config(), whole, with_images(whole, 3, damaged, engine="actor-2"))
-    with pytest.raises(
-        RolloutError, match=r"example \d+: images: .* is no readable image"
-    ) as caught:
-        learner.accumulate(answers)
-    assert caught.value.actor == "actor-2"
-
-
-def quoting(whole, blind):
-    """The examples of a step, of which those of odd positions have a placeholder that is text; or
-    `blind`, an image that nobody knows any more.
-    """
-    shown = whole.example(*parts_of(0))
-    text = whole.example(Part("tell me about <|image_pad|> please"), Part("ee ff", is_learned=True))
-    return lambda position: [
-        (replace(shown, images=()) if blind else text) if position % 2 else shown
-    ]
+def with_placeholder(example, pad):
+    first, *others = example.token_ids
+    mask, logprobs = [0, *example.mask], [0.0, *example.logprobs]
+    return replace(example, token_ids=[first, pad, *others], mask=mask, logprobs=logprobs)
 
 
 @pytest.mark.parametrize(
-    "blind", [False, True], ids=["placeholder in a text", "image that is missing"]
+    ("case", "counts"),
+    [
+        ("placeholder in a text", "1 images, and it brings 0"),
+        ("image that is missing", "1 images, and it brings 0"),
+        ("placeholder beside an image", "2 images, and it brings 1"),
+    ],
 )
 def test_an_example_whose_placeholders_are_not_those_of_its_images_ends_the_run_with_the_example_and_what_to_do(
-    config, whole, blind
+    config, whole, case, counts
 ):
     """In a row with others it would be shown their patches."""
-    learner, answers = begun(config(), whole, quoting(whole, blind))
-    told = (
-        r"example \d+: its tokens have places for 1 images, and it brings 0; an environment leaves"
-        r" the text of placeholders out of its messages"
-    )
-    with pytest.raises(RolloutError, match=told) as caught:
+    shown = whole.example(*parts_of(0))
+    text = Part("tell me about <|image_pad|> please")
+    wrong = {
+        "placeholder in a text": whole.example(text, Part("ee ff", is_learned=True)),
+        "image that is missing": replace(shown, images=()),
+        "placeholder beside an image": with_placeholder(shown, whole.processor.image_token_id),
+    }[case]
+    learner, answers = begun(config(), whole, lambda at: [wrong if at % 2 else shown])
+    message = rf"example \d+: its tokens have places for {counts}; an environment leaves the text"
+    with pytest.raises(RolloutError, match=message) as caught:
         learner.accumulate(answers)
     assert caught.value.phase == "check"
-
-
-def test_a_placeholder_in_the_text_of_an_example_with_images_is_told_as_one(config, whole):
-    shown = whole.example(*parts_of(0))
-    pad = whole.processor.image_token_id
-    first, *others = shown.token_ids
-    both = replace(
-        shown,
-        token_ids=[first, pad, *others],
-        mask=[0, *shown.mask],
-        logprobs=[0.0, *shown.logprobs],
-    )
-    learner, answers = begun(config(), whole, lambda _: [both])
-    with pytest.raises(
-        RolloutError,
-        match=r"its tokens have places for 2 images, and it brings 1; an environment leaves",
-    ):
-        learner.accumulate(answers)
 
 
 # What syncs are proved by
@@ -466,18 +378,9 @@ def test_the_fixed_sequence_has_an_image_exactly_where_prompts_may_have_some(con
     assert probe.token_ids.count(whole.processor.image_token_id) == len(images)
     assert all(map(math.isfinite, probe.expected_logprobs))
     ids = list(probe.expanded_token_ids)
-    expected = torch.log_softmax(plain_logits(whole, ids, images), -1).gather(
-        1, torch.tensor(ids[1:])[:, None]
-    )[:, 0]
+    zeros = [0.0] * len(ids)
+    example = TrainingExample(ids, zeros, [0] * len(ids), reward=0.0, images=images)
+    with torch.no_grad():
+        logprobs = whole.logits(example).log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     assert probe.expected_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
-
-
-@torch.no_grad()
-def plain_logits(whole, token_ids, images):
-    """[L - 1, V], nothing banned."""
-    example = TrainingExample(
-        token_ids, [0.0] * len(token_ids), [0] * len(token_ids), reward=0.0, images=images
-    )
-    return whole.model(
-        input_ids=torch.tensor([token_ids]), **whole.shown(example), use_cache=False
-    ).logits[0, :-1]

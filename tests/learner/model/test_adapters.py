@@ -36,23 +36,20 @@ def load(checkpoint: Path):
     return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
+def untie(model):
+    model.lm_head.weight = torch.nn.Parameter(0.5 * model.lm_head.weight.detach())
+    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+
+
 def adapted(
-    checkpoint: Path,
-    kind: str = "lora",
-    *,
-    seed: int = 3,
-    trained: bool = True,
-    token_ids=(),
-    tied=True,
-    **section,
+    checkpoint: Path, kind="lora", *, seed=3, trained=True, token_ids=(), tied=True, **section
 ):
     """The demo's model with an adapter that has learned something: noise in place of every trained
     tensor's start.
     """
     model = load(checkpoint)
     if not tied:
-        model.lm_head.weight = torch.nn.Parameter(0.5 * model.lm_head.weight.detach())
-        model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+        untie(model)
     section = AdapterSection(kind=kind, **{"rank": 4, "alpha": 8.0} | section)
     apply_adapter(model, section, base_path=str(checkpoint), seed=seed, token_ids=token_ids)
     if trained:
@@ -64,26 +61,26 @@ def adapted(
 
 
 def trainable(model):
-    return {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def logits(model):
+def logits(model, ids_1T=TOKENS_1T):
     with torch.no_grad():
-        return model(input_ids=TOKENS_1T, use_cache=False).logits
+        return model(input_ids=ids_1T, use_cache=False).logits
+
+
+def merged(model):
+    return {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
 
 
 def test_a_text_model_is_adapted_like_a_language_model_beside_a_vision_tower():
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
-    expected = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    expected = merged(model)
     apply_adapter(model, AdapterSection(kind="lora", rank=4, alpha=8.0), base_path="text", seed=3)
     assert len(adapted_layers(model)) == 2 * 7
-    assert same(dict(CheckpointWeights(model).tensors()), expected), (
-        "merged, and under the same names"
-    )
+    assert same(merged(model), expected), "merged, and under the same names"
 
 
 def snapshot(model):
@@ -126,13 +123,11 @@ def test_the_first_adapter_follows_from_the_seed_and_changes_nothing(demo_checkp
 
 
 def test_a_name_that_no_layer_has_is_refused_with_those_that_exist(demo_checkpoint):
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"model.adapter.target_modules: .* is called qkv, wq; it has down_proj, gate_proj,"
-            r" k_proj, o_proj, q_proj, up_proj, v_proj"
-        ),
-    ):
+    message = (
+        r"model.adapter.target_modules: .* is called qkv, wq; it has down_proj, gate_proj,"
+        r" k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+    with pytest.raises(ConfigError, match=message):
         adapted(demo_checkpoint, target_modules=("q_proj", "wq", "qkv"))
 
 
@@ -143,13 +138,12 @@ def test_merged_weights_are_pefts_own_merge_and_the_learners_tensors_stay_bit_eq
 ):
     model = adapted(demo_checkpoint, kind)
     before = snapshot(model)
-    merged = dict(CheckpointWeights(model).tensors())
+    weights = merged(model)
     assert same(before, snapshot(model))
-    reference = copy.deepcopy(model)
-    for path, layer in adapted_layers(reference).items():
+    for path, layer in adapted_layers(copy.deepcopy(model)).items():
         layer.merge()
-        assert torch.equal(merged[f"{path}.weight"], layer.base_layer.weight)
-        assert not torch.equal(merged[f"{path}.weight"], before[f"{path}.base_layer.weight"])
+        assert torch.equal(weights[f"{path}.weight"], layer.base_layer.weight)
+        assert not torch.equal(weights[f"{path}.weight"], before[f"{path}.base_layer.weight"])
 
 
 @pytest.mark.slow
@@ -158,10 +152,12 @@ def test_merged_weights_have_an_ordinary_checkpoints_names_once_and_do_what_the_
     demo_checkpoint, kind
 ):
     model, ordinary = adapted(demo_checkpoint, kind), load(demo_checkpoint)
-    merged = list(CheckpointWeights(model).tensors())
-    assert [name for name, _ in merged] == [name for name, _ in ordinary.named_parameters()]
+    source = CheckpointWeights(model)
+    weights = list(source.tensors())
+    assert [name for name, _ in weights] == [name for name, _ in ordinary.named_parameters()]
+    assert list(source.specs()) == [(name, one.dtype, one.shape) for name, one in weights]
     before = logits(ordinary)
-    ordinary.load_state_dict(dict(merged), strict=False)
+    ordinary.load_state_dict(dict(weights), strict=False)
     ordinary.tie_weights()
     torch.testing.assert_close(logits(ordinary), logits(model), rtol=0, atol=2e-5)
     assert (logits(model) - before).abs().max() > 1e-2
@@ -174,41 +170,22 @@ def test_a_model_without_adapters_offers_its_parameters_as_they_are(demo_checkpo
     assert adapter_files(model) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_specs_are_known_before_anything_is_merged(demo_checkpoint, kind):
-    source = CheckpointWeights(adapted(demo_checkpoint, kind))
-    assert list(source.specs()) == [
-        (name, tensor.dtype, tensor.shape) for name, tensor in source.tensors()
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_adapter_loads_in_peft(demo_checkpoint, tmp_path, kind):
-    model = adapted(demo_checkpoint, kind)
-    adapter_files(model).save(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "adapter").eval()
-    assert torch.equal(logits(loaded), logits(model))
-
-
 def test_an_offered_adapter_is_two_files_with_a_digest(demo_checkpoint):
     model = adapted(demo_checkpoint)
     files = adapter_files(model)
-    terms = AdapterOffer.make(files, timeout_s=5.0)
-    tensors = safetensors.torch.load(terms.files.tensors)
+    offer = AdapterOffer.make(files, timeout_s=5.0)
+    tensors = safetensors.torch.load(offer.files.tensors)
+    expected = {
+        f"base_model.model.{name.replace('.default.weight', '.weight')}": weight
+        for name, weight in trainable(model).items()
+    }
     assert len(tensors) == 2 * 3 * 7
-    values = trainable(model)
-    for name, tensor in tensors.items():
-        assert torch.equal(
-            tensor,
-            values[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")],
-        )
-    assert json.loads(terms.files.config)["r"] == 4
+    assert same(tensors, expected)
+    assert json.loads(offer.files.config)["r"] == 4
     assert files == adapter_files(model)
-    assert terms.is_intact
-    assert not replace(terms, files=replace(files, tensors=files.tensors[:-1] + b"?")).is_intact
-    assert not replace(terms, files=replace(files, config=files.config + " ")).is_intact
+    assert offer.is_intact
+    assert not replace(offer, files=replace(files, tensors=files.tensors[:-1] + b"?")).is_intact
+    assert not replace(offer, files=replace(files, config=files.config + " ")).is_intact
 
 
 @pytest.mark.slow
@@ -222,14 +199,24 @@ def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kin
         model = adapted(demo_checkpoint, kind).train()
         if recompute:
             model.gradient_checkpointing_enable()
-        model(input_ids=TOKENS_1T, use_cache=False).logits.float().log_softmax(-1)[
-            ..., 3
-        ].sum().backward()
+        output = model(input_ids=TOKENS_1T, use_cache=False).logits.float()
+        output.log_softmax(-1)[..., 3].sum().backward()
         return {name: parameter.grad for name, parameter in trainable(model).items()}
 
-    plain, recomputed = gradients(recompute=False), gradients(recompute=True)
+    plain = gradients(recompute=False)
     assert any(gradient.abs().max() > 0 for gradient in plain.values())
-    assert same(plain, recomputed)
+    assert same(plain, gradients(recompute=True))
+
+
+def save(model, checkpoint, folder, **options):
+    """Save a model with its adapter; return what transformers loads of it."""
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    save_checkpoint(model, processor, folder, adapter=adapter_files(model), **options)
+    saved, information = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(information.values())
+    return saved.eval()
 
 
 @pytest.mark.slow
@@ -239,27 +226,16 @@ def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(
 ):
     model = adapted(demo_checkpoint, kind)
     before = snapshot(model)
-    save_checkpoint(
-        model,
-        AutoProcessor.from_pretrained(demo_checkpoint),
-        tmp_path / "saved",
-        adapter=adapter_files(model),
-    )
+    saved = save(model, demo_checkpoint, tmp_path / "saved")
     assert same(before, snapshot(model))
-    names = {
-        path: set(safetensors.torch.load_file(path / "model.safetensors"))
-        for path in (demo_checkpoint, tmp_path / "saved")
-    }
-    assert names[demo_checkpoint] == names[tmp_path / "saved"]
-    merged, information = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+    ordinary, names = (
+        set(safetensors.torch.load_file(folder / "model.safetensors"))
+        for folder in (demo_checkpoint, tmp_path / "saved")
     )
-    assert not any(information.values())
-    torch.testing.assert_close(logits(merged.eval()), logits(model), rtol=0, atol=2e-5)
-    adapter = PeftModel.from_pretrained(
-        load(demo_checkpoint), tmp_path / "saved" / "adapter"
-    ).eval()
-    assert torch.equal(logits(adapter), logits(model))
+    assert names == ordinary
+    torch.testing.assert_close(logits(saved), logits(model), rtol=0, atol=2e-5)
+    adapter = PeftModel.from_pretrained(load(demo_checkpoint), tmp_path / "saved" / "adapter")
+    assert torch.equal(logits(adapter.eval()), logits(model))
 
 
 @pytest.mark.slow
@@ -296,58 +272,45 @@ def learn(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_rows_are_trained_with_the_adapter_and_no_other_row_is(demo_checkpoint, kind, tied):
     model = adapted(demo_checkpoint, kind, trained=False, token_ids=FRESH, tied=tied)
-    before = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    before = merged(model)
     learn(model)
-    after = dict(CheckpointWeights(model).tensors())
-    assert list(before) == list(after)
+    after = merged(model)
     matrices = HEAD[:1] if tied else HEAD
+    assert list(before) == list(after)
     assert {name for name in HEAD if name in after} == set(matrices)
     for name in matrices:
         rows = (after[name] != before[name]).any(dim=1).nonzero()[:, 0].tolist()
         assert rows == list(FRESH), name
-    elsewhere = {name for name in after if not torch.equal(after[name], before[name])} - set(
-        matrices
-    )
-    assert elsewhere == {f"{path}.weight" for path in adapted_layers(model)}
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed - set(matrices) == {f"{path}.weight" for path in adapted_layers(model)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_sent_and_saved_of_fresh_rows_is_what_the_learner_computes_with(
-    demo_checkpoint, tmp_path, tied
+    demo_checkpoint, tied
 ):
     model = adapted(demo_checkpoint, token_ids=FRESH, tied=tied)
     ordinary = load(demo_checkpoint)
     names = [name for name, _ in ordinary.named_parameters()] + ([] if tied else ["lm_head.weight"])
-    source = CheckpointWeights(model)
-    merged = dict(source.tensors())
-    assert list(merged) == names
-    assert list(source.specs()) == [
-        (name, tensor.dtype, tensor.shape) for name, tensor in merged.items()
-    ]
+    weights = merged(model)
+    specs = [(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
+    assert list(weights) == names
+    assert list(CheckpointWeights(model).specs()) == specs
     if not tied:
-        ordinary.lm_head.weight = torch.nn.Parameter(ordinary.lm_head.weight.detach().clone())
-        ordinary.config.tie_word_embeddings = ordinary.config.text_config.tie_word_embeddings = (
-            False
-        )
-    ordinary.load_state_dict(merged, strict=False)
+        untie(ordinary)
+    ordinary.load_state_dict(weights, strict=False)
     ids_1T = torch.tensor([[5, *FRESH, 7]])
-    with torch.no_grad():
-        expected = model(input_ids=ids_1T, use_cache=False).logits
-        torch.testing.assert_close(
-            ordinary(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5
-        )
+    torch.testing.assert_close(logits(ordinary, ids_1T), logits(model, ids_1T), rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_a_tied_head_has_the_rows_of_the_embedding(demo_checkpoint):
     model = adapted(demo_checkpoint, token_ids=FRESH)
     learn(model)
-    assert (
-        model.lm_head.token_adapter.base_layer.weight
-        is model.get_input_embeddings().token_adapter.base_layer.weight
-    )
-    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+    head, embedding = model.lm_head, model.get_input_embeddings()
+    assert head.token_adapter.base_layer.weight is embedding.token_adapter.base_layer.weight
+    assert torch.equal(head.weight, embedding.weight)
     assert len([name for name in trainable(model) if "trainable_tokens" in name]) == 1
     assert set(embeddings_with_trained_rows(model)) == {
         "model.language_model.embed_tokens.token_adapter",
@@ -362,22 +325,15 @@ def test_a_checkpoint_holds_the_fresh_rows_merged_and_in_the_adapter_to_the_bit(
 ):
     base = load(demo_checkpoint)
     if not tied:
-        base.lm_head.weight = torch.nn.Parameter(0.5 * base.lm_head.weight.detach())
-        base.config.tie_word_embeddings = base.config.text_config.tie_word_embeddings = False
+        untie(base)
     model = adapted(demo_checkpoint, token_ids=FRESH, tied=tied)
     learn(model)
-    sent = {name: tensor.clone() for name, tensor in CheckpointWeights(model).tensors()}
+    sent = merged(model)
     fresh = FreshTokens(FRESH[0], len(FRESH))
-    processor = AutoProcessor.from_pretrained(demo_checkpoint)
-    save_checkpoint(model, processor, tmp_path / "saved", adapter=adapter_files(model), fresh=fresh)
-    saved, information = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(information.values())
+    saved = save(model, demo_checkpoint, tmp_path / "saved", fresh=fresh)
     assert same(dict(saved.named_parameters()), sent)
     assert (saved.lm_head.weight is saved.get_input_embeddings().weight) == tied
     restored = PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter").eval()
     assert torch.equal(logits(restored), logits(model))
-    weights = dict(CheckpointWeights(restored.base_model.model).tensors())
-    assert same(weights, sent)
+    assert same(merged(restored.base_model.model), sent)
     assert FreshTokens.of(tmp_path / "saved") == fresh, "who goes on from here trains them too"

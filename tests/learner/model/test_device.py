@@ -21,12 +21,7 @@ from launch.runtime import learner_client
 from launch.runtime.learner_client import LearnerCall, RayLearner
 from learner.model.adapters import NAME
 from learner.model.checkpoint import CheckpointWeights
-from learner.model.ranks import (
-    LearnerDevice,
-    Ranks,
-    RankTopology,
-    ReceiverGroup,
-)
+from learner.model.ranks import LearnerDevice, Ranks, RankTopology, ReceiverGroup
 from learner.model.sharding import Parallel
 from learner.segments import EncodedPrompt
 from learner.weight_sync.canary import Canary
@@ -87,36 +82,25 @@ class WatchedModel(nn.Module):
     config: Any = SimpleNamespace(sub_configs=(), save_pretrained=lambda folder: None)
 
 
-Made = tuple[WeightPublisher, list[str]]
-
-
-def publisher(transport: str = "rollmatch_gloo", *, offers_adapter: bool = False) -> Made:
+def publisher(
+    transport: str = "rollmatch_gloo", *, offers_adapter: bool = False
+) -> tuple[WeightPublisher, list[str]]:
     events: list[str] = []
     model = WatchedModel(events)
     processor = SimpleNamespace(save_pretrained=lambda folder: None)
     loaded: Any = SimpleNamespace(model=model, processor=processor, device=CPU, fresh_tokens=None)
-    no_images = torch.empty(0, 3, dtype=torch.int64)
-    prompt = EncodedPrompt((1, 2), (1, 2), torch.zeros(2), torch.empty(0, 0), no_images)
+    prompt = EncodedPrompt.from_text((1, 2))
     canary = Canary(
         loaded, prompt, (), (3, 4), tolerance=1e-4, proves_adapter=False, run_dir=Path("unused")
     )
-    parallel = Parallel(model, CheckpointWeights(model), Ranks())
-    sender = WeightSender(
-        CheckpointWeights(model),
-        transport=transport,
-        receivers=(ReceiverGroup(1),),
-        timeout_s=0.5,
-    )
-    made = WeightPublisher(
-        Ranks(),
-        WatchedDevice(events),
-        loaded,
-        parallel,
-        sender,
-        canary,
-        offers_adapter=offers_adapter,
-    )
-    return made, events
+    source = CheckpointWeights(model)
+    parallel = Parallel(model, source, Ranks())
+    sender = WeightSender(source, transport=transport, receivers=(ReceiverGroup(1),), timeout_s=0.5)
+    device = WatchedDevice(events)
+    ranks = Ranks()
+    return WeightPublisher(
+        ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter
+    ), events
 
 
 @pytest.mark.parametrize(
@@ -130,16 +114,16 @@ def publisher(transport: str = "rollmatch_gloo", *, offers_adapter: bool = False
 def test_an_offer_waits_for_the_update_before_weights_adapter_or_canary_are_read(
     transport: str, offers_adapter: bool, readers: set[str]
 ) -> None:
-    made, events = publisher(transport, offers_adapter=offers_adapter)
-    made.offer()
-    made.close()
+    publishes, events = publisher(transport, offers_adapter=offers_adapter)
+    publishes.offer()
+    publishes.close()
     assert events[0] == "wait"
     assert set(events[1:]) == readers
 
 
 def test_a_checkpoint_waits_for_the_update_before_it_reads(tmp_path: Path) -> None:
-    made, events = publisher()
-    made.save(tmp_path / "checkpoint")
+    publishes, events = publisher()
+    publishes.save(tmp_path / "checkpoint")
     assert events[0] == "wait"
     assert {"read", "save"} <= set(events)
 
@@ -180,16 +164,14 @@ def test_a_peer_that_is_lost_in_a_reduction_is_missed_there() -> None:
 
 def test_a_rank_on_a_gpu_whose_process_has_ended_may_have_lost_a_peer() -> None:
     """NCCL's watchdog ends the process: there is nobody left to say what it waited for."""
-    error = ActorDiedError()
     call = LearnerCall("finish_step", None, "", LearnerError)
-    on_gpu = replace(call, watchdog_from=0.0).translate_error("rank 1", error)
+    on_gpu = replace(call, watchdog_from=0.0).translate_error("rank 1", ActorDiedError())
     assert isinstance(on_gpu, CollectiveError), "what another rank says of itself says more"
-    assert "rank 1's process has ended" in str(on_gpu)
-    assert "it may have lost a peer" in str(on_gpu)
-    assert "timeouts.learn_s" in str(on_gpu)
-    alone = call.translate_error("the learner", error)
-    assert "its process has ended" in str(alone)
+    for part in ("rank 1's process has ended", "it may have lost a peer", "timeouts.learn_s"):
+        assert part in str(on_gpu)
+    alone = call.translate_error("the learner", ActorDiedError())
     assert type(alone) is LearnerError
+    assert "its process has ended" in str(alone)
     assert "peer" not in str(alone)
 
 

@@ -25,15 +25,12 @@ from shared.config import RunConfig
 from shared.errors import ConfigError, LearnerError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+MOVING = {"enabled": True, "offload_model": True, "offload_optimizer": True}
 ON = {
     "stage2_ab__channel_b__enable_pipeline": False,
     "rollout_matching__rollout_backend": "vllm",
     "rollout_matching__vllm": {"mode": "colocate"},
-    "rollout_matching__offload": {
-        "enabled": True,
-        "offload_model": True,
-        "offload_optimizer": True,
-    },
+    "rollout_matching__offload": MOVING,
 }
 
 
@@ -73,36 +70,36 @@ def model() -> Tied:
 
 def everything(model: nn.Module) -> list[torch.Tensor]:
     parameters = list(model.parameters())
-    return [
-        *parameters,
-        *(parameter.grad for parameter in parameters if parameter.grad is not None),
-        *model.buffers(),
-    ]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [*parameters, *gradients, *model.buffers()]
+
+
+def storages(model: nn.Module) -> list[StorageWeakRef]:
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in everything(model)]
 
 
 def facts(model: nn.Module) -> list[tuple[Any, ...]]:
     return [
-        (tensor.detach().clone(), tensor.stride(), tensor.dtype, tensor.device)
-        for tensor in everything(model)
+        (one.detach().clone(), one.stride(), one.dtype, one.device) for one in everything(model)
     ]
 
 
 def same(before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]) -> bool:
-    return all(
-        torch.equal(a[0], b[0]) and a[1:] == b[1:] for a, b in zip(before, after, strict=True)
-    )
+    pairs = zip(before, after, strict=True)
+    return all(torch.equal(a[0], b[0]) and a[1:] == b[1:] for a, b in pairs)
 
 
 def test_the_memory_of_the_model_is_let_go_while_it_is_away_and_its_bits_come_back(
     model: Tied,
 ) -> None:
-    before, objects = facts(model), [id(tensor) for tensor in everything(model)]
-    held = [StorageWeakRef(tensor.untyped_storage()) for tensor in everything(model)]
+    before = facts(model)
+    objects = [id(tensor) for tensor in everything(model)]
+    held = storages(model)
     assert not any(storage.expired() for storage in held)
     with offloaded_model(model):
         assert all(storage.expired() for storage in held)
         assert same(before, facts(model)), "the values are readable in the host's memory"
-        on_host = [StorageWeakRef(tensor.untyped_storage()) for tensor in everything(model)]
+        on_host = storages(model)
     assert all(storage.expired() for storage in on_host)
     assert same(before, facts(model))
     assert [id(tensor) for tensor in everything(model)] == objects
@@ -144,10 +141,8 @@ class Refusing(torch.Tensor):
 
 def test_it_comes_back_when_the_way_out_fails_half_way(model: Tied) -> None:
     model.scale = model.scale.as_subclass(Refusing)
-    before, held = (
-        facts(model),
-        [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()],
-    )
+    before = facts(model)
+    held = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
     with pytest.raises(RuntimeError, match="no room"), offloaded_model(model):
         raise AssertionError("it did not get away")
     assert same(before, facts(model))
@@ -158,16 +153,14 @@ def test_it_comes_back_when_the_way_out_fails_half_way(model: Tied) -> None:
     assert optimizer.moves == [CPU, GPU]
 
 
-def test_no_room_to_come_back_is_told_with_what_makes_room(model: Tied) -> None:
+def test_no_room_to_come_back_is_told_with_what_makes_room() -> None:
     class FullDevice(SpyOptimizer):
         def move_to(self, device: torch.device) -> None:
             if device == GPU:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with (
-        pytest.raises(LearnerError, match=r"rollout_matching\.offload.*gpu_memory_utilization"),
-        offloaded_optimizer(FullDevice(), GPU),
-    ):
+    full = pytest.raises(LearnerError, match=r"rollout_matching\.offload.*gpu_memory_utilization")
+    with full, offloaded_optimizer(FullDevice(), GPU):
         pass
 
 
@@ -179,40 +172,38 @@ def configured(demo_checkpoint: Path, demo_data: Path, tmp_path: Path) -> Config
     return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path, **changes)
 
 
+@pytest.mark.parametrize(
+    ("section", "with_model", "moves_model", "moves"),
+    [
+        pytest.param(MOVING, False, False, [CPU, CPU], id="the model is read"),
+        pytest.param(
+            {"enabled": True, "offload_optimizer": True}, True, False, [CPU, CPU], id="one"
+        ),
+        pytest.param({"enabled": True, "offload_model": True}, True, True, [], id="the other"),
+    ],
+)
 def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(
-    configured: Configured, model: Tied
+    configured: Configured,
+    model: Tied,
+    section: dict[str, bool],
+    with_model: bool,
+    moves_model: bool,
+    moves: list[torch.device],
 ) -> None:
-    both = configured(**ON)
+    config = configured(**ON | {"rollout_matching__offload": section})
     held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
-    with offloaded(both, model, optimizer, CPU, with_model=False):
-        assert not held.expired()
-        assert optimizer.moves == [CPU]
-    optimizer_alone = configured(
-        **ON | {"rollout_matching__offload": {"enabled": True, "offload_optimizer": True}}
-    )
-    with offloaded(optimizer_alone, model, optimizer, CPU, with_model=True):
-        assert not held.expired()
-    model_alone, untouched = (
-        configured(**ON | {"rollout_matching__offload": {"enabled": True, "offload_model": True}}),
-        SpyOptimizer(),
-    )
-    with offloaded(model_alone, model, untouched, CPU, with_model=True):
-        assert held.expired()
-    assert untouched.moves == []
+    with offloaded(config, model, optimizer, CPU, with_model=with_model):
+        assert held.expired() == moves_model
+        assert optimizer.moves == moves[:1]
+    assert optimizer.moves == moves
 
 
 def test_enabled_alone_moves_the_model_and_the_optimizer(
     configured: Configured, model: Tied
 ) -> None:
-    optimizer = SpyOptimizer()
-    held = StorageWeakRef(model.turned.untyped_storage())
-    with offloaded(
-        configured(**ON | {"rollout_matching__offload": {"enabled": True}}),
-        model,
-        optimizer,
-        CPU,
-        with_model=True,
-    ):
+    config = configured(**ON | {"rollout_matching__offload": {"enabled": True}})
+    held, optimizer = StorageWeakRef(model.turned.untyped_storage()), SpyOptimizer()
+    with offloaded(config, model, optimizer, CPU, with_model=True):
         assert held.expired()
     assert optimizer.moves == [CPU, CPU]
 
@@ -220,13 +211,7 @@ def test_enabled_alone_moves_the_model_and_the_optimizer(
 @pytest.mark.parametrize(
     "changes",
     [
-        {
-            "rollout_matching__offload": {
-                "enabled": False,
-                "offload_model": True,
-                "offload_optimizer": True,
-            }
-        },
+        {"rollout_matching__offload": MOVING | {"enabled": False}},
         {"rollout_matching__rollout_backend": "hf"},
         {"rollout_matching__vllm": {"mode": "actors"}},
     ],
@@ -246,9 +231,8 @@ def test_everywhere_else_the_section_is_ignored(
 def test_on_a_cpu_there_is_nowhere_to_go_and_the_refusal_says_what_to_do(
     configured: Configured,
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout_matching\.offload\.enabled: .*CPU.*set it to false"
-    ):
+    message = r"rollout_matching\.offload\.enabled: .*CPU.*set it to false"
+    with pytest.raises(ConfigError, match=message):
         require_offload(configured(**ON), CPU)
     require_offload(configured(**ON), GPU)
 
@@ -257,7 +241,6 @@ def test_shards_cannot_be_moved_away_and_the_refusal_says_what_to_do(
     configured: Configured,
 ) -> None:
     sharded = configured(**ON, learner__world_size=2, learner__parallel="fsdp")
-    with pytest.raises(
-        ConfigError, match=r"rollout_matching\.offload\.enabled: .*fsdp.*vllm\.mode: actors"
-    ):
+    message = r"rollout_matching\.offload\.enabled: .*fsdp.*vllm\.mode: actors"
+    with pytest.raises(ConfigError, match=message):
         require_offload(sharded, GPU)
