@@ -4,19 +4,22 @@ computes each segment alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from config_support import configuration
-from PIL import Image
 from tiny_qwen import FAMILIES, make_stock_model
+from trajectory_support import picture
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from learner.collate import collate
 from learner.model.loading import load_model
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
-from learner.segments import EncodedPrompt, PromptEncoder, Segment
+from learner.segments import PromptEncoder, Segment
 from learner.step import train_row
 from learner.targets import ground_truth_target, target_settings, text_weights
 from learner.weight_sync.canary import Canary
@@ -42,56 +45,34 @@ def parts(request, demo_data, tmp_path_factory):
     loaded = load_model(config, torch.device("cpu"))
     samples = load_dataset(
         config.data.train, on_bad_row="error", sort_objects=True, check_images=True
-    )[: len(IMAGE_SIZES)]
-    encoder = PromptEncoder(
-        loaded.processor, system_prompt=None, user_prompt=config.data.user_prompt
     )
+    encoder = PromptEncoder.from_config(config, loaded.processor)
+    settings = target_settings(config)
     segments = []
-    for position, (sample, (width, height)) in enumerate(zip(samples, IMAGE_SIZES, strict=True)):
-        target = ground_truth_target(sample, loaded.codec, target_settings(config))
-        segments.append(
-            Segment(
-                position,
-                prompt_of(loaded.processor, encoder, sample, width, height, position),
-                target,
-            )
-        )
+    for position, (sample, size) in enumerate(zip(samples, IMAGE_SIZES, strict=False)):
+        target = ground_truth_target(sample, loaded.codec, settings)
+        shown = replace(sample, images=(picture(*size, seed=position),))
+        prompt = encoder.encode(shown)
+        assert prompt.image_grid_I3.tolist() == [[1, size[1] // 8, size[0] // 8]]
+        segments.append(Segment(position, prompt, target))
     return config, loaded, segments
 
 
-def prompt_of(processor, encoder, sample, width, height, seed) -> EncodedPrompt:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    encoded = processor(
-        text=[encoder.text(sample)], images=[Image.fromarray(pixels)], return_tensors="pt"
-    )
-    assert encoded["image_grid_thw"].tolist() == [[1, height // 8, width // 8]]
-    ids = tuple(encoded["input_ids"][0].tolist())
-    return EncodedPrompt(
-        encoder.request_ids(sample),
-        ids,
-        encoded["mm_token_type_ids"][0],
-        encoded["pixel_values"],
-        encoded["image_grid_thw"],
-    )
+def row_of(parts, segments):
+    config, loaded, _ = parts
+    weights = text_weights(config.rollout_matching.pipeline, Channel.A)
+    return collate(segments, text_weights=weights, rope_index=loaded.rope_index)
 
 
 def step(parts, rows):
     config, loaded, segments = parts
     loaded.model.zero_grad(set_to_none=True)
     objectives = build_objectives(config.rollout_matching.pipeline, Channel.A, loaded.coord_ids_C)
-    loss = 0.0
-    for row in rows:
-        packed = collate(
-            row,
-            text_weights=text_weights(config.rollout_matching.pipeline, Channel.A),
-            rope_index=loaded.model.model.get_rope_index,
-        )
-        loss += train_row(loaded.model, packed, objectives, Normalizer()).loss / len(segments)
-    return loss, {
-        name: parameter.grad / len(segments)
-        for name, parameter in loaded.model.named_parameters()
-        if parameter.grad is not None
-    }
+    packed = [row_of(parts, row) for row in rows]
+    losses = [train_row(loaded.model, row, objectives, Normalizer()).loss for row in packed]
+    number, named = len(segments), loaded.model.named_parameters()
+    gradients = {name: one.grad / number for name, one in named if one.grad is not None}
+    return sum(losses) / number, gradients
 
 
 @pytest.mark.slow
@@ -104,13 +85,7 @@ def test_packed_rows_have_the_loss_and_gradient_of_their_segments_alone(parts):
         assert packed_loss == pytest.approx(loss, abs=2e-5)
         assert packed.keys() == gradients.keys()
         for name, gradient in gradients.items():
-            torch.testing.assert_close(
-                packed[name],
-                gradient,
-                atol=5e-5,
-                rtol=1e-3,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+            torch.testing.assert_close(packed[name], gradient, atol=5e-5, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -118,55 +93,34 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
     """The slow way: the model makes its own positions, and the whole vocabulary's logits are
     read."""
     _, loaded, segments = parts
-    model = loaded.model
-    row = collate(
-        segments,
-        text_weights=text_weights(parts[0].rollout_matching.pipeline, Channel.A),
-        rope_index=model.model.get_rope_index,
-    )
+    inputs = row_of(parts, segments).inputs
+    hidden = partial(loaded.model.model, use_cache=False)
     with torch.no_grad():
-        packed = model.model(
-            input_ids=row.inputs.input_ids,
-            position_ids=row.inputs.position_ids,
+        packed = hidden(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
             attention_mask=None,
-            pixel_values=row.inputs.pixel_values,
-            image_grid_thw=row.inputs.image_grid_thw,
-            use_cache=False,
+            **inputs.image_arguments(torch.float32),
         ).last_hidden_state[0]
         start = 0
         for segment in segments:
-            ids = torch.tensor([[*segment.prompt.token_ids, *segment.target.token_ids]])
-            modality = torch.cat(
-                [
-                    segment.prompt.modality_P,
-                    segment.prompt.modality_P.new_zeros(len(segment.target.token_ids)),
-                ]
-            )[None]
-            alone = model.model(
-                input_ids=ids,
-                mm_token_type_ids=modality,
-                pixel_values=segment.prompt.pixel_values_RD,
-                image_grid_thw=segment.prompt.image_grid_I3,
-                use_cache=False,
+            prompt = segment.prompt
+            alone = hidden(
+                input_ids=torch.tensor([[*prompt.token_ids, *segment.target.token_ids]]),
+                mm_token_type_ids=segment.modality[None],
+                pixel_values=prompt.pixel_values_RD,
+                image_grid_thw=prompt.image_grid_I3,
             ).last_hidden_state[0]
-            torch.testing.assert_close(
-                packed[start : start + len(alone)], alone, atol=5e-5, rtol=1e-4
-            )
-            start += len(alone)
+            stop = start + len(alone)
+            torch.testing.assert_close(packed[start:stop], alone, atol=5e-5, rtol=1e-4)
+            start = stop
 
 
 def canary_of(parts):
     config, loaded, segments = parts
-    response = segments[0].target.token_ids[:8]
-    return Canary(
-        loaded,
-        segments[0].prompt,
-        (),
-        response,
-        tolerance=1e-4,
-        proves_adapter=False,
-        run_dir=config.telemetry.run_dir,
-    )
+    prompt, response = segments[0].prompt, segments[0].target.token_ids[:8]
+    options = {"tolerance": 1e-4, "proves_adapter": False}
+    return Canary(loaded, prompt, (), response, run_dir=config.telemetry.run_dir, **options)
 
 
 @pytest.mark.slow
@@ -180,25 +134,17 @@ def test_the_canary_reads_the_same_model(parts):
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_have_diverged_are_the_learners_error(parts, value):
-    _, loaded, _ = parts
     canary = canary_of(parts)
-    weight = next(
-        parameter
-        for name, parameter in loaded.model.named_parameters()
-        if "language_model.norm" in name
-    )
+    named = parts[1].model.named_parameters()
+    weight = next(parameter.data for name, parameter in named if "language_model.norm" in name)
     before = weight[0].item()
-    with torch.no_grad():
-        weight[0] = value
+    weight[0] = value
+    message = (
+        r"canary on the learner: .*canary's token 1 is nan: the weights have diverged, and are not"
+        r" saved; .*learning_rate"
+    )
     try:
-        with pytest.raises(
-            LearnerError,
-            match=(
-                r"canary on the learner: .*canary's token 1 is nan: the weights have diverged, and"
-                r" are not saved; .*learning_rate"
-            ),
-        ):
+        with pytest.raises(LearnerError, match=message):
             canary.logprobs()
     finally:
-        with torch.no_grad():
-            weight[0] = before
+        weight[0] = before

@@ -35,6 +35,19 @@ def config(demo_checkpoint, demo_data, tmp_path_factory):
     )
 
 
+def weights_of(learner):
+    named = learner.loaded.model.named_parameters()
+    return {name: parameter.detach().clone() for name, parameter in named}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def timeless(report):
+    return {name: value for name, value in report.metrics.items() if not name.startswith("time/")}
+
+
 def channel_b_step(config, rounds):
     """A fresh learner's first channel-B step, learned in these rounds: its report and the weights
     after it.
@@ -43,11 +56,7 @@ def channel_b_step(config, rounds):
     rollouts = half_right(learner, RunSchedule(config).plan(1))
     for round_ in rounds:
         learner.accumulate([rollouts[i] for i in round_])
-    report = finish_step(learner)
-    return report, {
-        name: parameter.detach().clone()
-        for name, parameter in learner.loaded.model.named_parameters()
-    }
+    return finish_step(learner), weights_of(learner)
 
 
 def test_rows_losses_and_weights_do_not_depend_on_how_the_step_was_cut_into_rounds(config):
@@ -55,10 +64,8 @@ def test_rows_losses_and_weights_do_not_depend_on_how_the_step_was_cut_into_roun
     assert whole.channel is Channel.B
     for rounds in ([range(6), range(6, 12)], [range(5), range(5, 7), range(7, 12)]):
         report, other = channel_b_step(config(), rounds)
-        assert {k: v for k, v in report.metrics.items() if not k.startswith("time/")} == {
-            k: v for k, v in whole.metrics.items() if not k.startswith("time/")
-        }
-        assert all(torch.equal(weights[name], other[name]) for name in weights)
+        assert timeless(report) == timeless(whole)
+        assert same(weights, other)
 
 
 def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(config):
@@ -92,13 +99,11 @@ def test_a_channel_a_step_asks_for_nothing_and_learns_the_ground_truth(config):
 def test_every_request_has_a_seed_of_its_own_that_its_place_in_the_run_decides(config):
     learner = make_learner(config())
     requests = learner.next_requests(RunSchedule(config()).plan(1))
-    assert [request.seed for request in requests] == [
-        request_seed(17, 1, position) for position in range(12)
-    ]
-    assert len({request.seed for request in requests}) == 12
-    assert all(
-        image.sha256 and image.data is None for request in requests for image in request.images
-    ), "they are read when they are sent"
+    seeds = [request.seed for request in requests]
+    images = [image for request in requests for image in request.images]
+    assert seeds == [request_seed(17, 1, position) for position in range(12)]
+    assert len(set(seeds)) == 12
+    assert all(image.sha256 and image.data is None for image in images), "read when they are sent"
 
 
 def test_two_learners_draw_the_same_samples_in_the_same_order(config):
@@ -115,32 +120,21 @@ def test_two_learners_draw_the_same_samples_in_the_same_order(config):
 
 def test_a_rollout_of_other_weights_or_another_prompt_ends_the_run(config):
     learner = make_learner(config())
-    rollouts = half_right(learner, RunSchedule(config()).plan(1))
+    rollout, *_ = half_right(learner, RunSchedule(config()).plan(1))
     with pytest.raises(RolloutError, match="weight version 7"):
-        learner.accumulate([replace(rollouts[0], weight_version=7)])
+        learner.accumulate([replace(rollout, weight_version=7)])
+    prompt = rollout.prompt_token_ids
+    other_prompt = replace(rollout, prompt_token_ids=(*prompt[:3], 5, *prompt[4:]))
     with pytest.raises(RolloutError, match="the prompts differ first at token 3"):
-        learner.accumulate(
-            [
-                replace(
-                    rollouts[0],
-                    prompt_token_ids=(
-                        *rollouts[0].prompt_token_ids[:3],
-                        5,
-                        *rollouts[0].prompt_token_ids[4:],
-                    ),
-                )
-            ]
-        )
+        learner.accumulate([other_prompt])
 
 
 def test_a_sample_that_is_too_long_is_refused_before_the_start_with_the_numbers(config):
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"global_max_length: 200 is too short for sample train:\d+ .* prompt \d+ \+ response"
-            r" 160 .* \+ appended objects \d+"
-        ),
-    ) as caught:
+    message = (
+        r"global_max_length: 200 is too short for sample train:\d+ .* prompt \d+ \+ response"
+        r" 160 .* \+ appended objects \d+"
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
         make_learner(config(global_max_length=200))
     needed = int(str(caught.value).rsplit("raise global_max_length to ", 1)[1].split(",")[0])
     make_learner(config(global_max_length=needed))
@@ -151,46 +145,28 @@ def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of
 ):
     learner = make_learner(config(training__packing=False))
     rollouts, rows = half_right(learner, RunSchedule(config()).plan(1)), []
-    before = {
-        name: parameter.detach().clone()
-        for name, parameter in learner.loaded.model.named_parameters()
-    }
+    before = weights_of(learner)
 
-    def told_in_the_third_row(*_):
+    def stop_in_the_third_row(*_):
         rows.append(1)
         if len(rows) == 3:
             learner.stop()
 
-    learner.loaded.model.lm_head.register_full_backward_hook(told_in_the_third_row)
-    with pytest.raises(
-        LearnerError, match="told to stop, because the run is being ended"
-    ) as caught:
+    learner.loaded.model.lm_head.register_full_backward_hook(stop_in_the_third_row)
+    with pytest.raises(LearnerError, match="told to stop, because the run is being") as caught:
         learner.accumulate(rollouts)
     assert (len(rows), learner.num_updates) == (3, 0)
     assert type(caught.value) is LearnerError
-    assert all(
-        torch.equal(parameter, before[name])
-        for name, parameter in learner.loaded.model.named_parameters()
-    )
+    assert same(before, weights_of(learner))
 
 
 def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):
     learner = make_learner(config())
-    learner.publisher.save(tmp_path / "checkpoint")
-    learner.publisher.save(tmp_path / "checkpoint")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
-    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
-        path.name for path in (tmp_path / "checkpoint").iterdir()
-    }
-
-
-def responses(learner, plan, texts):
-    """Begin a channel-B step and answer its requests with these texts, in turn."""
-    rollouts, codec = half_right(learner, plan), learner.loaded.codec
-    return [
-        replace(rollout, response_token_ids=tuple(codec.encode(texts[i % len(texts)])))
-        for i, rollout in enumerate(rollouts)
-    ]
+    for _ in range(2):
+        learner.publisher.save(tmp_path / "checkpoint")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    files = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files
 
 
 MALFORMED = [
@@ -208,9 +184,18 @@ MALFORMED = [
 def test_parse_failures_are_visible_without_crashing(config):
     settings = config()
     learner = make_learner(settings)
-    learner.accumulate(responses(learner, RunSchedule(settings).plan(1), MALFORMED))
+    texts = [MALFORMED[i % len(MALFORMED)] for i in range(12)]
+    rollouts = half_right(learner, RunSchedule(settings).plan(1))
+    encode = learner.loaded.codec.encode
+    learner.accumulate(
+        [
+            replace(rollout, response_token_ids=tuple(encode(text)))
+            for rollout, text in zip(rollouts, texts, strict=True)
+        ]
+    )
     metrics = finish_step(learner).metrics
-    assert metrics["rollout/num_dropped_objects"] == metrics["rollout/num_dropped.wrong_arity"] > 0
+    num_dropped = metrics["rollout/num_dropped_objects"]
+    assert num_dropped == metrics["rollout/num_dropped.wrong_arity"] > 0
     assert metrics["rollout/num_fallback"] > 0
     assert metrics["rollout/num_truncated"] > 0
     assert metrics["rollout/num_appended"] == metrics["rollout/num_ground_truth"], (
@@ -218,12 +203,9 @@ def test_parse_failures_are_visible_without_crashing(config):
     )
     assert metrics["loss/total"] > 0
     lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", 2))
-    assert [line["rollout"]["text"] for line in lines] == [
-        MALFORMED[i % len(MALFORMED)] for i in range(12)
-    ]
-    assert [dropped["reason"] for line in lines for dropped in line["reading"]["dropped"]] == [
-        "wrong_arity"
-    ] * int(metrics["rollout/num_dropped_objects"])
+    dropped = [one["reason"] for line in lines for one in line["reading"]["dropped"]]
+    assert [line["rollout"]["text"] for line in lines] == texts
+    assert dropped == ["wrong_arity"] * int(num_dropped)
 
 
 def test_training_uses_one_sequence_and_one_forward_pass(config):
@@ -266,8 +248,7 @@ def test_channel_b_executes_only_on_the_final_micro_step_under_grad_accumulation
 def test_packing_is_never_applied_during_rollout_generation(config):
     learner = make_learner(config())
     requests = learner.next_requests(RunSchedule(config()).plan(1))
-    prompts = [learner.algorithm.encoder.encode(sample) for sample in learner.steps[0].samples]
-    assert [request.prompt_token_ids for request in requests] == [
-        prompt.request_token_ids for prompt in prompts
-    ], "one request per sample, its prompt alone"
+    encode = learner.algorithm.encoder.encode
+    prompts = [encode(sample).request_token_ids for sample in learner.steps[0].samples]
+    assert [request.prompt_token_ids for request in requests] == prompts, "its prompt alone"
     assert all(len(request.images) == 1 for request in requests)

@@ -50,32 +50,33 @@ def run_steps(config, num_steps, rounds=(range(8),)):
 
 def test_packing_enabled_does_not_break_rollout_matching_training(config):
     """Scenario: un-packed rollouts, one packed row per micro-step, every step channel B and one
-    update.
+    update. Leftovers are learned in later steps, and their age is logged.
     """
     _, reports = run_steps(config(), 3)
-    learned = sum(report.metrics["packing/num_segments"] for report in reports)
+    first, second, last = metrics = [report.metrics for report in reports]
     for report in reports:
         assert report.channel is Channel.B
         assert report.metrics["rollout/num"] == 8
         assert report.metrics["packing/num_rows"] == 2, "one row per micro-step of 4 rollouts"
-    assert learned + reports[-1].metrics["packing/num_carried"] == 3 * 8
-
-
-def test_leftovers_are_learned_in_later_steps_and_their_age_is_logged(config):
-    _, reports = run_steps(config(), 3)
-    assert reports[0].metrics["packing/num_carried"] > 0, "the case needs leftovers"
-    assert reports[0].metrics["packing/learned_age_max"] == 0
-    assert reports[1].metrics["packing/learned_age_max"] == 1
-    assert 0 < reports[1].metrics["packing/learned_age"] <= 1
+    learned = sum(of_step["packing/num_segments"] for of_step in metrics)
+    assert learned + last["packing/num_carried"] == 3 * 8
+    assert first["packing/num_carried"] > 0, "the case needs leftovers"
+    assert first["packing/learned_age_max"] == 0
+    assert second["packing/learned_age_max"] == 1
+    assert 0 < second["packing/learned_age"] <= 1
 
 
 def test_rows_and_losses_do_not_depend_on_rounds(config):
-    whole = [report.metrics for report in run_steps(config(), 2)[1]]
-    parts = [report.metrics for report in run_steps(config(), 2, rounds=(range(3), range(3, 8)))[1]]
+    (one, whole), (other, parts) = (
+        run_steps(config(), 2, rounds=rounds) for rounds in ((range(8),), (range(3), range(3, 8)))
+    )
     for a, b in zip(whole, parts, strict=True):
-        assert {k: v for k, v in a.items() if not k.startswith("time/")} == {
-            k: v for k, v in b.items() if not k.startswith("time/")
+        names = {name for name in a.metrics if not name.startswith("time/")}
+        assert {name: b.metrics[name] for name in names} == {
+            name: a.metrics[name] for name in names
         }
+    pairs = zip(one.loaded.model.parameters(), other.loaded.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize(("global_max_length", "leaves_some"), [(4096, False), (400, True)])
@@ -86,32 +87,24 @@ def test_a_steps_loss_is_the_mean_over_the_segments_it_learned(
     to the next step has no part in it.
     """
     settings = config(global_max_length=global_max_length)
-    _, (report, *_) = run_steps(settings, 1)
+    _, (report,) = run_steps(settings, 1)
     assert (report.metrics["packing/num_segments"] != 8) is leaves_some
     learner, pipeline = make_learner(settings), settings.rollout_matching.pipeline
-    weights, objectives = (
-        text_weights(pipeline, Channel.B),
-        build_objectives(pipeline, Channel.B, learner.loaded.coord_ids_C),
-    )
+    loaded, algorithm = learner.loaded, learner.algorithm
     rollouts = half_right(learner, RunSchedule(settings).plan(0))
     segments = []
     for rollout, sample in zip(rollouts, learner.steps[0].samples, strict=True):
-        target = rollout_target(rollout, sample, learner.loaded.codec, learner.algorithm.settings)
-        segments.append(Segment(rollout.position, learner.algorithm.encoder.encode(sample), target))
-    rows = packing_policy(settings)
+        target = rollout_target(rollout, sample, loaded.codec, algorithm.settings)
+        segments.append(Segment(rollout.position, algorithm.encoder.encode(sample), target))
+    policy = packing_policy(settings)
+    rows = [row for segment in segments for row in policy.add(segment)]
+    objectives = build_objectives(pipeline, Channel.B, loaded.coord_ids_C)
+    sampling = Normalizer(1.0, loaded.banned_token_ids)
+    weights = text_weights(pipeline, Channel.B)
     losses = []
-    for segment in [segment for added in segments for row in rows.add(added) for segment in row]:
-        row = collate(
-            [segment], text_weights=weights, rope_index=learner.loaded.model.model.get_rope_index
-        )
-        losses.append(
-            train_row(
-                learner.loaded.model,
-                row,
-                objectives,
-                Normalizer(1.0, learner.loaded.banned_token_ids),
-            ).loss
-        )
+    for segment in (segment for row in rows for segment in row):
+        row = collate([segment], text_weights=weights, rope_index=loaded.rope_index)
+        losses.append(train_row(loaded.model, row, objectives, sampling).loss)
     assert len(losses) == report.metrics["packing/num_segments"]
     assert report.metrics["loss/total"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
@@ -124,9 +117,3 @@ def test_carry_buffer_overflow_fails_fast_with_actionable_guidance(config):
     rollouts = half_right(learner, RunSchedule(tight).plan(0))
     with pytest.raises(ValueError, match=r"raise training\.packing_buffer"):
         learner.accumulate(rollouts)
-
-
-def test_the_same_configuration_gives_the_same_weights_twice(config):
-    first, second = run_steps(config(), 2)[0], run_steps(config(), 2)[0]
-    pairs = zip(first.loaded.model.parameters(), second.loaded.model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)

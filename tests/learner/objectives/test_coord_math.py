@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from slow_losses import ciou_parts, soft_target
 
 from learner.objectives import coord_math
 from learner.objectives.coord_math import Normalizer
@@ -23,83 +24,49 @@ def softmax(values, temperature=1.0):
     return [value / sum(exponentials) for value in exponentials]
 
 
-def gaussian(center, sigma, truncate):
-    weights = [
-        (
-            math.exp(-(((k - center) / sigma) ** 2) / 2)
-            if truncate is None or abs(k - center) <= truncate
-            else 0.0
-        )
-        for k in range(NUM_BINS)
-    ]
-    return [weight / sum(weights) for weight in weights]
+def token_logprobs(logits, tokens, normalizer=Normalizer()):  # noqa: B008 - it is frozen
+    no_coord = torch.arange(0)
+    reading = coord_math.read_logits(logits, tokens, no_coord, COORD_IDS, (normalizer,))
+    return coord_math.token_logprobs(
+        reading.token_logits_N, reading.log_normalizers_N[0], normalizer.temperature
+    )
 
 
 # Targets
 
 
-@pytest.mark.parametrize(("sigma", "truncate"), [(2.0, 16), (8.0, None), (1.0, 0), (300.0, 2)])
-def test_soft_targets_are_a_truncated_renormalised_gaussian(sigma, truncate):
-    targets = coord_math.soft_targets(torch.tensor([0, 500, 999]), sigma=sigma, truncate=truncate)
-    for row, center in zip(targets, (0, 500, 999), strict=True):
-        torch.testing.assert_close(
-            row, torch.tensor(gaussian(center, sigma, truncate)), atol=1e-6, rtol=0
-        )
-
-
-def test_soft_targets_of_fractions_are_centred_between_bins():
-    centers = (0.25, 411.5, 998.9)
-    targets = coord_math.soft_targets(torch.tensor(centers), sigma=2.0, truncate=16)
+@pytest.mark.parametrize(
+    ("centers", "sigma", "truncate"),
+    [
+        ((0, 500, 999), 2.0, 16),
+        ((0, 500, 999), 8.0, None),
+        ((0, 500, 999), 1.0, 0),
+        ((0, 500, 999), 300.0, 2),
+        pytest.param((0.25, 411.5, 998.9), 2.0, 16, id="fractions"),
+    ],
+)
+def test_soft_targets_are_a_truncated_renormalised_gaussian(centers, sigma, truncate):
+    targets = coord_math.soft_targets(torch.tensor(centers), sigma=sigma, truncate=truncate)
     for row, center in zip(targets, centers, strict=True):
-        torch.testing.assert_close(row, torch.tensor(gaussian(center, 2.0, 16)), atol=1e-5, rtol=0)
+        expected = torch.tensor(soft_target(center, sigma, truncate))
+        atol = 1e-6 if isinstance(center, int) else 1e-5
+        torch.testing.assert_close(row, expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(("sigma", "truncate"), [(2.0, 0), (1e-12, None), (1e-12, 0), (1e30, 0)])
 def test_where_truncation_or_a_small_sigma_leaves_nothing_the_nearest_bin_stays(sigma, truncate):
-    targets = coord_math.soft_targets(
-        torch.tensor([0.4, 10.6, 998.8]), sigma=sigma, truncate=truncate
-    )
-    torch.testing.assert_close(
-        targets, torch.nn.functional.one_hot(torch.tensor([0, 11, 999]), NUM_BINS).float()
-    )
+    aims = torch.tensor([0.4, 10.6, 998.8])
+    targets = coord_math.soft_targets(aims, sigma=sigma, truncate=truncate)
+    nearest = torch.nn.functional.one_hot(torch.tensor([0, 11, 999]), NUM_BINS).float()
+    torch.testing.assert_close(targets, nearest)
 
 
 def test_the_nearest_bin_of_a_half_is_the_upper_one():
-    assert coord_math.nearest_bins(torch.tensor([-0.2, 0.49, 0.5, 1.5, 998.5, 999.4])).tolist() == [
-        0,
-        0,
-        1,
-        2,
-        999,
-        999,
-    ]
+    aims = torch.tensor([-0.2, 0.49, 0.5, 1.5, 998.5, 999.4])
+    assert coord_math.nearest_bins(aims).tolist() == [0, 0, 1, 2, 999, 999]
 
 
 # Coord slots
-
-
-def test_soft_cross_entropy_is_the_sum_over_bins(logits):
-    coord = logits[:, COORD_IDS]
-    targets = coord_math.soft_targets(torch.tensor([3, 400, 700, 998]), sigma=4.0, truncate=16)
-    for temperature in (1.0, 0.7):
-        losses = coord_math.soft_cross_entropy(coord, targets, temperature=temperature)
-        for row, target, loss in zip(coord, targets, losses, strict=True):
-            p = softmax(row, temperature)
-            assert loss.item() == pytest.approx(
-                -sum(float(q) * math.log(p_k) for q, p_k in zip(target, p, strict=True)), rel=1e-4
-            )
-
-
-def test_w1_is_the_l1_distance_of_the_cumulative_distributions_over_999(logits):
-    coord = logits[:, COORD_IDS]
-    targets = coord_math.soft_targets(torch.tensor([3, 400, 700, 998]), sigma=4.0, truncate=None)
-    losses = coord_math.wasserstein1(coord, targets, temperature=0.9)
-    for row, target, loss in zip(coord, targets, losses, strict=True):
-        p, cdf_p, cdf_q, total = softmax(row, 0.9), 0.0, 0.0, 0.0
-        for p_k, q_k in zip(p, target, strict=True):
-            cdf_p, cdf_q = cdf_p + p_k, cdf_q + float(q_k)
-            total += abs(cdf_p - cdf_q)
-        assert loss.item() == pytest.approx(total / 999, rel=1e-4)
 
 
 def test_a_point_mass_k_bins_off_costs_k_over_999():
@@ -109,55 +76,29 @@ def test_a_point_mass_k_bins_off_costs_k_over_999():
     assert coord_math.wasserstein1(coord, target).item() == pytest.approx(50 / 999, rel=1e-5)
 
 
-def test_coord_ce_is_plain_cross_entropy_within_the_coord_vocabulary(logits):
-    bins = torch.tensor([0, 10, 500, 999])
-    p = [softmax(row) for row in logits[:, COORD_IDS]]
-    expected = torch.tensor([-math.log(row[int(b)]) for row, b in zip(p, bins, strict=True)])
-    torch.testing.assert_close(coord_math.coord_cross_entropy(logits[:, COORD_IDS], bins), expected)
-
-
-def test_the_expected_coordinate_and_its_error_in_bins(logits):
-    coord, targets = logits[:, COORD_IDS], torch.tensor([0.0, 499.5, 600.0, 999.0])
-    expected = [sum(p_k * k for k, p_k in enumerate(softmax(row))) for row in coord]
-    torch.testing.assert_close(coord_math.expected_coordinate(coord), torch.tensor(expected) / 999)
-    errors = [abs(mean - float(target)) for mean, target in zip(expected, targets, strict=True)]
-    assert coord_math.expected_bin_error(coord, targets).tolist() == pytest.approx(errors, abs=1e-3)
-
-
 def test_a_point_mass_decodes_to_its_bin():
+    bins = torch.tensor([0, 417, 999])
     coord = torch.full((3, NUM_BINS), -1e4)
-    for slot, bin_ in enumerate((0, 417, 999)):
-        coord[slot, bin_] = 1e4
-    torch.testing.assert_close(
-        coord_math.expected_coordinate(coord), torch.tensor([0.0, 417.0, 999.0]) / 999
-    )
+    coord[range(3), bins] = 1e4
+    torch.testing.assert_close(coord_math.expected_coordinate(coord), bins / 999)
 
 
 def test_top5_hits_count_the_five_most_probable_bins_of_equal_ones_the_lower(logits):
+    ranks = [0, 1, 2, 3, 4, 5, 6, 500, 999, 0, 4, 5]
     coord = logits[:, COORD_IDS].repeat(3, 1)
     order = [sorted(range(NUM_BINS), key=lambda k, row=row: (-float(row[k]), k)) for row in coord]
-    targets = torch.tensor(
-        [
-            float(order[slot][rank])
-            for slot, rank in enumerate([0, 1, 2, 3, 4, 5, 6, 500, 999, 0, 4, 5])
-        ]
-    )
-    assert coord_math.top5_hits(coord, targets).tolist() == [
-        rank < 5 for rank in [0, 1, 2, 3, 4, 5, 6, 500, 999, 0, 4, 5]
-    ]
-    assert coord_math.top5_hits(
-        torch.zeros(3, NUM_BINS), torch.tensor([4.4, 4.5, 0.0])
-    ).tolist() == [True, False, True]
+    aims = torch.tensor([float(order[slot][rank]) for slot, rank in enumerate(ranks)])
+    assert coord_math.top5_hits(coord, aims).tolist() == [rank < 5 for rank in ranks]
+    ties = coord_math.top5_hits(torch.zeros(3, NUM_BINS), torch.tensor([4.4, 4.5, 0.0]))
+    assert ties.tolist() == [True, False, True]
 
 
 # The whole vocabulary
 
 
 def test_the_gates_measure_the_probability_on_the_wrong_vocabulary(logits):
-    leak, gate = (
-        coord_math.gate_mass_leak(logits, COORD_IDS, temperature=1.3),
-        coord_math.text_gate(logits, COORD_IDS, temperature=1.3),
-    )
+    leak = coord_math.gate_mass_leak(logits, COORD_IDS, temperature=1.3)
+    gate = coord_math.text_gate(logits, COORD_IDS, temperature=1.3)
     for row, leak_value, gate_value in zip(logits, leak, gate, strict=True):
         p = softmax(row, 1.3)
         p_coord = sum(p[int(token)] for token in COORD_IDS)
@@ -181,55 +122,42 @@ def test_the_text_gate_is_exact_for_small_and_large_coord_mass_and_bounded():
     assert gate[0] > 0, "the smallest coord mass contributes"
 
 
-def test_gate_loss_numeric_fences_are_consistent_across_training_and_rollout_paths(logits):
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 1e-9])
+def test_gate_loss_numeric_fences_are_consistent_across_training_and_rollout_paths(
+    logits, temperature
+):
     """Identical full-vocabulary logits, coord logits and temperature: the row's pass and the helper
     on bare logits agree position by position.
     """
     wild = logits.clone()
     wild[0, 7], wild[1, 3], wild[2, 900], wild[3, :] = math.nan, math.inf, -math.inf, 3e38
-    every = torch.arange(4)
-    for temperature in (1.0, 0.3, 1e-9):
-        reading = coord_math.read_logits(
-            wild,
-            torch.zeros(4, dtype=torch.long),
-            every,
-            COORD_IDS,
-            (Normalizer(), Normalizer(temperature)),
-        )
-        leak = coord_math.mass_leak(
-            reading.log_normalizers_N[1], reading.coord_logits_PC, temperature=temperature
-        )
-        torch.testing.assert_close(
-            leak,
-            coord_math.gate_mass_leak(wild, COORD_IDS, temperature=temperature),
-            rtol=0,
-            atol=0,
-        )
-        torch.testing.assert_close(
-            coord_math.gate_of_leak(leak),
-            coord_math.text_gate(wild, COORD_IDS, temperature=temperature),
-            rtol=0,
-            atol=0,
-        )
-        torch.testing.assert_close(coord_math.coord_mass(leak), torch.exp(-leak))
+    normalizers = (Normalizer(), Normalizer(temperature))
+    tokens = torch.zeros(4, dtype=torch.long)
+    reading = coord_math.read_logits(wild, tokens, torch.arange(4), COORD_IDS, normalizers)
+    leak = coord_math.mass_leak(
+        reading.log_normalizers_N[1], reading.coord_logits_PC, temperature=temperature
+    )
+    gate = coord_math.text_gate(wild, COORD_IDS, temperature=temperature)
+    assert torch.equal(leak, coord_math.gate_mass_leak(wild, COORD_IDS, temperature=temperature))
+    assert torch.equal(coord_math.gate_of_leak(leak), gate)
+    torch.testing.assert_close(coord_math.coord_mass(leak), torch.exp(-leak))
 
 
-def test_token_logprobs_divide_by_the_temperature_and_leave_excluded_ids_out(logits):
+@pytest.mark.parametrize(
+    "normalizer", [Normalizer(), Normalizer(0.5, (0, 1006)), Normalizer(1.0, (1006,))]
+)
+def test_token_logprobs_divide_by_the_temperature_and_leave_excluded_ids_out(logits, normalizer):
     tokens = torch.tensor([9, 10, 11, 12])
-    for normalizer in (Normalizer(), Normalizer(0.5, (0, 1006)), Normalizer(1.0, (1006,))):
-        reading = coord_math.read_logits(logits, tokens, torch.arange(0), COORD_IDS, (normalizer,))
-        values = coord_math.token_logprobs(
-            reading.token_logits_N, reading.log_normalizers_N[0], normalizer.temperature
-        )
-        for row, token, value in zip(logits, tokens, values, strict=True):
-            kept = {
-                i: math.exp(float(v) / normalizer.temperature)
-                for i, v in enumerate(row)
-                if i not in normalizer.excluded_ids
-            }
-            assert value.item() == pytest.approx(
-                math.log(kept[int(token)] / sum(kept.values())), abs=1e-4
-            )
+    for row, token, value in zip(
+        logits, tokens, token_logprobs(logits, tokens, normalizer), strict=True
+    ):
+        kept = {
+            i: math.exp(float(v) / normalizer.temperature)
+            for i, v in enumerate(row)
+            if i not in normalizer.excluded_ids
+        }
+        expected = math.log(kept[int(token)] / sum(kept.values()))
+        assert value.item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_gradient_of_a_reading_is_that_of_autograd(logits):
@@ -253,10 +181,9 @@ def test_the_gradient_of_a_reading_is_that_of_autograd(logits):
     )
     for part, expected in zip(parts, plain, strict=True):
         torch.testing.assert_close(part.double(), expected, atol=1e-5, rtol=1e-5)
-    sum(
-        (weight.float() * part).sum() for weight, part in zip(weights, parts, strict=True)
-    ).backward()
-    sum((weight * part).sum() for weight, part in zip(weights, plain, strict=True)).backward()
+    for values, dtype in ((parts, torch.float32), (plain, torch.float64)):
+        pairs = zip(weights, values, strict=True)
+        sum((weight.to(dtype) * value).sum() for weight, value in pairs).backward()
     torch.testing.assert_close(ours.grad.double(), slow.grad, atol=1e-5, rtol=1e-5)
 
 
@@ -266,12 +193,7 @@ def test_a_bfloat16_gradient_is_rounded_once():
     logits = torch.zeros(1, VOCABULARY, dtype=torch.bfloat16)
     logits[0, 9] = 16.0
     ours, exact = logits.clone().requires_grad_(True), logits.float().requires_grad_(True)
-    reading = coord_math.read_logits(
-        ours, torch.tensor([9]), torch.arange(0), COORD_IDS, (Normalizer(),)
-    )
-    (
-        -coord_math.token_logprobs(reading.token_logits_N, reading.log_normalizers_N[0])
-    ).sum().backward()
+    (-token_logprobs(ours, torch.tensor([9]))).sum().backward()
     torch.nn.functional.cross_entropy(exact, torch.tensor([9])).backward()
     assert ours.grad.dtype is torch.bfloat16
     torch.testing.assert_close(ours.grad.float(), exact.grad, rtol=1e-2, atol=0)
@@ -280,22 +202,9 @@ def test_a_bfloat16_gradient_is_rounded_once():
 # Boxes
 
 
-def slow_ciou(box, target):
-    """Zheng et al. 2020, equations 7 to 11, on (x1, y1, x2, y2)."""
-    (x1, y1, x2, y2), (u1, v1, u2, v2) = box, target
-    overlap = max(0.0, min(x2, u2) - max(x1, u1)) * max(0.0, min(y2, v2) - max(y1, v1))
-    iou = overlap / ((x2 - x1) * (y2 - y1) + (u2 - u1) * (v2 - v1) - overlap)
-    diagonal = (max(x2, u2) - min(x1, u1)) ** 2 + (max(y2, v2) - min(y1, v1)) ** 2
-    between = ((x1 + x2 - u1 - u2) / 2) ** 2 + ((y1 + y2 - v1 - v2) / 2) ** 2
-    v = 4 / math.pi**2 * (math.atan((u2 - u1) / (v2 - v1)) - math.atan((x2 - x1) / (y2 - y1))) ** 2
-    alpha = v / (1 - iou + v) if v else 0.0
-    return iou, between / diagonal, v, alpha
-
-
 def some_boxes(count, seed):
-    return coord_math.canonical_boxes(
-        torch.rand(count, 4, generator=torch.Generator().manual_seed(seed))
-    )
+    corners = torch.rand(count, 4, generator=torch.Generator().manual_seed(seed))
+    return coord_math.canonical_boxes(corners)
 
 
 def test_ciou_is_that_of_the_paper():
@@ -303,7 +212,7 @@ def test_ciou_is_that_of_the_paper():
     targets[:20] = boxes[:20]
     values = coord_math.ciou(boxes, targets)
     for box, target, value in zip(boxes.tolist(), targets.tolist(), values.tolist(), strict=True):
-        iou, distance, v, alpha = slow_ciou(box, target)
+        iou, distance, v, alpha = ciou_parts(box, target)
         assert value == pytest.approx(iou - distance - alpha * v, abs=1e-4)
     torch.testing.assert_close(values[:20], torch.ones(20))
 
@@ -316,12 +225,12 @@ def test_alpha_of_ciou_is_a_constant_to_the_gradient():
     for box, target, gradient in zip(
         boxes.tolist(), targets.tolist(), boxes.grad.tolist(), strict=True
     ):
-        alpha = slow_ciou(box, target)[3]
+        alpha = ciou_parts(box, target)[3]
         for axis in range(4):
             ends = []
             for step in (-1e-6, 1e-6):
                 moved = [value + step * (i == axis) for i, value in enumerate(box)]
-                iou, distance, v, _ = slow_ciou(moved, target)
+                iou, distance, v, _ = ciou_parts(moved, target)
                 ends.append(iou - distance - alpha * v)
             assert gradient[axis] == pytest.approx((ends[1] - ends[0]) / 2e-6, rel=2e-3, abs=1e-3)
 
@@ -351,74 +260,54 @@ def test_degenerate_boxes_have_finite_ciou_and_gradient_and_identical_ones_are_p
 
 
 def test_smooth_l1_has_beta_one_and_is_the_mean_over_the_four_coordinates():
-    boxes, targets = (
-        torch.tensor([[0.1, 0.2, 0.9, 1.0], [0.0, 0.0, 3.0, 0.5]]),
-        torch.tensor([[0.3, 0.2, 0.4, 0.0], [0.0, 0.0, 1.0, 0.5]]),
-    )
-    expected = [
-        sum(0.5 * d * d if d < 1 else d - 0.5 for d in row) / 4
-        for row in (boxes - targets).abs().tolist()
-    ]
+    boxes = torch.tensor([[0.1, 0.2, 0.9, 1.0], [0.0, 0.0, 3.0, 0.5]])
+    targets = torch.tensor([[0.3, 0.2, 0.4, 0.0], [0.0, 0.0, 1.0, 0.5]])
+    differences = (boxes - targets).abs().tolist()
+    expected = [sum(0.5 * d * d if d < 1 else d - 0.5 for d in row) / 4 for row in differences]
     assert coord_math.smooth_l1(boxes, targets).tolist() == pytest.approx(expected)
 
 
 def test_canonical_boxes_have_their_corners_in_order():
     boxes = torch.tensor([[0.9, 0.1, 0.2, 0.4], [0.1, 0.8, 0.3, 0.2], [0.1, 0.2, 0.3, 0.4]])
-    torch.testing.assert_close(
-        coord_math.canonical_boxes(boxes),
-        torch.tensor([[0.2, 0.1, 0.9, 0.4], [0.1, 0.2, 0.3, 0.8], [0.1, 0.2, 0.3, 0.4]]),
-    )
+    expected = [[0.2, 0.1, 0.9, 0.4], [0.1, 0.2, 0.3, 0.8], [0.1, 0.2, 0.3, 0.4]]
+    assert torch.equal(coord_math.canonical_boxes(boxes), torch.tensor(expected))
 
 
 # Fences
 
 
-def of_coord_logits(function):
+def of_coord(function):
     return lambda logits: function(logits[:, COORD_IDS])
 
 
+def decoded_box(coord):
+    return coord_math.canonical_boxes(coord_math.expected_coordinate(coord)[None, :4])
+
+
 BINS = torch.tensor([1.0, 2.3, 3.0, 700.5, 999.0])
+THIN = torch.tensor([[0.1, 0.2, 0.1, 0.9]])
 SOFT = coord_math.soft_targets(BINS, sigma=2.0, truncate=16)
 FUNCTIONS = {
-    "coord_cross_entropy": of_coord_logits(
+    "coord_cross_entropy": of_coord(
         lambda coord: coord_math.coord_cross_entropy(coord, coord_math.nearest_bins(BINS))
     ),
-    "soft_cross_entropy": of_coord_logits(
+    "soft_cross_entropy": of_coord(
         lambda coord: coord_math.soft_cross_entropy(coord, SOFT, temperature=0.5)
     ),
-    "wasserstein1": of_coord_logits(lambda coord: coord_math.wasserstein1(coord, SOFT)),
+    "wasserstein1": of_coord(lambda coord: coord_math.wasserstein1(coord, SOFT)),
     "gate_mass_leak": lambda logits: coord_math.gate_mass_leak(logits, COORD_IDS),
     "text_gate": lambda logits: coord_math.text_gate(logits, COORD_IDS, temperature=2.0),
-    "expected_coordinate": of_coord_logits(coord_math.expected_coordinate),
-    "expected_bin_error": of_coord_logits(lambda coord: coord_math.expected_bin_error(coord, BINS)),
+    "expected_coordinate": of_coord(coord_math.expected_coordinate),
+    "expected_bin_error": of_coord(lambda coord: coord_math.expected_bin_error(coord, BINS)),
     "coord_mass": lambda logits: coord_math.coord_mass(
         coord_math.gate_mass_leak(logits, COORD_IDS)
     ),
-    "token_logprobs": lambda logits: _logprobs(logits),
-    "ciou": of_coord_logits(
-        lambda coord: coord_math.ciou(
-            coord_math.canonical_boxes(coord_math.expected_coordinate(coord)[None, :4]),
-            torch.tensor([[0.1, 0.2, 0.1, 0.9]]),
-        )
+    "token_logprobs": lambda logits: token_logprobs(
+        logits, torch.arange(5, 10), Normalizer(0.7, (0, 1007))
     ),
-    "smooth_l1": of_coord_logits(
-        lambda coord: coord_math.smooth_l1(
-            coord_math.canonical_boxes(coord_math.expected_coordinate(coord)[None, :4]),
-            torch.tensor([[0.1, 0.2, 0.1, 0.9]]),
-        )
-    ),
+    "ciou": of_coord(lambda coord: coord_math.ciou(decoded_box(coord), THIN)),
+    "smooth_l1": of_coord(lambda coord: coord_math.smooth_l1(decoded_box(coord), THIN)),
 }
-
-
-def _logprobs(logits):
-    reading = coord_math.read_logits(
-        logits,
-        torch.tensor([5, 6, 7, 8, 9]),
-        torch.arange(0),
-        COORD_IDS,
-        (Normalizer(0.7, (0, 1007)),),
-    )
-    return coord_math.token_logprobs(reading.token_logits_N, reading.log_normalizers_N[0], 0.7)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

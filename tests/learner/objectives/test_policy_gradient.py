@@ -8,6 +8,7 @@ token there and on the position within the segment.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,25 +46,25 @@ CONFIG = {
 NO_TEXT = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
 
 
-def objectives(weight=1.0, **changes):
+def objectives(weight=1.0, *, enabled=True, **changes):
     entry = {
         "name": "policy_gradient",
-        "enabled": True,
+        "enabled": enabled,
         "weight": weight,
         "channels": ["B"],
         "config": CONFIG | changes,
     }
-    return build_objectives(
-        PipelineSection.model_validate({"objective": [entry], "diagnostics": []}),
-        Channel.B,
-        NO_COORDS,
-    )
+    pipeline = PipelineSection(objective=[entry], diagnostics=[])
+    return build_objectives(pipeline, Channel.B, NO_COORDS)
 
 
 def rule(**changes):
-    return AdvantageEstimator.from_config(
-        PolicyGradientConfig.model_validate(CONFIG | changes), max_new_tokens=MAX_NEW_TOKENS
-    )
+    config = PolicyGradientConfig(**CONFIG | changes)
+    return AdvantageEstimator.from_config(config, max_new_tokens=MAX_NEW_TOKENS)
+
+
+def learned_at(example):
+    return [at for at, is_learned in enumerate(example.mask) if is_learned]
 
 
 # What the model says
@@ -78,63 +79,48 @@ def tables():
     )
 
 
-def slow_logprob(tables, example, place):
-    """Of the token at `place`, as sampled: at the temperature, without the banned ids."""
+def slow_logprob(tables, example, at):
+    """Of the token at this position, as sampled: at the temperature, without the banned ids."""
     by_token, by_position = tables
-    logits = [
-        (by_token[example.token_ids[place - 1]][v] + by_position[place - 1][v]).item() / TEMPERATURE
-        for v in range(VOCABULARY)
-    ]
+    scores = (by_token[example.token_ids[at - 1]] + by_position[at - 1]) / TEMPERATURE
+    logits = scores.tolist()
     allowed = [math.exp(logit) for v, logit in enumerate(logits) if v not in BANNED]
-    return logits[example.token_ids[place]] - math.log(sum(allowed))
+    return logits[example.token_ids[at]] - math.log(sum(allowed))
 
 
 def examples(tables, distances, seed=0):
     """Of two turns each; the engine's log-probability is the learner's minus the distance, of one
     sampled token after the other.
     """
-    draw, left, made = np.random.default_rng(seed), list(distances), []
+    draw, left, drawn = np.random.default_rng(seed), list(distances), []
     while left:
         mask = [0, 0, 1, 1, 0, 1, 1, 0][: draw.integers(4, 9)]
-        ids = [
-            int(i)
-            for i in draw.choice([v for v in range(VOCABULARY) if v not in BANNED], len(mask))
-        ]
+        size = len(mask)
+        ids = draw.choice([v for v in range(VOCABULARY) if v not in BANNED], size).tolist()
         reward = float(draw.choice([-1.5, -0.5, 0.75, 2.0]))
-        # Of a group whose mean is 0, so that the reward is the advantage.
         example = TrainingExample(
             ids,
-            [0.0] * len(ids),
+            [0.0] * size,
             mask,
             reward,
             advantage=reward,
-            steps=(0, 1)[: 1 + (len(ids) > 4)],
-            step_ends=(4, len(ids))[len(ids) <= 4 :],
+            steps=(0, 1) if size > 4 else (0,),
+            step_ends=(4, size) if size > 4 else (size,),
+            # Of a group whose mean is 0, so that the reward is the advantage.
             group_rewards=(reward, reward - 1.0, 1.0 - 2 * reward),
         )
-        logprobs = [
-            slow_logprob(tables, example, place) - (left.pop() if left else 0.0) if m else 0.0
-            for place, m in enumerate(mask)
-        ]
-        made.append(replace(example, logprobs=logprobs, example_id=len(made)))
-    return made
+        logprobs = [0.0] * size
+        for at in learned_at(example):
+            logprobs[at] = slow_logprob(tables, example, at) - (left.pop() if left else 0.0)
+        drawn.append(replace(example, logprobs=logprobs, example_id=len(drawn)))
+    return drawn
 
 
 def segment_of(example, credit_rule, num_of_rollout=None):
     """The example is all of its rollout where nothing else is said."""
     number = num_of_rollout or example.num_learned
     prompt_ids, target = trajectory_target(example, credit_rule, num_of_rollout=number)
-    size = len(prompt_ids)
-    nothing = torch.zeros(0, 4), torch.zeros(0, 3, dtype=torch.int64)
-    return Segment(
-        0,
-        EncodedPrompt(prompt_ids, prompt_ids, torch.zeros(size, dtype=torch.int64), *nothing),
-        target,
-    )
-
-
-def plain_positions(ids_1L, **_):
-    return torch.arange(ids_1L.shape[1]).expand(3, 1, -1), None
+    return Segment(0, EncodedPrompt.from_text(prompt_ids), target)
 
 
 def learn(tables, rows, *, weight=1.0, chunk=3, **config):
@@ -142,57 +128,45 @@ def learn(tables, rows, *, weight=1.0, chunk=3, **config):
     rows.
     """
     of_channel = objectives(weight, **config)
+    (objective,), (diagnostic,) = of_channel.objectives, of_channel.diagnostics
     leaves = [table.float().clone().requires_grad_(True) for table in tables]
-    loss, term, sums, num_tokens = 0.0, 0.0, {}, 0
+    sampling = Normalizer(TEMPERATURE, BANNED)
+    read = LogitsPass(lambda hidden: hidden, NO_COORDS, of_channel.needs, sampling, chunk)
+    loss, term, sums, num_tokens = 0.0, 0.0, Counter(), 0
     for segments in rows:
-        row = collate(segments, text_weights=NO_TEXT, rope_index=plain_positions)
-        at_N = row.positions_N
-        hidden = (
-            leaves[0][row.inputs.input_ids[0, at_N]]
-            + leaves[1][row.inputs.position_ids[0, 0, at_N]]
-        )
-        values = LogitsPass(
-            lambda hidden: hidden,
-            NO_COORDS,
-            of_channel.needs,
-            Normalizer(TEMPERATURE, BANNED),
-            chunk,
-        )(hidden, row)
-        (objective,), (diagnostic,) = of_channel.objectives, of_channel.diagnostics
+        row = collate(segments, text_weights=NO_TEXT, rope_index=None)
+        inputs, at_N = row.inputs, row.positions_N
+        by_token = leaves[0][inputs.input_ids[0, at_N]]
+        values = read(by_token + leaves[1][inputs.position_ids[0, at_N]], row)
         part = objective(values, row.supervision)
         part.loss.backward()
-        loss, term = loss + part.loss.item(), term + part.terms[0].item()
+        loss += part.loss.item()
+        term += part.terms[0].item()
         with torch.no_grad():
-            for name, value_M in zip(
-                diagnostic.names, diagnostic(values, row.supervision), strict=True
-            ):
-                sums[name] = sums.get(name, 0.0) + value_M.sum().item()
-            num_tokens += len(row.supervision.sampled.at)
-    return (
-        loss,
-        term,
-        {name: total / num_tokens for name, total in sums.items()},
-        [leaf.grad for leaf in leaves],
-    )
+            columns = diagnostic(values, row.supervision)
+        sums.update(
+            {
+                name: value_M.sum().item()
+                for name, value_M in zip(diagnostic.names, columns, strict=True)
+            }
+        )
+        num_tokens += len(row.supervision.sampled.at)
+    means = {name: total / num_tokens for name, total in sums.items()}
+    return loss, term, means, [leaf.grad for leaf in leaves]
 
 
 def slow_tokens(tables, all_examples, **changes):
-    """(example, place, advantage times what divides it, ratio) of every sampled token."""
+    """(example, position, advantage times what divides it, ratio) of every sampled token."""
     config = CONFIG | changes
     for example in all_examples:
         std = float(np.std(example.group_rewards)) + 1e-4 if config["advantage_std"] else 1.0
-        calls = [
-            [place for place in call if place < len(example.mask)] for call in ((2, 3), (5, 6))
-        ]
+        calls = [[at for at in call if at < len(example.mask)] for call in ((2, 3), (5, 6))]
         for call in calls:
-            number = {
-                "step": len(call),
-                "rollout": sum(map(len, calls)),
-                "constant": MAX_NEW_TOKENS,
-            }
-            for place in call:
-                ratio = math.exp(slow_logprob(tables, example, place) - example.logprobs[place])
-                yield example, place, example.advantage / std / number[config["normalize"]], ratio
+            numbers = {"step": len(call), "rollout": sum(map(len, calls))}
+            number = numbers.get(config["normalize"], MAX_NEW_TOKENS)
+            for at in call:
+                ratio = math.exp(slow_logprob(tables, example, at) - example.logprobs[at])
+                yield example, at, example.advantage / std / number, ratio
 
 
 def slow_loss(tables, all_examples, **changes):
@@ -212,10 +186,10 @@ def slow_teaching(at, tables, all_examples, **changes):
     `w` is the truncated ratio at `at`, which stays as it is.
     """
     total = 0.0
-    for example, place, advantage, ratio in slow_tokens(at, all_examples, **changes):
+    for example, position, advantage, ratio in slow_tokens(at, all_examples, **changes):
         is_clipped = ratio > HIGH if advantage > 0 else ratio < LOW
         if not is_clipped:
-            total -= advantage * min(ratio, CAP) * slow_logprob(tables, example, place)
+            total -= advantage * min(ratio, CAP) * slow_logprob(tables, example, position)
     return total
 
 
@@ -247,9 +221,8 @@ DISTANCES = [
 def test_the_loss_equals_a_slow_obvious_version(tables, normalize, advantage_std):
     settings = {"normalize": normalize, "advantage_std": advantage_std}
     of = examples(tables, DISTANCES * 3)
-    loss, term, *_ = learn(
-        tables, [[segment_of(one, rule(**settings)) for one in of]], weight=0.5, **settings
-    )
+    row = [segment_of(one, rule(**settings)) for one in of]
+    loss, term, *_ = learn(tables, [row], weight=0.5, **settings)
     assert term == pytest.approx(slow_loss(tables, of, **settings), abs=1e-5)
     assert loss == pytest.approx(0.5 * term, abs=1e-6)
 
@@ -274,21 +247,16 @@ def test_the_loss_and_its_gradient_do_not_depend_on_packing(tables):
 def test_the_gradient_agrees_with_finite_differences(tables, normalize):
     """Of the log-probabilities, with weights that stay as they are: beyond the cap too."""
     of = examples(tables, DISTANCES)
-    _, _, _, gradients = learn(
-        tables, [[segment_of(one, rule(normalize=normalize)) for one in of]], normalize=normalize
-    )
-    step = 1e-5
-    for table, gradient in zip(tables, gradients, strict=True):
-        for place in [(i, v) for i in range(0, len(table), 3) for v in range(0, VOCABULARY, 2)]:
-            differences = []
-            for sign in (1, -1):
-                moved = table.clone()
-                moved[place] += sign * step
-                there = [moved if other is table else other for other in tables]
-                differences.append(slow_teaching(tables, there, of, normalize=normalize))
-            assert gradient[place].item() == pytest.approx(
-                (differences[0] - differences[1]) / (2 * step), abs=2e-5
-            )
+    row = [segment_of(one, rule(normalize=normalize)) for one in of]
+    *_, gradients = learn(tables, [row], normalize=normalize)
+    for index, gradient in enumerate(gradients):
+        for at in [(i, v) for i in range(0, len(gradient), 3) for v in range(0, VOCABULARY, 2)]:
+            ends = []
+            for step in (-1e-5, 1e-5):
+                moved = [table.clone() for table in tables]
+                moved[index][at] += step
+                ends.append(slow_teaching(tables, moved, of, normalize=normalize))
+            assert gradient[at].item() == pytest.approx((ends[1] - ends[0]) / 2e-5, abs=2e-5)
 
 
 def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
@@ -298,23 +266,24 @@ def test_a_zero_advantage_gives_exactly_zero_gradient(tables):
     assert all(not gradient.any() for gradient in gradients)
 
 
-def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_what_was_worse(tables):
+@pytest.mark.parametrize("advantage", [2.0, -1.0])
+def test_the_step_from_where_the_engine_is_raises_what_was_better_and_lowers_what_was_worse(
+    tables, advantage
+):
     """On-policy the gradient is that of REINFORCE: minus the advantage times the score, mean over
     the rollout's sampled tokens.
     """
     (one,) = examples(tables, [0.0])
-    for advantage in (2.0, -1.0):
-        segment = segment_of(replace(one, advantage=advantage), rule(normalize="rollout"))
-        gradient = learn(tables, [[segment]])[3][1]
-        expected = torch.zeros_like(gradient)
-        for place in (place for place, is_learned in enumerate(one.mask) if is_learned):
-            for v in (v for v in range(VOCABULARY) if v not in BANNED):
-                ids = [*one.token_ids[:place], v]
-                p = math.exp(slow_logprob(tables, SimpleNamespace(token_ids=ids), place))
-                expected[place - 1, v] -= (
-                    advantage * ((v == one.token_ids[place]) - p) / TEMPERATURE / one.num_learned
-                )
-        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
+    segment = segment_of(replace(one, advantage=advantage), rule(normalize="rollout"))
+    gradient = learn(tables, [[segment]])[3][1]
+    expected = torch.zeros_like(gradient)
+    for at in learned_at(one):
+        for v in (v for v in range(VOCABULARY) if v not in BANNED):
+            ids = [*one.token_ids[:at], v]
+            p = math.exp(slow_logprob(tables, SimpleNamespace(token_ids=ids), at))
+            score = ((v == one.token_ids[at]) - p) / TEMPERATURE / one.num_learned
+            expected[at - 1, v] -= advantage * score
+    torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
 # The ratio
@@ -328,7 +297,7 @@ def loss_of(log_ratio, advantage, **changes):
         advantage=torch.tensor(advantage, dtype=torch.float64),
         weight=torch.ones_like(learner),
     )
-    config = PolicyGradientConfig.model_validate(CONFIG | changes)
+    config = PolicyGradientConfig(**CONFIG | changes)
     loss = policy_gradient_loss(learner, sampled, config)
     loss.backward()
     return loss.item(), learner.grad.tolist(), is_clipped(learner, sampled, config).tolist()
@@ -359,18 +328,19 @@ def test_the_ratio_is_truncated_and_clipped_against_the_advantages_sign(
     assert clipped == [not is_learned]
 
 
-def test_a_cap_below_the_clip_truncates_what_the_clip_still_lets_through():
-    for ratio, gradient, is_learned in ((1.5, -1.5, True), (2.5, -2.0, True), (3.5, 0.0, False)):
-        loss, gradients, clipped = loss_of([math.log(ratio)], [1.0], clip_high=2.0)
-        assert loss == pytest.approx(-min(ratio, CAP))
-        assert (gradients, clipped) == ([pytest.approx(gradient)], [not is_learned])
+@pytest.mark.parametrize(
+    ("ratio", "gradient", "is_learned"), [(1.5, -1.5, True), (2.5, -2.0, True), (3.5, 0.0, False)]
+)
+def test_a_cap_below_the_clip_truncates_what_the_clip_still_lets_through(
+    ratio, gradient, is_learned
+):
+    loss, gradients, clipped = loss_of([math.log(ratio)], [1.0], clip_high=2.0)
+    assert loss == pytest.approx(-min(ratio, CAP))
+    assert (gradients, clipped) == ([pytest.approx(gradient)], [not is_learned])
 
 
 def test_a_token_without_advantage_is_not_counted_as_clipped():
-    sampled = NOTHING_SAMPLED._replace(engine_logprobs=torch.zeros(3), advantage=torch.zeros(3))
-    assert not is_clipped(
-        torch.tensor([-5.0, 0.0, 5.0]), sampled, PolicyGradientConfig.model_validate(CONFIG)
-    ).any()
+    assert loss_of([-5.0, 0.0, 5.0], [0.0] * 3)[2] == [False] * 3
 
 
 @pytest.mark.slow
@@ -390,9 +360,8 @@ def test_the_loss_is_the_worse_of_the_truncated_ratio_and_the_clipped_one_and_it
     under = [i for i, value in enumerate(log_ratio) if value < math.log(CAP)]
     at_a_kink = [abs(math.exp(log_ratio[i]) - bound) < 1e-9 for i in under for bound in (LOW, HIGH)]
     if not any(at_a_kink):
-        assert [gradient[i] for i in under] == pytest.approx(
-            [learner.grad[i].item() for i in under]
-        )
+        expected = [learner.grad[i].item() for i in under]
+        assert [gradient[i] for i in under] == pytest.approx(expected)
 
 
 def test_tokens_of_hardly_any_probability_have_finite_losses_and_gradients():
@@ -402,7 +371,7 @@ def test_tokens_of_hardly_any_probability_have_finite_losses_and_gradients():
         advantage=torch.tensor([-1.0, 1.0, -1.0, 1.0]),
         weight=torch.ones(4),
     )
-    loss = policy_gradient_loss(learner, sampled, PolicyGradientConfig.model_validate(CONFIG))
+    loss = policy_gradient_loss(learner, sampled, PolicyGradientConfig(**CONFIG))
     loss.backward()
     assert loss.item() == pytest.approx(2.0 + 0.0 + 1.0 - 1.3)
     assert learner.grad.tolist() == pytest.approx([2.0, 0.0, 1.0, 0.0])
@@ -416,30 +385,19 @@ def called(tables, *calls, seed):
     learner's.
     """
     draw = np.random.default_rng(seed)
-    made = []
+    noisy = []
     for prompt, sampled in calls:
         whole = SimpleNamespace(token_ids=[*prompt, *sampled])
-        places = range(len(prompt), len(whole.token_ids))
-        made.append(
-            Call(
-                prompt,
-                sampled,
-                [slow_logprob(tables, whole, p) - draw.normal(0, 0.3) for p in places],
-            )
-        )
-    return made
+        positions = range(len(prompt), len(whole.token_ids))
+        logprobs = [slow_logprob(tables, whole, at) - draw.normal(0, 0.3) for at in positions]
+        noisy.append(Call(prompt, sampled, logprobs))
+    return noisy
 
 
 ROLLOUTS = {
     "turns of 1 and 3 tokens": ([([1, 3], [4]), ([1, 3, 4, 6], [7, 8, 9])], 1),
-    "a history that was rewritten twice": (
-        [([1, 3], [4, 4]), ([1, 6], [7]), ([1, 9], [7, 3, 3])],
-        3,
-    ),
-    "two calls that go on from one": (
-        [([1], [3, 4]), ([1, 3, 4, 6], [7]), ([1, 3, 4, 9], [8, 8])],
-        2,
-    ),
+    "a history that was rewritten": ([([1, 3], [4, 4]), ([1, 6], [7]), ([1, 9], [7, 3, 3])], 3),
+    "two that go on from one": ([([1], [3, 4]), ([1, 3, 4, 6], [7]), ([1, 3, 4, 9], [8, 8])], 2),
     "one call": ([([1, 6], [3, 4])], 1),
 }
 
@@ -450,19 +408,16 @@ ROLLOUTS = {
 def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(
     tables, which, normalize
 ):
-    names = [which] if which in ROLLOUTS else list(ROLLOUTS)
-    of_rule, results = rule(normalize=normalize), []
+    results = []
     for merges in (False, True):
         segments = []
-        for seed, name in enumerate(names):
+        for seed, name in enumerate([which] if which in ROLLOUTS else ROLLOUTS):
             calls, num_merged = ROLLOUTS[name]
-            made = examples_of(
-                called(tables, *calls, seed=seed), merges=merges, advantage=1.0 - seed
-            )
-            assert len(made) == (num_merged if merges else len(calls))
-            total = sum(example.num_learned for example in made)
-            targets = [segment_of(example, of_rule, num_of_rollout=total) for example in made]
-            segments += targets
+            noisy = called(tables, *calls, seed=seed)
+            of = examples_of(noisy, merges=merges, advantage=1.0 - seed)
+            assert len(of) == (num_merged if merges else len(calls))
+            total = sum(example.num_learned for example in of)
+            segments += [segment_of(one, rule(normalize=normalize), total) for one in of]
         results.append(learn(tables, [segments], normalize=normalize))
     (loss, _, _, gradients), (merged_loss, _, _, merged_gradients) = results
     assert merged_loss == pytest.approx(loss, abs=1e-6)
@@ -470,24 +425,17 @@ def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of
         torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("name", ROLLOUTS)
 def test_a_rollout_weighs_1_however_often_its_history_was_rewritten_and_each_call_1_by_default(
-    tables,
+    tables, name
 ):
-    for name, (calls, _) in ROLLOUTS.items():
-        made = examples_of(called(tables, *calls, seed=0), merges=True, advantage=1.0)
-        total = sum(example.num_learned for example in made)
-        for normalize, weight in (
-            ("step", len(calls)),
-            ("rollout", 1.0),
-            ("constant", total / MAX_NEW_TOKENS),
-        ):
-            targets = [
-                segment_of(one, rule(normalize=normalize), num_of_rollout=total).target
-                for one in made
-            ]
-            assert sum(sum(target.credit.weights) for target in targets) == pytest.approx(weight), (
-                name
-            )
+    calls, _ = ROLLOUTS[name]
+    of = examples_of(called(tables, *calls, seed=0), merges=True, advantage=1.0)
+    total = sum(example.num_learned for example in of)
+    expected = {"step": len(calls), "rollout": 1.0, "constant": total / MAX_NEW_TOKENS}
+    for normalize, weight in expected.items():
+        targets = [segment_of(one, rule(normalize=normalize), total).target for one in of]
+        assert sum(sum(target.credit.weights) for target in targets) == pytest.approx(weight)
 
 
 # What is measured
@@ -497,27 +445,22 @@ def test_mean_ratio_share_clipped_log_probability_difference_and_entropy_are_mea
     tables,
 ):
     of = examples(tables, DISTANCES * 2)
-    diagnostics = learn(
-        tables,
-        [[segment_of(one, rule()) for one in of[:3]], [segment_of(one, rule()) for one in of[3:]]],
-    )[2]
-    ratios, clipped, differences, surprises = [], [], [], []
+    segments = [segment_of(one, rule()) for one in of]
+    diagnostics = learn(tables, [segments[:3], segments[3:]])[2]
+    columns = []
     for one in of:
-        for place in (place for place, is_learned in enumerate(one.mask) if is_learned):
-            logprob = slow_logprob(tables, one, place)
-            ratio = math.exp(logprob - one.logprobs[place])
-            ratios.append(min(ratio, CAP))
-            clipped.append(ratio > HIGH if one.advantage > 0 else ratio < LOW)
-            differences.append(abs(logprob - one.logprobs[place]))
-            surprises.append(-logprob)
-    means = [np.mean(values) for values in (ratios, clipped, differences, surprises)]
+        for at in learned_at(one):
+            logprob = slow_logprob(tables, one, at)
+            ratio = math.exp(logprob - one.logprobs[at])
+            clipped = ratio > HIGH if one.advantage > 0 else ratio < LOW
+            columns.append((min(ratio, CAP), clipped, abs(logprob - one.logprobs[at]), -logprob))
     assert list(diagnostics) == [
         "policy/ratio",
         "policy/clipped_share",
         "policy/logprob_difference",
         "policy/entropy",
     ]
-    assert list(diagnostics.values()) == pytest.approx(means, abs=1e-4)
+    assert list(diagnostics.values()) == pytest.approx(np.mean(columns, axis=0), abs=1e-4)
     assert 0.1 < diagnostics["policy/clipped_share"] < 0.9
 
 
@@ -528,26 +471,13 @@ def test_the_entropy_estimate_is_near_the_entropy_of_what_samples(tables):
     logits[list(BANNED)] = -math.inf
     distribution = torch.distributions.Categorical(logits=logits)
     torch.manual_seed(0)
-    made = [
-        TrainingExample([0, token], [0.0, -1.0], [0, 1], 0.0, advantage=0.0)
-        for token in distribution.sample((3000,)).tolist()
-    ]
-    diagnostics = learn(tables, [[segment_of(one, rule()) for one in made]], chunk=512)[2]
+    one = TrainingExample([0, 0], [0.0, -1.0], [0, 1], 0.0, advantage=0.0)
+    sampled = [replace(one, token_ids=[0, id_]) for id_ in distribution.sample((3000,)).tolist()]
+    diagnostics = learn(tables, [[segment_of(one, rule()) for one in sampled]], chunk=512)[2]
     assert diagnostics["policy/entropy"] == pytest.approx(distribution.entropy().item(), abs=0.05)
 
 
 def test_a_policy_gradient_is_always_measured_and_nothing_else_is_where_there_is_none():
     assert [diagnostic.names[0] for diagnostic in objectives().diagnostics] == ["policy/ratio"]
-    off = {
-        "name": "policy_gradient",
-        "enabled": False,
-        "weight": 1.0,
-        "channels": ["B"],
-        "config": CONFIG,
-    }
-    without = build_objectives(
-        PipelineSection.model_validate({"objective": [off], "diagnostics": []}),
-        Channel.B,
-        NO_COORDS,
-    )
+    without = objectives(enabled=False)
     assert (without.objectives, without.diagnostics) == ((), ())

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from config_support import configuration
+from edited_lines import append_edited
 from rollout_support import make_rollout
 from transformers import AutoTokenizer
 
@@ -31,7 +32,7 @@ from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason
 from shared.tokens.hf_codec import HFTokenCodec
 
-RULES = replace(
+SETTINGS = replace(
     target_settings(configuration(Path("model"), Path("data"), Path("run"))),
     geometry=frozenset({GeometryKind.BBOX}),
 )
@@ -70,9 +71,9 @@ def entry(number, desc, bins, key="bbox_2d"):
     return f'"object_{number}": {{"desc": "{desc}", "{key}": {box(*bins)}}}'
 
 
-def logged(folder, codec, cases):
+def logged(folder, codec, cases, rank=0):
     """The lines of (rollout, target) pairs, in order, as the file has them."""
-    log = RolloutLog(folder, codec)
+    log = RolloutLog(folder, codec, rank=rank)
     log.begin(7, Channel.A if cases[0][0] is None else Channel.B)
     for position, (rollout, target) in enumerate(cases):
         log.write(rollout, SAMPLE, target, WEIGHTS.of(target.roles), position)
@@ -82,28 +83,31 @@ def logged(folder, codec, cases):
 
 def logged_response(folder, codec, text):
     rollout = rollout_of(codec.encode(text))
-    target = rollout_target(rollout, SAMPLE, codec, RULES)
+    target = rollout_target(rollout, SAMPLE, codec, SETTINGS)
     (line,) = logged(folder, codec, [(rollout, target)])
     return line, rollout, target
 
 
-def text_of(token_ids, codec):
-    return b"".join(map(codec.piece_bytes, token_ids)).decode()
+FOUND = "{" + entry(1, "seven", SEVEN.bins) + "}"
+
+
+@pytest.fixture
+def truth(codec):
+    return ground_truth_target(SAMPLE, codec, SETTINGS)
 
 
 @pytest.mark.slow
 def test_a_line_says_what_the_engine_answered_and_what_became_of_it(tmp_path, codec):
-    kept = "{" + ", ".join(
-        [
-            entry(1, "six", (110, 90, 310, 290)),
-            entry(4, "nine", (0, 0, 9, 9)),
-            entry(5, "two", (1, 2, 3)),
-        ]
+    entries = (
+        entry(1, "six", (110, 90, 310, 290)),
+        entry(4, "nine", (0, 0, 9, 9)),
+        entry(5, "two", (1, 2, 3)),
     )
+    kept = "{" + ", ".join(entries)
     line, rollout, target = logged_response(tmp_path, codec, kept + ', "object_6": {"de')
-    assert line["step"] == 7
-    assert line["position"] == 0
-    assert line["channel"] == "B"
+    reading, token_ids = line["reading"], line["target"]["token_ids"]
+    found, num_kept = reading["objects"], reading["num_kept"]
+    assert (line["step"], line["position"], line["channel"]) == (7, 0, "B")
     assert line["sample_id"] == "scene"
     assert line["ground_truth"] == [
         {"kind": "bbox_2d", "bins": [100, 100, 300, 300], "desc": "seven"},
@@ -120,54 +124,43 @@ def test_a_line_says_what_the_engine_answered_and_what_became_of_it(tmp_path, co
         "forced_positions": [4],
         "text": kept + ', "object_6": {"de',
     }
-    reading = line["reading"]
-    assert reading["prefix_text"] == kept
-    assert (reading["truncated"], reading["fallback"], reading["max_object_index"]) == (
-        True,
-        False,
-        5,
-    )
-    assert text_of(line["target"]["token_ids"][: reading["num_prefix"]], codec) == kept[:-1], (
-        "`},` holds appended text"
-    )
-    assert reading["num_kept_bytes"] == len(kept)
-    assert (
-        line["target"]["token_ids"][: reading["num_kept"]]
-        == line["rollout"]["response_token_ids"][: reading["num_kept"]]
-    )
-    assert [(one["key"], one["kind"], one["desc"], one["bins"]) for one in reading["objects"]] == [
+    prefix = b"".join(map(codec.piece_bytes, token_ids[: reading["num_prefix"]])).decode()
+    assert prefix == kept[:-1], "`},` holds appended text"
+    assert token_ids[:num_kept] == list(rollout.response_token_ids[:num_kept])
+    assert [(one["key"], one["kind"], one["desc"], one["bins"]) for one in found] == [
         ("object_1", "bbox_2d", "six", [110, 90, 310, 290]),
         ("object_4", "bbox_2d", "nine", [0, 0, 9, 9]),
     ]
-    for one in reading["objects"]:
-        assert [
-            codec.coord_bin(line["target"]["token_ids"][p]) for p in one["coord_positions"]
-        ] == one["bins"]
-        assert all(one["span"][0] <= p < one["span"][1] for p in one["coord_positions"])
-    assert reading["dropped"] == [{"key": "object_5", "reason": "wrong_arity"}]
-    (pair,) = reading["pairs"]
-    assert (pair["prediction"], pair["ground_truth"], pair["supervised"]) == (0, 0, True)
-    assert pair["iou"] == target.reading.match.pairs[0].iou
-    assert reading["excluded"] == []
-    assert reading["unmatched_predictions"] == [1]
-    assert reading["appended"] == [1]
-    assert reading["gating_rejections"] == target.reading.match.gating_rejections
-    assert reading["appended_text"] == ", " + entry(6, "two", TWO.bins) + "}"
+    for one in found:
+        assert [codec.coord_bin(token_ids[at]) for at in one["coord_positions"]] == one["bins"]
+        assert all(one["span"][0] <= at < one["span"][1] for at in one["coord_positions"])
+    (pair,) = reading.pop("pairs")
+    iou = target.reading.match.pairs[0].iou
+    assert pair == {"prediction": 0, "ground_truth": 0, "supervised": True, "iou": iou}
+    expected = {
+        "prefix_text": kept,
+        "num_kept_bytes": len(kept),
+        "truncated": True,
+        "fallback": False,
+        "max_object_index": 5,
+        "dropped": [{"key": "object_5", "reason": "wrong_arity"}],
+        "excluded": [],
+        "unmatched_predictions": [1],
+        "appended": [1],
+        "gating_rejections": target.reading.match.gating_rejections,
+        "appended_text": ", " + entry(6, "two", TWO.bins) + "}",
+    }
+    assert {name: reading[name] for name in expected} == expected
 
 
 def test_the_supervised_spans_cover_the_target_and_give_back_every_role_and_weight(tmp_path, codec):
-    line, _, target = logged_response(
-        tmp_path,
-        codec,
-        "{" + entry(1, "seven", SEVEN.bins) + ", " + entry(2, "x", (0, 0, 5, 5)) + "}",
-    )
+    text = "{" + entry(1, "seven", SEVEN.bins) + ", " + entry(2, "x", (0, 0, 5, 5)) + "}"
+    line, _, target = logged_response(tmp_path, codec, text)
     roles, weights = [], []
-    position = 0
     for start, stop, role, weight in line["target"]["supervision"]:
-        assert start == position < stop
+        assert start == len(roles) < stop
         roles += [TokenRole[role.upper()]] * (stop - start)
         weights += [weight] * (stop - start)
-        position = stop
     assert roles == target.roles.tolist()
     assert set(roles) == set(TokenRole)
     assert np.array_equal(np.array(weights, np.float32), WEIGHTS.of(target.roles))
@@ -176,24 +169,20 @@ def test_the_supervised_spans_cover_the_target_and_give_back_every_role_and_weig
     assert line["target"]["coord_targets"] == [*SEVEN.bins, *TWO.bins]
 
 
-def test_a_step_of_channel_a_is_written_too(tmp_path, codec):
-    target = ground_truth_target(SAMPLE, codec, RULES)
-    (line,) = logged(tmp_path, codec, [(None, target)])
+def test_a_step_of_channel_a_is_written_too(tmp_path, codec, truth):
+    (line,) = logged(tmp_path, codec, [(None, truth)])
     assert (line["channel"], line["rollout"], line["reading"]) == ("A", None, None)
-    assert line["target"]["token_ids"] == list(target.token_ids)
+    assert line["target"]["token_ids"] == list(truth.token_ids)
     assert line["target"]["coord_targets"] == [*SEVEN.bins, *TWO.bins]
 
 
 def test_a_matched_object_that_cannot_be_supervised_is_named(tmp_path, codec):
-    rollout = rollout_of(codec.encode("{" + entry(1, "seven", SEVEN.bins) + "}"))
+    rollout = rollout_of(codec.encode(FOUND))
     parsed = parse_rollout(rollout.response_token_ids, codec)
-    unsure = replace(
-        parsed,
-        objects=(
-            replace(parsed.objects[0], coord_positions=parsed.objects[0].coord_positions[::-1]),
-        ),
-    )
-    (line,) = logged(tmp_path, codec, [(rollout, parsed_target(unsure, SAMPLE, codec, RULES))])
+    (found,) = parsed.objects
+    turned = replace(found, coord_positions=found.coord_positions[::-1])
+    target = parsed_target(replace(parsed, objects=(turned,)), SAMPLE, codec, SETTINGS)
+    (line,) = logged(tmp_path, codec, [(rollout, target)])
     assert line["reading"]["excluded"] == [0]
     assert [pair["supervised"] for pair in line["reading"]["pairs"]] == [False]
     assert line["reading"]["appended"] == [0, 1]
@@ -213,25 +202,16 @@ DROPPED = {
 
 
 def test_parse_failures_are_visible_without_crashing(tmp_path, codec):
+    entries = (f'"object_{n}": {value}' for n, value in enumerate(DROPPED.values(), 1))
+    line, _, _ = logged_response(tmp_path / "reasons", codec, "{" + ", ".join(entries) + "}")
     assert set(DROPPED) == set(DropReason)
-    text = (
-        "{"
-        + ", ".join(
-            f'"object_{number}": {value}' for number, value in enumerate(DROPPED.values(), 1)
-        )
-        + "}"
-    )
-    line, _, _ = logged_response(tmp_path / "reasons", codec, text)
     assert [dropped["reason"] for dropped in line["reading"]["dropped"]] == list(DROPPED)
     assert line["reading"]["objects"] == []
     assert line["reading"]["appended"] == [0, 1]
 
     line, _, _ = logged_response(tmp_path / "prose", codec, "I see a seven.")
-    assert (
-        line["reading"]["fallback"],
-        line["reading"]["prefix_text"],
-        line["rollout"]["text"],
-    ) == (True, "{", "I see a seven.")
+    assert (line["reading"]["fallback"], line["reading"]["prefix_text"]) == (True, "{")
+    assert line["rollout"]["text"] == "I see a seven."
 
 
 @pytest.mark.parametrize(
@@ -248,30 +228,25 @@ def test_parse_failures_are_visible_without_crashing(tmp_path, codec):
 )
 def test_any_name_a_model_can_write_comes_back_as_it_was_parsed(tmp_path, codec, desc):
     line, _, target = logged_response(tmp_path, codec, "{" + entry(1, desc, SEVEN.bins) + "}")
-    assert [one["desc"] for one in line["reading"]["objects"]] == [
-        target.reading.parsed.objects[0].desc
-    ]
+    (found,) = line["reading"]["objects"]
+    assert found["desc"] == target.reading.parsed.objects[0].desc
     assert step_path(tmp_path, 7).read_bytes().isascii()
 
 
 @pytest.mark.slow
 def test_random_and_mutated_token_sequences_are_all_written(tmp_path, codec):
     rng = np.random.default_rng(5)
-    sound = np.array(
-        codec.encode(
-            "{" + entry(1, "sevän 猫", SEVEN.bins) + ", " + entry(2, "two", TWO.bins) + "}"
-        )
-    )
+    text = "{" + entry(1, "sevän 猫", SEVEN.bins) + ", " + entry(2, "two", TWO.bins) + "}"
+    sound = np.array(codec.encode(text))
+    size = len(sound)
     vocabulary = codec.eos_token_id + 1200  # beyond the vocabulary too: embeddings are often padded
     cases = []
     for _ in range(150):
         random = rng.integers(0, vocabulary, int(rng.integers(0, 40)))
-        mutated = np.where(
-            rng.random(len(sound)) < 0.05, rng.integers(0, vocabulary, len(sound)), sound
-        )
-        for token_ids in (random, mutated[: int(rng.integers(1, len(sound) + 1))]):
-            rollout = rollout_of(int(token_id) for token_id in token_ids)
-            cases.append((rollout, rollout_target(rollout, SAMPLE, codec, RULES)))
+        mutated = np.where(rng.random(size) < 0.05, rng.integers(0, vocabulary, size), sound)
+        for token_ids in (random, mutated[: int(rng.integers(1, size + 1))]):
+            rollout = rollout_of(token_ids.tolist())
+            cases.append((rollout, rollout_target(rollout, SAMPLE, codec, SETTINGS)))
     lines = logged(tmp_path, codec, cases)
     assert [line["position"] for line in lines] == list(range(300))
     for line, (rollout, target) in zip(lines, cases, strict=True):
@@ -282,37 +257,28 @@ def test_random_and_mutated_token_sequences_are_all_written(tmp_path, codec):
     assert sum("\ufffd" in line["rollout"]["text"] for line in lines) > 10
 
 
-def test_the_same_step_is_written_in_the_same_bytes(tmp_path, codec):
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        logged_response(folder, codec, "{" + entry(1, "seven", SEVEN.bins) + "}")
-    assert (
-        step_path(tmp_path / "one", 7).read_bytes() == step_path(tmp_path / "two", 7).read_bytes()
-    )
-
-
-def test_what_was_written_is_there_before_the_step_ends_and_half_a_line_is_none(tmp_path, codec):
-    target = ground_truth_target(SAMPLE, codec, RULES)
+def test_what_was_written_is_there_before_the_step_ends_and_half_a_line_is_none(
+    tmp_path, codec, truth
+):
     log = RolloutLog(tmp_path / "rollouts", codec)
     log.begin(2, Channel.A)
-    log.write(None, SAMPLE, target, WEIGHTS.of(target.roles), 0)
+    log.write(None, SAMPLE, truth, WEIGHTS.of(truth.roles), 0)
     path = step_path(tmp_path / "rollouts", 2)
     assert path.name == "step_000002.jsonl"
     assert len(read_step(path)) == 1
     log.begin(3, Channel.A)
-    assert len(read_step(path)) == 1
     log.close()
     path.write_bytes(path.read_bytes() + b'{"step": 2, "posi')
     assert len(read_step(path)) == 1
 
 
-def test_the_files_of_several_ranks_are_read_as_one_step_in_rank_order(tmp_path, codec):
-    target = ground_truth_target(SAMPLE, codec, RULES)
+def test_the_files_of_several_ranks_are_read_as_one_step_in_rank_order(tmp_path, codec, truth):
     for rank in (10, 2, 0, 1):
         log = RolloutLog(tmp_path, codec, rank=rank)
         for step in (7, 8):
             log.begin(step, Channel.A)
             for position in (2 * rank, 2 * rank + 1):
-                log.write(None, SAMPLE, target, WEIGHTS.of(target.roles), position)
+                log.write(None, SAMPLE, truth, WEIGHTS.of(truth.roles), position)
         log.close()
     assert (tmp_path / "step_000007.rank10.jsonl").exists()
     lines = read_step(step_path(tmp_path, 7))
@@ -324,19 +290,9 @@ def test_the_files_of_several_ranks_are_read_as_one_step_in_rank_order(tmp_path,
 def test_a_file_that_is_no_rollout_log_is_refused_by_line(tmp_path, text):
     path = tmp_path / "step_000001.jsonl"
     path.write_text(text)
-    with pytest.raises(
-        RecordError,
-        match=r"step_000001\.jsonl:1: .*; a run's log is not to be edited: restore the file",
-    ):
+    message = r"step_000001\.jsonl:1: .*; a run's log is not to be edited: restore the file"
+    with pytest.raises(RecordError, match=message):
         read_step(path)
-
-
-def changed_at(line, dotted, value):
-    *keys, last = (int(key) if key.isdigit() else key for key in dotted.split("."))
-    inner = line
-    for key in keys:
-        inner = inner[key]
-    inner[last] = value
 
 
 @pytest.mark.parametrize(
@@ -359,24 +315,20 @@ def changed_at(line, dotted, value):
 def test_a_line_that_was_edited_is_refused_by_file_line_and_field(
     tmp_path, codec, where, value, field
 ):
-    logged_response(tmp_path, codec, "{" + entry(1, "seven", SEVEN.bins) + "}")
+    logged_response(tmp_path, codec, FOUND)
     path = step_path(tmp_path, 7)
-    line = json.loads(path.read_text())
-    changed_at(line, where, value)
-    path.write_text(path.read_text() + json.dumps(line) + "\n")
-    with pytest.raises(
-        RecordError, match=rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"
-    ):
+    append_edited(path, where, value)
+    message = rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"
+    with pytest.raises(RecordError, match=message):
         read_step(path)
 
 
-def test_a_full_disk_is_an_error_with_the_path(tmp_path, codec):
-    target = ground_truth_target(SAMPLE, codec, RULES)
+def test_a_full_disk_is_an_error_with_the_path(tmp_path, codec, truth):
     log = RolloutLog(tmp_path, codec)
     step_path(tmp_path, 1).symlink_to("/dev/full")
     log.begin(1, Channel.A)
     with pytest.raises(StorageError, match=r"step_000001\.jsonl.*No space left"):
-        log.write(None, SAMPLE, target, WEIGHTS.of(target.roles), 0)
+        log.write(None, SAMPLE, truth, WEIGHTS.of(truth.roles), 0)
     log.close()  # and raises no second time
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from edited_lines import append_edited
 
 from learner.rollout_logs.trajectories import TrajectoryRecord, read_step, trajectory_record
 from learner.rollout_logs.writer import StepLog, step_path
@@ -79,12 +80,8 @@ def logged(folder: Path, *rollouts: EnvironmentRollout) -> list[TrajectoryRecord
 def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
     line, failed = logged(tmp_path, ROLLOUT, FAILED)
     assert line == json.loads(json.dumps(trajectory_record(7, ROLLOUT)))
-    assert line["step"] == 7
-    assert line["position"] == 3
-    assert line["example"] == 12
-    assert line["reward"] == 0.75
-    assert line["num_splits"] == 1
-    assert line["generate_s"] == 1.5
+    assert (line["step"], line["position"], line["example"]) == (7, 3, 12)
+    assert (line["reward"], line["num_splits"], line["generate_s"]) == (0.75, 1, 1.5)
     assert (line["prompt"], line["completion"]) == (ROLLOUT.prompt, ROLLOUT.completion)
     assert (line["metrics"], line["reward_errors"]) == (ROLLOUT.metrics, ROLLOUT.reward_errors)
     assert line["calls"] == [
@@ -104,46 +101,32 @@ def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
         "images": ["5e" * 32, "f0" * 32],
     }
     assert line["examples"][1]["images"] == []
-    assert failed["error"] == "ValueError: no\udcff"
-    assert failed["examples"] == []
+    assert (failed["error"], failed["examples"]) == ("ValueError: no\udcff", [])
     assert failed["completion"] is None
 
 
-def test_an_environment_that_completes_text_has_texts_for_messages(tmp_path: Path) -> None:
-    (line,) = logged(tmp_path, replace(ROLLOUT, prompt="Once upon", completion=" a time\ud800"))
-    assert (line["prompt"], line["completion"]) == ("Once upon", " a time\ud800")
-
-
-def test_a_message_may_be_whatever_an_environment_has_made_of_it(tmp_path: Path) -> None:
-    messages = [{"content": 5}, {"role": None, "\ud800": [1, {"more": None}]}]
-    (line,) = logged(tmp_path, replace(ROLLOUT, completion=messages))
-    assert line["completion"] == messages
+@pytest.mark.parametrize(
+    "completion",
+    [
+        pytest.param(" a time\ud800", id="text, where an environment completes text"),
+        pytest.param(
+            [{"content": 5}, {"role": None, "\ud800": [1, {"more": None}]}], id="messages"
+        ),
+    ],
+)
+def test_a_completion_may_be_whatever_an_environment_has_made_of_it(
+    tmp_path: Path, completion: Any
+) -> None:
+    (line,) = logged(tmp_path, replace(ROLLOUT, prompt="Once upon", completion=completion))
+    assert (line["prompt"], line["completion"]) == ("Once upon", completion)
 
 
 def test_numbers_that_the_learner_refuses_later_are_read_all_the_same(tmp_path: Path) -> None:
     """The line of the rollout that ended a run is the one that somebody wants to see."""
-    (line,) = logged(
-        tmp_path,
-        replace(
-            ROLLOUT,
-            metrics={"exact": math.inf},
-            examples=(replace(SINGLE, logprobs=[0.0, math.nan], advantage=math.nan),),
-        ),
-    )
-    (example,) = line["examples"]
+    example = replace(SINGLE, logprobs=[0.0, math.nan], advantage=math.nan)
+    (line,) = logged(tmp_path, replace(ROLLOUT, metrics={"exact": math.inf}, examples=(example,)))
     assert math.isinf(line["metrics"]["exact"])
-    assert math.isnan(example["logprobs"][1])
-
-
-def test_half_a_line_is_none_and_the_files_of_several_ranks_are_one_step(tmp_path: Path) -> None:
-    log = StepLog(tmp_path, rank=1)
-    log.begin(7)
-    log.write(trajectory_record(7, FAILED))
-    log.close()
-    assert [line["position"] for line in logged(tmp_path, ROLLOUT)] == [3, 4]
-    path = step_path(tmp_path, 7)
-    path.write_bytes(path.read_bytes() + b'{"step": 7')
-    assert [line["position"] for line in read_step(path)] == [3, 4]
+    assert math.isnan(line["examples"][0]["logprobs"][1])
 
 
 @pytest.mark.parametrize(
@@ -172,14 +155,7 @@ def test_a_line_that_was_edited_is_refused_by_file_line_and_field(
 ) -> None:
     logged(tmp_path, ROLLOUT)
     path = step_path(tmp_path, 7)
-    line = json.loads(path.read_text())
-    *keys, last = (int(key) if key.isdigit() else key for key in where.split("."))
-    inner = line
-    for key in keys:
-        inner = inner[key]
-    inner[last] = value
-    path.write_text(path.read_text() + json.dumps(line) + "\n")
-    with pytest.raises(
-        RecordError, match=rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"
-    ):
+    append_edited(path, where, value)
+    message = rf"step_000007\.jsonl:2: {re.escape(field)}: .*; a run's log"
+    with pytest.raises(RecordError, match=message):
         read_step(path)
