@@ -5,6 +5,7 @@ after a failure (spec: weight sync mode selection).
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -46,9 +47,8 @@ def learner(demo_checkpoint, demo_data, tmp_path):
         adapter = {"kind": kind, "rank": 4, "alpha": 8.0}
         sync = {f"{VLLM}__enable_lora": mode != "full", f"{VLLM}__sync": {"mode": mode}}
         changes = {"model__adapter": adapter, **SMALL, **sync, **changes}
-        learners.append(
-            make_learner(configuration(checkpoint, demo_data, tmp_path / "run", **changes))
-        )
+        config = configuration(checkpoint, demo_data, tmp_path / "run", **changes)
+        learners.append(make_learner(config))
         return learners[-1]
 
     yield make
@@ -57,25 +57,25 @@ def learner(demo_checkpoint, demo_data, tmp_path):
 
 
 def steps(learner, count):
+    plan = StepPlan(0, Channel.A, 4, rollout_seed_base=0, evaluate_before=False, sync_after=False)
     for step in range(count):
-        learner.next_requests(
-            StepPlan(
-                step,
-                Channel.A,
-                num_samples=4,
-                rollout_seed_base=0,
-                evaluate_before=False,
-                sync_after=False,
-            )
-        )
+        learner.next_requests(replace(plan, step=step))
         yield learner.finish_step()
 
 
+def offered(learner):
+    offer = learner.publisher.offer()
+    learner.publisher.done()
+    return offer
+
+
+def differ(one, other):
+    return max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.01
+
+
 def weights(learner):
-    return {
-        name: parameter.detach().clone()
-        for name, parameter in learner.loaded.model.named_parameters()
-    }
+    named = learner.loaded.model.named_parameters()
+    return {name: parameter.detach().clone() for name, parameter in named}
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -136,12 +136,11 @@ def test_the_offer_is_the_adapter_and_after_a_fallback_the_merged_weights(learne
     one.publisher.done()
     one.publisher.fall_back_to_full()
     for version in (2, 3):
-        offer = one.publisher.offer()
+        offer = offered(one)
+        names = " ".join(tensor.name for tensor in offer.terms.tensors)
         assert (offer.transport, offer.version) == ("rollmatch_gloo", version)
-        assert not any(
-            "lora" in tensor.name or "base_layer" in tensor.name for tensor in offer.terms.tensors
-        )
-        one.publisher.done()
+        assert "lora" not in names
+        assert "base_layer" not in names
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("dora", "auto"), ("dora", "full"), ("lora", "full")])
@@ -153,44 +152,33 @@ def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_
     learner, demo_checkpoint, tmp_path
 ):
     one = learner(mode="auto")
-    untrained = one.publisher.offer().canary
-    one.publisher.done()
+    untrained = offered(one).canary
     list(steps(one, 2))
-    trained = one.publisher.offer().canary
-    one.publisher.done()
+    trained = offered(one).canary
     assert trained.expanded_token_ids == untrained.expanded_token_ids
-    assert (
-        max(
-            abs(a - b)
-            for a, b in zip(trained.expected_logprobs, untrained.expected_logprobs, strict=True)
-        )
-        > 0.01
-    )
+    assert differ(trained.expected_logprobs, untrained.expected_logprobs)
     one.publisher.save(tmp_path / "saved")
     base = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
-    models = (
-        AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32),
-        PeftModel.from_pretrained(base, tmp_path / "saved/adapter"),
-    )
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    restored = PeftModel.from_pretrained(base, tmp_path / "saved/adapter")
     ids_1T = torch.tensor([trained.expanded_token_ids[-20:]])
     with torch.no_grad():
-        expected = one.loaded.model.eval()(input_ids=ids_1T, use_cache=False).logits
-        for model in models:
-            torch.testing.assert_close(
-                model.eval()(input_ids=ids_1T, use_cache=False).logits, expected, rtol=0, atol=2e-5
-            )
+        expected, *others = (
+            model.eval()(input_ids=ids_1T, use_cache=False).logits
+            for model in (one.loaded.model, saved, restored)
+        )
+    for logits in others:
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
 
 
 def test_the_canary_of_an_adapter_sync_tells_what_the_base_model_thinks_which_never_changes(
     learner,
 ):
     one = learner()
-    untrained = one.publisher.offer().canary
-    one.publisher.done()
+    untrained = offered(one).canary
     assert untrained.base_logprobs == untrained.expected_logprobs, "a fresh adapter has no effect"
     list(steps(one, 2))
-    trained = one.publisher.offer().canary
-    one.publisher.done()
+    trained = offered(one).canary
     assert trained.base_logprobs == untrained.base_logprobs != trained.expected_logprobs
     assert learner("lora", "full").publisher.offer().canary.base_logprobs is None
 
@@ -203,18 +191,13 @@ def test_the_canary_without_the_adapter_is_what_the_base_model_thinks_also_where
     list(steps(one, 2))
     probe = one.publisher.canary.probe()
     assert probe.base_logprobs == untrained
-    assert (
-        max(abs(a - b) for a, b in zip(probe.expected_logprobs, probe.base_logprobs, strict=True))
-        > 0.01
-    )
+    assert differ(probe.expected_logprobs, probe.base_logprobs)
 
 
 def test_an_adapter_that_cannot_be_written_down_is_a_failed_adapter_sync(demo_checkpoint):
     model = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
     apply_adapter(model, AdapterSection(kind="lora", rank=4), base_path="here", seed=0)
     model.peft_config.clear()
-    with pytest.raises(
-        WeightSyncError,
-        match=r"offer on learner: it cannot be written down \(KeyError: 'default'\)",
-    ):
+    message = r"offer on learner: it cannot be written down \(KeyError: 'default'\)"
+    with pytest.raises(WeightSyncError, match=message):
         adapter_offer(model, 1, PROBE, timeout_s=1.0)

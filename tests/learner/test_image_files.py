@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import struct
+from unittest.mock import Mock, call
 
 import pytest
 from PIL import Image
@@ -17,6 +18,7 @@ from shared.errors import RecordError
 from shared.records import ImageFacts, image_facts
 
 FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"]
+NAMES = {f"{number}.png" for number in range(8)}
 
 
 def encoded(image_format: str, mode: str = "RGB") -> bytes:
@@ -26,23 +28,21 @@ def encoded(image_format: str, mode: str = "RGB") -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("image_format", FORMATS)
-def test_an_image_has_its_width_and_height(image_format):
-    assert image_size(encoded(image_format)) == (40, 30)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "I;16"])
-def test_an_image_of_any_mode_that_becomes_rgb_has_its_size(mode):
-    assert image_size(encoded("PNG", mode)) == (40, 30)
+@pytest.mark.parametrize(
+    ("image_format", "mode"),
+    [
+        *((one, "RGB") for one in FORMATS),
+        *(("PNG", mode) for mode in ("1", "L", "P", "RGBA", "I;16")),
+    ],
+)
+def test_an_image_has_its_width_and_height(image_format, mode):
+    assert image_size(encoded(image_format, mode)) == (40, 30)
 
 
 def test_a_picture_whose_range_no_file_tells_is_refused_before_the_start_with_the_remedy():
-    file = io.BytesIO()
-    Image.effect_noise((40, 30), 90).convert("F").save(file, format="TIFF")
-    with pytest.raises(
-        ValueError, match=r"floating-point numbers .*; save it with 8 or 16 bits a channel"
-    ):
-        image_size(file.getvalue())
+    message = r"floating-point numbers .*; save it with 8 or 16 bits a channel"
+    with pytest.raises(ValueError, match=message):
+        image_size(encoded("TIFF", "F"))
 
 
 @pytest.mark.parametrize("image_format", FORMATS)
@@ -76,48 +76,43 @@ def images(tmp_path, monkeypatch):
     return tmp_path
 
 
-def load(folder, **options):
+def load(folder):
     file = folder / "train.jsonl"
-    known = known_images(file, image_names(file))
     return load_dataset(
         file,
         on_bad_row="error",
         sort_objects=True,
         check_images=True,
         image_size=image_size,
-        known_images=known,
-        **options,
+        known_images=known_images(file, image_names(file)),
     )
 
 
-def counted(monkeypatch):
+@pytest.fixture
+def decoded(monkeypatch):
     """Names of the images that are decoded from now on."""
-    decoded = []
+    names = []
 
     def facts(path, size):
-        decoded.append(path.name)
+        names.append(path.name)
         return image_facts(path, size)
 
     monkeypatch.setattr(image_files, "image_facts", facts)
-    return decoded
+    return names
 
 
 def test_an_image_of_several_rows_is_decoded_once_and_after_that_only_when_it_changes(
-    images, monkeypatch
+    images, decoded
 ):
-    decoded = counted(monkeypatch)
     first = load(images)
     assert sorted(decoded) == [f"{number}.png" for number in range(8)]
     assert load(images) == first
     assert len(decoded) == 8
     Image.new("RGB", (8, 8), "white").save(images / "3.png")
     changed = load(images)
+    digest = hashlib.sha256((images / "3.png").read_bytes()).hexdigest()
     assert decoded[8:] == ["3.png"]
-    assert (
-        changed[3].images[0].sha256
-        == hashlib.sha256((images / "3.png").read_bytes()).hexdigest()
-        != first[3].images[0].sha256
-    )
+    assert changed[3].images[0].sha256 == digest != first[3].images[0].sha256
     # The same size in bytes, at another time.
     os.utime(images / "4.png", ns=(1, 1))
     assert load(images) == changed
@@ -131,37 +126,29 @@ def test_an_image_of_several_rows_is_decoded_once_and_after_that_only_when_it_ch
     assert decoded[10:] == ["5.png"]
 
 
-def test_a_known_image_still_has_to_have_its_row_s_size(images, monkeypatch):
-    counted(monkeypatch)
+def test_a_known_image_still_has_to_have_its_row_s_size(images):
     load(images)
     file = images / "train.jsonl"
-    file.write_text(
-        file.read_text() + '{"images": ["2.png"], "width": 9, "height": 8, "objects": []}\n'
-    )
-    with pytest.raises(
-        RecordError,
-        match=r"train.jsonl:17: images\[0\]: .*2.png is 8 x 8 pixels, the row says 9 x 8",
-    ):
+    wider = '{"images": ["2.png"], "width": 9, "height": 8, "objects": []}\n'
+    file.write_text(file.read_text() + wider)
+    message = r"train.jsonl:17: images\[0\]: .*2.png is 8 x 8 pixels, the row says 9 x 8"
+    with pytest.raises(RecordError, match=message):
         load(images)
 
 
-def test_what_is_no_image_is_told_as_ever_and_never_kept(images, monkeypatch):
-    decoded = counted(monkeypatch)
+def test_what_is_no_image_is_told_as_ever_and_never_kept(images, decoded):
     (images / "5.png").write_bytes((images / "5.png").read_bytes()[:50])
+    message = r"train.jsonl:6: images\[0\]: .*5.png is not a readable image"
     for _ in range(2):
-        with pytest.raises(
-            RecordError, match=r"train.jsonl:6: images\[0\]: .*5.png is not a readable image"
-        ):
+        with pytest.raises(RecordError, match=message):
             load(images)
-    assert decoded.count("5.png") == 2
-    assert decoded.count("6.png") == 1
+    assert (decoded.count("5.png"), decoded.count("6.png")) == (2, 1)
 
 
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"format": ["0", "0"], "images": {}}', '{"images": 3']
 )
-def test_what_is_kept_and_cannot_be_read_is_found_again(images, monkeypatch, content):
-    decoded = counted(monkeypatch)
+def test_what_is_kept_and_cannot_be_read_is_found_again(images, decoded, content):
     load(images)
     (kept,) = images.glob("cache/rollmatch/images/*")
     kept.write_text(content)
@@ -170,9 +157,8 @@ def test_what_is_kept_and_cannot_be_read_is_found_again(images, monkeypatch, con
 
 
 def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothing_else(
-    images, monkeypatch, caplog
+    images, decoded, caplog
 ):
-    decoded = counted(monkeypatch)
     (images / "cache").write_text("a file")
     assert load(images) == load(images)
     assert len(decoded) == 16
@@ -181,33 +167,22 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start_its_time_and_nothi
 
 def test_a_second_s_work_is_not_told_of_and_not_kept(images, monkeypatch):
     monkeypatch.setattr(image_files, "QUICK_S", 60.0)
-    told = []
-    assert (
-        len(
-            known_images(
-                images / "train.jsonl",
-                {f"{number}.png" for number in range(8)},
-                lambda *far: told.append(far),
-            )
-        )
-        == 8
-    )
-    assert not told
+    report = Mock()
+    assert len(known_images(images / "train.jsonl", NAMES, report)) == 8
+    assert not report.called
     assert not (images / "cache").exists()
 
 
 def test_what_is_no_image_is_left_out_and_how_far_the_check_is_is_told(images):
-    names = {f"{number}.png" for number in range(8)}
     (images / "6.png").write_bytes(b"no image")
     (images / "7.png").unlink()
     os.mkfifo(images / "7.png")
-    expected = {
-        name: ImageFacts(hashlib.sha256((images / name).read_bytes()).hexdigest(), 8, 8)
-        for name in names - {"6.png", "7.png"}
+    digests = {
+        name: hashlib.sha256((images / name).read_bytes()).hexdigest()
+        for name in NAMES - {"6.png", "7.png"}
     }
-    told = []
-    assert (
-        known_images(images / "train.jsonl", names, lambda done, total: told.append((done, total)))
-        == expected
-    )
-    assert told == [(done, 8) for done in range(1, 9)]
+    report = Mock()
+    assert known_images(images / "train.jsonl", NAMES, report) == {
+        name: ImageFacts(digest, 8, 8) for name, digest in digests.items()
+    }
+    assert report.call_args_list == [call(done, 8) for done in range(1, 9)]

@@ -22,34 +22,32 @@ def fifo_greedy(lengths, capacity):
     return chosen
 
 
+def total_of(chosen, lengths):
+    return sum(lengths[i] for i in chosen)
+
+
 def rank(chosen, lengths):
     """Less is better: larger total, then fewer segments, then the lexicographically smallest
     set."""
-    return (-sum(lengths[i] for i in chosen), len(chosen), chosen)
+    return (-total_of(chosen, lengths), len(chosen), chosen)
 
 
 def every_subset(lengths, capacity):
     """The best selection by trying all that hold the oldest."""
     others = range(1, len(lengths))
-    sets = [
-        [0, *rest] for size in range(len(lengths)) for rest in itertools.combinations(others, size)
-    ]
-    return min(
-        (chosen for chosen in sets if sum(lengths[i] for i in chosen) <= capacity),
-        key=lambda chosen: rank(chosen, lengths),
-    )
+    sizes = range(len(lengths))
+    sets = [[0, *rest] for size in sizes for rest in itertools.combinations(others, size)]
+    fitting = (chosen for chosen in sets if total_of(chosen, lengths) <= capacity)
+    return min(fitting, key=lambda chosen: rank(chosen, lengths))
 
 
 def check_selection(lengths, capacity):
     """The promises of every selection; returns it."""
     chosen = select_segments(lengths, capacity)
+    in_order = total_of(fifo_greedy(lengths, capacity), lengths)
     assert chosen[0] == 0, "the oldest is not selected"
     assert chosen == sorted(set(chosen)), "not in insertion order"
-    assert (
-        sum(lengths[i] for i in fifo_greedy(lengths, capacity))
-        <= sum(lengths[i] for i in chosen)
-        <= capacity
-    )
+    assert in_order <= total_of(chosen, lengths) <= capacity
     assert chosen == select_segments(lengths, capacity), "not deterministic"
     return chosen
 
@@ -64,7 +62,11 @@ def draw_buffer(draw):
     return [draw.choice(several) for _ in range(count)], capacity
 
 
-def check_buffers(draw, count):
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 1_000), pytest.param(2, 20_000, marks=pytest.mark.slow)]
+)
+def test_20_000_random_buffers_are_selected_from_as_promised(seed, count):
+    draw = random.Random(seed)
     for _ in range(count):
         lengths, capacity = draw_buffer(draw)
         chosen = check_selection(lengths, capacity)
@@ -72,15 +74,6 @@ def check_buffers(draw, count):
             assert chosen == every_subset(lengths, capacity)
         if capacity == LARGE_CAPACITY:
             assert rank(chosen, lengths) <= rank(fifo_greedy(lengths, capacity), lengths)
-
-
-def test_any_buffer_is_selected_from_as_promised():
-    check_buffers(random.Random(1), 1_000)
-
-
-@pytest.mark.slow
-def test_20_000_random_buffers_are_selected_from_as_promised():
-    check_buffers(random.Random(2), 20_000)
 
 
 def test_the_selection_is_the_best_of_all_subsets_that_hold_the_oldest():
@@ -109,10 +102,9 @@ def test_ties_are_broken_by_total_then_count_then_order(lengths, expected):
 
 def test_multiple_short_segments_pack_efficiently_under_the_same_cap():
     lengths = [2_000, 5_000, 4_100, 3_000, 5_900, 4_100]
-    chosen = check_selection(lengths, 12_000)
-    assert chosen == [0, 2, 4]
-    assert sum(lengths[i] for i in chosen) == 12_000
-    assert sum(lengths[i] for i in fifo_greedy(lengths, 12_000)) == 11_100
+    assert check_selection(lengths, 12_000) == [0, 2, 4]
+    assert total_of([0, 2, 4], lengths) == 12_000
+    assert total_of(fifo_greedy(lengths, 12_000), lengths) == 11_100
 
 
 def test_a_buffer_too_large_for_the_exact_search_is_selected_from_better_than_in_order():
@@ -124,11 +116,11 @@ def test_a_buffer_too_large_for_the_exact_search_is_selected_from_better_than_in
     assert rank(chosen, lengths) < rank(fifo_greedy(lengths, LARGE_CAPACITY), lengths)
 
 
-def test_deterministic_selection():
+@pytest.mark.parametrize("capacity", [12_000, LARGE_CAPACITY])
+def test_deterministic_selection(capacity):
     draw = random.Random(4)
-    for capacity in (12_000, LARGE_CAPACITY):
-        lengths = [draw.randint(1, capacity // 4) for _ in range(40)]
-        assert select_segments(lengths, capacity) == select_segments(list(lengths), capacity)
+    lengths = [draw.randint(1, capacity // 4) for _ in range(40)]
+    assert select_segments(lengths, capacity) == select_segments(list(lengths), capacity)
 
 
 def test_shared_packing_helper_yields_deterministic_selection():
@@ -150,13 +142,11 @@ def test_shared_packing_helper_yields_deterministic_selection():
 def test_oversized_segment_fails_fast_when_it_is_inserted():
     buffer = CarryBuffer(capacity=10, max_segments=4)
     buffer.insert("aaaa")
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"the segment has 11 tokens, a row holds 10; raise global_max_length, lower"
-            r" rollout_matching\.max_new_tokens, or set"
-        ),
-    ):
+    message = (
+        r"the segment has 11 tokens, a row holds 10; raise global_max_length, lower"
+        r" rollout_matching\.max_new_tokens, or set"
+    )
+    with pytest.raises(ConfigError, match=message):
         buffer.insert("a" * 11)
     assert buffer.flush() == [["aaaa"]]
 
@@ -192,8 +182,7 @@ def test_carry_buffer_preserves_segments_without_splitting():
     rows += buffer.flush()
     assert all(sum(map(len, row)) <= 100 for row in rows)
     assert sorted(map(id, itertools.chain(*rows))) == sorted(map(id, segments))
-    assert len(buffer) == 0
-    assert buffer.num_tokens == 0
+    assert (len(buffer), buffer.num_tokens) == (0, 0)
 
 
 def test_the_oldest_never_waits_for_a_second_row():
@@ -211,14 +200,12 @@ def test_an_empty_buffer_has_no_row():
         buffer.pop_row()
 
 
-def test_missing_binpacking_dependency_fails_fast(monkeypatch):
+@pytest.mark.parametrize(
+    "attempt", [lambda: CarryBuffer(10, 2), lambda: select_segments([1, 2], 10)]
+)
+def test_missing_binpacking_dependency_fails_fast(monkeypatch, attempt):
     # what an import of a module that is not there finds
     monkeypatch.setitem(sys.modules, "binpacking", None)
-    for attempt in (
-        lambda: CarryBuffer(capacity=10, max_segments=2),
-        lambda: select_segments([1, 2], 10),
-    ):
-        with pytest.raises(
-            ConfigError, match=r"pip install binpacking`, or set training\.packing: false"
-        ):
-            attempt()
+    message = r"pip install binpacking`, or set training\.packing: false"
+    with pytest.raises(ConfigError, match=message):
+        attempt()

@@ -5,6 +5,7 @@ prompt with the same images.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,15 +41,10 @@ def images():
 
 def prompt_of(processor, images):
     """As the processor makes it, with text before, between and behind the images."""
-    text = "".join(
-        f"Image {number}: <|vision_start|><|image_pad|><|vision_end|>"
-        for number in range(len(images))
-    )
-    encoded = processor(
-        text=[f"{text} What?"],
-        images=[decode_image(image) for image in images],
-        return_tensors="pt",
-    )
+    one = "Image {}: <|vision_start|><|image_pad|><|vision_end|>"
+    text = "".join(map(one.format, range(len(images))))
+    pictures = [decode_image(image) for image in images]
+    encoded = processor(text=[f"{text} What?"], images=pictures, return_tensors="pt")
     return encoded["input_ids"][0].tolist(), encoded
 
 
@@ -80,34 +76,23 @@ GREY_PNG = bytes.fromhex(
 )
 
 
-def test_another_number_of_placeholders_is_refused_with_both_counts(processor, encoder, images):
-    two = prompt_of(processor, images[:2])[0]
-    told = (
-        r"the engine has \[24, 35\] tokens of its images, the learner {}; engines and learner must"
-        r" load the same checkpoint, with the image size limits"
+@pytest.mark.parametrize(
+    ("brought", "counts"),
+    [([0], "24"), ([0, 1, 2], "24, 35, 27"), ([0, 2], "24, 27"), ([1, 0], "35, 24")],
+)
+def test_other_images_than_those_of_the_tokens_are_refused_with_both_counts(
+    processor, encoder, images, brought, counts
+):
+    two, _ = prompt_of(processor, images[:2])
+    message = (
+        rf"the engine has \[24, 35\] tokens of its images, the learner \[{counts}\]; engines and"
+        r" learner must load the same checkpoint, with the image size limits"
     )
-    with pytest.raises(ValueError, match=told.format(r"\[24\]")):
-        encoder.encode(images[:1], two)
-    with pytest.raises(ValueError, match=told.format(r"\[24, 35, 27\]")):
-        encoder.encode(images, two)
-    with pytest.raises(
-        ValueError, match=r"the engine has \[\] tokens of its images, the learner \[24\]"
-    ):
-        encoder.encode(
-            images[:1], [token_id for token_id in two if not encoder.num_images([token_id])]
-        )
-
-
-def test_an_image_of_another_size_is_refused_with_both_counts(processor, encoder, images):
-    token_ids = prompt_of(processor, images[:2])[0]
-    with pytest.raises(
-        ValueError, match=r"the engine has \[24, 35\] tokens of its images, the learner \[24, 27\]"
-    ):
-        encoder.encode((images[0], images[2]), token_ids)
-    with pytest.raises(
-        ValueError, match=r"the engine has \[24, 35\] tokens of its images, the learner \[35, 24\]"
-    ):
-        encoder.encode(images[1::-1], token_ids)
+    with pytest.raises(ValueError, match=message):
+        encoder.encode([images[index] for index in brought], two)
+    text = [token_id for token_id in two if not encoder.num_images([token_id])]
+    with pytest.raises(ValueError, match=r"the engine has \[\] tokens of its images, the learner"):
+        encoder.encode([images[index] for index in brought], text)
 
 
 def test_the_first_images_are_those_that_would_be_encoded_without_the_others(
@@ -115,9 +100,8 @@ def test_the_first_images_are_those_that_would_be_encoded_without_the_others(
 ):
     encoded = encoder.encode(images, prompt_of(processor, images)[0])
     for number in (1, 2, 3):
-        alone = ImageEncoder(processor).encode(
-            images[:number], prompt_of(processor, images[:number])[0]
-        )
+        some = images[:number]
+        alone = ImageEncoder(processor).encode(some, prompt_of(processor, some)[0])
         first = encoded.first(number)
         assert torch.equal(first.pixel_values_RD, alone.pixel_values_RD)
         assert torch.equal(first.image_grid_I3, alone.image_grid_I3)
@@ -127,37 +111,29 @@ def test_the_first_images_are_those_that_would_be_encoded_without_the_others(
 
 
 def test_the_images_of_the_rollout_before_are_not_encoded_again(processor, images):
-    calls = []
-
-    class Counting:
-        merge_size = processor.image_processor.merge_size
-
-        def __call__(self, images, **arguments):
-            calls.append(len(images))
-            return processor.image_processor(images=images, **arguments)
-
+    own = processor.image_processor
+    counting = Mock(side_effect=own, merge_size=own.merge_size)
     encoder = ImageEncoder(
-        SimpleNamespace(image_processor=Counting(), image_token_id=processor.image_token_id)
+        SimpleNamespace(image_processor=counting, image_token_id=processor.image_token_id)
     )
     one, two = (prompt_of(processor, images[:number])[0] for number in (1, 2))
     first = encoder.encode(images[:2], two)
     # Rollouts of a group come from several calls: the same image is not the same object.
-    again = encoder.encode(
-        [ImageRef(None, image.data, image.sha256) for image in images[:2]], [*two, *two[:3]]
-    )
-    assert calls == [2]
+    copies = [ImageRef(None, image.data, image.sha256) for image in images[:2]]
+    again = encoder.encode(copies, [*two, *two[:3]])
+    assert counting.call_count == 1
     assert torch.equal(again.pixel_values_RD, first.pixel_values_RD)
-    with pytest.raises(
-        ValueError, match=r"the engine has \[24\] tokens of its images, the learner \[24, 35\]"
-    ):
+    message = r"the engine has \[24\] tokens of its images, the learner \[24, 35\]"
+    with pytest.raises(ValueError, match=message):
         encoder.encode(images[:2], one)
     encoder.encode(images[:1], one)
     assert torch.equal(encoder.encode(images[:2], two).pixel_values_RD, first.pixel_values_RD)
-    assert calls == [2, 1, 2]
+    assert [len(call.kwargs["images"]) for call in counting.call_args_list] == [2, 1, 2]
 
 
 @pytest.mark.parametrize("damage", ["no picture", "truncated"])
 def test_an_image_that_cannot_be_decoded_is_a_bad_record(processor, encoder, images, damage):
     data = b"no picture" if damage == "no picture" else images[0].data[:200]
+    token_ids, _ = prompt_of(processor, images[:1])
     with pytest.raises(RecordError, match=r"^images: .* is no readable image"):
-        encoder.encode([ImageRef(None, data, "damaged")], prompt_of(processor, images[:1])[0])
+        encoder.encode([ImageRef(None, data, "damaged")], token_ids)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from tiny_qwen import stock_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from learner.model.checkpoint import save_checkpoint
 from learner.model.loading import load_model
 from learner.model.parts import trained_parameters
-from shared.config.algorithm import TrainerVariant
 from shared.errors import ConfigError
 from shared.model_families import ModelPart
 
@@ -19,32 +18,18 @@ from shared.model_families import ModelPart
 @pytest.fixture(scope="module")
 def text_checkpoint(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("text_model"), stock_tokenizer()
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     torch.manual_seed(5)
-    Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape)
-    ).save_pretrained(folder)
+    config = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **heads)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def config(text_checkpoint, demo_data, tmp_path):
-    made = configuration(text_checkpoint, demo_data, tmp_path)
-    return made.model_copy(
-        update={
-            "custom": made.custom.model_copy(
-                update={"trainer_variant": TrainerVariant.TRAJECTORY_PG}
-            )
-        }
-    )
+def config(text_checkpoint, tmp_path):
+    return trajectory_config(text_checkpoint, tmp_path)
 
 
 def test_it_loads_with_its_tokenizer_and_all_of_it_is_the_language_model(config):
@@ -56,24 +41,17 @@ def test_it_loads_with_its_tokenizer_and_all_of_it_is_the_language_model(config)
 
 
 def test_its_checkpoint_loads_elsewhere(config, tmp_path):
-    loaded = load_model(config, torch.device("cpu"))
-    weights = dict(loaded.model.named_parameters())
-    save_checkpoint(
-        loaded.model,
-        loaded.processor,
-        tmp_path / "saved",
-        state_dict={name: tensor.detach() for name, tensor in weights.items()},
-    )
-    elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    loaded, folder = load_model(config, torch.device("cpu")), tmp_path / "saved"
+    weights = {name: one.detach() for name, one in loaded.model.named_parameters()}
+    save_checkpoint(loaded.model, loaded.processor, folder, state_dict=weights)
+    elsewhere = AutoModelForCausalLM.from_pretrained(folder)
+    vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in elsewhere.named_parameters())
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab()
-        == loaded.tokenizer.get_vocab()
-    )
+    assert vocabulary == loaded.tokenizer.get_vocab()
 
 
 def test_grounding_needs_a_vision_tower(text_checkpoint, demo_data, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"model\.path: .* is a qwen3 model; this run trains qwen2_5_vl, qwen3_vl"
-    ):
-        load_model(configuration(text_checkpoint, demo_data, tmp_path), torch.device("cpu"))
+    config = configuration(text_checkpoint, demo_data, tmp_path)
+    message = r"model\.path: .* is a qwen3 model; this run trains qwen2_5_vl, qwen3_vl"
+    with pytest.raises(ConfigError, match=message):
+        load_model(config, torch.device("cpu"))
