@@ -28,7 +28,7 @@ from transformers import Qwen2VLImageProcessor
 
 from launch.cli import CONF, as_mapping, as_schema_overrides
 from launch.demo.model import make_demo_model
-from learner.ahead import Ahead
+from learner.algorithms.base import Ahead
 from learner.algorithms.rollout_matching import RolloutMatchingStep
 from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder, Segment
@@ -81,7 +81,7 @@ def make_rollout(position: int, prompt: Sequence[int], response: Sequence[int]) 
 
 
 class Between:
-    """Everything is made when it is asked for: the way without `learner.ahead`."""
+    """Everything is made when it is asked for: the way without `Ahead`."""
 
     map = staticmethod(map)
 

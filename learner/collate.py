@@ -35,21 +35,17 @@ class ModelInputs(NamedTuple):
     input_ids: torch.Tensor
     """int64 [1, T]"""
     position_ids: torch.Tensor
-    """int64: positions that restart per segment, from which transformers reads the segment borders:
-    [1, T] of a text model; of a model with a vision tower [4, 1, T], the other three being its
-    M-RoPE rows."""
+    """int64, restarting per segment, by which transformers finds the borders: [1, T] of a text
+    model; with a vision tower [4, 1, T], the other three being M-RoPE rows."""
     pixel_values: torch.Tensor
     """float32 [R, D]; D is 0 in a row without images."""
     image_grid_thw: torch.Tensor
     """int64 [I, 3]"""
 
     def image_arguments(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Vision arguments of the model's forward; empty for a row without images.
-
-        Text models have none, and Qwen-VL rejects empty pixel values.
-        """
+        """Vision arguments of the model's forward; empty for a row without images."""
         if not len(self.image_grid_thw):
-            return {}
+            return {}  # text models have none, and Qwen-VL rejects empty pixel values
         return {"pixel_values": self.pixel_values.to(dtype), "image_grid_thw": self.image_grid_thw}
 
 
@@ -104,16 +100,14 @@ def collate(
 ) -> PackedRow:
     """Pack `segments` into one row, in order. `rope_index` is None of a text model.
 
-    Weights are means within a segment, so a row's loss is a sum over its segments, and the losses
-    of a step's rows add; what they are divided by is for the step's end (decisions 6 and 7).
-
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
     position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.
     """
+    # Weights are means within a segment, so a row's loss is a sum over its segments, and the losses
+    # of a step's rows add; what they are divided by is for the step's end (decisions 6 and 7).
     targets = [segment.target for segment in segments]
     credits_ = [target.credit for target in targets]
-    # A token is predicted one position before its own: a target's first token by the last of its
-    # prompt.
+    # A token is predicted one position before its own: a target's first by its prompt's last.
     ends = np.cumsum([len(segment) for segment in segments])
     starts = [end - len(target.token_ids) - 1 for target, end in zip(targets, ends, strict=True)]
 
@@ -121,8 +115,9 @@ def collate(
         pairs = zip(starts, of_targets, strict=True)
         return _concat(np.int64, (start + np.array(part, np.int64) for start, part in pairs))
 
+    # Columns of positions, weights and gate weights.
     text = [_text_supervision(target, text_weights) for target in targets]
-    text_at = row_positions(part.positions for part in text)
+    text_at = row_positions(positions for positions, _, _ in text)
     coord_at = row_positions(target.coord_positions for target in targets)
     sampled_at = row_positions(target.sampled_positions for target in targets)
     learned_at = row_positions(credit.positions for credit in credits_)
@@ -142,8 +137,8 @@ def collate(
         Supervision(
             TextSupervision(
                 index(text_at),
-                _floats(part.weights for part in text),
-                _floats(part.gate_weights for part in text),
+                _floats(weights for _, weights, _ in text),
+                _floats(gate_weights for _, _, gate_weights in text),
             ),
             CoordSupervision(
                 index(coord_at),
@@ -162,17 +157,14 @@ def collate(
     )
 
 
-class _TextColumns(NamedTuple):
-    positions: np.ndarray
-    weights: np.ndarray
-    gate_weights: np.ndarray
-
-
-def _text_supervision(target: Target, text_weights: TextWeights) -> _TextColumns:
+def _text_supervision(
+    target: Target, text_weights: TextWeights
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return positions, weights and gate weights of the supervised text."""
     weights_L = text_weights.of(target.roles)
     gate_L = np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)
     at = np.flatnonzero(weights_L)
-    return _TextColumns(at, _mean_weights(weights_L)[at], _mean_weights(gate_L)[at])
+    return at, _mean_weights(weights_L)[at], _mean_weights(gate_L)[at]
 
 
 def _mean_weights(weights_L: np.ndarray) -> np.ndarray:
@@ -210,19 +202,17 @@ def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> 
             position_ids.append(positions_1L)
             continue
         grid = prompt.image_grid_I3 if len(prompt.image_grid_I3) else None
-        mrope_31L, _ = rope_index(
-            ids_1L, mm_token_type_ids=segment.modality[None], image_grid_thw=grid
-        )
+        modality_1L = segment.modality[None]
+        mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=modality_1L, image_grid_thw=grid)
         position_ids.append(torch.cat([positions_1L[None], mrope_31L]))
-    pixels = [
-        segment.prompt.pixel_values_RD for segment in segments if len(segment.prompt.image_grid_I3)
-    ]
+    prompts = [segment.prompt for segment in segments]
+    pixels = [prompt.pixel_values_RD for prompt in prompts if len(prompt.image_grid_I3)]
     return ModelInputs(
         torch.cat(input_ids, dim=1),
         torch.cat(position_ids, dim=-1),
         # The width of a row without images is nobody's.
         torch.cat(pixels or [torch.empty(0, 0)]),
-        torch.cat([segment.prompt.image_grid_I3 for segment in segments]),
+        torch.cat([prompt.image_grid_I3 for prompt in prompts]),
     )
 
 

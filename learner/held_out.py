@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -73,25 +74,18 @@ class HeldOut:
 
     def requests(self, step: int, positions: range | None = None) -> list[RolloutRequest]:
         """Make one request per sample, in order: of all, or of those at `positions`."""
+        request = partial(self.encoder.request, decode=self._decode, step=step)
         return [
-            self.encoder.request(
-                self.samples[position],
-                self._decode,
-                step=step,
-                position=position,
-                run_seed=self._run_seed,
-            )
+            request(self.samples[position], position=position, run_seed=self._run_seed)
             for position in (range(len(self.samples)) if positions is None else positions)
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
-        """Read the answers, one scene per rollout, in order.
-
-        Raises RolloutError when an engine saw another prompt than this side encodes.
-        """
+        """Read the answers, one scene per rollout, in order."""
         return [self._scene(rollout) for rollout in rollouts]
 
     def _scene(self, rollout: Rollout) -> Scene:
+        """Raise RolloutError when an engine saw another prompt than this side encodes."""
         sample = self.samples[rollout.position]
         check_prompt(rollout, self.encoder.encode(sample))
         parsed = parse_rollout(rollout.response_token_ids, self.codec, geometry=self._geometry)
@@ -110,10 +104,7 @@ class HeldOut:
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
-        """Score an object, 0..1, by the engine's log-probabilities at temperature 1.
-
-        They are under the ban of vision placeholders and the repetition penalty.
-        """
+        """Score an object, 0..1, by the engine's log-probabilities at temperature 1."""
         if self._score_by == "constant":
             return 1.0
         assert rollout.logprobs is not None, "requested so"
@@ -169,8 +160,8 @@ def require_lengths(
 
     Args:
         max_new_tokens: longest response; 0 where no step generates.
-        taught: the objects become targets: they are appended to responses, as text that the
-            tokenizer must keep. False for held-out samples, whose sequences end with the response.
+        taught: the objects become targets, which the tokenizer must keep. False for held-out
+            samples, whose sequences end with the response.
         most: the number of samples that are wanted, the first ones; None: all.
 
     Returns:
@@ -178,9 +169,8 @@ def require_lengths(
 
     Raises:
         ConfigError: a sample could exceed `global_max_length`; shows the longest.
-        RecordError: the tokenizer changes a sample's objects or reads a control or coord token in a
-            description, or the processor does not take its images. Names all of these samples.
-            With `on_bad_row: skip` only where no other is left.
+        RecordError: the tokenizer does not keep the text of samples, or the processor does not take
+            their images; names all of them. With `on_bad_row: skip` only where no other is left.
     """
     bad = BadRows()
     skipped = list(dataset.skipped)
@@ -230,23 +220,18 @@ def require_lengths(
 def describe_cut_answers(
     fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, field_order: str
 ) -> str | None:
-    """Say how many samples have a ground truth longer than an answer may be; None if none has.
-
-    A run may mean it so: what was complete before the cut counts. It is said all the same, because
-    the default of an experiment is that of its own data.
-    """
+    """Say how many samples have a ground truth longer than an answer may be; None if none has."""
     samples = fitting.samples
     appends = fitting.appends or repeat(max_new_tokens, len(samples))
-    cut = []
-    for sample, append in zip(samples, appends, strict=True):
-        # The append has the same objects under longer keys: where it is short enough, so is the
-        # answer, and need not be encoded too.
-        if append < max_new_tokens:
-            continue
-        # With the stop token, which an answer needs to end by itself.
-        length = len(codec.encode(serialize_objects(sample.objects, field_order=field_order))) + 1
-        if length > max_new_tokens:
-            cut.append(length)
+    # The append has the same objects under longer keys: where it is short enough, so is the answer,
+    # and need not be encoded too.
+    texts = (
+        serialize_objects(sample.objects, field_order=field_order)
+        for sample, append in zip(samples, appends, strict=True)
+        if append >= max_new_tokens
+    )
+    # With the stop token, which an answer needs to end by itself.
+    cut = [length for text in texts if (length := len(codec.encode(text)) + 1) > max_new_tokens]
     if not cut:
         return None
     return (

@@ -221,9 +221,8 @@ class LogitsPass:
         """List what probabilities are needed under, each once, in an order free of hashes."""
         needs = self.needs
         wanted = [_PLAIN] if needs.text_ce or needs.coord_mass else []
-        for temperature in (needs.text_gate, needs.coord_gate):
-            if temperature is not None:
-                wanted.append(Normalizer(temperature))
+        gates = (needs.text_gate, needs.coord_gate)
+        wanted += [Normalizer(temperature) for temperature in gates if temperature is not None]
         if num_sampled:
             wanted.append(self.sampled_under)
         return tuple(dict.fromkeys(wanted))
@@ -278,11 +277,9 @@ class RowTrainer:
 
     def collate(self, segments: Row, channel: Channel, *, version: int) -> PackedRow:
         """Pack the segments into one row, on the CPU. `version` is of the weights that learn."""
-        return collate(
-            [_comparable(segment, version) for segment in segments],
-            text_weights=self._text_weights[channel],
-            rope_index=self._loaded.rope_index,
-        )
+        comparable = [_comparable(segment, version) for segment in segments]
+        weights = self._text_weights[channel]
+        return collate(comparable, text_weights=weights, rope_index=self._loaded.rope_index)
 
     def train(self, row: PackedRow, channel: Channel, *, weight: float = 1.0) -> RowResult:
         """Add the row's gradient. A `weight` of 0 only joins the other ranks' collectives."""

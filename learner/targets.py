@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from itertools import pairwise
 
@@ -41,19 +41,13 @@ class TokenRole(IntEnum):
     """The kind of a target token. Role and channel decide its weight in `token_ce`."""
 
     NEUTRAL = 0
-    """Prefix text that is not of matched objects alone: false positives, dropped objects, keys and
-    separators. Never supervised."""
+    """Prefix text that is not of matched objects alone. Never supervised."""
     STRUCTURE = 1
-    """Text of serialised ground truth, with keys and separators; the opening brace where it is
-    ours."""
+    """Serialised ground truth, with keys and separators; the opening brace where it is ours."""
     DESC = 2
     """Overlaps the value of a serialised `desc`."""
     MATCHED_STRUCTURE = 3
-    """A matched object's value `{...}` in the prefix, without its desc and coord tokens.
-
-    A token that reaches past the value is not: it goes on to something, which within the prefix is
-    never supervised.
-    """
+    """A matched object's value `{...}` in the prefix, without its desc and coord tokens."""
     COORD = 4
     """A coord slot: `coord_reg`'s, whatever the role weights are."""
     CLOSING = 5
@@ -71,7 +65,7 @@ class TextWeights:
     desc: float
     matched_structure: float
     structure: float = 1.0
-    """Weight of serialised ground truth, closing brace and EOS; 0 where no text is supervised."""
+    """Of serialised ground truth, closing brace and EOS; 0 where no text is supervised."""
 
     def of(self, roles_L: np.ndarray) -> np.ndarray:
         """Look up the weights of these roles: float32 [L], at least 0."""
@@ -88,17 +82,15 @@ def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
         if isinstance(entry, TokenCEEntry):
             config = entry.config
             if channel is Channel.A:
-                return TextWeights(desc=config.desc_ce_weight, matched_structure=0.0)
-            return TextWeights(
-                desc=config.rollout_fn_desc_weight,
-                matched_structure=config.rollout_matched_prefix_struct_weight,
-            )
+                return TextWeights(config.desc_ce_weight, matched_structure=0.0)
+            matched = config.rollout_matched_prefix_struct_weight
+            return TextWeights(config.rollout_fn_desc_weight, matched)
     return TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class MatchSettings:
-    """Arguments of `match_objects`, as `rollout_matching` configures them."""
+    """Keyword arguments of `match_objects`, as `rollout_matching` configures them."""
 
     candidate_top_k: int
     maskiou_gate: float
@@ -120,20 +112,14 @@ class TargetSettings:
 
 def target_settings(config: RunConfig) -> TargetSettings:
     """Read how targets are made from the configuration."""
-    matching = config.rollout_matching
+    section = config.rollout_matching
     return TargetSettings(
         geometry=config.geometry,
         field_order=config.custom.object_field_order,
         matching=MatchSettings(
-            candidate_top_k=matching.candidate_top_k,
-            maskiou_gate=matching.maskiou_gate,
-            maskiou_resolution=matching.maskiou_resolution,
-            fp_cost=matching.fp_cost,
-            fn_cost=matching.fn_cost,
+            **{one.name: getattr(section, one.name) for one in fields(MatchSettings)}
         ),
-        transport=OTSettings(
-            cost=matching.ot_cost, epsilon=matching.ot_epsilon, iters=matching.ot_iters
-        ),
+        transport=OTSettings(section.ot_cost, section.ot_epsilon, section.ot_iters),
     )
 
 
@@ -178,8 +164,7 @@ class Target:
     coord_targets: tuple[float, ...]
     """[S], 0..999: where each slot should point; a fraction where optimal transport says so."""
     box_slots: tuple[int, ...]
-    """Indices into [S], ascending: the first of the four slots of each supervised box whose ground
-    truth is a box."""
+    """Indices into [S], ascending: the first slot of each supervised box matched with a box."""
     sampled_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `sampled_positions`; empty in channel A."""
     reading: ParsedAndMatched | None = None
@@ -189,10 +174,7 @@ class Target:
 
     @property
     def sampled_positions(self) -> tuple[int, ...]:
-        """Positions of tokens that the engine sampled: the leading ones, or those of every turn.
-
-        No forced token is among them.
-        """
+        """Positions of tokens that the engine sampled: the leading ones, or those of every turn."""
         number = len(self.sampled_logprobs)
         return self.credit.positions[:number] if self.credit.positions else tuple(range(number))
 
@@ -234,8 +216,7 @@ def rollout_target(
     if rollout.logprobs is None:
         return target
     assert target.reading is not None
-    # EOS at the end of the target is the target's own and teacher-forced, whether or not the
-    # rollout's was forced.
+    # EOS is the target's own and teacher-forced, whether or not the rollout's was forced.
     num_sampled = min((target.reading.num_kept, *rollout.forced_positions))
     return replace(target, sampled_logprobs=rollout.logprobs[:num_sampled])
 
@@ -248,20 +229,12 @@ def parsed_target(
     A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and
     its ground truth is appended.
     """
-    match = match_objects(
-        parsed.objects,
-        sample.objects,
-        candidate_top_k=settings.matching.candidate_top_k,
-        maskiou_gate=settings.matching.maskiou_gate,
-        maskiou_resolution=settings.matching.maskiou_resolution,
-        fp_cost=settings.matching.fp_cost,
-        fn_cost=settings.matching.fn_cost,
-    )
+    match = match_objects(parsed.objects, sample.objects, **asdict(settings.matching))
     supervised: dict[MatchedPair, tuple[float, ...]] = {}
     for pair in match.pairs:
         prediction = parsed.objects[pair.prediction]
-        truth = sample.objects[pair.ground_truth]
         if _has_certain_slots(prediction, parsed, codec):
+            truth = sample.objects[pair.ground_truth]
             aims = slot_targets(prediction, truth, settings.transport)
             if aims is not None:
                 supervised[pair] = aims
@@ -295,30 +268,26 @@ def parsed_target(
 
 
 def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[list[int], int]:
-    """Write prefix and append as tokens; return them and how many are the rollout's own.
-
-    All text behind the last coord token, which is a token under any circumstances, is encoded as
-    one, as long as the rollout's tokens there are those of the tokenizer. Then they mostly stay;
-    but a tokenizer that writes `"]` `]},` and `"]]` `}}` makes the choice to stop or go on one
-    token earlier than the cut. Where the rollout wrote its text in other pieces, these stay, and
-    only the kept text of the cut token is encoded with the append. So is the last token of a prefix
-    that ends with a whole one, where the tokenizer would join the two texts.
-    """
+    """Write prefix and append as tokens; return them and how many are the rollout's own."""
     prefix = list(parsed.prefix_token_ids)
     num_kept = parsed.num_unchanged
-    ends_of_slots = (
-        end for end in range(num_kept, 0, -1) if codec.coord_bin(prefix[end - 1]) is not None
-    )
-    begin = next(ends_of_slots, 0)
+    begin = num_kept
+    while begin and codec.coord_bin(prefix[begin - 1]) is None:
+        begin -= 1
     sampled = prefix[begin:num_kept]
+    # All text behind the last coord token, which is a token under any circumstances, is encoded as
+    # one, as long as the rollout's tokens there are the tokenizer's. They mostly stay; but one that
+    # writes `"]` `]},` and `"]]` `}}` makes the choice to stop or go on before the cut.
     if codec.encode(_text_of(sampled, codec)) == sampled:
         joint = codec.encode(_text_of(prefix[begin:], codec) + append)
         pairs = zip(sampled, joint, strict=False)
         num_same = next((n for n, (old, new) in enumerate(pairs) if old != new), len(sampled))
         return [*prefix[:begin], *joint], begin + num_same
+    # Other pieces of the rollout's stay; only the kept text of the cut token is encoded anew.
     if num_kept < len(prefix):
         cut_and_append = codec.encode(_text_of(prefix[num_kept:], codec) + append)
         return [*prefix[:num_kept], *cut_and_append], num_kept
+    # So is a whole last token, where the tokenizer would join the two texts.
     last = _text_of(prefix[-1:], codec)
     joint = codec.encode(last + append)
     ends = [end for _, end in piece_spans(joint, codec)]
@@ -348,20 +317,18 @@ class _Draft:
         self._box_slots: list[int] = []
 
     def add_matched(self, parsed: ParsedRollout, matched: Set[int]) -> None:
-        """Supervise the text of a prefix's matched objects, which are indices into its objects.
-
-        A token that holds a description, or any of an object that is not matched, is neutral. So is
-        one that reaches past a matched object, as `},` does: separators of the prefix are not
-        taught. Teaching only those that turned out right would teach too many.
-        """
+        """Supervise the text of a prefix's matched objects, which are indices into its objects."""
         for number in matched:
             value = self._overlapping(parsed.objects[number].value)
             self._roles[value] = TokenRole.MATCHED_STRUCTURE
+        # Neutral is a token that holds a description, or any of an object that is not matched.
         for number, prediction in enumerate(parsed.objects):
             value = self._overlapping(prediction.value)
             if number not in matched:
                 self._roles[value] = TokenRole.NEUTRAL
                 continue
+            # So is one that reaches past a matched object, as `},` does: to teach only those
+            # separators of the prefix that turned out right would teach too many.
             last = value.stop - 1
             if self._spans[last][1] > prediction.value[1]:
                 self._roles[last] = TokenRole.NEUTRAL
@@ -389,17 +356,13 @@ class _Draft:
         self, text: SerializedText, objects: Sequence[GroundTruthObject], *, offset: int
     ) -> None:
         """Supervise the serialised `objects`, whose text begins at `offset`."""
-        assert self._spans[-1][1] == offset + len(text.text.encode()), (
-            "encoding the target changed its text"
-        )
+        end = offset + len(text.text.encode())
+        assert self._spans[-1][1] == end, "encoding the target changed its text"
         for layout, object_ in zip(text.objects, objects, strict=True):
             self._roles[self._overlapping(layout.desc, offset)] = TokenRole.DESC
-            slots = [self._overlapping(coord, offset) for coord in layout.coords]
-            assert all(slot.stop - slot.start == 1 for slot in slots)
-            positions = [slot.start for slot in slots]
-            assert [
-                self._codec.coord_bin(self._token_ids[position]) for position in positions
-            ] == list(object_.bins)
+            positions = [self._overlapping(coord, offset).start for coord in layout.coords]
+            bins = [self._codec.coord_bin(self._token_ids[position]) for position in positions]
+            assert bins == list(object_.bins)
             self.add_slots(positions, object_.bins, is_box=object_.kind is GeometryKind.BBOX)
         self._roles[self._overlapping(text.closing, offset)] = TokenRole.CLOSING
 
@@ -423,18 +386,12 @@ class _Draft:
 
 
 def _has_certain_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:
-    """Tell whether the positions are the object's coord tokens beyond doubt.
-
-    One for each bin, in order, inside the object, holding that bin.
-    """
+    """Tell whether the positions are one coord token for each bin, in order, inside the object."""
     positions = prediction.coord_positions
     start, stop = prediction.span
     return (
-        len(positions) == len(prediction.bins)
-        and all(a < b for a, b in pairwise(positions))
+        all(a < b for a, b in pairwise(positions))
         and all(start <= position < stop for position in positions)
-        and all(
-            codec.coord_bin(parsed.prefix_token_ids[position]) == bin
-            for position, bin in zip(positions, prediction.bins, strict=True)
-        )
+        and [codec.coord_bin(parsed.prefix_token_ids[position]) for position in positions]
+        == list(prediction.bins)
     )

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Literal
+from typing import Literal, Self
 
 from shared.config.pipeline import PolicyGradientConfig
 from shared.trajectory import TrainingExample, group_advantages, has_signal
@@ -70,9 +70,7 @@ class AdvantageEstimator:
     """Added to the standard deviation that advantages are divided by; None: no division."""
 
     @classmethod
-    def from_config(
-        cls, config: PolicyGradientConfig, *, max_new_tokens: int
-    ) -> AdvantageEstimator:
+    def from_config(cls, config: PolicyGradientConfig, *, max_new_tokens: int) -> Self:
         std_epsilon = config.advantage_epsilon if config.advantage_std else None
         return cls(config.normalize, max_new_tokens, std_epsilon)
 
@@ -92,19 +90,17 @@ class AdvantageEstimator:
         advantages = token_advantages(example, std_epsilon=self.std_epsilon)
         # Only learned tokens: others may have any number, which nothing reads.
         for index in positions:
-            for name, value, remedy in (
-                ("advantage", advantages[index], "its reward functions must return finite numbers"),
-                (
-                    "log-probability",
-                    example.logprobs[index],
-                    "the endpoint must return finite ones",
-                ),
-            ):
-                if not math.isfinite(value):
-                    raise ValueError(
-                        f"example {example.example_id!r}, rollout {example.rollout}: token {index}"
-                        f" has the {name} {value}; {remedy}"
-                    )
+            advantage, logprob = advantages[index], example.logprobs[index]
+            problem = None
+            if not math.isfinite(advantage):
+                problem = f"advantage {advantage}; its reward functions must return finite numbers"
+            elif not math.isfinite(logprob):
+                problem = f"log-probability {logprob}; the endpoint must return finite ones"
+            if problem is not None:
+                raise ValueError(
+                    f"example {example.example_id!r}, rollout {example.rollout}: token {index} has"
+                    f" the {problem}"
+                )
         match self.normalize:
             case "step":
                 calls = learned_by_call(example)
@@ -139,17 +135,12 @@ def token_advantages(example: TrainingExample, *, std_epsilon: float | None) -> 
         )
     length = len(example.token_ids)
     advantages = example.token_advantages or [example.advantage] * length
-    is_relative = [False] * length
-    divisor = 1.0
     if std_epsilon is not None and has_signal(example.group_rewards):
-        is_relative = _is_relative(example, example.advantage)
         divisor = _deviation(example.group_rewards) + std_epsilon
-    return [
-        (advantage / divisor if relative else advantage) if is_learned else 0.0
-        for advantage, is_learned, relative in zip(
-            advantages, example.mask, is_relative, strict=True
-        )
-    ]
+        pairs = zip(advantages, _is_relative(example, example.advantage), strict=True)
+        advantages = [one / divisor if relative else one for one, relative in pairs]
+    pairs_of_mask = zip(advantages, example.mask, strict=True)
+    return [advantage if is_learned else 0.0 for advantage, is_learned in pairs_of_mask]
 
 
 def _is_relative(example: TrainingExample, advantage: float) -> list[bool]:

@@ -1,9 +1,16 @@
-"""An algorithm: which rollouts a step asks for, and which segments their answers become."""
+"""An algorithm: which rollouts a step asks for, and which segments their answers become.
+
+What its segments are made of is prepared by a thread (`Ahead`): none of it needs the weights, and
+the results do not depend on when they are made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
 from learner.segments import Segment
 from learner.step_metrics import StepMetrics
@@ -12,6 +19,14 @@ from shared.rollouts import Rollout
 from shared.run_files import Span
 from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRollout
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+NUM_AHEAD = 16
+"""Items that are prepared before they are asked for: two windows of rows
+(`training.packing_window`). A prompt with a picture of one megapixel takes 25 MB.
+"""
 
 
 class AlgorithmStep(Protocol):
@@ -30,33 +45,27 @@ class AlgorithmStep(Protocol):
 
     def requests(self) -> list[Any]:
         """Return the requests to the engines or environments; none on channel A."""
-        ...
 
     def become_current(self) -> None:
         """Note that no earlier step is in progress any more."""
-        ...
 
     def generation_spans(self, answers: Sequence[Any]) -> list[Span]:
         """Return who generated these answers, and when."""
-        ...
 
     def segments(self, answers: Sequence[Any], *, version: int) -> Iterator[Segment]:
         """Yield the segments of the next answers; `version` is of the weights that learn.
 
         Raises RolloutError where engine and learner disagree.
         """
-        ...
 
     def ground_truth(self) -> Iterator[Segment]:
         """Yield the segments that need no answers: all of a channel-A step, none of others."""
-        ...
 
     def require_complete(self) -> None:
         """Check that every position was answered, before the rows of `finish_step`.
 
         Raises RolloutError where nothing came of any, on any rank: every rank calls it once.
         """
-        ...
 
 
 class Algorithm(Protocol):
@@ -68,32 +77,25 @@ class Algorithm(Protocol):
 
         Every weight sync is proved by it, and a rank without a row runs it beside the others.
         """
-        ...
 
     @property
     def fixed_images(self) -> tuple[ImageRef, ...]:
         """The images of the fixed segment's prompt."""
-        ...
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> AlgorithmStep:
         """Draw the step's samples or examples."""
-        ...
 
     def held_out_requests(self, step: int) -> list[Any]:
         """Return this rank's share of the held-out requests, in order."""
-        ...
 
     def score(self, answers: Sequence[Any]) -> list[Any]:
         """Score the answers to them: `shared.grounding.evaluation.Outcome`s, in order."""
-        ...
 
     def require_same(self) -> None:
         """Raise ConfigError where the ranks do not have the same data. A collective."""
-        ...
 
     def close(self) -> None:
         """End the log of rollouts."""
-        ...
 
 
 def generation_span(
@@ -110,3 +112,40 @@ def generation_span(
     last = rollouts[-1].position
     args = {"step": step, "first_position": first, "last_position": last, **counts}
     return Span(actor, name, start_s, end_s, args)
+
+
+class Ahead:
+    """One thread beside the learner's, which prepares items in order."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare-rows")
+
+    def map(self, prepare: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+        """Return `map(prepare, items)`, and begin with the first items now.
+
+        An exception of `prepare` is raised in its item's place.
+
+        Example:
+            `prompts = ahead.map(encoder.encode, samples)` encodes 16 prompts; `next(prompts)` gives
+            the first and has the 17th encoded.
+        """
+        waiting = iter(items)
+        pending = deque(self._thread.submit(prepare, item) for item in islice(waiting, NUM_AHEAD))
+        return self._in_order(prepare, pending, waiting)
+
+    def _in_order(
+        self, prepare: Callable[[S], T], pending: deque[Future[T]], waiting: Iterator[S]
+    ) -> Iterator[T]:
+        # A generator of its own: `map` has to begin before the first `next`.
+        try:
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(self._thread.submit(prepare, item) for item in islice(waiting, 1))
+                yield result
+        finally:  # also of a step that is left
+            for future in pending:
+                future.cancel()
+
+    def close(self) -> None:
+        """Stop: nothing further is prepared."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

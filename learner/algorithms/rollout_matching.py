@@ -7,7 +7,7 @@ Example: a sample with a cat at [100, 100, 300, 300] and a dog. The model answer
 slots are taught to point at 100, 100, 300, 300; the dog was missed, so its entry is appended to the
 kept answer and taught as text. On channel A there is no rollout: the target is the ground truth.
 
-A thread encodes prompts and makes targets before the device needs them (`learner.ahead`);
+A thread encodes prompts and makes targets before the device needs them (`Ahead`);
 what is counted and logged stays with the learner's own thread, in the order of positions.
 """
 
@@ -17,8 +17,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from learner.ahead import Ahead
-from learner.algorithms.base import generation_span
+from learner.algorithms.base import Ahead, generation_span
 from learner.checks import Sampling, check_prompt, check_weight_versions
 from learner.held_out import HeldOut, require_train_lengths
 from learner.model.loading import LoadedTokens

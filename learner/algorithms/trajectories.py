@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from learner.ahead import Ahead
 from learner.algorithms.advantages import AdvantageEstimator, TokenAdvantages
-from learner.algorithms.base import generation_span
+from learner.algorithms.base import Ahead, generation_span
 from learner.checks import Sampling, check_weight_versions
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks

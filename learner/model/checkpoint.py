@@ -34,14 +34,12 @@ class WeightSource(Protocol):
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         """Yield name, dtype and full shape of all `tensors`, without computing any of them."""
-        ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a checkpoint's names and detached contiguous values, one tensor at a time.
 
         Called once in each sync.
         """
-        ...
 
 
 class CheckpointWeights:

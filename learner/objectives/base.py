@@ -149,7 +149,6 @@ class Objective(Protocol):
     @property
     def term_names(self) -> tuple[str, ...]:
         """Names of the terms, which are logged as `loss/<name>`."""
-        ...
 
     @property
     def needs(self) -> LogitNeeds: ...
@@ -171,7 +170,6 @@ class Diagnostic(Protocol):
 
         The step's metric is their mean over all of its rows. Called without gradient.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

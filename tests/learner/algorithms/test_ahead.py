@@ -9,9 +9,8 @@ from unittest.mock import Mock
 import pytest
 from config_support import configuration, trajectory_config
 
-from learner import ahead
-from learner.ahead import NUM_AHEAD, Ahead
-from learner.algorithms import rollout_matching
+from learner.algorithms import base, rollout_matching
+from learner.algorithms.base import NUM_AHEAD, Ahead
 from learner.algorithms.rollout_matching import RolloutMatchingStep
 from learner.algorithms.trajectories import TrajectoryBatch
 from shared.config.pipeline import Channel
@@ -35,7 +34,7 @@ def test_everything_comes_once_and_in_order(one_ahead, count):
 
 
 def test_no_more_is_prepared_than_what_comes_next(one_ahead, monkeypatch):
-    monkeypatch.setattr(ahead, "NUM_AHEAD", 2)
+    monkeypatch.setattr(base, "NUM_AHEAD", 2)
     begun = []
     results = one_ahead.map(begun.append, range(9))
     next(results)
@@ -119,33 +118,30 @@ def test_the_next_segments_are_made_while_the_present_one_is_learned(matching):
 def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learned(
     tmp_path, one_ahead, monkeypatch
 ):
-    made = Semaphore(0)
+    started = Semaphore(0)
 
     def learned(step, rollout):
-        made.release()
+        started.release()
         yield from (f"{rollout.position}a", f"{rollout.position}b")
 
     monkeypatch.setattr(TrajectoryBatch, "_segments_of", learned)
     config = trajectory_config(tmp_path, tmp_path, environment__drop_equal_groups=True)
     work = SimpleNamespace(config=config, environment=config.environment, ahead=one_ahead, log=None)
     rewards = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)]
+    of_nothing = {"error": None, "examples": ()}
     answers = [
         [
-            SimpleNamespace(position=2 * g + i, reward=reward, error=None, examples=())
+            SimpleNamespace(position=2 * g + i, reward=reward, **of_nothing)
             for i, reward in enumerate(group)
         ]
         for g, group in enumerate(rewards)
     ]
-    step = TrajectoryBatch(
-        work, StepPlan(0, Channel.B, 6, 0, False, False), range(6), [0, 1, 2], Mock()
-    )
+    plan = StepPlan(0, Channel.B, 6, 0, False, False)
+    step = TrajectoryBatch(work, plan, range(6), [0, 1, 2], Mock())
     segments = step.segments(answers, version=0)
     first = next(segments)
-    assert all(made.acquire(timeout=LIMIT_S) for _ in range(4))
+    assert all(started.acquire(timeout=LIMIT_S) for _ in range(4))
     # The second group has equal rewards, and is left out.
     assert [first, *segments] == ["0a", "0b", "1a", "1b", "4a", "4b", "5a", "5b"]
-    assert [call.kwargs["num_left_out"] for call in step.metrics.add_group.call_args_list] == [
-        0,
-        2,
-        0,
-    ]
+    groups = step.metrics.add_group.call_args_list
+    assert [call.kwargs["num_left_out"] for call in groups] == [0, 2, 0]
