@@ -17,15 +17,13 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
 from PIL import Image
 
 from rollout_actors.backends.http import IN_THE_LEARNER, HttpEngine, ServerAddress
@@ -55,13 +53,13 @@ DECODE = DecodeSettings(
 )
 
 
-def make_png(width: int = 2, height: int = 2) -> bytes:
+def make_png(width=2, height=2):
     buffer = io.BytesIO()
     Image.new("RGB", (width, height)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def image_bomb() -> bytes:
+def image_bomb():
     """A PNG file of a hundred bytes whose header says that it is 30,000 pixels wide and high."""
     head = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
     checksum = struct.pack(">I", zlib.crc32(head))
@@ -69,14 +67,12 @@ def image_bomb() -> bytes:
     return sound[:12] + head + checksum + sound[33:]
 
 
-def make_request(position: int, **changes: Any) -> RolloutRequest:
+def make_request(position, **changes):
     fields: dict[str, Any] = {"images": (), "decode": DECODE, "seed": 100 + position} | changes
     return RolloutRequest(3, position, f"sample-{position}", (1, 2), **fields)
 
 
-def make_offer(
-    version: int = 1, *, num_groups: int = 1, world_size: int = 2, timeout_s: float = 5.0
-) -> WeightOffer:
+def make_offer(version=1, *, num_groups=1, world_size=2, timeout_s=5.0):
     groups = tuple(
         ProcessGroupSpec("127.0.0.1", 29500 + index, world_size, f"key-{index}")
         for index in range(num_groups)
@@ -96,7 +92,7 @@ class ObedientEngine:
     were under way at once. Remembers what it was asked.
     """
 
-    def __init__(self, *, devices: int = 1, latency_s: float = 0.0) -> None:
+    def __init__(self, *, devices=1, latency_s=0.0):
         self.devices = devices
         self.latency_s = latency_s
         self.goes_on = threading.Event()
@@ -119,19 +115,19 @@ class ObedientEngine:
         self._started = time.monotonic()
 
     @property
-    def num_tokens(self) -> int:
+    def num_tokens(self):
         """Grows by itself, while requests run and while none does."""
         return 0 if self.is_stuck else int(1000 * (time.monotonic() - self._started))
 
-    async def start(self) -> int:
+    async def start(self):
         return self.devices
 
-    async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
+    async def guard_by(self, settings):
         if self.cannot_guard is not None:
             raise self.cannot_guard
         self.guards.append(settings)
 
-    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    async def generate(self, requests):
         self.asked.append(tuple(requests))
         self.num_running += len(requests)
         self.most_at_a_time = max(self.most_at_a_time, self.num_running)
@@ -144,7 +140,7 @@ class ObedientEngine:
             self.num_running -= len(requests)
         return [self._rollout(request) for request in requests]
 
-    async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+    async def run_sync_phase(self, phase, offer):
         self.phases.append((phase, offer))
         if phase is SyncPhase.PAUSE:
             self.shut = f"its sync to version {offer.version} is under way, or was not completed"
@@ -155,10 +151,10 @@ class ObedientEngine:
         self.shut = ""
         return SyncReport(offer.version, 24, {"pause": 0.1, "wire": 0.2}, 1e-6)
 
-    def close(self) -> None:
+    def close(self):
         pass
 
-    async def _serve(self) -> None:
+    async def _serve(self):
         until_s = time.monotonic() + self.latency_s
         if self.num_stuck:
             self.num_stuck -= 1
@@ -171,7 +167,7 @@ class ObedientEngine:
                 break
             await asyncio.sleep(0.01)
 
-    def _rollout(self, request: RolloutRequest) -> Rollout:
+    def _rollout(self, request):
         return Rollout(
             step=request.step,
             position=request.position,
@@ -192,7 +188,7 @@ class ObedientEngine:
         )
 
 
-def make_settings(folder: Path, **changes: Any) -> EngineSettings:
+def make_settings(folder, **changes):
     """Make settings of an engine whose checkpoint is `folder`, which gets a config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
@@ -209,26 +205,13 @@ def make_settings(folder: Path, **changes: Any) -> EngineSettings:
     return replace(suits, **changes)
 
 
-def make_service(
-    engine: Any,
-    expected: EngineSettings,
-    *,
-    max_request_bytes: int = 1 << 20,
-    image_root: Path | None = None,
-) -> RolloutService:
+def make_service(engine, expected, *, max_request_bytes=1 << 20, image_root=None):
     limits = CallLimits(max_request_bytes, max_requests=8, max_image_pixels=10_000)
     names = {"name": "a-server", "model_type": "qwen3_vl"}
     return RolloutService(engine, **names, settings=expected, limits=limits, image_root=image_root)
 
 
-def make_address(
-    url: str,
-    *,
-    timeout_s: float = 5.0,
-    infer_timeout_s: float | None = 5.0,
-    token: str | None = None,
-    kind: Literal["rollmatch", "vllm"] = "rollmatch",
-) -> ServerAddress:
+def make_address(url, *, timeout_s=5.0, infer_timeout_s=5.0, token=None, kind="rollmatch"):
     path = "rollout_matching.vllm.server.servers[0]"
     return ServerAddress(path, url, timeout_s, infer_timeout_s, kind, token)
 
@@ -238,39 +221,29 @@ class Run:
 
     client: HttpEngine
 
-    def __init__(
-        self, url: str, expected: EngineSettings, server: Any = None, *, kind: Any = "rollmatch"
-    ) -> None:
+    def __init__(self, url, expected, server=None, *, kind="rollmatch"):
         self.url = url
         self.expected = expected
         self.server = server
         self.kind = kind
         self.devices = 0
 
-    def make(
-        self,
-        url: str = "",
-        *,
-        index: int = 0,
-        repeat_guard: RepeatGuardSettings | None = None,
-        instead: str = IN_THE_LEARNER,
-        **limits: Any,
-    ) -> HttpEngine:
+    def make(self, url="", *, index=0, repeat_guard=None, instead=IN_THE_LEARNER, **limits):
         address = replace(make_address(url or self.url, kind=self.kind, **limits), instead=instead)
         expected = replace(self.expected, repeat_guard=repeat_guard)
         spec = ServerEngineSpec("server-0", address, index, expected)
         return pickle.loads(pickle.dumps(spec))()  # as it comes to its process
 
-    def start(self, url: str = "", **changes: Any) -> Run:
+    def start(self, url="", **changes):
         self.client = self.make(url, **changes)
         self.devices = asyncio.run(self.client.start())
         return self
 
-    def generate(self, *requests: RolloutRequest) -> list[Rollout]:
+    def generate(self, *requests):
         return asyncio.run(self.client.generate(requests))
 
-    def sync(self, offer: WeightOffer) -> list[SyncReport | None]:
-        async def run_phases() -> list[SyncReport | None]:
+    def sync(self, offer):
+        async def run_phases():
             return [await self.client.run_sync_phase(phase, offer) for phase in SyncPhase]
 
         return asyncio.run(run_phases())
@@ -279,12 +252,12 @@ class Run:
 class QuickServer(uvicorn.Server):
     """End without uvicorn's waits of 0.1 s, which hundreds of tests would sum up."""
 
-    async def main_loop(self) -> None:
+    async def main_loop(self):
         await self.on_tick(0)
         while not self.should_exit:
             await asyncio.sleep(0.002)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    async def shutdown(self, sockets=None):
         """Cancel the calls under way, with no time of grace."""
         for one in (*self.servers, *(sockets or ())):
             one.close()
@@ -296,7 +269,7 @@ class QuickServer(uvicorn.Server):
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app):
     """The application on a free port of this machine, by a thread of this process; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = QuickServer(uvicorn.Config(app, log_level="critical", lifespan="off"))
@@ -314,14 +287,7 @@ read for every client.
 
 
 @contextmanager
-def serving_engine(
-    engine: Any,
-    expected: EngineSettings,
-    *,
-    openai: Any = None,
-    token: str | None = None,
-    **options: Any,
-) -> Iterator[str]:
+def serving_engine(engine, expected, *, openai=None, token=None, **options):
     """A started service over this engine."""
     one = make_service(engine, expected, **options)
     asyncio.run(one.start())
@@ -332,13 +298,13 @@ def serving_engine(
 class Caller:
     """Calls one server over its port."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.url = url
 
-    def get(self, route: str, **headers: str) -> httpx.Response:
+    def get(self, route, **headers):
         return httpx.get(self.url + route, headers=headers, **HERE)
 
-    def post(self, route: str, body: Any, **headers: str) -> httpx.Response:
+    def post(self, route, body, **headers):
         """Send the bytes, or the JSON of anything else."""
         return httpx.post(
             self.url + route,
@@ -348,24 +314,24 @@ class Caller:
             timeout=30,
         )
 
-    def running(self) -> int:
+    def running(self):
         return int(self.get("/health/").json()["num_running"])
 
-    def phase(self, phase: SyncPhase, version: int = 1) -> None:
+    def phase(self, phase, version=1):
         is_rendezvous = phase is SyncPhase.RENDEZVOUS
         route = "/init_communicator/" if is_rendezvous else f"/sync/{phase}/"
         answer = self.post(route, SyncCall.of(phase, make_offer(version), "a run").body())
         assert answer.status_code == 200, answer.text
 
-    def sync(self, version: int = 1) -> None:
+    def sync(self, version=1):
         for phase in SyncPhase:
             self.phase(phase, version)
 
 
-def asked_and_gone(url: str, body: bytes, is_there: Callable[[], bool]) -> None:
+def asked_and_gone(url, body, is_there):
     """A caller that hangs up as soon as its call is there."""
 
-    async def ask() -> None:
+    async def ask():
         async with httpx.AsyncClient(**HERE, timeout=60) as client:
             headers = {"Content-Type": "application/json"}
             asking = asyncio.create_task(client.post(url, content=body, headers=headers))
@@ -379,7 +345,7 @@ def asked_and_gone(url: str, body: bytes, is_there: Callable[[], bool]) -> None:
     asyncio.run(ask())
 
 
-def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> bool:
+def eventually(condition, *, within_s=60.0):
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if condition():
@@ -388,7 +354,7 @@ def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> bool
     return False
 
 
-def main() -> None:
+def main():
     """Prints its URL; every rollout takes a minute."""
     with serving_engine(ObedientEngine(latency_s=60.0), make_settings(Path(sys.argv[1]))) as url:
         print(url, flush=True)

@@ -24,6 +24,7 @@ from backend_support import (
     colocated_settings,
     send_in_process,
     what_was_said,
+    with_decode,
 )
 from counting_rows import RowsFile
 from engine_support import TIMEOUTS, SmallLearner, create_actor, small_settings
@@ -196,10 +197,6 @@ def requests_of(under, positions, **decode):
     return [under.learner.request(position, **options) for position in positions]
 
 
-def with_stops(request, *token_ids):
-    return replace(request, decode=replace(request.decode, stop_token_ids=token_ids))
-
-
 def tokens_of(rollouts):
     return [rollout.response_token_ids for rollout in rollouts]
 
@@ -244,12 +241,12 @@ def test_greedy_rollouts_are_the_learners_own(under):
 
 def test_the_stop_token_is_kept_apart_from_the_response(under):
     (request,) = requests_of(under, [0])
-    (free,) = under.backend.generate([with_stops(request)])
+    (free,) = under.backend.generate([with_decode(request, stop_token_ids=())])
     assert (free.finish_reason, free.stop_token_id) == (FinishReason.LENGTH, None)
     assert len(free.response_token_ids) == SHORT
     stop = free.response_token_ids[3]
     end = free.response_token_ids.index(stop)
-    (stopped,) = under.backend.generate([with_stops(request, stop)])
+    (stopped,) = under.backend.generate([with_decode(request, stop_token_ids=(stop,))])
     assert (stopped.finish_reason, stopped.stop_token_id) == (FinishReason.STOP, stop)
     assert stopped.response_token_ids == free.response_token_ids[:end]
     assert stopped.logprobs == pytest.approx(free.logprobs[:end], abs=1e-5)

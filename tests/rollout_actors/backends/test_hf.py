@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from backend_support import ModelHost, what_was_said
+from backend_support import ModelHost, beams, what_was_said, with_decode
 
 from rollout_actors.backends.hf import (
     BeamScores,
@@ -40,14 +40,6 @@ def make_backend(learner, decode_batch_size=4):
 @pytest.fixture
 def backend(learner):
     return make_backend(learner)
-
-
-def with_decode(request, **changes):
-    return replace(request, decode=replace(request.decode, **changes))
-
-
-def beams(request, number, **changes):
-    return with_decode(request, mode=DecodeMode.BEAM, num_beams=number, **changes)
 
 
 def of_different_lengths(learner, **decode):

@@ -12,14 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_support import ModelHost, colocated_settings, send_in_process, what_was_said
+from backend_support import (
+    ModelHost,
+    beams,
+    colocated_settings,
+    send_in_process,
+    what_was_said,
+    with_decode,
+)
 from engine_support import TEST_MODULES
 
 from rollout_actors.backends.colocate import ColocatedSpec, colocate_tensor_parallel
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.engine import warm_python
 from shared.errors import ConfigError, RolloutError, WeightSyncError
-from shared.rollouts import DecodeMode, FinishReason
+from shared.rollouts import FinishReason
 
 
 @pytest.mark.parametrize(
@@ -47,14 +54,6 @@ def test_an_engine_takes_the_devices_that_it_is_told_or_the_largest_of_4_2_and_1
     )
     with pytest.raises(ConfigError, match=too_many):
         colocate_tensor_parallel(wanted, visible)
-
-
-def with_decode(request, **changes):
-    return replace(request, decode=replace(request.decode, **changes))
-
-
-def beams(request, number):
-    return with_decode(request, mode=DecodeMode.BEAM, num_beams=number)
 
 
 @pytest.fixture(scope="module")
