@@ -131,7 +131,7 @@ class SleepyLLM:
 
         self._work("step")
         ended, self._queued = self._queued, []
-        said = CompletionOutput(
+        answer = CompletionOutput(
             index=0,
             text="",
             token_ids=[7, 9],
@@ -140,7 +140,7 @@ class SleepyLLM:
             finish_reason="stop",
         )
         return [
-            RequestOutput(request_id, None, [1, 2], None, [said], finished=True)
+            RequestOutput(request_id, None, [1, 2], None, [answer], finished=True)
             for request_id in ended
         ]
 

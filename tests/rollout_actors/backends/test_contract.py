@@ -322,10 +322,10 @@ def test_an_engine_samples_what_actors_sample_to_the_bit_however_the_requests_ar
     rollouts = engine_pool.generate(requests)
     repeats = [RepeatRule(GUARD).first_repetition(tokens) for tokens in tokens_of(rollouts)]
     assert set(repeats) == {None}, "those actors have no guard"
-    said = what_was_said(rollouts)
-    assert what_was_said(under.backend.generate(requests)) == said
+    answers = what_was_said(rollouts)
+    assert what_was_said(under.backend.generate(requests)) == answers
     parts = under.backend.generate(requests[:4]) + under.backend.generate(requests[4:])
-    assert what_was_said(parts) == said
+    assert what_was_said(parts) == answers
 
 
 @pytest.mark.slow

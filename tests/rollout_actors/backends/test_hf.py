@@ -184,13 +184,13 @@ def test_a_host_that_is_told_to_stop_is_heard_before_the_next_token(learner, num
     request = learner.request(0, max_new_tokens=12)
     if num_beams > 1:
         request = beams(request, num_beams)
-    said = what_was_said(backend.generate([request]))
+    answers = what_was_said(backend.generate([request]))
     host.stops_at = 3
     host.num_asked = 0
     with pytest.raises(RolloutError, match="told to stop"):
         backend.generate([request])
     assert host.num_asked == 3
-    assert what_was_said(backend.generate([request])) == said
+    assert what_was_said(backend.generate([request])) == answers
 
 
 @pytest.mark.slow

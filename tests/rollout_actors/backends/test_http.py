@@ -184,7 +184,7 @@ class TestGenerate:
             run.start(infer_timeout_s=0.2).generate(make_request(0))
 
     def test_without_a_limit_a_slow_call_is_waited_for(self, run):
-        """Where the server counts no tokens, as long as it answers."""
+        """The server counts no tokens, and answers."""
         run.server.delay(2.5, counts=True)
         (rollout,) = run.start(infer_timeout_s=None, timeout_s=1.5).generate(make_request(0))
         assert (rollout.attempt, len(run.server.asked())) == (0, 1)

@@ -95,7 +95,7 @@ def test_vllm_takes_a_bucket_as_one_buffer():
 
 
 class FakeLLM:
-    """Of vLLM's `LLM`, what an update calls."""
+    """The calls of an update to vLLM's `LLM`."""
 
     def __init__(self, *, fails):
         self._fails = fails

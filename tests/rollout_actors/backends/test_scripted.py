@@ -1,4 +1,4 @@
-"""What only the scripted backend has, its latency: the rest is in `test_contract.py`."""
+"""The scripted backend's latency: the rest is in `test_contract.py`."""
 
 from __future__ import annotations
 

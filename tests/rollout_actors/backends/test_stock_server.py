@@ -377,7 +377,7 @@ def test_the_documentation_names_every_argument_and_variable_of_the_command(expe
 
 @pytest.mark.engine
 def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected):
-    """What JSON makes of the same fields; and flags, which say an engine's arguments otherwise."""
+    """The same fields as JSON, and an engine's arguments as flags."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind

@@ -182,12 +182,12 @@ def test_a_host_that_is_told_to_stop_is_heard_before_the_engines_next_step(
     asked = [learner.request(position, max_new_tokens=12) for position in range(3)]
     if num_beams > 1:
         asked = [beams(request, num_beams) for request in asked]
-    said = what_was_said(synced.generate(asked))
+    answers = what_was_said(synced.generate(asked))
     host.num_asked, host.stops_at = 0, 3
     with pytest.raises(RolloutError, match="told to stop"):
         synced.generate(asked)
     assert host.num_asked == 3 and not host.is_offloaded
-    assert what_was_said(synced.generate(asked)) == said, "nothing of that round is still queued"
+    assert what_was_said(synced.generate(asked)) == answers, "nothing of that round is still queued"
 
 
 @pytest.mark.engine

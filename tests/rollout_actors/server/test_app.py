@@ -207,7 +207,7 @@ class TestBodies:
     def test_a_body_that_ends_half_sent_is_a_line_in_the_log_and_no_error_of_the_server(
         self, engine, expected, caplog
     ):
-        """What the application raises is a traceback of sixty lines in the log of its server."""
+        """An exception would be a traceback of sixty lines in the log."""
         service = make_service(engine, expected)
         asyncio.run(service.start())
         app = make_app(service)

@@ -1,4 +1,4 @@
-"""What goes over the wire arrives as it was sent, to the bit, and nothing else is accepted."""
+"""Messages arrive as they were sent, to the bit, and nothing else is accepted."""
 
 from __future__ import annotations
 
