@@ -339,8 +339,7 @@ class PipelineSection(Section):
     """The modules whose weighted losses are summed."""
 
     diagnostics: Annotated[
-        tuple[Annotated[CoordDiagEntry, BeforeValidator(_no_objective)], ...],
-        Field(strict=False),
+        tuple[Annotated[CoordDiagEntry, BeforeValidator(_no_objective)], ...], Field(strict=False)
     ]
     """Modules that are logged and not learned from."""
 

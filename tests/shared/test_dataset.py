@@ -102,11 +102,7 @@ def test_a_bad_row_is_an_error_with_file_line_field_and_remedy(
     [
         ((row(), "bad"), [2], None),
         ((row(), "one", row(id=""), "three"), [2, 3, 4], "these 3"),
-        (
-            (*["bad"] * 57, row()),
-            list(range(1, 21)),
-            "57, of which the first 20 are above",
-        ),
+        ((*["bad"] * 57, row()), list(range(1, 21)), "57, of which the first 20 are above"),
     ],
 )
 def test_all_bad_rows_are_told_up_to_20_with_their_number(write, lines, told, ending) -> None:
@@ -145,11 +141,7 @@ def test_bad_rows_are_skipped_counted_and_logged_when_told_to(
 
 @pytest.mark.parametrize(
     ("lines", "problem"),
-    [
-        ((), "is empty"),
-        (("", "  ", "\n"), "is empty"),
-        (("{", "}"), "no usable row: 2 were bad"),
-    ],
+    [((), "is empty"), (("", "  ", "\n"), "is empty"), (("{", "}"), "no usable row: 2 were bad")],
 )
 def test_a_file_without_a_usable_row_is_an_error_even_when_bad_ones_may_be_skipped(
     write, lines: tuple[str, ...], problem: str

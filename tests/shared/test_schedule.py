@@ -21,11 +21,7 @@ WARM_UP = "stage2_ab__schedule__warmup_steps"
 
 
 def schedule(**changes) -> RunSchedule:
-    defaults = {
-        "training__max_steps": 10,
-        WARM_UP: 4,
-        "stage2_ab__channel_b__rollouts_per_step": 8,
-    }
+    defaults = {"training__max_steps": 10, WARM_UP: 4, "stage2_ab__channel_b__rollouts_per_step": 8}
     return RunSchedule(
         configuration(Path("model"), Path("data"), Path("run"), **defaults | changes)
     )

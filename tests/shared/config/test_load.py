@@ -4,14 +4,7 @@ import pickle
 from types import MappingProxyType
 
 import pytest
-from config_changes import (
-    MATCHING,
-    TEMPERATURE,
-    VLLM,
-    changed,
-    load,
-    load_trajectories,
-)
+from config_changes import MATCHING, TEMPERATURE, VLLM, changed, load, load_trajectories
 from pydantic import ValidationError
 
 from shared.config import RunConfig, load_config
