@@ -94,7 +94,6 @@ class CustomSection(Section):
         BeforeValidator(_not_renamed),
     ]
     """The training loop."""
-
     object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
     """Order of the fields of each serialised ground-truth object."""
 
@@ -102,7 +101,6 @@ class CustomSection(Section):
 class ScheduleSection(Section):
     b_ratio: Fraction01 = 1.0
     """Share of the steps after the warm-up that are channel B."""
-
     warmup_steps: NonNegativeInt = 0
     """Channel-A steps before the ratio applies."""
 
@@ -133,12 +131,10 @@ class ChannelBSection(Section):
     mode: Literal["step"] = "step"
     """A step is budgeted in raw rollouts, learned to completion, and updates once. The only mode.
     """
-
     rollouts_per_step: PositiveInt | None = None
     """Raw rollouts per update over all learner ranks; null: the effective batch size, the only one
     that `stage2_rollout_aligned` takes. Under `trajectory_pg` a multiple of
     `environment.rollouts_per_example`."""
-
     enable_pipeline: bool = False
     """Generate round k + 1 while round k is learned. Needs rollouts on dedicated devices."""
 
@@ -148,7 +144,6 @@ class Stage2ABSection(Section):
     """Which steps are channel B. No effect but under `stage2_two_channel`: the other variants have
     one channel.
     """
-
     channel_b: ChannelBSection = ChannelBSection()
     """How a channel-B step is made."""
 
@@ -158,45 +153,36 @@ class EnvironmentSection(Section):
     """An example environment, an installed one, a module, or the path of a `.py` file: whatever has
     `load_environment`.
     """
-
     args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments of its `load_environment`."""
-
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
     """Rollouts of each drawn example: the group whose mean reward is taken off the reward of each.
     Steps, and the learner ranks' parts of them, have whole groups."""
-
     drop_equal_groups: bool = False
     """Learn nothing from groups whose rewards are all equal, and count them
     (`rollout/num_left_out`). They have no gradient; a row spares itself their tokens.
 
     The step's loss is divided by its raw rollouts in either case.
     """
-
     num_eval_examples: NonNegativeInt | None = None
     """Held-out reports take the first this many rows of the environment's evaluation data,
     greedily; null: all of them; 0: there are no reports.
     """
-
     max_images_per_prompt: NonNegativeInt = 0
     """Most images that one call shows the model, all turns of its conversation counted; 0: none,
     and engines make no room for them. They come in the messages themselves (`image_url` with a data
     URL), and are learned with the tokens that follow them."""
-
     num_actors: PositiveInt = 1
     """Processes that environments run in, at most `rollout_matching.decode_batch_size`. The
     examples of a round are shared out among them.
     """
-
     cpus_per_actor: NonNegativeFloat = 0.0
     """CPU cores that Ray reserves for each of them. 0: they run on the driver's node, beside
     whatever else does.
     """
-
     max_concurrent_scoring: PositiveInt | None = None
     """Most rollouts that an actor scores at a time, for rubrics that ask services; null: no bound.
     """
-
     rollout_timeout_s: PositiveFloat | None = None
     """A rollout that is not done after this has failed, as one whose tool raised: the others go on,
     and it is counted. Its waits for an engine count, scoring has a limit of its own. null: no
@@ -205,18 +191,15 @@ class EnvironmentSection(Section):
     A rollout that is cut off on a slow machine is not on a fast one: losses repeat to the bit where
     none is.
     """
-
     scoring_timeout_s: PositiveFloat | None = None
     """A call of a reward function that is not done after this has failed
     (`rollout/num_reward_errors`), as one that raised. null: after `rollout_timeout_s`; where that
     is null too, one that hangs ends the run after 2 x `timeouts.generate_s`. Waits for a thread are
     in neither limit."""
-
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """What the checkpoint's chat template asks for besides messages and tools: `{enable_thinking:
     false}` of a Qwen3.
     """
-
     tool_call_parser: str | None = None
     """vLLM's name of what reads tool calls in the model's answers; null: what the checkpoint's
     tokenizer names, without which environments have no tools. Environments look for it when they

@@ -16,12 +16,10 @@ class ClusterSection(Section):
 
     address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running cluster, or `local`: the run starts one of its own and ends it."""
-
     temp_dir: ConfigPath | None = None
     """Ray's folder for sockets and logs, where the run starts its own; short, since a socket's path
     has at most 107 bytes. null: Ray's choice.
     """
-
     dashboard: bool = True
     """Start Ray's dashboard with a cluster of the run's own."""
 
@@ -31,21 +29,17 @@ class TimeoutsSection(Section):
 
     start_s: PositiveFloat = 300.0
     """Until the learner and every engine are ready."""
-
     generate_s: PositiveFloat = 300.0
     """One round of rollouts, of training or held-out. With an environment: one call of the model;
     an environment actor's whole part of a round, however many turns its rollouts have, may take
     twice as long."""
-
     learn_s: PositiveFloat = 600.0
     """Learning one round, or finishing a step. Also a wait of learner ranks for each other,
     held-out requests and scores, and saving.
     """
-
     sync_phase_s: PositiveFloat = 60.0
     """Each phase of a weight sync; the joining of servers has
     `rollout_matching.vllm.server.timeout_s`."""
-
     interrupt_s: PositiveFloat = 60.0
     """From Ctrl-C, SIGTERM or a failed rollout or sync until the weights of the last finished
     update are saved: the row that is being learned, the token that a learner rank is generating
@@ -63,18 +57,14 @@ class TelemetrySection(Section):
 
     name: str = "run"
     """What the run's closing line calls it."""
-
     run_dir: ConfigPath = Path("outputs/run")
     """The run's folder: resolved configuration, metrics, plans, timeline, checkpoints."""
-
     ray_metrics: bool = True
     """Publish tokens/s, phase times, loss, weight version and queue wait through
     `ray.util.metrics`, for Ray's dashboard and Prometheus.
     """
-
     timeline: bool = True
     """Record spans of every process, as a file that Perfetto opens."""
-
     rollouts: bool = True
     """Write what became of every rollout into `rollouts/step_xxxxxx.jsonl`, the first step's into
     `step_000001.jsonl`; `launch.show_sample` reads it.
@@ -101,11 +91,9 @@ class EvaluationSection(Section):
     """Least IoU of a detection, one set of precision, recall and F1 for each; the first is the one
     on the progress line.
     """
-
     score: Literal["constant", "coord_probability"] = "coord_probability"
     """Confidence of a prediction for COCO AP: 1 for all, or the mean probability that the engine
     gave its coord tokens.
     """
-
     worst_scenes: NonNegativeInt = 8
     """Pictures of the scenes with the lowest F1 in a report."""

@@ -87,10 +87,8 @@ class PipelineEntry(Section):
 
     enabled: bool
     """False: as if the entry were absent."""
-
     weight: NonNegativeFloat
     """Factor of the module's loss in the step's loss."""
-
     channels: Channels
     """The channels in whose steps the module takes part."""
 
@@ -103,10 +101,8 @@ class PipelineEntry(Section):
 class TokenCEConfig(Section):
     desc_ce_weight: NonNegativeFloat
     """Channel A: weight of the tokens of `desc` values, where structure has weight 1."""
-
     rollout_fn_desc_weight: NonNegativeFloat
     """Channel B: weight of the tokens of `desc` values of appended objects."""
-
     rollout_matched_prefix_struct_weight: NonNegativeFloat
     """Channel B: weight of the structure of matched objects in the rollout's prefix."""
 
@@ -116,7 +112,6 @@ class TokenCEEntry(PipelineEntry):
 
     name: Literal["token_ce"]
     """The module."""
-
     config: TokenCEConfig
     """The module's settings."""
 
@@ -124,27 +119,20 @@ class TokenCEEntry(PipelineEntry):
 class CoordRegConfig(Section):
     coord_ce_weight: NonNegativeFloat
     """Weight of the cross-entropy within the coord vocabulary."""
-
     soft_ce_weight: NonNegativeFloat
     """Weight of the cross-entropy against the soft target."""
-
     w1_weight: NonNegativeFloat
     """Weight of the Wasserstein-1 distance to the soft target, in [0, 1]."""
-
     coord_gate_weight: NonNegativeFloat
     """Weight of the probability that leaks out of the coord vocabulary at coord slots, in nats."""
-
     text_gate_weight: NonNegativeFloat
     """Weight of the probability of coord tokens at text positions, in nats. Text is what the
     channel's `token_ce` weighs, so it needs one.
     """
-
     temperature: PositiveFloat
     """Divides the logits of `soft_ce`, `w1` and both gates."""
-
     target_sigma: PositiveFloat
     """Width of the soft target, in bins."""
-
     target_truncate: NonNegativeInt | None
     """The soft target is zero further than this many bins from its centre; null: nowhere."""
 
@@ -154,7 +142,6 @@ class CoordRegEntry(PipelineEntry):
 
     name: Literal["coord_reg"]
     """The module."""
-
     config: CoordRegConfig
     """The module's settings."""
 
@@ -167,7 +154,6 @@ class CoordRegEntry(PipelineEntry):
 class BboxGeoConfig(Section):
     smoothl1_weight: NonNegativeFloat
     """Weight of the smooth-L1 distance of the decoded box, with coordinates in [0, 1]."""
-
     ciou_weight: NonNegativeFloat
     """Weight of `1 - CIoU` of the decoded box."""
 
@@ -177,7 +163,6 @@ class BboxGeoEntry(PipelineEntry):
 
     name: Literal["bbox_geo"]
     """The module."""
-
     config: BboxGeoConfig
     """The module's settings."""
 
@@ -199,23 +184,18 @@ class PolicyGradientConfig(Section):
     clip_low: Fraction01
     """A sampled token with a negative advantage is learned while its ratio is at least 1 minus
     this. The ratio is of the learner's probability to the engine's."""
-
     clip_high: NonNegativeFloat
     """One with a positive advantage while its ratio is at most 1 plus this."""
-
     ratio_cap: Annotated[float, Field(gt=1.0)]
     """A ratio above this counts as this: in the loss, and as the factor of the gradient."""
-
     normalize: Annotated[Literal["step", "rollout", "constant"], BeforeValidator(_not_by_segment)]
     """What a sampled token's term is divided by: the sampled tokens of its call of the model
     (`step`: each call is an example), those of its rollout (`rollout`), or
     `rollout_matching.max_new_tokens` (`constant`). The sum over a step is then divided by the
     number of its rollouts."""
-
     advantage_std: bool
     """Divide the advantage, the reward minus its group's mean, by the standard deviation of the
     group's rewards plus `advantage_epsilon`."""
-
     advantage_epsilon: NonNegativeFloat = 1e-4
     """Keeps rewards that hardly differ from being told apart as sharply as others. In units of the
     rewards; no effect without `advantage_std`. The default is that of TRL's GRPO."""
@@ -236,10 +216,8 @@ class PolicyGradientEntry(PipelineEntry):
 
     name: Literal["policy_gradient"]
     """The module."""
-
     channels: Annotated[Channels, AfterValidator(_b_alone)]
     """[B]: it learns from the model's own samples."""
-
     config: PolicyGradientConfig
     """The module's settings."""
 
@@ -253,10 +231,8 @@ class CoordDiagEntry(PipelineEntry):
 
     name: Literal["coord_diag"]
     """The module."""
-
     weight: NonNegativeFloat
     """No effect, since a diagnostic has no loss; written out like every key of an entry."""
-
     config: Annotated[CoordDiagConfig, Field(examples=[{}])]
     """The module's settings: none."""
 
@@ -278,7 +254,6 @@ class ImportedEntry(PipelineEntry):
 
     name: Annotated[str, AfterValidator(_module_and_class)]
     """The class, as `module:Class`; Python looks for the module in the working directory too."""
-
     config: dict[str, Any]
     """The class's settings. They are checked by its `Config` when it is imported: by preflight, and
     not with the other keys, because it imports torch.
@@ -337,7 +312,6 @@ class PipelineSection(Section):
         tuple[Annotated[_Objective, BeforeValidator(_no_diagnostic)], ...], Field(strict=False)
     ]
     """The modules whose weighted losses are summed."""
-
     diagnostics: Annotated[
         tuple[Annotated[CoordDiagEntry, BeforeValidator(_no_objective)], ...], Field(strict=False)
     ]

@@ -67,21 +67,16 @@ BACKENDS: dict[str, BackendSpec] = {
 class RepeatTerminateSection(Section):
     enabled: bool = False
     """End a sequence that repeats itself: its next token is the stop token."""
-
     min_new_tokens: NonNegativeInt = 64
     """New tokens before the guard looks."""
-
     max_consecutive_token_repeats: PositiveInt = 32
     """The same token this many times in a row is a repetition."""
-
     ngram_size: PositiveInt = 16
     """Length of the sequences of tokens that are compared."""
-
     ngram_repeats: Annotated[int, Field(ge=2)] = 4
     """The same sequence of `ngram_size` tokens this many times, one after the other, is a
     repetition.
     """
-
     max_object_keys: PositiveInt | None = None
     """More `object_{n}` keys than this are a repetition; null: no limit."""
 
@@ -139,7 +134,6 @@ def is_loopback(host: str) -> bool:
 class ServerEntry(Section):
     base_url: Annotated[str, AfterValidator(_http_url), Field(examples=["http://127.0.0.1:8000"])]
     """Prefix of the server's routes."""
-
     group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
     """Port on the first learner rank's node where this server's engines join the weight transfer;
     0: any free one.
@@ -189,20 +183,16 @@ class ServerSection(Section):
         AfterValidator(_each_once),
     ]
     """In the order in which a round is split over them."""
-
     kind: Literal["rollmatch", "vllm"] = "rollmatch"
     """`python -m launch.serve`, or a stock `vllm serve` with this package installed."""
-
     timeout_s: PositiveFloat = 240.0
     """Until every server answers `/health/` at the start, until the weight transfer is set up, and,
     where `infer_timeout_s` sets no limit, until a server that generates has to answer or to sample
     another token."""
-
     infer_timeout_s: float | None = None
     """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead, for
     answers and for progress.
     """
-
     token_env: Annotated[str, Field(min_length=1)] | None = None
     """Name of the environment variable that holds the servers' bearer token; null: they ask for
     none.
@@ -247,10 +237,8 @@ def _keeps_bans(temperature: float) -> float:
 class DecodingSection(Section):
     temperature: Annotated[NonNegativeFloat, AfterValidator(_keeps_bans)] = 0.0
     """0: greedy; above, to 2 with vLLM and to 5 without: sampling, under 0.01 as at 0.01."""
-
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with at least this probability."""
-
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     """Sample from the this many most probable tokens; -1 or 0: no limit."""
 
@@ -263,15 +251,12 @@ class DecodingSection(Section):
 class ActorsSection(Section):
     num_actors: PositiveInt = 1
     """Rollout actors, one engine each."""
-
     gpus_per_actor: WholeGPUs | None = None
     """Whole GPUs that Ray reserves for each actor; null: `tensor_parallel_size` where the cluster
     has GPUs, else 0.
     """
-
     cpus_per_actor: NonNegativeFloat | None = None
     """CPU cores that Ray reserves for each actor; null: 1."""
-
     tensor_parallel_size: PositiveInt = 1
     """Devices of one engine."""
 
@@ -281,15 +266,12 @@ class SyncSection(Section):
     """What a weight sync sends: all merged weights, the LoRA tensors alone, or the second where it
     can.
     """
-
     fallback_to_full: bool = True
     """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
-
     bucket_bytes: Annotated[int, Field(ge=LEAST_BUCKET_BYTES)] | None = None
     """Bytes of one packed bucket, at least 64 KiB; null: 256 MiB between GPUs (nccl, ipc), where
     the engine's loader is called once for each, and 16 MiB on CPU, where larger ones are slower:
     the system takes their memory back after each and hands it out page by page."""
-
     canary_tolerance: PositiveFloat | None = None
     """Largest absolute difference of a canary log-probability, in nats, between the learner and an
     engine. null: 1e-4 for float32; for bfloat16 mean and share beyond a bound are compared instead,
@@ -302,46 +284,36 @@ class VllmSection(Section):
     """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run
     (decision 4).
     """
-
     tensor_parallel_size: PositiveInt | None = None
     """Mode `colocate`: devices of one engine; null: 4, or the largest of 2 and 1 that each rank can
     have on its node. Refused in the other modes, in which `actors.tensor_parallel_size` says it, or
     the servers' own command line."""
-
     enable_lora: bool = False
     """Let the engines serve the adapter beside the base weights, which `sync.mode: adapter` needs.
     """
-
     sleep: bool = True
     """Mode `colocate`: give the engine's memory back while the learner learns, where the platform
     can (GPUs).
     """
-
     max_model_len: PositiveInt | None = None
     """Longest prompt + response an engine takes, in tokens; null: `global_max_length`."""
-
     kv_cache_memory_bytes: PositiveInt | None = None
     """Bytes of each engine's key-value cache on each of its devices; null: what
     `gpu_memory_utilization` leaves, and on CPU, where that would be of the whole machine, room for
     the longest sequences that are decoded at a time."""
-
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Fraction of the device's memory an engine may use; null: 0.45 in mode `colocate`, which
     shares the device with the learner, else 0.85.
 
     Ignored where `kv_cache_memory_bytes` is given.
     """
-
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
-
     actors: ActorsSection = ActorsSection()
     """Mode `actors`: how many, and where. For a run of any other mode, those of `launch.evaluate`.
     """
-
     server: ServerSection | None = None
     """Mode `server`: which, and how long to wait for them."""
-
     sync: SyncSection = SyncSection()
     """How weights reach the engines, and how it is checked."""
 
@@ -357,10 +329,8 @@ class OffloadSection(Section):
 
     enabled: bool = False
     """Move away what the other two keys name; both where they name nothing."""
-
     offload_model: bool = False
     """The learner's weights."""
-
     offload_optimizer: bool = False
     """The optimizer's state."""
 
@@ -378,32 +348,24 @@ class OffloadSection(Section):
 class RolloutMatchingSection(Section):
     pipeline: Annotated[PipelineSection, Field(examples=[EXAMPLE_PIPELINE])]
     """The objective: it is declared in full, nothing is assumed."""
-
     rollout_backend: Literal["vllm", "hf"] = "vllm"
     """What generates: vLLM engines, or the learner's own `generate`."""
-
     decode_batch_size: PositiveInt = 1
     """Most sequences that one rollout device decodes at a time, in training and evaluation."""
-
     decode_mode: Annotated[DecodeMode, Field(strict=False)] | None = None
     """greedy, sample or beam; null: by the temperature."""
-
     num_beams: PositiveInt = 1
     """Beams of `decode_mode: beam`: at most decode_batch_size under `rollout_backend: hf`, at most
     10 in a vLLM engine.
     """
-
     max_new_tokens: PositiveInt = 1024
     """Longest response, in tokens; of environments, the longest answer to one call of the model."""
-
     repetition_penalty: Annotated[
         float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
     ] = 1.0
     """1: none."""
-
     decoding: DecodingSection = DecodingSection()
     """How a token is chosen."""
-
     geometry: (
         Annotated[
             tuple[Annotated[GeometryKind, Field(strict=False)], ...],
@@ -417,52 +379,39 @@ class RolloutMatchingSection(Section):
 
     A ground truth of another kind is a bad row; a predicted one is dropped and counted.
     """
-
     candidate_top_k: PositiveInt = 10
     """Ground truths that are compared with each prediction by mask IoU."""
-
     maskiou_gate: Fraction01 = 0.3
     """Pairs under this mask IoU cannot match."""
-
     maskiou_resolution: Annotated[int, Field(ge=2, le=4096)] = 256
     """Side of the canvas of the mask IoU, in pixels."""
-
     fp_cost: NonNegativeFloat = 1.0
     """Cost of an unmatched prediction, where a pair costs 1 - mask IoU."""
-
     fn_cost: NonNegativeFloat = 1.0
     """Cost of an unmatched ground truth."""
-
     ot_cost: Literal["l1", "l2"] = "l2"
     """Distance between points, in bins, that the transport between a polygon and its match
     minimises.
     """
-
     ot_epsilon: PositiveFloat = 10.0
     """Entropic regularisation of that transport, in bins. It blends neighbouring vertices: shapes
     not much larger than it are taught smaller than they are.
     """
-
     ot_iters: PositiveInt = 30
     """Sinkhorn iterations of that transport."""
-
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """Updates by which a rollout's weights may be older than the learner's. 1: the next step's
     first round is generated while this step's last is learned.
     """
-
     logprob_tolerance: PositiveFloat | None = None
     """Largest absolute difference, in nats, between the learner's and the engine's log-probability
     of a sampled token; null: by `model.dtype`, 1e-4 for float32 and 1 for bfloat16. In float32 the
     first token beyond it ends the run; in bfloat16, where an improbable one may round to anything,
     more than 1 in 1,000 of a step's compared tokens and more than 10 do."""
-
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
     """When a response that repeats itself is ended early, in every backend alike."""
-
     offload: OffloadSection = OffloadSection()
     """Mode `colocate`: what makes room for the engine."""
-
     vllm: VllmSection = VllmSection()
     """The engines."""
 

@@ -38,47 +38,34 @@ class RunConfig(Section):
 
     model: ModelSection
     """The checkpoint that is trained and served."""
-
     data: DataSection = DataSection()
     """Training and validation samples; under `trajectory_pg` the environment has them."""
-
     global_max_length: Annotated[PositiveInt, Field(examples=[2048])]
     """Longest prompt + target of one sample, or prompt + answer of one call of an environment, and
     the capacity of a packed row, in tokens.
     """
-
     training: TrainingSection
     """Batch, optimizer, schedule and packing."""
-
     custom: CustomSection
     """Which training loop runs."""
-
     rollout_matching: RolloutMatchingSection
     """Rollouts, matching and objective."""
-
     environment: EnvironmentSection | None = None
     """What trajectories are of, under `custom.trainer_variant: trajectory_pg`; null under the
     others.
     """
-
     stage2_ab: Stage2ABSection = Stage2ABSection()
     """Which channel a step runs."""
-
     learner: LearnerSection = LearnerSection()
     """The ranks that train."""
-
     cluster: ClusterSection = ClusterSection()
     """The Ray cluster."""
-
     timeouts: TimeoutsSection = TimeoutsSection()
     """The longest each kind of wait may take."""
-
     evaluation: EvaluationSection = EvaluationSection()
     """The held-out report."""
-
     telemetry: TelemetrySection = TelemetrySection()
     """What the run writes down."""
-
     checkpoint: CheckpointSection = CheckpointSection()
     """What is kept of the weights."""
 
