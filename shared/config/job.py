@@ -17,9 +17,8 @@ class ClusterSection(Section):
     address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running cluster, or `local`: the run starts one of its own and ends it."""
     temp_dir: ConfigPath | None = None
-    """Ray's folder for sockets and logs, where the run starts its own; short, since a socket's path
-    has at most 107 bytes. null: Ray's choice.
-    """
+    """Ray's folder for sockets and logs, short, since a socket's path has at most 107 bytes; null:
+    Ray's."""
     dashboard: bool = True
     """Start Ray's dashboard with a cluster of the run's own."""
 
@@ -30,20 +29,17 @@ class TimeoutsSection(Section):
     start_s: PositiveFloat = 300.0
     """Until the learner and every engine are ready."""
     generate_s: PositiveFloat = 300.0
-    """One round of rollouts, of training or held-out. With an environment: one call of the model;
-    an environment actor's whole part of a round, however many turns its rollouts have, may take
-    twice as long."""
+    """One round of rollouts; with an environment one call of the model. An environment actor's
+    whole part of a round may take twice as long."""
     learn_s: PositiveFloat = 600.0
-    """Learning one round, or finishing a step. Also a wait of learner ranks for each other,
-    held-out requests and scores, and saving.
-    """
+    """Learning one round, or finishing a step. Also scoring, saving, and waits of ranks for each
+    other."""
     sync_phase_s: PositiveFloat = 60.0
     """Each phase of a weight sync; the joining of servers has
     `rollout_matching.vllm.server.timeout_s`."""
     interrupt_s: PositiveFloat = 60.0
-    """From Ctrl-C, SIGTERM or a failed rollout or sync until the weights of the last finished
-    update are saved: the row that is being learned, the token that a learner rank is generating
-    itself or the sync that is running, and the writing."""
+    """From Ctrl-C, SIGTERM or a failure until the last finished update is saved, with what is
+    running then: a row, a token, a sync."""
 
     def limit(
         self, key: Literal["start_s", "generate_s", "learn_s", "sync_phase_s", "interrupt_s"]
@@ -60,15 +56,11 @@ class TelemetrySection(Section):
     run_dir: ConfigPath = Path("outputs/run")
     """The run's folder: resolved configuration, metrics, plans, timeline, checkpoints."""
     ray_metrics: bool = True
-    """Publish tokens/s, phase times, loss, weight version and queue wait through
-    `ray.util.metrics`, for Ray's dashboard and Prometheus.
-    """
+    """Publish speed, times, loss and weight version through `ray.util.metrics`, for Prometheus."""
     timeline: bool = True
     """Record spans of every process, as a file that Perfetto opens."""
     rollouts: bool = True
-    """Write what became of every rollout into `rollouts/step_xxxxxx.jsonl`, the first step's into
-    `step_000001.jsonl`; `launch.show_sample` reads it.
-    """
+    """Write every rollout's outcome into `rollouts/step_xxxxxx.jsonl`, for `launch.show_sample`."""
 
 
 def _rising(thresholds: tuple[float, ...]) -> tuple[float, ...]:
@@ -88,12 +80,8 @@ class EvaluationSection(Section):
         Field(strict=False),
         AfterValidator(_rising),
     ] = (0.5, 0.75)
-    """Least IoU of a detection, one set of precision, recall and F1 for each; the first is the one
-    on the progress line.
-    """
+    """Least IoU of a detection, one set of figures for each; the first is on the progress line."""
     score: Literal["constant", "coord_probability"] = "coord_probability"
-    """Confidence of a prediction for COCO AP: 1 for all, or the mean probability that the engine
-    gave its coord tokens.
-    """
+    """Confidence of a prediction for COCO AP: 1, or the mean probability of its coord tokens."""
     worst_scenes: NonNegativeInt = 8
     """Pictures of the scenes with the lowest F1 in a report."""

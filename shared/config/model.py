@@ -37,18 +37,12 @@ class AdapterSection(Section):
 
 class ModelSection(Section):
     path: Annotated[str, Field(min_length=1, examples=["outputs/demo/model"])]
-    """Local directory of an ordinary checkpoint (configuration, tokenizer, processor, safetensors).
-    """
+    """Local directory of an ordinary checkpoint with tokenizer and processor."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number type of the weights in every forward, of the learner and of the engines. Under
-    bfloat16 the optimizer keeps float32 master weights.
-    """
+    """Number type of all forwards. Under bfloat16 the optimizer keeps float32 master weights."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention of the learner's forward.
-
-    auto: segment by segment, by one flash kernel where the GPU computes in bfloat16. sdpa, eager:
-    transformers' own, with a mask of every token of a row with every other.
-    """
+    """Attention of the learner's forward. auto: segment by segment, by one flash kernel where the
+    GPU computes in bfloat16; sdpa, eager: transformers' own, with a mask over the row."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory for about a third more time."""
     adapter: AdapterSection | None = None
@@ -59,24 +53,18 @@ class DataSection(Section):
     """The JSONL files, and how their rows become samples (decision 31)."""
 
     train: ConfigPath | None = None
-    """JSONL file of training samples; image paths in it are relative to the file. Required, but
-    under `trajectory_pg`, whose environment has its own data.
-    """
+    """JSONL file of training samples, image paths relative to it; none under `trajectory_pg`."""
     val: ConfigPath | None = None
     """JSONL file of held-out samples; null: no validation."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A bad row, also one that the tokenizer or the image processor refuses, stops the start
-    (`error`), or is counted and logged (`skip`).
-    """
+    """A bad row stops the start (`error`), or is counted and logged (`skip`)."""
     sort_objects: bool = True
     """Put objects into reading order (min y, min x); false: a row out of order is a bad row."""
     check_images: bool = True
     """Decode every image before the start; false: a bad image is found when its sample is used.
-    What was found is kept in `~/.cache/rollmatch` (or below `$XDG_CACHE_HOME`), where it took more
-    than a second, for files whose path, size and time of change stay the same."""
+    What took more than a second is kept in `~/.cache/rollmatch` for files that stay the same."""
     shuffle: bool = True
-    """Visit the samples of every epoch in a seeded random order; false: in the order of the file.
-    """
+    """Visit the samples of every epoch in a seeded random order; false: in the file's order."""
     system_prompt: str | None = None
     """Text of the system message; null: no system message."""
     user_prompt: Annotated[str, Field(min_length=1)] = DEFAULT_USER_PROMPT

@@ -126,9 +126,8 @@ class CoordRegConfig(Section):
     coord_gate_weight: NonNegativeFloat
     """Weight of the probability that leaks out of the coord vocabulary at coord slots, in nats."""
     text_gate_weight: NonNegativeFloat
-    """Weight of the probability of coord tokens at text positions, in nats. Text is what the
-    channel's `token_ce` weighs, so it needs one.
-    """
+    """Weight of the probability of coord tokens at text positions that a `token_ce` weighs, in
+    nats."""
     temperature: PositiveFloat
     """Divides the logits of `soft_ce`, `w1` and both gates."""
     target_sigma: PositiveFloat
@@ -189,10 +188,9 @@ class PolicyGradientConfig(Section):
     ratio_cap: Annotated[float, Field(gt=1.0)]
     """A ratio above this counts as this: in the loss, and as the factor of the gradient."""
     normalize: Annotated[Literal["step", "rollout", "constant"], BeforeValidator(_not_by_segment)]
-    """What a sampled token's term is divided by: the sampled tokens of its call of the model
-    (`step`: each call is an example), those of its rollout (`rollout`), or
-    `rollout_matching.max_new_tokens` (`constant`). The sum over a step is then divided by the
-    number of its rollouts."""
+    """Divisor of a sampled token's term: the sampled tokens of its call of the model (`step`),
+    those of its rollout (`rollout`), or `rollout_matching.max_new_tokens` (`constant`). The step's
+    sum is then divided by its rollouts."""
     advantage_std: bool
     """Divide the advantage, the reward minus its group's mean, by the standard deviation of the
     group's rewards plus `advantage_epsilon`."""
@@ -255,9 +253,8 @@ class ImportedEntry(PipelineEntry):
     name: Annotated[str, AfterValidator(_module_and_class)]
     """The class, as `module:Class`; Python looks for the module in the working directory too."""
     config: dict[str, Any]
-    """The class's settings. They are checked by its `Config` when it is imported: by preflight, and
-    not with the other keys, because it imports torch.
-    """
+    """The class's settings, checked by its `Config` when it is imported, since that imports
+    torch."""
 
 
 ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry | PolicyGradientEntry | ImportedEntry

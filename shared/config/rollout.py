@@ -74,9 +74,7 @@ class RepeatTerminateSection(Section):
     ngram_size: PositiveInt = 16
     """Length of the sequences of tokens that are compared."""
     ngram_repeats: Annotated[int, Field(ge=2)] = 4
-    """The same sequence of `ngram_size` tokens this many times, one after the other, is a
-    repetition.
-    """
+    """The same `ngram_size` tokens this many times back to back are a repetition."""
     max_object_keys: PositiveInt | None = None
     """More `object_{n}` keys than this are a repetition; null: no limit."""
 
@@ -135,9 +133,7 @@ class ServerEntry(Section):
     base_url: Annotated[str, AfterValidator(_http_url), Field(examples=["http://127.0.0.1:8000"])]
     """Prefix of the server's routes."""
     group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
-    """Port on the first learner rank's node where this server's engines join the weight transfer;
-    0: any free one.
-    """
+    """Port on the first learner rank's node where this server joins the weight transfer; 0: any."""
 
     @property
     def is_loopback(self) -> bool:
@@ -186,17 +182,12 @@ class ServerSection(Section):
     kind: Literal["rollmatch", "vllm"] = "rollmatch"
     """`python -m launch.serve`, or a stock `vllm serve` with this package installed."""
     timeout_s: PositiveFloat = 240.0
-    """Until every server answers `/health/` at the start, until the weight transfer is set up, and,
-    where `infer_timeout_s` sets no limit, until a server that generates has to answer or to sample
-    another token."""
+    """Until every server answers `/health/`, until the weight transfer is set up, and, without
+    `infer_timeout_s`, until a server that generates answers or samples another token."""
     infer_timeout_s: float | None = None
-    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead, for
-    answers and for progress.
-    """
+    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the environment variable that holds the servers' bearer token; null: they ask for
-    none.
-    """
+    """Name of the environment variable with the servers' bearer token; null: they ask for none."""
 
     @property
     def join_limit(self) -> Timeout:
@@ -252,9 +243,8 @@ class ActorsSection(Section):
     num_actors: PositiveInt = 1
     """Rollout actors, one engine each."""
     gpus_per_actor: WholeGPUs | None = None
-    """Whole GPUs that Ray reserves for each actor; null: `tensor_parallel_size` where the cluster
-    has GPUs, else 0.
-    """
+    """Whole GPUs that Ray reserves for each; null: `tensor_parallel_size` where there are GPUs,
+    else 0."""
     cpus_per_actor: NonNegativeFloat | None = None
     """CPU cores that Ray reserves for each actor; null: 1."""
     tensor_parallel_size: PositiveInt = 1
@@ -263,55 +253,41 @@ class ActorsSection(Section):
 
 class SyncSection(Section):
     mode: Literal["full", "adapter", "auto"] = "full"
-    """What a weight sync sends: all merged weights, the LoRA tensors alone, or the second where it
-    can.
-    """
+    """What a sync sends: all merged weights, the LoRA tensors alone, or those where it can."""
     fallback_to_full: bool = True
     """After a failed adapter sync: go on with full syncs (true) or stop (false)."""
     bucket_bytes: Annotated[int, Field(ge=LEAST_BUCKET_BYTES)] | None = None
     """Bytes of one packed bucket, at least 64 KiB; null: 256 MiB between GPUs (nccl, ipc), where
-    the engine's loader is called once for each, and 16 MiB on CPU, where larger ones are slower:
-    the system takes their memory back after each and hands it out page by page."""
+    each costs a call of the loader, and 16 MiB on CPU, where larger ones are slower."""
     canary_tolerance: PositiveFloat | None = None
-    """Largest absolute difference of a canary log-probability, in nats, between the learner and an
-    engine. null: 1e-4 for float32; for bfloat16 mean and share beyond a bound are compared instead,
-    by the noise that is measured before the first sync (on record in the run's
-    `canary_noise.json`), and never beyond 0.1 for the mean and 0.5 for a token."""
+    """Largest difference of a canary log-probability, in nats, between learner and engine. null:
+    1e-4 for float32; for bfloat16 mean and share are bounded by the noise measured before the first
+    sync (`canary_noise.json`), never beyond 0.1 for the mean and 0.5 for a token."""
 
 
 class VllmSection(Section):
     mode: Literal["colocate", "server", "actors"] = "colocate"
-    """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this run
-    (decision 4).
-    """
+    """Engines on the learner's devices, on servers launched elsewhere, or in Ray actors of this
+    run."""
     tensor_parallel_size: PositiveInt | None = None
     """Mode `colocate`: devices of one engine; null: 4, or the largest of 2 and 1 that each rank can
-    have on its node. Refused in the other modes, in which `actors.tensor_parallel_size` says it, or
-    the servers' own command line."""
+    have on its node. The other modes have a setting of their own."""
     enable_lora: bool = False
-    """Let the engines serve the adapter beside the base weights, which `sync.mode: adapter` needs.
-    """
+    """Let the engines serve the adapter beside the base weights, for `sync.mode: adapter`."""
     sleep: bool = True
-    """Mode `colocate`: give the engine's memory back while the learner learns, where the platform
-    can (GPUs).
-    """
+    """Mode `colocate`: give the engine's memory back while the learner learns (GPUs)."""
     max_model_len: PositiveInt | None = None
     """Longest prompt + response an engine takes, in tokens; null: `global_max_length`."""
     kv_cache_memory_bytes: PositiveInt | None = None
-    """Bytes of each engine's key-value cache on each of its devices; null: what
-    `gpu_memory_utilization` leaves, and on CPU, where that would be of the whole machine, room for
-    the longest sequences that are decoded at a time."""
+    """Bytes of each engine's key-value cache on each device; null: what `gpu_memory_utilization`
+    leaves, on CPU room for the longest sequences that are decoded at a time."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Fraction of the device's memory an engine may use; null: 0.45 in mode `colocate`, which
-    shares the device with the learner, else 0.85.
-
-    Ignored where `kv_cache_memory_bytes` is given.
-    """
+    """Fraction of the device's memory an engine may use, where `kv_cache_memory_bytes` is not
+    given; null: 0.45 in mode `colocate`, which shares the device with the learner, else 0.85."""
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
     actors: ActorsSection = ActorsSection()
-    """Mode `actors`: how many, and where. For a run of any other mode, those of `launch.evaluate`.
-    """
+    """Mode `actors`: how many, and where; of other modes, those of `launch.evaluate`."""
     server: ServerSection | None = None
     """Mode `server`: which, and how long to wait for them."""
     sync: SyncSection = SyncSection()
@@ -355,9 +331,8 @@ class RolloutMatchingSection(Section):
     decode_mode: Annotated[DecodeMode, Field(strict=False)] | None = None
     """greedy, sample or beam; null: by the temperature."""
     num_beams: PositiveInt = 1
-    """Beams of `decode_mode: beam`: at most decode_batch_size under `rollout_backend: hf`, at most
-    10 in a vLLM engine.
-    """
+    """Beams of `decode_mode: beam`: at most decode_batch_size with hf, at most 10 in a vLLM
+    engine."""
     max_new_tokens: PositiveInt = 1024
     """Longest response, in tokens; of environments, the longest answer to one call of the model."""
     repetition_penalty: Annotated[
@@ -374,11 +349,9 @@ class RolloutMatchingSection(Section):
         ]
         | None
     ) = None
-    """Kinds of shapes that are taught and read; null: bbox_2d alone for stage2_two_channel, bbox_2d
-    and poly for the other variants.
-
-    A ground truth of another kind is a bad row; a predicted one is dropped and counted.
-    """
+    """Kinds of shapes that are taught and read; null: bbox_2d alone for stage2_two_channel, both
+    for the others. A ground truth of another kind is a bad row; a predicted one is dropped and
+    counted."""
     candidate_top_k: PositiveInt = 10
     """Ground truths that are compared with each prediction by mask IoU."""
     maskiou_gate: Fraction01 = 0.3
@@ -390,24 +363,20 @@ class RolloutMatchingSection(Section):
     fn_cost: NonNegativeFloat = 1.0
     """Cost of an unmatched ground truth."""
     ot_cost: Literal["l1", "l2"] = "l2"
-    """Distance between points, in bins, that the transport between a polygon and its match
-    minimises.
-    """
+    """Distance of points, in bins, that the transport of a polygon to its match minimises."""
     ot_epsilon: PositiveFloat = 10.0
-    """Entropic regularisation of that transport, in bins. It blends neighbouring vertices: shapes
-    not much larger than it are taught smaller than they are.
-    """
+    """Entropic regularisation of that transport, in bins. Shapes not much larger are taught smaller
+    than they are."""
     ot_iters: PositiveInt = 30
     """Sinkhorn iterations of that transport."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """Updates by which a rollout's weights may be older than the learner's. 1: the next step's
-    first round is generated while this step's last is learned.
-    """
+    """Updates by which a rollout's weights may be older than the learner's; 1: the next step's
+    first round is generated while this step's last is learned."""
     logprob_tolerance: PositiveFloat | None = None
-    """Largest absolute difference, in nats, between the learner's and the engine's log-probability
-    of a sampled token; null: by `model.dtype`, 1e-4 for float32 and 1 for bfloat16. In float32 the
-    first token beyond it ends the run; in bfloat16, where an improbable one may round to anything,
-    more than 1 in 1,000 of a step's compared tokens and more than 10 do."""
+    """Largest difference, in nats, between the learner's and the engine's log-probability of a
+    sampled token; null: 1e-4 for float32 and 1 for bfloat16. In float32 the first token beyond it
+    ends the run; in bfloat16 more than 10 tokens of a step do, where they are more than 1 in 1,000
+    of those compared."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
     """When a response that repeats itself is ended early, in every backend alike."""
     offload: OffloadSection = OffloadSection()

@@ -41,9 +41,8 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     """Training and validation samples; under `trajectory_pg` the environment has them."""
     global_max_length: Annotated[PositiveInt, Field(examples=[2048])]
-    """Longest prompt + target of one sample, or prompt + answer of one call of an environment, and
-    the capacity of a packed row, in tokens.
-    """
+    """Longest prompt + target of a sample, or prompt + answer of a call, and the capacity of a
+    packed row, in tokens."""
     training: TrainingSection
     """Batch, optimizer, schedule and packing."""
     custom: CustomSection
@@ -51,9 +50,7 @@ class RunConfig(Section):
     rollout_matching: RolloutMatchingSection
     """Rollouts, matching and objective."""
     environment: EnvironmentSection | None = None
-    """What trajectories are of, under `custom.trainer_variant: trajectory_pg`; null under the
-    others.
-    """
+    """What trajectories are of, under `trajectory_pg`; null under the other variants."""
     stage2_ab: Stage2ABSection = Stage2ABSection()
     """Which channel a step runs."""
     learner: LearnerSection = LearnerSection()

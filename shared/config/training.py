@@ -15,19 +15,14 @@ class LearnerSection(Section):
     world_size: PositiveInt = 1
     """Learner ranks."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How the ranks share the model: each holds all of it (ddp), or a part (fsdp: FSDP2, for models
-    that do not fit one device). No effect with one rank.
-    """
+    """Each rank holds all of the model (ddp), or a part (fsdp: FSDP2). No effect with one rank."""
     gpus: WholeGPUs | None = None
     """Whole GPUs that Ray reserves for each rank; null: 1 where the cluster has GPUs, else 0."""
     cpus: NonNegativeFloat | None = None
     """CPU cores that Ray reserves for each rank; null: 1."""
     cpu_threads: PositiveInt | None = None
-    """Threads of torch in each rank; null: as many as the process may use cores.
-
-    Results depend on the number, since it decides the order of float sums: the one that was used is
-    recorded in the run's folder.
-    """
+    """Threads of torch in each rank; null: as many as the process may use cores. The number decides
+    the order of float sums, and is recorded in the run's folder."""
 
 
 class CheckpointSection(Section):
@@ -38,27 +33,23 @@ class CheckpointSection(Section):
     save_steps: PositiveInt | None = None
     """Save after every this many updates too; null: not."""
     save_minutes: PositiveFloat | None = 15.0
-    """Save after an update, too, when the newest checkpoint, or the start, is this many minutes
-    ago; null: not. What is learned does not depend on it.
-    """
+    """Save after an update, too, when the newest checkpoint, or the start, is this old; null:
+    not."""
     keep_last: PositiveInt = 2
     """Checkpoints of `save_steps` and `save_minutes` that are kept, the newest."""
     keep_best: NonNegativeInt = 0
     """Checkpoints that are kept for their held-out F1 (at the first of `evaluation.iou_thresholds`)
     or, of environments, mean reward, the best; one is considered at every report."""
     save_on_interrupt: bool = True
-    """Save the weights of the last finished update when the run is ended by Ctrl-C, by SIGTERM, or
-    by a rollout or a sync that failed.
-    """
+    """Save the last finished update when Ctrl-C, SIGTERM or a failed rollout or sync ends the
+    run."""
 
 
 class PartSection(Section):
     frozen: bool = False
     """Keep the part as the checkpoint has it."""
     learning_rate: LearningRate | None = None
-    """Peak learning rate of the part; null: `training.learning_rate`. The schedule is the same for
-    all.
-    """
+    """Peak learning rate of the part; null: `training.learning_rate`."""
 
 
 class PartsSection(Section):
@@ -76,39 +67,23 @@ class TrainingSection(Section):
     max_steps: Annotated[PositiveInt, Field(examples=[100])]
     """Optimizer updates of the run."""
     per_device_train_batch_size: PositiveInt = 1
-    """Samples per learner rank and micro-step. Under packing a forward takes one row whatever this
-    says.
-
-    Under `stage2_rollout_aligned` it is the raw rollouts that enter the carry buffer before each
-    row.
-    """
+    """Samples per learner rank and micro-step. Under `stage2_rollout_aligned` the raw rollouts that
+    enter the carry buffer before each row."""
     per_device_eval_batch_size: PositiveInt = 1
-    """Samples per learner rank in an evaluation forward. No effect in this version: an evaluation
-    has no forward of the learner.
-
-    It generates, at most `rollout_matching.decode_batch_size` sequences per device.
-    """
+    """No effect in this version: an evaluation has no forward of the learner."""
     effective_batch_size: PositiveInt | None = None
     """Samples, or rollouts of environments, per update wanted over all learner ranks; the
     accumulation steps follow from it, rounded up. So an update may take more than asked."""
     gradient_accumulation_steps: PositiveInt | None = None
-    """Micro-steps per update; null: derived from `effective_batch_size`, or 1 where that is null
-    too.
-    """
+    """Micro-steps per update; null: as `effective_batch_size` needs, or 1."""
     eval_steps: PositiveInt | None = None
     """Evaluate after every this many updates, on `data.val` or the environment's held-out examples;
-    null: only where the warm-up of channel A ends and at the end of the run.
-
-    Those two reports are made in any case where there is something to evaluate on; without a
-    warm-up the first is that of the weights the run starts from. Rollouts of an evaluation are
-    generated in batches of `rollout_matching.decode_batch_size`, as in training.
-    """
+    null: only where the warm-up of channel A ends and at the end of the run, where reports are made
+    in any case."""
     learning_rate: Annotated[LearningRate, Field(examples=[0.001])]
     """Peak learning rate of AdamW, at most 1."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of AdamW, of matrices (embeddings and convolutions are such); norms
-    and biases do not decay.
-    """
+    """Decoupled weight decay of AdamW, of matrices alone; norms and biases do not decay."""
     adam_beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Decay of AdamW's first moment."""
     adam_beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
@@ -116,9 +91,7 @@ class TrainingSection(Section):
     adam_epsilon: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Updates over which the learning rate rises linearly to its peak. (The warm-up of channel A is
-    `stage2_ab.schedule.warmup_steps`.)
-    """
+    """Updates over which the learning rate rises linearly to its peak."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Course of the learning rate after its warm-up, down to the floor at `max_steps`."""
     min_lr_ratio: Fraction01 = 0.0
@@ -127,34 +100,20 @@ class TrainingSection(Section):
     """Largest L2 norm of the gradient of one update; null: no clipping."""
     max_nonfinite_updates: NonNegativeInt = 0
     """Updates in a row that may be skipped, and are counted, for a gradient that is not finite; one
-    more stops the run. 0: the first one does.
-
-    A skipped update leaves weights and optimizer as they are. Its step counts as any other, in the
-    schedule too.
-    """
+    more stops the run. A skipped update leaves weights and optimizer as they are."""
     parts: PartsSection = PartsSection()
     """What is trained, and how fast."""
     packing: bool = True
     """Put several segments into one forward; false: one segment per row."""
     packing_buffer: PositiveInt = 256
-    """Most segments waiting for a row; at least the samples of a step, so that no step can overflow
-    it.
-
-    Under `stage2_rollout_aligned` at least the samples of a micro-step. There leftovers add up
-    where rows hold less than what comes in: a buffer that would overflow stops the run. Under
-    `trajectory_pg`, where nobody knows how many segments a step has, a full buffer gives a row.
-    """
+    """Most segments waiting for a row; at least the samples of a step, under
+    `stage2_rollout_aligned` of a micro-step, where a buffer that leftovers would overflow stops the
+    run. Under `trajectory_pg` a full buffer gives a row."""
     packing_min_fill_ratio: Fraction01 = 0.7
-    """A row filled less than this fraction of `global_max_length` is counted and logged, not
-    refused.
-    """
+    """A row filled less than this fraction of `global_max_length` is counted and logged."""
     packing_drop_last: bool = True
-    """Segments left in the carry buffer of `stage2_rollout_aligned` at the end of the run are
-    dropped: under packing it must be true there, as no step is added for them. No effect under the
-    other variants, which learn every segment in its own step."""
+    """Segments left in the carry buffer of `stage2_rollout_aligned` at the run's end are dropped;
+    under packing it must be true there."""
     packing_window: PositiveInt = 8
-    """Rows are taken after every this many rollouts (of environments: segments), in index order, so
-    that they do not depend on arrival (decision 7).
-
-    No effect under `stage2_rollout_aligned`, which takes one row per micro-step.
-    """
+    """Rows are taken after every this many rollouts (of environments: segments), in index order. No
+    effect under `stage2_rollout_aligned`, which takes one row per micro-step."""
