@@ -18,7 +18,6 @@ from rollout_actors.engine.settings import (
     engine_arguments,
     engine_environment,
     engine_runtime_env,
-    model_type,
     neighbour_runtime_env,
 )
 from shared.config.checks.engines import MAX_VLLM_BEAMS
@@ -148,10 +147,3 @@ def test_as_many_beams_are_permitted_as_vllms_search_gets_log_probabilities_for(
 
     assert "max_logprobs" not in engine_arguments(settings_of())
     assert EngineArgs.max_logprobs == 2 * MAX_VLLM_BEAMS
-
-
-def test_a_checkpoint_says_its_family(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text"}}'
-    )
-    assert model_type(str(tmp_path)) == "qwen2_5_vl"
