@@ -46,19 +46,14 @@ CoordInit = Literal["spread", "mean"]
 class AddOptions(Section):
     model: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct"])]
     """Folder of the stock checkpoint. It is read, not changed."""
-
     out: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct-coord"])]
     """Folder to make. It must not exist."""
-
     init: CoordInit = "spread"
     """First embeddings: spread (the digits' mean, neighbours near each other) or mean (of all)."""
-
     seed: NonNegativeInt = 17
     """Seed of init=spread."""
-
     min_pixels: PositiveInt | None = None
     """Smaller images are enlarged to it; null: as the checkpoint has it."""
-
     max_pixels: PositiveInt | None = None
     """Larger images are reduced to it; null: as the checkpoint has it, often more than a row holds.
     """

@@ -85,10 +85,8 @@ def _folder_name(name: str) -> str:
 class EvaluateOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo_run"])]
     """Folder of the run whose model is evaluated."""
-
     checkpoint: ConfigPath | None = None
     """Folder of another checkpoint to evaluate; null: the run's own, of its end."""
-
     name: Annotated[str, AfterValidator(_folder_name)] | None = None
     """Name of the report's folder in `run/evaluations`; null: after checkpoint and data."""
 

@@ -57,74 +57,51 @@ FAMILY_SHUTDOWN_S = 3.0
 class ServeOptions(Section):
     model: Annotated[ConfigPath, Field(examples=["outputs/demo/model"])]
     """Checkpoint folder: the run's model.path, or a copy of it."""
-
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port of the routes; 0: any free one, which is printed."""
-
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on. Others than this machine's own need token_env."""
-
     token_env: Annotated[str, Field(min_length=1)] | None = None
     """Environment variable with the bearer token that callers must send; null: none."""
-
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     """Names of the model at /v1/, with commas between; null: the path in model."""
-
     tool_call_parser: Annotated[str, Field(min_length=1)] | None = None
     """vLLM's parser of tool calls (hermes, ...); null: callers may bring no tools."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto: on GPUs where there are some."""
-
     tensor_parallel_size: PositiveInt = 1
     """Devices of the engine."""
-
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the weights: the run's model.dtype."""
-
     max_model_len: PositiveInt = 4096
     """Longest prompt + response in tokens: at least the run's global_max_length."""
-
     max_num_seqs: PositiveInt = 32
     """Sequences decoded at a time: at least the run's decode_batch_size for each device."""
-
     kv_cache_memory_bytes: PositiveInt | None = None
     """Bytes of the key-value cache; null: what gpu_memory_utilization leaves."""
-
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = DEDICATED_MEMORY_UTILIZATION
     """Fraction of the device's memory the engine may use, if kv_cache_memory_bytes is null."""
-
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
-
     transport: Literal["auto", "nccl", "rollmatch_gloo"] = "auto"
     """How weights arrive; auto: nccl on GPUs, rollmatch_gloo on CPU."""
-
     repeat_terminate: str | None = None
     """Repeat guard at /v1/ until a run brings its own: rollout_matching.repeat_terminate as JSON,
     or the path of a JSON or YAML file of it; null: none."""
-
     enable_lora: bool = False
     """Let a sync bring an adapter alone: the run's rollout_matching.vllm.enable_lora."""
-
     max_lora_rank: PositiveInt = 16
     """The largest rank of such an adapter."""
-
     max_images_per_prompt: PositiveInt = 1
     """Most images of one request."""
-
     image_root: ConfigPath | None = None
     """Folder of images that requests may name by path; null: images come as data alone."""
-
     max_requests: PositiveInt = 1024
     """Most requests of one call."""
-
     max_request_bytes: PositiveInt = 256 * 2**20
     """Largest body of one call, and largest image file."""
-
     max_image_pixels: PositiveInt = IMAGE_PIXELS
     """Largest image, decoded: width times height."""
-
     seed: int = 0
     """Of the engine; every request brings its own."""
 

@@ -44,13 +44,10 @@ _RESTORE_MODEL = "restore the folder that the run began from"
 class ShowOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo"])]
     """Folder of the run."""
-
     step: Annotated[PositiveInt, Field(examples=[7])]
     """Step, from 1, as the console and the name of its file in `rollouts` have it."""
-
     position: Annotated[NonNegativeInt, Field(examples=[3])]
     """Position of the sample, or the rollout, in the step, from 0."""
-
     out: ConfigPath | None = None
     """HTML file to write; without it `samples/step_..._position_....html` in the run's folder."""
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from launch.runtime.placement import Placement
 from learner.model.parts import model_part, part_settings
@@ -122,7 +122,7 @@ class ModelShape:
                 vocabulary=text["vocab_size"],
                 vision=vision,
             )
-        except (OSError, ValueError, KeyError, struct.error) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigError(
                 f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); give a"
                 " folder that save_pretrained wrote"
@@ -153,16 +153,12 @@ class ModelShape:
 
 
 def _read_parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError("no *.safetensors files")
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))  # of the header that follows
-            header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
+    if not shapes:
+        raise ValueError("no *.safetensors files")
     return shapes
 
 

@@ -32,18 +32,12 @@ STEPS = {
 def job(engine_pool, warm_checkpoint, demo_data, tmp_path_factory):
     """`job(number of actors, **changes)` runs the page on that many of the shared actors."""
 
-    def run(num_actors, **changes):
-        config = configuration(
-            warm_checkpoint,
-            demo_data,
-            tmp_path_factory.mktemp("run"),
-            **STEPS | changes,
-            rollout_matching__vllm__actors={"num_actors": num_actors},
-        )
-        pool = engine_pool.over(
-            *list(engine_pool.actors)[:num_actors],
-            decode_batch_size=config.rollout_matching.decode_batch_size,
-        )
+    def run(num_actors, data=demo_data, steps=STEPS, **changes):
+        changes = {**steps, **changes, "rollout_matching__vllm__actors": {"num_actors": num_actors}}
+        config = configuration(warm_checkpoint, data, tmp_path_factory.mktemp("run"), **changes)
+        size = config.rollout_matching.decode_batch_size
+        actors = list(engine_pool.actors)[:num_actors]
+        pool = engine_pool.over(*actors, decode_batch_size=size)
         return run_job(config, pool, num_actors, one_ahead)
 
     return run
@@ -55,6 +49,7 @@ def greedy_jobs(job):
 
 
 ALIGNED = {
+    **{name: value for name, value in STEPS.items() if not name.startswith("stage2_ab")},
     "custom__trainer_variant": "stage2_rollout_aligned",
     "stage2_ab": {"channel_b": {"enable_pipeline": True}},
     "global_max_length": 420,
@@ -66,23 +61,9 @@ ALIGNED = {
 
 @pytest.mark.long
 def test_the_aligned_variant_learns_polygons_and_carries_segments_alike_on_1_and_3_actors(
-    engine_pool, warm_checkpoint, polygon_data, tmp_path_factory
+    job, polygon_data
 ):
-    jobs = []
-    for num_actors in (1, 3):
-        changes = STEPS | ALIGNED | {"rollout_matching__vllm__actors": {"num_actors": num_actors}}
-        del (
-            changes["stage2_ab__schedule__warmup_steps"],
-            changes["stage2_ab__channel_b__rollouts_per_step"],
-        )
-        config = configuration(
-            warm_checkpoint, polygon_data, tmp_path_factory.mktemp("run"), **changes
-        )
-        pool = engine_pool.over(
-            *list(engine_pool.actors)[:num_actors],
-            decode_batch_size=config.rollout_matching.decode_batch_size,
-        )
-        jobs.append(run_job(config, pool, num_actors, one_ahead))
+    jobs = [job(num_actors, polygon_data, ALIGNED) for num_actors in (1, 3)]
     assert_same(jobs)
     first, second = jobs[0].reports.steps
     assert first.metrics["packing/num_rows"] == second.metrics["packing/num_rows"] == 3, (

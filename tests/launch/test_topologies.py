@@ -7,9 +7,11 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import ExitStack
 
 import pytest
 from command_support import ROOT, commands
+from serve_process import serve_process
 
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
@@ -27,7 +29,6 @@ STEPS = (
 )
 # Two requests of a device at a time, and the next round while one is learned.
 QUEUED = ("rollout_matching.decode_batch_size=2", "stage2_ab.channel_b.enable_pipeline=true")
-READY = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +60,8 @@ def actors_job(job):
 def rollouts(command, step):
     """What became of every sample: response and seed, by position."""
     lines = read_step(step_path(command.run_dir / "rollouts", step + 1))
-    return [
-        (
-            line["position"],
-            line["rollout"]["response_token_ids"],
-            line["rollout"]["seed"],
-            line["rollout"]["weight_version"],
-        )
-        for line in lines
-    ]
+    names = ("response_token_ids", "seed", "weight_version")
+    return [(line["position"], *(line["rollout"][name] for name in names)) for line in lines]
 
 
 def losses(command):
@@ -98,13 +92,8 @@ def test_transformers_gives_the_same_greedy_rollouts_of_the_first_step(hf_job, a
 
 def test_the_checkpoint_of_a_run_without_actors_is_evaluated_by_actors(hf_job):
     # in the run's cluster
-    command = [
-        *warm_python.command(),
-        "-m",
-        "launch.evaluate",
-        f"run={hf_job.run_dir}",
-        "name=mine",
-    ]
+    words = ["-m", "launch.evaluate", f"run={hf_job.run_dir}", "name=mine"]
+    command = [*warm_python.command(), *words]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
     )
@@ -140,48 +129,23 @@ def test_two_learner_ranks_learn_what_one_does_with_the_in_step_queue_on(job, ac
     assert {"learner-0", "learner-1", "driver"} <= tracks
 
 
-class Server:
-    """`python -m launch.serve` on a free port."""
-
-    def __init__(self, checkpoint, log, *more):
-        self.log = log
-        options = [
-            *more,
-            "port=0",
-            "dtype=float32",
-            "max_model_len=512",
-            "max_num_seqs=6",
-            "kv_cache_memory_bytes=67108864",
-            "enforce_eager=true",
-        ]
-        command = [*warm_python.command(), "-m", "launch.serve", f"model={checkpoint}", *options]
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def url(self):
-        from time import monotonic, sleep
-
-        deadline = monotonic() + 240
-        while not (found := READY.search(self.log.read_text())):
-            assert monotonic() < deadline and self.process.poll() is None, self.log.read_text()
-            sleep(0.2)
-        return found.group()
+SERVER = (
+    "port=0",
+    "dtype=float32",
+    "max_model_len=512",
+    "max_num_seqs=6",
+    "kv_cache_memory_bytes=67108864",
+    "enforce_eager=true",
+)
 
 
 @pytest.fixture(scope="module")
 def servers(warm_checkpoint, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("servers")
-    started = [Server(warm_checkpoint, folder / f"{index}.log") for index in range(3)]
-    yield [server.url() for server in started]
-    for server in started:
-        server.process.terminate()
-    for server in started:
-        server.process.wait(timeout=30)
+    """Three that load at the same time: the runs wait for them."""
+    arguments = [f"model={warm_checkpoint}", *SERVER]
+    with ExitStack() as started:
+        folders = [tmp_path_factory.mktemp("server") for _ in range(3)]
+        yield [started.enter_context(serve_process(arguments, folder)).url for folder in folders]
 
 
 def in_server_mode(servers):
@@ -220,25 +184,16 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job,
 
 
 def test_an_adapter_is_trained_and_sent_by_itself_to_a_server(job, warm_checkpoint, tmp_path):
-    server = Server(
-        warm_checkpoint, tmp_path / "server.log", "enable_lora=true", "max_lora_rank=16"
+    adapter = (
+        "model.adapter.kind=lora",
+        "rollout_matching.vllm.enable_lora=true",
+        "rollout_matching.vllm.sync.mode=adapter",
+        "training.learning_rate=1e-2",
+        "rollout_matching.decode_batch_size=6",
     )
-    try:
-        adapter = (
-            "model.adapter.kind=lora",
-            "rollout_matching.vllm.enable_lora=true",
-            "rollout_matching.vllm.sync.mode=adapter",
-            "training.learning_rate=1e-2",
-        )
-        served = job(
-            "stage2_server",
-            in_server_mode([server.url()]),
-            "rollout_matching.decode_batch_size=6",
-            *adapter,
-        )
-    finally:
-        server.process.terminate()
-        server.process.wait(timeout=30)
+    arguments = [f"model={warm_checkpoint}", *SERVER, "enable_lora=true", "max_lora_rank=16"]
+    with serve_process(arguments, tmp_path) as server:
+        served = job("stage2_server", in_server_mode([server.url]), *adapter)
     metrics = served.lines("metrics.jsonl")
     assert [line["sync/mode"] for line in metrics] == ["adapter"] * 2
     assert metrics[-1]["sync/adapter_effect"] == pytest.approx(1.0, abs=0.1)

@@ -5,11 +5,10 @@ rank; transport by device).
 from typing import Any
 
 import pytest
-import ray
 from config_support import configuration, trajectory_config
 
 from launch.checks.data import ImageNeeds
-from launch.cluster import here, runner_settings
+from launch.cluster import runner_settings
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.placement import Resources, plan_placement
 from launch.runtime.rollout_client import RolloutTimeouts
@@ -245,15 +244,6 @@ def test_a_learner_on_cpu_is_forked_where_engines_of_its_run_are_or_a_warm_serve
     environment = neighbour_env(run, plan_placement(run, nodes), ImageNeeds(), PLACE="here")
     assert ("py_executable" in environment) is forked
     assert environment["env_vars"].items() >= {"PLACE": "here", "HF_HUB_OFFLINE": "1"}.items()
-
-
-@pytest.mark.ray
-def test_what_reaches_a_server_runs_on_the_driver_s_node_and_no_other(ray_cluster):
-    """There its address means what it means to preflight: 127.0.0.1 is another machine on every
-    node.
-    """
-    where = here()
-    assert (where.node_id, where.soft) == (ray.get_runtime_context().get_node_id(), False)
 
 
 @pytest.mark.parametrize(("infer_s", "generate_s"), [(30.0, 120.0), (None, None), (0.0, None)])

@@ -10,13 +10,13 @@ from shared.errors import ConfigError
 
 
 @pytest.fixture
-def run(tmp_path):
+def file(tmp_path):
+    """The configuration in a run's folder."""
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.json").write_text(
-        configuration(tmp_path / "model", tmp_path / "data", folder).model_dump_json()
-    )
-    return folder
+    config = configuration(tmp_path / "model", tmp_path / "data", folder)
+    (folder / "config.json").write_text(config.model_dump_json())
+    return folder / "config.json"
 
 
 def refused(run, **changes):
@@ -25,44 +25,39 @@ def refused(run, **changes):
     return str(caught.value)
 
 
-def test_what_was_written_is_read_and_dotted_keys_may_be_changed(run, tmp_path):
-    config = load_run(run)
-    assert config == configuration(tmp_path / "model", tmp_path / "data", run)
-    changed = load_run(run, {"evaluation.worst_scenes": 3})
-    assert changed == config.model_copy(
-        update={"evaluation": config.evaluation.model_copy(update={"worst_scenes": 3})}
-    )
+def test_what_was_written_is_read_and_dotted_keys_may_be_changed(file, tmp_path):
+    config = load_run(file.parent)
+    assert config == configuration(tmp_path / "model", tmp_path / "data", file.parent)
+    changed = load_run(file.parent, {"evaluation.worst_scenes": 3})
+    evaluation = config.evaluation.model_copy(update={"worst_scenes": 3})
+    assert changed == config.model_copy(update={"evaluation": evaluation})
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    assert f"run: {tmp_path / 'x'} holds no run (no config.json); give the folder" in refused(
-        tmp_path / "x"
-    )
-    (tmp_path / "file").write_text("")
-    assert "holds no run (no config.json)" in refused(tmp_path / "file")
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_folder_without_a_run_is_refused(tmp_path, is_file):
+    run = tmp_path / "x"
+    if is_file:
+        run.write_text("")
+    assert f"run: {run} holds no run (no config.json); give the folder" in refused(run)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe{"])
-def test_a_damaged_configuration_is_refused(run, content):
-    (run / "config.json").write_bytes(content)
-    assert "config.json" in refused(run) and "restore it" in refused(run)
+def test_a_damaged_configuration_is_refused(file, content):
+    file.write_bytes(content)
+    problem = refused(file.parent)
+    assert "config.json" in problem and "restore it" in problem
 
 
-def test_a_configuration_that_cannot_be_read_is_refused(run):
-    (run / "config.json").unlink()
-    (run / "config.json").mkdir()
-    assert (
-        "config.json cannot be read (Is a directory); permit reading it, or restore it"
-        in refused(run)
-    )
+def test_a_configuration_that_cannot_be_read_is_refused(file):
+    file.unlink()
+    file.mkdir()
+    unread = "config.json cannot be read (Is a directory); permit reading it, or restore it"
+    assert unread in refused(file.parent)
 
 
-def test_the_run_of_another_version_is_told_from_wrong_changes(run):
-    assert "another version" not in refused(run, **{"evaluation.worst_scens": 3})
-    saved = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(saved | {"of_old": 1}))
-    said = refused(run, **{"evaluation.worst_scenes": 3})
-    assert (
-        "config.json was written by another version; check that version out\nof_old: is not a"
-        " known key" in said
-    )
+def test_the_run_of_another_version_is_told_from_wrong_changes(file):
+    assert "another version" not in refused(file.parent, **{"evaluation.worst_scens": 3})
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"of_old": 1}))
+    problem = refused(file.parent, **{"evaluation.worst_scenes": 3})
+    other = "config.json was written by another version; check that version out"
+    assert f"{other}\nof_old: is not a known key" in problem

@@ -62,16 +62,19 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_an_interruption_ends_it(
     assert "Traceback" not in sweep.output
 
 
-def trial(number, *overrides, exit_code=0, **report):
+def trial(number, *overrides, exit_code=0, reward=None):
     """A line of the sweep's file."""
     line = {
         "trial": number,
-        "overrides": ["+experiment=env_3v1", *overrides],
+        "overrides": ["+experiment=env_3v1", *(f"++training.{key}" for key in overrides)],
         "folder": f"out/trial_{number}",
         "exit_code": exit_code,
         "interrupted": False,
+        "wall_s": 61.0,
     }
-    return line | {"wall_s": 61.0} | report
+    if reward is None:
+        return line
+    return line | {"step": 80, "headline": "mean reward", "score": reward, "val/reward": reward}
 
 
 def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_them(
@@ -79,25 +82,9 @@ def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_th
 ):
     """Of an environment it is the mean reward."""
     trials = [
-        trial(
-            0,
-            "++training.seed=1",
-            "++training.learning_rate=1e-3",
-            step=80,
-            headline="mean reward",
-            score=0.25,
-            **{"val/reward": 0.25},
-        ),
-        trial(
-            1,
-            "++training.seed=2",
-            "++training.learning_rate=1e-3",
-            step=80,
-            headline="mean reward",
-            score=0.75,
-            **{"val/reward": 0.75},
-        ),
-        trial(2, "++training.seed=2", "++training.learning_rate=-1", exit_code=2),
+        trial(0, "seed=1", "learning_rate=1e-3", reward=0.25),
+        trial(1, "seed=2", "learning_rate=1e-3", reward=0.75),
+        trial(2, "seed=2", "learning_rate=-1", exit_code=2),
     ]
     (tmp_path / TRIALS).write_text("".join(json.dumps(line) + "\n" for line in trials))
     assert print_summary(tmp_path) == 1
@@ -113,7 +100,7 @@ def test_the_summary_of_a_sweep_has_the_headline_of_its_runs_and_a_table_over_th
 
 
 def test_a_sweep_without_held_out_reports_has_no_table(tmp_path, capsys):
-    (tmp_path / TRIALS).write_text(json.dumps(trial(0, "++training.seed=1")) + "\n")
+    (tmp_path / TRIALS).write_text(json.dumps(trial(0, "seed=1")) + "\n")
     assert print_summary(tmp_path) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
         "trial     0",
