@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -73,10 +73,9 @@ class RolloutTimeouts:
     @classmethod
     def for_environments(cls, timeouts: TimeoutsSection) -> RolloutTimeouts:
         """Return the limits over environments: an engine that is late is reported first."""
-        return cls(
-            timeouts.limit("start_s"),
-            Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s"),
-            timeouts.limit("sync_phase_s"),
+        return replace(
+            cls.for_actors(timeouts),
+            generate=Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s"),
             check="what the environment waits for (`py-spy dump`), and whether its rollouts, with"
             " their tools and rewards, fit the time",
         )

@@ -29,13 +29,15 @@ CASES = [(family, tied) for family in FAMILIES for tied in (True, False)]
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
     """Stock checkpoints, each made once."""
-    made: dict[tuple, Path] = {}
+    folders: dict[tuple, Path] = {}
 
     def get(family: str = "qwen3_vl", **shape) -> Path:
         key = (family, *sorted(shape.items()))
-        if key not in made:
-            made[key] = make_stock_model(tmp_path_factory.mktemp("stock") / family, family, **shape)
-        return made[key]
+        if key not in folders:
+            folders[key] = make_stock_model(
+                tmp_path_factory.mktemp("stock") / family, family, **shape
+            )
+        return folders[key]
 
     return get
 
@@ -151,13 +153,13 @@ def test_the_number_type_of_the_stock_checkpoint_is_kept_and_bins_stay_apart_in_
 
 
 def test_the_same_arguments_give_the_same_bytes_and_another_seed_others(stock, tmp_path):
-    def made(name, **more):
+    def files(name, **more):
         make_coord_model(options(stock("qwen2_5_vl"), tmp_path / name, **more))
         return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
-    first = made("a")
-    assert made("b") == first
-    assert made("c", seed=18)["model.safetensors"] != first["model.safetensors"]
+    first = files("a")
+    assert files("b") == first
+    assert files("c", seed=18)["model.safetensors"] != first["model.safetensors"]
 
 
 def test_every_problem_is_reported_at_once_and_nothing_is_written(stock, tmp_path):
@@ -186,9 +188,8 @@ def test_another_kind_of_model_and_a_model_without_weights_are_refused(stock, tm
     shutil.copytree(stock(), other)
     config = (other / "config.json").read_text()
     (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(
-        ConfigError, match=r"is a llama model; this run trains qwen2_5_vl, qwen3_vl"
-    ):
+    message = r"is a llama model; this run trains qwen2_5_vl, qwen3_vl"
+    with pytest.raises(ConfigError, match=message):
         make_coord_model(options(other, tmp_path / "out"))
     (other / "config.json").write_text(config)
     (other / "model.safetensors").unlink()

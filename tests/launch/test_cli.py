@@ -58,16 +58,16 @@ def test_what_the_user_can_mend_ends_with_2_and_what_went_wrong_with_1(error, st
 
 
 def test_what_ray_makes_of_an_actors_error_is_not_told_a_second_time_with_its_traceback():
-    own = RolloutError("no room", actor="rollout-actor-0", phase="start")
+    error = RolloutError("no room", actor="rollout-actor-0", phase="start")
     task_error = RayTaskError(
-        "EngineActor.start", f"Traceback (most recent call last):\n{own}", own
+        "EngineActor.start", f"Traceback (most recent call last):\n{error}", error
     )
     of_ray = task_error.as_instanceof_cause()
     assert isinstance(of_ray, RolloutError)
-    own.__cause__ = of_ray
-    assert ending(raising(own)) == (1, f"RolloutError\n{own}\n")
-    own.__cause__ = other = LearnerError("ended", phase="send_weights")
-    assert ending(raising(own))[1] == f"RolloutError\n{own}\ncaused by LearnerError: {other}\n"
+    error.__cause__ = of_ray
+    assert ending(raising(error)) == (1, f"RolloutError\n{error}\n")
+    error.__cause__ = other = LearnerError("ended", phase="send_weights")
+    assert ending(raising(error))[1] == f"RolloutError\n{error}\ncaused by LearnerError: {other}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -214,11 +214,9 @@ def test_the_canary_stops_a_run_whose_sync_went_wrong(engine_pool, job, tensor):
 
 def test_a_log_probability_that_differs_stops_the_run_with_the_samples_id(job):
     # Two sound implementations differ by about 1e-6, which this tolerance does not forgive.
-    with pytest.raises(
-        RolloutError,
-        match=(
-            r"sample train:\d+: response token \d+ .* has log-probability .* in the engine and .*"
-            r" in the learner"
-        ),
-    ):
+    message = (
+        r"sample train:\d+: response token \d+ .* has log-probability .* in the engine and .*"
+        r" in the learner"
+    )
+    with pytest.raises(RolloutError, match=message):
         job(1, rollout_matching__logprob_tolerance=1e-9)

@@ -382,17 +382,17 @@ def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_whil
 
 
 def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, shape):
-    made = "weights made for the sync"
+    name = "weights made for the sync"
     adapter = {"kind": "dora", "rank": 4, "target_modules": ["q_proj"]}
     merged = shared_device_estimate(
         config(**COLOCATE, model__adapter=adapter), shape, LEARNER, ENGINE
     )
     # 3 layers, hidden 128, 4 heads of 32, float32.
-    assert merged.parts[made] == 3 * 128 * 4 * 32 * 4
-    assert made in merged.describe()
+    assert merged.parts[name] == 3 * 128 * 4 * 32 * 4
+    assert name in merged.describe()
     sharded = config(**COLOCATE, learner__world_size=2, learner__parallel="fsdp")
     shards = shared_device_estimate(sharded, shape, LEARNER, ENGINE)
-    assert shards.parts[made] == shape.num_parameters * 4
+    assert shards.parts[name] == shape.num_parameters * 4
 
 
 CACHE_KEY = "rollout_matching.vllm.kv_cache_memory_bytes"

@@ -76,13 +76,11 @@ def test_what_the_learner_raises_arrives_as_it_was_raised_with_its_traceback_beh
 
 
 def test_an_answer_that_does_not_come_names_the_phase_the_key_and_what_to_check(learner):
-    with pytest.raises(
-        LearnerError,
-        match=(
-            r"next_requests on the learner: no answer from the learner after timeouts\.learn_s ="
-            r" 0\.5 s; check its stack"
-        ),
-    ):
+    message = (
+        r"next_requests on the learner: no answer from the learner after timeouts\.learn_s ="
+        r" 0\.5 s; check its stack"
+    )
+    with pytest.raises(LearnerError, match=message):
         learner(learn_s=0.5).next_requests(StepPlan(0, "A", 1, 1, False, False))
 
 
@@ -123,17 +121,15 @@ def test_an_error_on_one_rank_ends_all_of_them_with_that_ranks_message(two_ranks
 
 
 def test_a_rank_that_does_not_answer_is_named(two_ranks):
-    with pytest.raises(
-        LearnerError,
-        match=r"save on the learner: no answer from rank 1 after timeouts\.learn_s = 1 s; ",
-    ):
+    message = r"save on the learner: no answer from rank 1 after timeouts\.learn_s = 1 s; "
+    with pytest.raises(LearnerError, match=message):
         two_ranks(learn_s=1.0).save(None)
 
 
 def test_answers_come_in_rank_order(two_ranks):
     assert [taken(refs) for refs in two_ranks().held_out_requests(7)] == [
         ("0/0",),
-        tuple(f"1/{place}" for place in range(7)),
+        tuple(f"1/{index}" for index in range(7)),
     ]
 
 
@@ -146,18 +142,17 @@ def test_the_first_requests_are_there_while_the_next_are_being_made(two_ranks, r
     num = 2 * REQUESTS_TOGETHER + 1
     _, requests = two_ranks().held_out_requests(num)
     assert taken(requests[:REQUESTS_TOGETHER]) == tuple(
-        f"1/{place}" for place in range(REQUESTS_TOGETHER)
+        f"1/{index}" for index in range(REQUESTS_TOGETHER)
     )
     assert ray.wait(in_objects(requests[REQUESTS_TOGETHER:])[0], num_returns=1, timeout=0)[0] == []
     ray.get(ranks[1].let_go.remote())
-    assert taken(requests) == tuple(f"1/{place}" for place in range(num))
+    assert taken(requests) == tuple(f"1/{index}" for index in range(num))
 
 
 def test_ranks_that_are_told_to_stop_are_free_at_once_and_say_how_many_updates_they_hold(two_ranks):
     remote = two_ranks(learn_s=0.5)
-    with pytest.raises(
-        LearnerError, match=r"score on the learner: no answer from rank 0, rank 1 after .* = 0\.5 s"
-    ):
+    message = r"score on the learner: no answer from rank 0, rank 1 after .* = 0\.5 s"
+    with pytest.raises(LearnerError, match=message):
         remote.score([[], []])
     started = time.monotonic()
     assert remote.stop(timeout_s=20.0) == 5
@@ -168,13 +163,11 @@ def test_a_rank_that_does_not_become_free_is_named_with_the_key(two_ranks):
     remote = two_ranks(learn_s=0.5)
     with pytest.raises(LearnerError):
         remote.next_requests(StepPlan(0, "A", 1, 1, False, False))
-    with pytest.raises(
-        LearnerError,
-        match=(
-            r"stop on the learner: no answer from rank 0, rank 1 after timeouts\.interrupt_s = 1 s; .*,"
-            r" or raise timeouts\.interrupt_s"
-        ),
-    ):
+    message = (
+        r"stop on the learner: no answer from rank 0, rank 1 after timeouts\.interrupt_s = 1 s; .*,"
+        r" or raise timeouts\.interrupt_s"
+    )
+    with pytest.raises(LearnerError, match=message):
         remote.stop(timeout_s=1.0)
 
 

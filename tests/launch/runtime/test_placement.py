@@ -272,9 +272,9 @@ def test_environment_actors_together_ask_an_engine_for_as_many_rollouts_as_it_de
         "environment__scoring_timeout_s": 5.0,
     }
     config = trajectory_config(tmp_path / "model", tmp_path / "run", **changes)
-    made = [
+    settings = [
         runner_settings(config, config.environment, devices, ExampleCounts(6, 3), index)
         for index in range(actors)
     ]
-    assert [settings.max_under_way for settings in made] == shares
-    assert {(one.rollout_timeout_s, one.scoring_timeout_s) for one in made} == {(60.0, 5.0)}
+    assert [one.max_under_way for one in settings] == shares
+    assert {(one.rollout_timeout_s, one.scoring_timeout_s) for one in settings} == {(60.0, 5.0)}

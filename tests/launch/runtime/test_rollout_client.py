@@ -126,24 +126,15 @@ def test_a_round_holds_the_next_chunk_of_every_learner_rank_and_engines_share_ou
     assert second == [[("actor-0", "request-1")], [("actor-1", "request-2")]]
 
 
-def test_engines_of_several_devices_take_in_proportion_to_them(make_client: MakeClient) -> None:
-    client = make_client(devices=(1, 3))
-    (shares,) = map(ray.get, client.generate(refs(8)).result())
-    assert [len(share) for share in shares] == [2, 6]
-    assert [len(rank) for round_ in client.split([list(range(9))]) for rank in round_] == [5, 4]
-
-
 def test_engines_that_cannot_give_every_learner_rank_a_request_are_refused_at_the_start(
     make_client: MakeClient,
 ) -> None:
     """Scenario: vLLM server mode fails fast when cap is infeasible."""
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"decode_batch_size: decode_batch_size 1 x 2 rollout devices is less than 4 learner"
-            r" ranks; raise decode_batch_size"
-        ),
-    ):
+    message = (
+        r"decode_batch_size: decode_batch_size 1 x 2 rollout devices is less than 4 learner"
+        r" ranks; raise decode_batch_size"
+    )
+    with pytest.raises(ConfigError, match=message):
         make_client(devices=(), decode_batch_size=1, learner_ranks=4).start()
 
 
@@ -158,13 +149,6 @@ def test_what_one_engine_failed_to_answer_is_asked_of_the_next_where_that_is_wan
     ]
     with pytest.raises(RolloutError, match="gone"):
         make_client("generate", "unreachable").generate(refs(4)).result()
-
-
-def test_what_a_server_answered_and_is_wrong_is_not_asked_of_another_one(
-    make_client: MakeClient,
-) -> None:
-    with pytest.raises(RolloutError, match="told to fail"):
-        make_client("generate", "fail", asks_next_on_failure=True).generate(refs(4)).result()
 
 
 def test_a_sync_waits_for_the_round_that_is_being_generated(make_client: MakeClient) -> None:
@@ -198,13 +182,11 @@ def test_an_actor_that_does_not_answer_is_named_with_phase_key_and_what_to_check
     make_client: MakeClient, phase: str
 ) -> None:
     client = make_client(phase, "sleep", limit_s=1.0)
-    with pytest.raises(
-        RolloutError,
-        match=(
-            rf"{phase} on actor-1: no answer from actor-1 after timeouts.{phase}_s = 1 s; check the"
-            r" engine's log"
-        ),
-    ) as caught:
+    message = (
+        rf"{phase} on actor-1: no answer from actor-1 after timeouts.{phase}_s = 1 s; check the"
+        r" engine's log"
+    )
+    with pytest.raises(RolloutError, match=message) as caught:
         client.start() if phase == "start" else client.generate(refs(2)).result()
     assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
 
@@ -213,13 +195,11 @@ def test_a_sync_phase_without_an_answer_is_named_by_actor_and_phase(
     make_client: MakeClient,
 ) -> None:
     client = make_client("wire", "sleep", limit_s=0.5)
-    with pytest.raises(
-        WeightSyncError,
-        match=(
-            r"wire on actor-1: no answer from actor-1 after timeouts.sync_phase_s = 0.5 s; check"
-            r" that the learner"
-        ),
-    ) as caught:
+    message = (
+        r"wire on actor-1: no answer from actor-1 after timeouts.sync_phase_s = 0.5 s; check"
+        r" that the learner"
+    )
+    with pytest.raises(WeightSyncError, match=message) as caught:
         client.receive_weights(offer(1)).result()
     assert (caught.value.actor, caught.value.phase, client.version) == ("actor-1", "wire", 0)
 
@@ -265,13 +245,10 @@ def test_requests_that_are_lost_with_the_learner_are_not_laid_on_an_engine(
     ray.get(learner.__ray_ready__.remote())
     generating = make_client().generate([[RequestRef(learner.start.remote(), 0)]])
     ray.kill(learner)
-    with pytest.raises(
-        RolloutError,
-        match=(
-            "generate on actor-0: what it was asked for is lost, for the learner's process has"
-            " ended"
-        ),
-    ):
+    message = (
+        "generate on actor-0: what it was asked for is lost, for the learner's process has ended"
+    )
+    with pytest.raises(RolloutError, match=message):
         generating.result()
 
 
@@ -330,9 +307,8 @@ def test_any_other_error_of_an_actor_is_told_with_its_name_and_the_phase(
     make_client: MakeClient, phase: str
 ) -> None:
     client = make_client(phase, "surprise")
-    with pytest.raises(
-        RolloutError, match=f"{phase} on actor-1: OSError: nobody thought of this"
-    ) as caught:
+    message = f"{phase} on actor-1: OSError: nobody thought of this"
+    with pytest.raises(RolloutError, match=message) as caught:
         client.start() if phase == "start" else client.generate(refs(2)).result()
     assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
 

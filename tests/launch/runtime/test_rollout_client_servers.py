@@ -123,13 +123,11 @@ def test_servers_of_several_devices_are_asked_how_many_and_take_in_proportion(
 
 
 def test_one_server_under_two_addresses_is_told_at_the_start(make_client: MakeClient) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"server\.servers\[1\]\.base_url: is the server of servers\[0\] by another name; list"
-            r" every server once"
-        ),
-    ):
+    message = (
+        r"server\.servers\[1\]\.base_url: is the server of servers\[0\] by another name; list"
+        r" every server once"
+    )
+    with pytest.raises(ConfigError, match=message):
         make_client(ObedientEngine(), times=2)
 
 
@@ -175,13 +173,11 @@ def test_when_no_server_answers_the_run_ends_with_a_name(make_client: MakeClient
     client = make_client(*engines)
     for engine in engines:
         engine.trouble = [RuntimeError("no")] * 8
-    with pytest.raises(
-        RolloutError,
-        match=(
-            r"generate on server-\d: http://127\.0\.0\.1:\d+ failed 2 times, last with: HTTP 500:"
-            r" RuntimeError: no"
-        ),
-    ):
+    message = (
+        r"generate on server-\d: http://127\.0\.0\.1:\d+ failed 2 times, last with: HTTP 500:"
+        r" RuntimeError: no"
+    )
+    with pytest.raises(RolloutError, match=message):
         generated(client, 4)
 
 
@@ -193,13 +189,11 @@ def test_what_one_server_finds_wrong_ends_the_run_and_is_asked_of_no_other(
     engines[0].trouble = [
         RolloutError("image 0 of sample sample-0 cannot be decoded", actor="x", phase="generate")
     ]
-    with pytest.raises(
-        RolloutError,
-        match=(
-            r"generate on server-0: .*refused the call: HTTP 422: image 0 of sample sample-0 cannot"
-            r" be decoded"
-        ),
-    ):
+    message = (
+        r"generate on server-0: .*refused the call: HTTP 422: image 0 of sample sample-0 cannot"
+        r" be decoded"
+    )
+    with pytest.raises(RolloutError, match=message):
         generated(client, 4)
     assert positions(engines[0]) == [[0, 1]]
     assert [0, 1] not in positions(engines[1])
@@ -225,9 +219,8 @@ def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(
     engines[failing].trouble = [None, None, WeightSyncError("it broke", actor="x", phase="wire")]
     with pytest.raises(WeightSyncError, match=rf"wire on server-{failing}: .*it broke"):
         client.receive_weights(make_offer(num_groups=2)).result(timeout=60)
-    with pytest.raises(
-        RolloutError, match="its sync to version 1 is under way, or was not completed"
-    ):
+    message = "its sync to version 1 is under way, or was not completed"
+    with pytest.raises(RolloutError, match=message):
         generated(client, 4)
     client.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)
     assert {rollout.weight_version for rollout in generated(client, 4)} == {2}

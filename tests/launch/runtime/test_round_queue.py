@@ -76,7 +76,7 @@ def test_whatever_fails_every_request_is_answered_once_and_no_device_has_more_th
             assert queue.failed(part) == part.engine + 1
         else:
             queue.answered(part)
-            answers += [(part.rank, place) for place in part.requests]
+            answers += [(part.rank, index) for index in part.requests]
     assert sorted(answers) == [
-        (rank, place) for rank, size in enumerate(sizes) for place in range(size)
+        (rank, index) for rank, size in enumerate(sizes) for index in range(size)
     ]

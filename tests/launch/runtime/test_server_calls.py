@@ -50,10 +50,10 @@ def test_what_is_planned_is_what_is_asked() -> None:
     for piece in RoundQueue([5, 4], devices, decode_batch_size=3).take():
         requests = tuple(
             make_request(
-                ranks[piece.rank].start + place,
-                seed=request_seed(17, 3, ranks[piece.rank].start + place),
+                ranks[piece.rank].start + index,
+                seed=request_seed(17, 3, ranks[piece.rank].start + index),
             )
-            for place in piece.requests
+            for index in piece.requests
         )
         call = InferCall.of(requests)
         asked.append(("ab"[piece.engine], call.requests[0].position, len(call.requests), call.seed))
