@@ -139,11 +139,6 @@ class ModelShape:
         return sum(map(math.prod, self.parameters.values()))
 
     @property
-    def kv_numbers_per_token(self) -> int:
-        """Keys and values of every layer."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
-    @property
     def layer_numbers_per_token(self) -> int:
         """Numbers that a layer of the language model keeps for its backward, for each token."""
         # Inputs of norms and projections, queries, keys, values, attention's output, the gate, its
@@ -367,8 +362,8 @@ def batch_cache_bytes(config: RunConfig, shape: ModelShape, devices: int) -> int
 def sequences_in_cache(config: RunConfig, shape: ModelShape, engine: Estimate, devices: int) -> int:
     """Count the longest sequences that an engine's cache holds at the same time."""
     cache = engine.parts["key-value cache"] * devices
-    of_token = shape.kv_numbers_per_token * BYTES[config.model.dtype]
-    return cache // (of_token * _longest(config))
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values of a token
+    return cache // (numbers * BYTES[config.model.dtype] * _longest(config))
 
 
 def _longest(config: RunConfig) -> int:
