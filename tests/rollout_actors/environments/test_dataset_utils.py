@@ -4,6 +4,7 @@ testing plan).
 
 import datasets
 import httpx2
+import numpy as np
 import pytest
 from scripted_client import Answer, ScriptedClient
 
@@ -39,9 +40,8 @@ class UsesTools(MultiTurnEnv):
 
 def results_of(rows, script, environment=None, **arguments):
     environment = environment or SingleTurnEnv(dataset=rows, rubric=Rubric([exact]))
-    return environment, environment.generate_sync(
-        rows, ScriptedClient(script), "demo", use_tqdm=False, **arguments
-    )
+    client = ScriptedClient(script)
+    return environment, environment.generate_sync(rows, client, "m", use_tqdm=False, **arguments)
 
 
 def echoed(rows, **changes):
@@ -49,40 +49,21 @@ def echoed(rows, **changes):
 
 
 def test_make_dataset_includes_id_when_available():
-    rows = [
-        {"id": "x", "question": "a", "answer": "a"},
-        {"id": "y", "question": "b", "answer": "c"},
-    ]
+    rows = [{"id": "x", "question": "a"}, {"id": "y", "question": "b"}]
     environment, results = echoed(rows)
-    made = environment.make_dataset(results)
-    assert made["id"][:] == ["x", "y"]
-    assert made["example_id"][:] == ["x", "y"]
+    table = environment.make_dataset(results)
+    assert table["id"][:] == table["example_id"][:] == ["x", "y"]
+    without = environment.make_dataset(results, include_ids=False)
+    assert not {"id", "example_id"} & set(without.column_names)
     synthesized, results = echoed([{"question": "a"}, {"question": "b"}])
     assert synthesized.make_dataset(results)["id"][:] == [0, 1]
-    assert not {"id", "example_id"} & set(
-        environment.make_dataset(results, include_ids=False).column_names
-    )
 
 
 def test_make_dataset_has_prompt_completion_answer_task_reward_and_a_column_per_metric():
-    environment, results = echoed(
-        [
-            {"question": "a", "answer": "a", "task": "letters"},
-            {"question": "b", "answer": "c", "task": "letters"},
-        ]
-    )
-    made = environment.make_dataset(results)
-    assert made.column_names == [
-        "id",
-        "example_id",
-        "prompt",
-        "completion",
-        "answer",
-        "task",
-        "reward",
-        "exact",
-    ]
-    assert list(made)[1] == {
+    row = {"question": "b", "answer": "c", "task": "letters"}
+    environment, results = echoed([{**row, "answer": "b"}, row])
+    table = environment.make_dataset(results)
+    expected = {
         "id": 1,
         "example_id": 1,
         "prompt": [{"role": "user", "content": "b"}],
@@ -92,15 +73,15 @@ def test_make_dataset_has_prompt_completion_answer_task_reward_and_a_column_per_
         "reward": 0.0,
         "exact": 0.0,
     }
+    assert (table.column_names, list(table)[1]) == (list(expected), expected)
 
 
 def test_answer_and_info_are_columns_only_where_a_row_has_them():
     environment = SingleTurnEnv(dataset=[])
     _, results = echoed([{"question": "a"}], environment=environment)
     assert not {"answer", "info"} & set(build_dataset_from_outputs(results).column_names)
-    _, results = echoed(
-        [{"question": "a"}, {"question": "b", "info": {"k": 1}}], environment=environment
-    )
+    rows = [{"question": "a"}, {"question": "b", "info": {"k": 1}}]
+    _, results = echoed(rows, environment=environment)
     assert list(build_dataset_from_outputs(results)["info"]) == [{}, {"k": 1}]
 
 
@@ -112,17 +93,12 @@ def test_make_dataset_applies_sanitation_to_both_prompt_and_completion():
     ]
     rows = [{"prompt": asks, "answer": "2"}]
     script = [Answer(tool_calls=[("add", {"a": [1]}), ("sub", {"b": "c"})]), "2"]
-    environment, results = results_of(
-        rows, script, UsesTools(dataset=rows, rubric=Rubric([exact]), max_turns=2)
-    )
+    environment = UsesTools(dataset=rows, rubric=Rubric([exact]), max_turns=2)
+    _, results = results_of(rows, script, environment)
     [row] = environment.make_dataset(results)
-    calls = [
-        call
-        for message in [*row["prompt"], *row["completion"]]
-        for call in message.get("tool_calls") or ()
-    ]
-    assert len(calls) == 3
-    assert all(isinstance(call, str) for call in calls)
+    messages = [*row["prompt"], *row["completion"]]
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    assert [type(call) for call in calls] == [str, str, str]
     # What is stored is what was said: it can be sent again.
     assert cleanup_messages(row["prompt"]) == asks
     assert cleanup_messages(row["completion"]) == results.completion[0]
@@ -138,81 +114,78 @@ def test_sanitize_messages_leaves_its_argument_as_it_is_and_is_the_same_twice():
     assert messages[0]["tool_calls"] == [CALL]
     assert sanitize_messages(once) == once
     assert "tool_calls" not in once[1]
-    assert sanitize_messages("plain text") == "plain text"
 
 
 def test_make_dataset_extracts_requested_state_columns_by_dotted_paths():
-    environment, results = echoed([{"question": "a", "answer": "a"}])
-    [row] = environment.make_dataset(
-        results, state_columns=["timing", "timing.total_ms", "stop_condition", "trajectory"]
-    )
-    assert row["timing.total_ms"] == row["timing"]["total_ms"] > 0
+    environment, results = echoed([{"question": "a"}, {"question": "b"}])
+    results.state[1]["letters"] = 2
+    columns = ["timing", "timing.total_ms", "stop_condition", "trajectory", "letters"]
+    row, other = environment.make_dataset(results, state_columns=columns)
+    assert row["timing"] == results.state[0]["timing"]
+    assert row["timing.total_ms"] == row["timing"]["total_ms"] > row["timing"]["scoring_ms"] > 0
     assert row["stop_condition"] == "max_turns_reached"
     assert row["trajectory"][0]["completion"] == [{"role": "assistant", "content": "a"}]
+    assert (row["letters"], other["letters"]) == (None, 2)
+    assert "timing" not in environment.make_dataset(results).column_names
 
 
-def test_a_state_column_that_no_state_has_is_refused_with_what_there_is_and_one_that_some_have_is_none_elsewhere():
-    environment, results = echoed(
-        [{"question": "a", "answer": "a"}, {"question": "b", "answer": "b"}]
-    )
-    with pytest.raises(
-        KeyError,
-        match=(
-            r"state column 'timing\.totl_ms': timing has no 'totl_ms', only generation_ms,"
-            r" scoring_ms, total_ms"
+def test_id_and_timing_are_recorded_per_rollout_and_are_available_for_inclusion_in_datasets():
+    environment, results = echoed([{"question": "a", "id": "x"}, {"question": "b", "id": "y"}])
+    table = environment.make_dataset(results, state_columns=["timing"])
+    assert table["id"][:] == [state["id"] for state in results.state] == ["x", "y"]
+    assert table["timing"][:] == [state["timing"] for state in results.state]
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "problem"),
+    [
+        (
+            ["timing.totl_ms"],
+            KeyError,
+            "state column 'timing.totl_ms': timing has no 'totl_ms', only generation_ms, scoring_ms",
         ),
-    ):
-        environment.make_dataset(results, state_columns=["timing.totl_ms"])
-    with pytest.raises(
-        KeyError, match=r"state column 'reward\.mean': reward has no 'mean', only a float"
-    ):
-        environment.make_dataset(results, state_columns=["reward.mean"])
-    results.state[1]["letters"] = 2
-    assert list(environment.make_dataset(results, state_columns=["letters"])["letters"]) == [
-        None,
-        2,
-    ]
-
-
-def test_state_columns_are_a_list_and_not_one_text():
-    environment, results = echoed([{"question": "a", "answer": "a"}])
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"state_columns: must be a list of names, got the text 'timing\.total_ms'; give"
-            r" \['timing\.total_ms'\]"
+        (
+            ["reward.mean"],
+            KeyError,
+            "state column 'reward.mean': reward has no 'mean', only a float",
         ),
-    ):
-        environment.make_dataset(results, state_columns="timing.total_ms")
-    with pytest.raises(TypeError, match="state_columns: must be a list of names, got the text"):
-        build_dataset_from_outputs(results, state_columns="timing")
+        (
+            "timing.total_ms",
+            TypeError,
+            r"must be a list of names, got the text 'timing.total_ms'; give \['timing.total_ms'\]",
+        ),
+    ],
+)
+def test_a_state_column_that_no_state_has_is_refused_with_what_there_is_and_so_is_one_text(
+    columns, error, problem
+):
+    environment, results = echoed([{"question": "a"}])
+    for build in (environment.make_dataset, build_dataset_from_outputs):
+        with pytest.raises(error, match=problem):
+            build(results, state_columns=columns)
 
 
 def test_rows_of_different_types_read_as_they_were():
+    info = {"k": "text", "more": [1, "2"]}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "c"}]}]
     rows = [
         {"question": "a", "answer": "a", "info": {"k": 1}},
-        {
-            "question": "b",
-            "answer": "b",
-            "info": {"k": "text", "more": [1, "2"]},
-            "example_id": "named",
-        },
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "c"}]}], "answer": "c"},
+        {"question": "b", "answer": "b", "info": info, "example_id": "named"},
+        {"prompt": parts, "answer": "c"},
     ]
     environment, results = results_of(rows, lambda call: "a")
-    made = list(environment.make_dataset(results))
-    assert [row["info"] for row in made] == [{"k": 1}, {"k": "text", "more": [1, "2"]}, {}]
-    assert [row["id"] for row in made] == [0, "named", 2]
-    assert made[2]["prompt"] == rows[2]["prompt"]
+    table = list(environment.make_dataset(results))
+    assert [row["info"] for row in table] == [{"k": 1}, info, {}]
+    assert [row["id"] for row in table] == [0, "named", 2]
+    assert table[2]["prompt"] == parts
 
 
 def test_a_failed_rollout_is_a_row():
     rows = [{"question": "a", "answer": "a"}, {"question": "b", "answer": "b"}]
-    environment, results = results_of(
-        rows, lambda call: ValueError("no") if call.text == "b" else call.text
-    )
-    made = environment.make_dataset(results, state_columns=["error"])
-    assert [(row["reward"], row["completion"], row["error"]) for row in made] == [
+    script = {"a": "a", "b": ValueError("no")}
+    environment, results = results_of(rows, lambda call: script[call.text])
+    table = environment.make_dataset(results, state_columns=["error"])
+    assert [(row["reward"], row["completion"], row["error"]) for row in table] == [
         (1.0, [{"role": "assistant", "content": "a"}], None),
         (0.0, [], "ValueError: no"),
     ]
@@ -222,83 +195,52 @@ def test_a_metric_named_as_a_column_does_not_hide_it():
     def reward(completion):
         return 3.0
 
-    environment, results = echoed(
-        [{"question": "a"}], environment=SingleTurnEnv(dataset=[], rubric=Rubric([reward], [0.5]))
-    )
+    environment = SingleTurnEnv(dataset=[], rubric=Rubric([reward], [0.5]))
+    _, results = echoed([{"question": "a"}], environment=environment)
     [row] = environment.make_dataset(results)
     assert (row["reward"], row["metric_reward"]) == (1.5, 3.0)
 
 
 def test_make_dataset_and_save_path_have_one_schema(tmp_path):
-    environment, results = echoed(
-        [{"question": "a", "answer": "a"}], save_path=tmp_path, state_columns=["timing.total_ms"]
-    )
+    columns = ["timing.total_ms"]
+    rows = [{"question": "a", "answer": "a"}]
+    environment, results = echoed(rows, save_path=tmp_path, state_columns=columns)
     saved = datasets.Dataset.from_json(str(tmp_path / "results.jsonl"))
-    assert (
-        saved.column_names
-        == environment.make_dataset(results, state_columns=["timing.total_ms"]).column_names
-    )
+    table = environment.make_dataset(results, state_columns=columns)
+    assert saved.column_names == table.column_names
 
 
 def test_a_push_goes_to_the_hubs_own_method_with_the_datasets_name(monkeypatch):
     pushed = []
-    monkeypatch.setattr(
-        datasets.Dataset, "push_to_hub", lambda self, repo_id: pushed.append((repo_id, list(self)))
-    )
-    environment, results = echoed(
-        [{"question": "a", "answer": "a"}], environment=SingleTurnEnv(dataset=[], env_id="letters")
-    )
-    made = environment.make_dataset(results, push_to_hf_hub=True, hub_name="me/letters")
+    push = lambda self, repo_id: pushed.append((repo_id, list(self)))  # noqa: E731
+    monkeypatch.setattr(datasets.Dataset, "push_to_hub", push)
+    environment = SingleTurnEnv(dataset=[], env_id="letters")
+    _, results = echoed([{"question": "a"}], environment=environment)
+    rows = list(environment.make_dataset(results, push_to_hf_hub=True, hub_name="me/letters"))
     environment.make_dataset(results, push_to_hf_hub=True)
-    assert pushed == [("me/letters", list(made)), ("letters-results", list(made))]
+    assert pushed == [("me/letters", rows), ("letters-results", rows)]
 
 
 @pytest.mark.parametrize(
-    "error",
-    [OSError("offline"), httpx2.ConnectError("no way"), ValueError("a name with two slashes")],
+    "error", [OSError("offline"), httpx2.ConnectError("no way"), ValueError("two slashes")]
 )
 def test_a_push_that_fails_says_why(error):
     class Refusing:
         def push_to_hub(self, name):
             raise error
 
-    with pytest.raises(
-        StorageError, match=f"cannot push dataset me/a: {type(error).__name__}: {error}"
-    ):
+    problem = f"cannot push dataset me/a: {type(error).__name__}: {error}"
+    with pytest.raises(StorageError, match=problem):
         push_dataset(Refusing(), "me/a")
 
 
 def test_field_of_reads_fields_of_the_input_and_keys_with_a_dot():
-    state = State(
-        input={"prompt": "a", "example_id": 3, "task": "t", "info": {"a.b": 1, "c": {"d": 2}}}
-    )
+    info = {"a.b": 1, "c": {"d": 2}}
+    state = State(input={"prompt": "a", "example_id": 3, "task": "t", "info": info})
     assert [field_of(state, path) for path in ("info.a.b", "info.c.d", "example_id")] == [1, 2, 3]
 
 
 def test_plain_has_a_form_for_everything(tmp_path):
-    import numpy as np
-
-    response = ScriptedClient(["a"])
-    assert plain({1: (np.float32(0.5), np.arange(2)), "set": {3}, "path": tmp_path}) == {
-        "1": [0.5, [0, 1]],
-        "set": [3],
-        "path": str(tmp_path),
-    }
-    assert plain(response).startswith("<")
-
-
-def test_id_and_timing_are_recorded_per_rollout_and_are_available_for_inclusion_in_datasets():
-    environment, results = echoed([{"question": "a", "id": "x"}, {"question": "b", "id": "y"}])
-    made = environment.make_dataset(
-        results, state_columns=["timing", "timing.generation_ms", "timing.scoring_ms"]
-    )
-    for row, state in zip(made, results.state, strict=True):
-        assert row["id"] == state["id"] and row["timing"] == state["timing"]
-        assert (
-            0 < row["timing.generation_ms"] < row["timing"]["total_ms"]
-            and row["timing.scoring_ms"] > 0
-        )
-    assert (
-        made["id"][:] == ["x", "y"]
-        and "timing" not in environment.make_dataset(results).column_names
-    )
+    value = {1: (np.float32(0.5), np.arange(2)), "set": {3}, "path": tmp_path}
+    assert plain(value) == {"1": [0.5, [0, 1]], "set": [3], "path": str(tmp_path)}
+    assert plain(ScriptedClient(["a"])).startswith("<")

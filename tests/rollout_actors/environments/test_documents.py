@@ -4,14 +4,10 @@ import asyncio
 import time
 from copy import deepcopy
 
-import pytest
 from environment_support import Talk, generated, rows, rubric_of, said_the_answer
 from scripted_client import ScriptedClient, rendered_ids
 
-from rollout_actors.environments.chat.tools import convert_tool_to_oai_format
-from rollout_actors.environments.lifecycle import cleanup, stop, teardown
 from rollout_actors.environments.loading import load_environment
-from rollout_actors.environments.tool import ToolEnv
 from rollout_actors.environments.training.examples import process_trajectories_for_training
 from rollout_actors.environments.types import RolloutInput, RolloutTiming, State
 
@@ -120,96 +116,11 @@ def test_an_environment_with_the_documents_own_init_state_is_generated_and_score
             return state
 
     def script(call):
-        return (
-            RuntimeError("no")
-            if call.prompt[0]["content"] == "q1" and call.turn == 1
-            else call.prompt[0]["content"]
-        )
+        question = call.prompt[0]["content"]
+        return RuntimeError("no") if question == "q1" and call.turn == 1 else question
 
-    results = generated(
-        Listed(max_turns=2, rubric=rubric_of(said_the_answer)), rows(3), ScriptedClient(script)
-    )
+    env = Listed(max_turns=2, rubric=rubric_of(said_the_answer))
+    results = generated(env, rows(3), ScriptedClient(script))
     assert results.reward == [1.0, 0.0, 1.0]
     assert [state["error"] for state in results.state] == [None, "RuntimeError: no", None]
     assert [state["advantage"] for state in results.state] == [0.0, None, 0.0]
-
-
-def test_the_sandbox_listing_releases_after_each_rollout_and_deletes_when_it_is_closed():
-    class Client:
-        def __init__(self):
-            self.released, self.deleted = [], []
-
-        async def release(self, sandbox_id):
-            self.released.append(sandbox_id)
-
-        async def delete(self, sandbox_id):
-            self.deleted.append(sandbox_id)
-
-    class SandboxEnv(Talk):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self.sandbox_client, self.active_sandboxes = Client(), []
-
-        async def setup_state(self, state):
-            state["sandbox_id"] = state["example_id"]
-            self.active_sandboxes.append(state["sandbox_id"])
-            return state
-
-        @cleanup
-        async def release_sandbox(self, state: State):
-            if "sandbox_id" in state:
-                await self.sandbox_client.release(state["sandbox_id"])
-
-        @teardown
-        async def cleanup_sandboxes(self):
-            for sandbox_id in self.active_sandboxes:
-                await self.sandbox_client.delete(sandbox_id)
-
-    async def main():
-        async with SandboxEnv(max_turns=1) as env:
-            await env.generate(rows(3), ScriptedClient(lambda call: "a"), "model", use_tqdm=False)
-            assert (sorted(env.sandbox_client.released), env.sandbox_client.deleted) == (
-                [0, 1, 2],
-                [],
-            )
-            return env
-
-    assert sorted(asyncio.run(main()).sandbox_client.deleted) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("too_long", [True, False])
-def test_the_migration_example_asks_the_conditions_first_and_then_its_own(too_long):
-    class Migrated(Talk):
-        @stop
-        async def prompt_too_long(self, state: State) -> bool:
-            return too_long
-
-        async def is_completed(self, state, **kwargs):
-            if await super().is_completed(state, **kwargs):
-                return True
-            return len(state["trajectory"]) == 1
-
-    client = ScriptedClient(["a"])
-    (state,) = generated(Migrated(max_turns=-1), rows(1), client).state
-    assert state["is_completed"] and (client.num_calls, state["stop_condition"]) == (
-        (0, "prompt_too_long") if too_long else (1, None)
-    )
-    assert len(state["completion"]) == client.num_calls
-
-
-def test_tools_of_the_environment_are_in_the_state_unless_the_datas_info_has_some():
-    def turn(way: str) -> str:
-        """Turn the lamp."""
-        return way
-
-    own = {
-        "type": "function",
-        "function": {"name": "other", "parameters": {"type": "object", "properties": {}}},
-    }
-    env = ToolEnv(tools=[turn])
-    assert env.oai_tools == [convert_tool_to_oai_format(turn)]
-    given = [{"question": "a"}, {"question": "b", "info": {"oai_tools": [own]}}]
-    assert [
-        state["oai_tools"]
-        for state in generated(env, given, ScriptedClient(lambda call: "done")).state
-    ] == [env.oai_tools, [own]]

@@ -1,50 +1,66 @@
-"""How an environment actor starts, asks the run's engines and is torn down, as an object of this
-process: only engines are Ray actors here.
+"""How an environment actor starts, and what becomes of its rollouts when the run ends, as an object
+of this process (spec: trajectories, 5): only engines are Ray actors here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor
 from scripted_engines import decode_settings, demo_tokenizer
 
+from rollout_actors.environments.training import actor as environment_actor
 from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.runner import RunnerSettings
 from shared.errors import RolloutError, Timeout
+from shared.protocols import CLOSED_S
 from shared.sent_requests import SentRequests
 from shared.trajectory import EnvironmentRequest, ExampleGroup
 
 pytestmark = pytest.mark.slow
 
 MakeActor = Callable[..., EnvironmentActor]
+OPENED = [f"opened {position}" for position in range(4)]
+SHUT = [f"shut {position}" for position in range(4)]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
 
 
 @pytest.fixture
 def make_actor(tokenizer_folder: Path, collector: None) -> MakeActor:
-    """The first, before engines that it does not come to ask."""
+    """Make an actor before one engine, which its rollouts never come to ask."""
 
-    def make(**changes: Any) -> EnvironmentActor:
-        settings = {
-            "env_id": "runner_environment",
-            "model_path": str(tokenizer_folder),
-            "max_model_len": 512,
-            "max_under_way": 8,
-        }
-        return EnvironmentActor(
-            "environment-0", RunnerSettings(**settings | changes), [None], ["rollout-actor-0"], None
-        )
+    def make(env_id: str = "runner_environment", **changes: Any) -> EnvironmentActor:
+        settings = RunnerSettings(env_id, str(tokenizer_folder), 512, 8, **changes)
+        return EnvironmentActor("environment-0", settings, [None], ["rollout-actor-0"], None)
 
     return make
 
 
+def requests() -> SentRequests:
+    decode = decode_settings(demo_tokenizer(), max_new_tokens=16)
+    groups = [ExampleGroup(example, range(2 * example, 2 * example + 2)) for example in range(2)]
+    return SentRequests(tuple(EnvironmentRequest(3, (group,), decode, 7) for group in groups), {})
+
+
+async def start_and_close(actor: EnvironmentActor) -> None:
+    await actor.start()
+    await actor.close()
+
+
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         (
             {"env_id": "runner_enviroment"},
@@ -54,9 +70,9 @@ def make_actor(tokenizer_folder: Path, collector: None) -> MakeActor:
     ],
 )
 def test_an_environment_that_cannot_start_is_told_with_its_actor(
-    make_actor: MakeActor, changes: dict[str, Any], told: str
+    make_actor: MakeActor, changes: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(RolloutError, match=told) as caught:
+    with pytest.raises(RolloutError, match=problem) as caught:
         asyncio.run(make_actor(**changes).start())
     assert caught.value.phase == "start"
 
@@ -66,32 +82,99 @@ def test_relative_paths_of_an_environment_begin_where_the_command_was_given(
 ) -> None:
     monkeypatch.chdir(Path.cwd())  # which is undone at the end
     actor = make_actor(env_args={"mark": "torn down"}, working_dir=str(tmp_path))
-
-    async def start_and_end() -> None:
-        await actor.start()
-        await actor.close()
-
-    asyncio.run(start_and_end())
+    asyncio.run(start_and_close(actor))
     assert (tmp_path / "torn down").exists()
 
 
-@pytest.mark.parametrize("trouble", ["", "teardown"])
 def test_at_the_end_environments_are_torn_down_whatever_one_of_them_raises(
-    make_actor: MakeActor, tmp_path: Path, trouble: str
+    make_actor: MakeActor, tmp_path: Path
 ) -> None:
     mark = tmp_path / "torn down"
-    actor = make_actor(env_args={"trouble": trouble, "mark": str(mark)})
-
-    async def start_and_end() -> None:
-        await actor.start()
-        assert not mark.exists()
-        try:
-            await actor.close()
-        except ZeroDivisionError:
-            assert trouble == "teardown"
-
-    asyncio.run(start_and_end())
+    actor = make_actor(env_args={"trouble": "teardown", "mark": str(mark)})
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(start_and_close(actor))
     assert mark.exists()
+
+
+# Its rollouts
+
+
+def sandboxes(make_actor: MakeActor, log: Path, **args: Any) -> EnvironmentActor:
+    return make_actor("sandboxes_environment", env_args={"log": str(log), **args})
+
+
+async def with_rollouts_under_way(actor: EnvironmentActor, log: Path) -> asyncio.Task[Any]:
+    await actor.start()
+    round_ = asyncio.create_task(actor.generate(requests()))
+    async with asyncio.timeout(30):
+        while len(noted(log)) < len(OPENED):
+            await asyncio.sleep(0.01)
+    return round_
+
+
+def test_when_an_actor_is_closed_its_rollouts_clean_up_before_the_teardown(
+    make_actor: MakeActor, log: Path
+) -> None:
+    async def ended() -> BaseException | None:
+        one = sandboxes(make_actor, log)
+        round_ = await with_rollouts_under_way(one, log)
+        await one.close()
+        await asyncio.wait([round_], timeout=60)
+        return round_.exception()
+
+    error = asyncio.run(ended())
+    assert isinstance(error, RolloutError)
+    assert (error.actor, error.phase) == ("environment-0", "generate")
+    *before, last = noted(log)
+    assert (sorted(before[:4]), sorted(before[4:]), last) == (OPENED, SHUT, "torn down")
+
+
+def test_a_cleanup_that_hangs_is_told_and_does_not_keep_the_environment_from_its_teardown(
+    make_actor: MakeActor,
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert environment_actor.CLEANUP_S <= CLOSED_S / 2, "teardown has to have time too"
+    monkeypatch.setattr(environment_actor, "CLEANUP_S", 0.3)
+
+    async def close_s() -> float:
+        one = sandboxes(make_actor, log, takes_s=4)
+        round_ = await with_rollouts_under_way(one, log)
+        began_s = time.monotonic()
+        await one.close()
+        took_s = time.monotonic() - began_s
+        # Of this process others want to go on.
+        await asyncio.wait([round_])
+        assert isinstance(round_.exception(), RolloutError)
+        return took_s
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(close_s()) >= 0.3
+    assert noted(log)[4] == "torn down"
+    assert "still clean up after 0.3 s" in caplog.text
+
+
+def test_a_round_that_is_cancelled_itself_is_cancelled_and_cleans_up(
+    make_actor: MakeActor, log: Path
+) -> None:
+    async def ended() -> bool:
+        one = sandboxes(make_actor, log)
+        round_ = await with_rollouts_under_way(one, log)
+        round_.cancel()
+        await asyncio.wait([round_], timeout=60)
+        await one.close()
+        return round_.cancelled()
+
+    assert asyncio.run(ended())
+    assert sorted(noted(log)[4:-1]) == SHUT
+
+
+def test_an_actor_that_has_not_started_has_nothing_to_close(
+    make_actor: MakeActor, log: Path
+) -> None:
+    asyncio.run(sandboxes(make_actor, log).close())
+    assert not log.exists()
 
 
 @pytest.mark.ray
@@ -109,16 +192,11 @@ def test_an_engine_that_dies_ends_the_round_with_the_engines_name(
         ["rollout-actor-0", "rollout-actor-1"],
         Timeout(60.0, "timeouts.generate_s"),
     )
-    decode = decode_settings(demo_tokenizer(), max_new_tokens=16)
-    groups = [ExampleGroup(example, range(2 * example, 2 * example + 2)) for example in range(2)]
-    requests = SentRequests(
-        tuple(EnvironmentRequest(3, (group,), decode, 7) for group in groups), {}
-    )
 
     async def round_() -> None:
         await actor.start()
         try:
-            await actor.generate(requests)
+            await actor.generate(requests())
         finally:
             await actor.close()
 

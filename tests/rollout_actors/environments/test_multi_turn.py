@@ -3,7 +3,6 @@ to 3 and 7).
 """
 
 import asyncio
-import copy
 import pickle
 import re
 from collections import Counter
@@ -34,8 +33,7 @@ from scripted_client import (
 from scripted_engines import ScriptedEngines, client_over, decode_settings, demo_tokenizer, says
 
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
-from rollout_actors.environments.clients.openai import PAUSE_S, TRIES
-from rollout_actors.environments.lifecycle import stop
+from rollout_actors.environments.clients import openai as endpoint
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
@@ -49,87 +47,57 @@ ROW = {"prompt": [user("hi")], "answer": "c", "task": "talk", "example_id": 3}
 TOLD = [user("hi"), assistant("a"), user("yes"), assistant("b"), user("yes"), assistant("c")]
 
 
+def tool(name):
+    parameters = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOL, OTHER = tool("add"), tool("sub")
+
+
 # The trajectory
 
 
 def test_every_call_of_the_model_is_one_step_with_exactly_the_prompt_that_was_sent_and_the_completion_that_came():
     client = ScriptedClient(["a", "b", "c"])
-    state = rolled_out(Talk(), ROW, client)
-    assert (
-        [step["prompt"] for step in state["trajectory"]]
-        == [call.prompt for call in client.calls]
-        == [TOLD[:1], TOLD[:3], TOLD[:5]]
-    )
-    assert [step["completion"] for step in state["trajectory"]] == [
-        [assistant(said)] for said in "abc"
-    ]
-    assert [step["response"].id for step in state["trajectory"]] == ["chat-0", "chat-1", "chat-2"]
-
-
-def test_a_step_has_the_documents_keys_and_is_unscored_during_the_rollout():
-    step = rolled_out(Talk(max_turns=1), ROW, ScriptedClient(["a"]))["trajectory"][0]
-    assert set(step) == {
-        "prompt",
-        "completion",
-        "response",
-        "tokens",
-        "reward",
-        "advantage",
-        "extras",
-    }
-    assert (step["reward"], step["advantage"], step["extras"]) == (None, None, {})
-
-
-def test_tokens_of_every_step_are_the_engines_own():
-    client = ScriptedClient(["a", "b", "c"])
-    state = rolled_out(Talk(), ROW, client, sampling_args=RETURNS_TOKENS)
-    for step, call, said in zip(state["trajectory"], client.calls, "abc", strict=True):
-        assert step["tokens"]["prompt_ids"] == rendered_ids(call.prompt)
-        assert step["tokens"]["completion_ids"] == answer_ids(call, Answer(said))
-        assert step["tokens"]["completion_logprobs"] == [-0.5] * len(
-            step["tokens"]["completion_ids"]
+    steps = rolled_out(Talk(), ROW, client, sampling_args=RETURNS_TOKENS)["trajectory"]
+    assert [step["prompt"] for step in steps] == [TOLD[:1], TOLD[:3], TOLD[:5]]
+    assert [call.prompt for call in client.calls] == [step["prompt"] for step in steps]
+    assert [step["completion"] for step in steps] == [[assistant(said)] for said in "abc"]
+    assert [step["response"].id for step in steps] == ["chat-0", "chat-1", "chat-2"]
+    for step, call, said in zip(steps, client.calls, "abc", strict=True):
+        ids = answer_ids(call, Answer(said))
+        tokens = step.pop("tokens")
+        assert tokens["prompt_ids"] == rendered_ids(call.prompt)
+        assert tokens["completion_ids"] == ids
+        assert tokens["completion_logprobs"] == [-0.5] * len(ids)
+        unscored = {"reward": None, "advantage": None, "extras": {}}
+        assert (
+            step == {name: step[name] for name in ("prompt", "completion", "response")} | unscored
         )
 
 
-def test_the_trajectory_is_a_list_always():
-    class Never(Talk):
-        @stop
-        def at_once(self, state):
-            return True
-
-    state = rolled_out(Never(), ROW, ScriptedClient([]))
-    assert state["trajectory"] == [] and state["completion"] == []
-
-
 def test_the_completion_is_all_that_came_after_the_prompt():
-    state = rolled_out(Talk(), ROW, ScriptedClient(["a", "b", "c"]))
-    assert state["completion"] == TOLD[1:] and state["prompt"] == TOLD[:1]
-    assert (
-        state["is_completed"]
-        and state["stop_condition"] == "max_turns_reached"
-        and not state["is_truncated"]
-    )
+    client = ScriptedClient(["a", "b", "c"])
+    state = rolled_out(Talk(), ROW, client, sampling_args=RETURNS_TOKENS)
+    assert (state["prompt"], state["completion"]) == (TOLD[:1], TOLD[1:])
+    assert (state["is_completed"], state["is_truncated"]) == (True, False)
+    assert state["stop_condition"] == "max_turns_reached"
+    other = pickle.loads(pickle.dumps(state))
+    assert other == state and other["trajectory"][2]["response"].id == "chat-2"
+    shown = [[*step["prompt"], *step["completion"]] for step in state["trajectory"]]
+    messages = [id(message) for step in shown for message in step] + [id(state["prompt"][0])]
+    assert len(set(messages)) == len(messages), "what is written to one changes no other"
 
 
-def test_an_environment_may_render_the_completion_its_own_way():
-    class Last(Talk):
-        async def _render_completion(self, state):
-            state["completion"] = state["trajectory"][-1]["completion"]
-
-    assert rolled_out(Last(), ROW, ScriptedClient(["a", "b", "c"]))["completion"] == [
-        assistant("c")
-    ]
-
-
-def test_prompts_may_be_independent_of_each_other():
+def test_prompts_may_be_independent_of_each_other_and_the_completion_rendered_otherwise():
     class Fresh(Talk):
         async def get_prompt_messages(self, state):
             return [user(f"question {len(state['trajectory'])}")]
 
         async def _render_completion(self, state):
-            state["completion"] = [
-                message for step in state["trajectory"] for message in step["completion"]
-            ]
+            steps = state["trajectory"]
+            state["completion"] = [message for step in steps for message in step["completion"]]
 
     client = ScriptedClient(["a", "b"])
     state = rolled_out(Fresh(max_turns=2), ROW, client)
@@ -140,12 +108,8 @@ def test_prompts_may_be_independent_of_each_other():
 def test_rollouts_of_completion_type_are_text():
     client = ScriptedClient(["a", "b"])
     args = {"logprobs": 1, "extra_body": {"return_token_ids": True}}
-    state = rolled_out(
-        Talk(max_turns=2, message_type="completion"),
-        {**ROW, "prompt": "Once"},
-        client,
-        sampling_args=args,
-    )
+    env = Talk(max_turns=2, message_type="completion")
+    state = rolled_out(env, {**ROW, "prompt": "Once"}, client, sampling_args=args)
     assert [call.prompt for call in client.calls] == ["Once", "Oncea yes "]
     assert state["completion"] == "a yes b"
     assert state["trajectory"][1]["tokens"]["prompt_ids"] == rendered_ids("Oncea yes ")
@@ -160,66 +124,91 @@ def test_what_the_environment_says_last_ends_the_rollout_and_belongs_to_the_comp
 
     client = ScriptedClient(["a", "b"])
     state = rolled_out(Game(max_turns=-1), ROW, client)
-    assert client.num_calls == 2 and state["stop_condition"] == "environment_has_ended_it"
+    assert (client.num_calls, state["stop_condition"]) == (2, "environment_has_ended_it")
     assert state["completion"] == [assistant("a"), user("no"), assistant("b"), user("you won")]
 
 
-def test_the_environment_hears_the_whole_conversation():
+def test_the_environment_hears_the_whole_conversation_and_what_it_edits_is_no_step_before():
     heard = []
 
-    class Listens(Talk):
+    class Edits(Talk):
         async def env_response(self, messages, state, **kwargs):
-            heard.append(messages)
+            heard.append([dict(message) for message in messages])
+            messages[0]["content"] = "edited"
+            state["prompt"].append(user("more"))
             return [user("yes")]
 
-    rolled_out(Listens(), ROW, ScriptedClient(["a", "b", "c"]))
-    assert heard == [TOLD[:2], TOLD[:4]]
+    client = ScriptedClient(["a", "b", "c"])
+    state = rolled_out(Edits(), ROW, client)
+    assert heard == [TOLD[:2], [user("edited"), *TOLD[1:4]]]
+    first = [step["prompt"][0]["content"] for step in state["trajectory"]]
+    assert first == ["hi", "edited", "edited"]
+    assert [call.prompt for call in client.calls] == [
+        step["prompt"] for step in state["trajectory"]
+    ]
 
 
-def test_a_single_turn_is_one_call():
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (None, "TypeError: env_response of Silent returned nothing; return a list of messages"),
+        (user("yes"), "TypeError: env_response of Silent returned dict; return a list of messages"),
+        (
+            ["yes"],
+            "ValueError: what env_response of Silent returned: message 0 is str; write it like {",
+        ),
+        (
+            [{"content": "yes"}],
+            "ValueError: what env_response of Silent returned: message 0 has no role, only content",
+        ),
+        ("text", "TypeError: text cannot be joined"),
+    ],
+)
+def test_an_answer_of_the_environment_that_is_no_message_fails_the_rollout_whose_steps_are_kept(
+    answer, error
+):
+    class Silent(MultiTurnEnv):
+        async def env_response(self, messages, state, **kwargs):
+            return answer if len(state["trajectory"]) == 2 else [user("yes")]
+
+    (state,) = generated(Silent(), [ROW], ScriptedClient(["a", "b"])).state
+    assert state["error"].startswith(error)
+    assert state["completion"] == [assistant("a"), user("yes"), assistant("b")]
+
+
+def test_an_environment_may_answer_with_the_openai_librarys_messages():
+    class Library(MultiTurnEnv):
+        async def env_response(self, messages, state, **kwargs):
+            return [ChatCompletionMessage(role="assistant", content="yes")]
+
+    client = ScriptedClient(["a", "b"])
+    state = rolled_out(Library(max_turns=2), ROW, client)
+    assert state["completion"] == [assistant("a"), assistant("yes"), assistant("b")]
+    assert client.calls[1].prompt == [user("hi"), assistant("a"), assistant("yes")]
+
+
+def test_a_single_turn_is_one_call_and_may_begin_with_plain_text():
     client = ScriptedClient(["a"])
-    state = rolled_out(SingleTurnEnv(), ROW, client)
-    assert (
-        client.num_calls == 1
-        and state["completion"] == [assistant("a")]
-        and state["stop_condition"] == "max_turns_reached"
-    )
+    row = {"prompt": "hi", "example_id": 0, "task": "t"}
+    state = rolled_out(SingleTurnEnv(system_prompt="be short"), row, client)
+    assert state["prompt"] == [{"role": "system", "content": "be short"}, user("hi")]
+    assert state["completion"] == [assistant("a")]
+    assert (client.num_calls, state["stop_condition"]) == (1, "max_turns_reached")
 
 
 def test_a_single_turn_takes_every_argument_of_an_environment_by_place_too():
     rubric, example = rubric_of(), [user("one"), assistant("two")]
-    env = SingleTurnEnv(
-        rows(2),
-        rows(1),
-        "be brief",
-        example,
-        None,
-        rubric,
-        {"temperature": 0.5},
-        "chat",
-        [TOOL],
-        100,
-        "short",
-        {"a": 1},
-    )
-    assert (
-        env.dataset[0]["prompt"]
-        == [{"role": "system", "content": "be brief"}, *example, user("q0")]
-        and len(env.eval_dataset) == 1
-    )
-    assert (
-        env.rubric is rubric and env.sampling_args["temperature"] == 0.5 and env.oai_tools == [TOOL]
-    )
-    assert (env.max_seq_len, env.env_id, env.env_args, env.max_turns) == (100, "short", {"a": 1}, 1)
+    sampling, args = {"temperature": 0.5}, {"a": 1}
+    data = (rows(2), rows(1), "be brief", example)
+    env = SingleTurnEnv(*data, None, rubric, sampling, "chat", [TOOL], 100, "short", args)
+    system = {"role": "system", "content": "be brief"}
+    assert env.dataset[0]["prompt"] == [system, *example, user("q0")]
+    assert (len(env.eval_dataset), env.rubric, env.sampling_args) == (1, rubric, sampling)
+    assert (env.oai_tools, env.max_seq_len, env.max_turns) == ([TOOL], 100, 1)
+    assert (env.env_id, env.env_args) == ("short", args)
     for arguments, keywords in (([rows(2)], {"dataset": rows(2)}), ([None] * 13, {})):
         with pytest.raises(TypeError):
             SingleTurnEnv(*arguments, **keywords)
-
-
-def test_a_finished_state_can_be_pickled():
-    state = rolled_out(Talk(), ROW, ScriptedClient(["a", "b", "c"]), sampling_args=RETURNS_TOKENS)
-    other = pickle.loads(pickle.dumps(state))
-    assert other == state and other["trajectory"][2]["response"].id == "chat-2"
 
 
 # Where it begins
@@ -227,30 +216,21 @@ def test_a_finished_state_can_be_pickled():
 
 def test_a_rollout_begins_with_the_fields_of_the_document():
     state = asyncio.run(Talk(env_id="talk").init_state({"prompt": [user("hi")], "example_id": 3}))
-    expected = {
+    timing = state.pop("timing")
+    assert timing.pop("start_time") > 1.6e9
+    assert timing == {"generation_ms": 0, "scoring_ms": 0, "total_ms": 0}
+    row = {"prompt": [user("hi")], "example_id": 3, "task": "talk"}
+    none = ["stop_condition", "completion", "reward", "advantage", "metrics", "error"]
+    assert dict(state) == {
+        **row,
+        **dict.fromkeys(none),
+        "input": row,
+        "id": 3,
         "is_completed": False,
-        "stop_condition": None,
+        "is_truncated": False,
         "oai_tools": [],
         "trajectory": [],
-        "completion": None,
     }
-    expected |= {
-        "reward": None,
-        "advantage": None,
-        "metrics": None,
-        "error": None,
-        "is_truncated": False,
-        "id": 3,
-        "example_id": 3,
-        "task": "talk",
-    }
-    assert {key: state[key] for key in expected} == expected
-    assert {key: state["timing"][key] for key in ("generation_ms", "scoring_ms", "total_ms")} == {
-        "generation_ms": 0,
-        "scoring_ms": 0,
-        "total_ms": 0,
-    }
-    assert state["timing"]["start_time"] > 1.6e9
 
 
 def test_init_state_comes_first_then_setup_state_then_the_first_call():
@@ -269,116 +249,75 @@ def test_init_state_comes_first_then_setup_state_then_the_first_call():
     assert order == ["init", "setup", "call"]
 
 
-def test_info_that_a_dataset_stores_as_json_is_read():
-    assert asyncio.run(Talk().init_state({**ROW, "info": '{"k": 1}'}))["info"] == {"k": 1}
+@pytest.mark.parametrize(
+    ("info", "read"), [('{"k": 1}', {"k": 1}), ({"k": 1}, {"k": 1}), ("", None)]
+)
+def test_info_that_a_dataset_stores_as_json_is_read(info, read):
+    assert asyncio.run(Talk().init_state({**ROW, "info": info})).get("info") == read
 
 
 @pytest.mark.parametrize(
-    ("info", "told"),
+    ("info", "error"),
     [
         ("[1]", r"info: must be a mapping, or the JSON of one, got list: '\[1\]'"),
         ([1], "info: must be a mapping, or the JSON of one, got list"),
         ("{k", "info: is not JSON .*give a mapping, or its JSON"),
     ],
 )
-def test_info_that_is_no_mapping_fails_its_rollout_with_what_it_must_be(info, told):
+def test_info_that_is_no_mapping_fails_its_rollout_with_what_it_must_be(info, error):
     (state,) = generated(Talk(), [{**ROW, "info": info}], ScriptedClient([])).state
-    assert re.match(f"ValueError: {told}", state["error"]), state["error"]
-
-
-def test_the_callers_row_stays_as_it_is():
-    class Scribbles(Talk):
-        async def setup_state(self, state):
-            state["prompt"].append(user("more"))
-            state["answer"] = "other"
-            state["info"]["k"].append(2)
-            return state
-
-    row = {**ROW, "info": {"k": [1]}}
-    before = copy.deepcopy(row)
-    state = rolled_out(Scribbles(max_turns=1), row, ScriptedClient(["a"]))
-    assert row == before and state["answer"] == "other"
-
-
-def test_writing_to_the_prompt_later_does_not_change_what_was_sent():
-    class Scribbles(Talk):
-        async def env_response(self, messages, state, **kwargs):
-            state["prompt"].append(user("more"))
-            return [user("yes")]
-
-    state = rolled_out(Scribbles(max_turns=2), ROW, ScriptedClient(["a", "b"]))
-    assert state["trajectory"][0]["prompt"] == [user("hi")]
-
-
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-}
-OTHER = {
-    "type": "function",
-    "function": {"name": "sub", "parameters": {"type": "object", "properties": {}}},
-}
-
-
-def test_the_rows_tools_win_over_the_environments():
-    env = Talk(max_turns=1, oai_tools=[TOOL])
-    for info, tools in (
-        (None, [TOOL]),
-        ({"oai_tools": [OTHER]}, [OTHER]),
-        ({"oai_tools": None}, [TOOL]),
-    ):
-        client = ScriptedClient(["a"])
-        state = rolled_out(env, ROW if info is None else {**ROW, "info": info}, client)
-        assert state["oai_tools"] == tools and client.calls[0].arguments["tools"] == tools
-
-
-def test_no_tools_are_sent_where_there_are_none():
-    client = ScriptedClient(["a"])
-    rolled_out(Talk(max_turns=1), ROW, client)
-    assert "tools" not in client.calls[0].arguments
-
-
-def test_a_rollout_that_adds_a_tool_adds_it_for_itself_alone():
-    class Adds(Talk):
-        async def setup_state(self, state):
-            state["oai_tools"].append(OTHER)
-            return state
-
-    env = Adds(max_turns=1, oai_tools=[TOOL])
-    assert rolled_out(env, ROW, ScriptedClient(["a"]))["oai_tools"] == [TOOL, OTHER]
-    assert env.oai_tools == [TOOL]
+    assert re.match(f"ValueError: {error}", state["error"]), state["error"]
 
 
 # What is sent
 
 
-def test_a_calls_sampling_arguments_win_over_the_environments_and_extra_body_is_merged():
-    env = Talk(
-        max_turns=1,
-        sampling_args={
-            "temperature": 0.5,
-            "max_tokens": 8,
-            "extra_body": {"top_k": 3, "min_p": 0.1},
-        },
-    )
-    client = ScriptedClient(["a"])
-    rolled_out(env, ROW, client, sampling_args={"temperature": 1.0, "extra_body": {"top_k": 5}})
-    assert client.calls[0].arguments == {
-        "temperature": 1.0,
-        "max_tokens": 8,
-        "extra_body": {"top_k": 5, "min_p": 0.1},
-    }
+@pytest.mark.parametrize(
+    ("own", "info", "sent"),
+    [
+        ([TOOL], {}, [TOOL]),
+        ([TOOL], {"oai_tools": [OTHER]}, [OTHER]),
+        ([TOOL], {"oai_tools": None}, [TOOL]),
+        (None, {}, None),
+    ],
+    ids=["the environment's", "the row's", "a row's that a table left empty", "none"],
+)
+def test_the_rows_tools_win_over_the_environments_and_a_rollout_adds_one_for_itself_alone(
+    own, info, sent
+):
+    class Adds(Talk):
+        async def add_model_response(self, state, prompt_messages, response):
+            state["oai_tools"].append(tool("mine"))
+
+    client = ScriptedClient(["a"] * 2)
+    env = Adds(oai_tools=own)
+    env.is_completed = lambda state: len(state["oai_tools"]) > len(sent or ())
+    for _ in range(2):
+        state = rolled_out(env, {**ROW, "info": info}, client)
+        assert state["oai_tools"] == [*(sent or ()), tool("mine")]
+    assert [call.arguments.get("tools") for call in client.calls] == [sent] * 2
 
 
-def test_a_sampling_argument_that_is_none_takes_the_environments_back():
+@pytest.mark.parametrize(
+    ("own", "given", "sent"),
+    [
+        (
+            {"temperature": 0.5, "max_tokens": 8, "extra_body": {"top_k": 3, "min_p": 0.1}},
+            {"temperature": 1.0, "extra_body": {"top_k": 5}},
+            {"temperature": 1.0, "max_tokens": 8, "extra_body": {"top_k": 5, "min_p": 0.1}},
+        ),
+        (
+            {"temperature": 0.5, "extra_body": {"top_k": 3}},
+            {"temperature": None, "extra_body": None},
+            {},
+        ),
+    ],
+    ids=["extra_body is merged", "None takes the environment's back"],
+)
+def test_a_calls_sampling_arguments_win_over_the_environments(own, given, sent):
     client = ScriptedClient(["a"])
-    env = Talk(max_turns=1, sampling_args={"temperature": 0.5, "extra_body": {"top_k": 3}})
-    asyncio.run(
-        env.generate(
-            [ROW], client, "model", {"temperature": None, "extra_body": None}, use_tqdm=False
-        )
-    )
-    assert client.calls[0].arguments == {}
+    generated(Talk(max_turns=1, sampling_args=own), [ROW], client, sampling_args=given)
+    assert client.calls[0].arguments == sent
 
 
 # Too long
@@ -397,58 +336,62 @@ def test_an_over_long_prompt_ends_the_rollout_as_truncated_with_its_steps_kept_a
 ):
     client = ScriptedClient(["a", refusal])
     state = rolled_out(Talk(), ROW, client, sampling_args=RETURNS_TOKENS)
-    assert (
-        state["is_truncated"]
-        and state["is_completed"]
-        and state["stop_condition"] == "prompt_too_long"
-        and state["error"] is None
-    )
-    assert [step["completion"] for step in state["trajectory"]] == [[assistant("a")]] and state[
-        "trajectory"
-    ][0]["tokens"] is not None
-    assert state["completion"] == [assistant("a")]
-    assert client.num_calls == 2
+    assert (state["is_truncated"], state["is_completed"], state["error"]) == (True, True, None)
+    assert (state["stop_condition"], client.num_calls) == ("prompt_too_long", 2)
+    (step,) = state["trajectory"]
+    assert step["completion"] == state["completion"] == [assistant("a")]
+    assert step["tokens"] is not None
 
 
-def seq(prompt: int, sampled: int) -> Answer:
-    return Answer("a", prompt_ids=range(prompt), completion_ids=range(100, 100 + sampled))
+def seq(prompt: int, sampled: int, finish_reason: str = "stop") -> Answer:
+    ids = range(100, 100 + sampled)
+    return Answer("a", prompt_ids=range(prompt), completion_ids=ids, finish_reason=finish_reason)
 
 
-def test_max_seq_len_ends_a_rollout_as_truncated_with_the_tokens_that_fit():
-    client = ScriptedClient([seq(3, 2), seq(7, 5)])
-    state = rolled_out(Talk(max_seq_len=10), ROW, client, sampling_args=RETURNS_TOKENS)
-    assert (
-        state["is_truncated"]
-        and state["stop_condition"] == "max_seq_len_reached"
-        and client.num_calls == 2
-    )
-    first, second = (step["tokens"] for step in state["trajectory"])
-    assert len(first["completion_ids"]) == 2
-    assert (
-        second["completion_ids"] == [100, 101, 102]
-        and second["completion_mask"] == [1] * 3
-        and len(second["completion_logprobs"]) == 3
-    )
-    assert second["prompt_ids"] == list(range(7))
+@pytest.mark.parametrize(
+    ("answers", "is_truncated", "kept"),
+    [
+        ([seq(3, 2), seq(7, 5)], True, [2, 3]),
+        ([seq(3, 2), seq(10, 5)], True, [2, None]),
+        ([seq(6, 4)], False, [4]),
+        ([seq(6, 4, "length")], True, [4]),
+    ],
+    ids=["cut", "a prompt that leaves no room", "ends by itself at the limit", "cut at the limit"],
+)
+def test_max_seq_len_ends_a_rollout_as_truncated_with_the_tokens_that_fit(
+    answers, is_truncated, kept
+):
+    client = ScriptedClient(answers)
+    env = Talk(max_seq_len=10, max_turns=-1 if is_truncated else 1)
+    state = rolled_out(env, ROW, client, sampling_args=RETURNS_TOKENS)
+    reason = "max_seq_len_reached" if is_truncated else "max_turns_reached"
+    assert (state["is_truncated"], state["stop_condition"]) == (is_truncated, reason)
+    for step, answer, number in zip(state["trajectory"], answers, kept, strict=True):
+        assert step["tokens"] == (
+            None
+            if number is None
+            else {
+                "prompt_ids": list(answer.prompt_ids),
+                "prompt_mask": [0] * len(answer.prompt_ids),
+                "completion_ids": list(range(100, 100 + number)),
+                "completion_mask": [1] * number,
+                "completion_logprobs": [-0.5] * number,
+            }
+        )
 
 
-def test_a_prompt_that_fills_max_seq_len_leaves_nothing_of_its_step_to_learn_and_the_steps_before_it_whole():
-    state = rolled_out(
-        Talk(max_seq_len=10),
-        ROW,
-        ScriptedClient([seq(3, 2), seq(10, 5)]),
-        sampling_args=RETURNS_TOKENS,
-    )
-    assert state["is_truncated"] and [step["tokens"] is None for step in state["trajectory"]] == [
-        False,
-        True,
-    ]
+@pytest.mark.parametrize(("sampled", "is_truncated"), [(3, False), (4, False), (5, True)])
+def test_without_token_ids_max_seq_len_holds_by_what_the_endpoint_counts(sampled, is_truncated):
+    counts = {"prompt_tokens": 6, "completion_tokens": sampled, "total_tokens": 6 + sampled}
+    client = ScriptedClient([Answer("a", fields={"usage": counts})])
+    state = rolled_out(SingleTurnEnv(max_seq_len=10), ROW, client)
+    assert state["is_truncated"] is is_truncated
+    assert state["trajectory"][0]["tokens"] is None
 
 
 # Failures on the way
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
     [
@@ -463,14 +406,22 @@ def test_a_prompt_that_fills_max_seq_len_leaves_nothing_of_its_step_to_learn_and
     ],
     ids=repr,
 )
-def test_failures_of_the_infrastructure_are_tried_again_with_the_same_call(failure):
+def test_failures_of_the_infrastructure_are_tried_again_with_the_same_call(failure, monkeypatch):
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.0)
     client = ScriptedClient([failure, "a"])
     state = rolled_out(Talk(max_turns=1), ROW, client, sampling_args={"temperature": 0.5})
-    assert client.num_calls == 2 and len(state["trajectory"]) == 1
-    assert (client.calls[0].prompt, client.calls[0].arguments) == (
-        client.calls[1].prompt,
-        client.calls[1].arguments,
-    )
+    first, again = client.calls
+    assert (first.prompt, first.arguments) == (again.prompt, again.arguments)
+    assert len(state["trajectory"]) == 1
+
+
+def test_an_infrastructure_that_goes_on_failing_is_raised_after_the_last_try(monkeypatch):
+    assert endpoint.PAUSE_S == 0.5
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.0)
+    client = ScriptedClient([connection_error()] * endpoint.TRIES)
+    with pytest.raises(openai.APIConnectionError):
+        rolled_out(Talk(max_turns=1), ROW, client)
+    assert client.num_calls == endpoint.TRIES == 3
 
 
 @pytest.mark.parametrize(
@@ -482,61 +433,18 @@ def test_failures_of_the_infrastructure_are_tried_again_with_the_same_call(failu
         ValueError("mine"),
         KeyError("k"),
         RuntimeError("r"),
+        RolloutError("its process has ended", actor="actor-0", phase="generate"),
+        RolloutError("answered another prompt", actor="actor-0", phase="check"),
+        UnreachableError("server-0 failed 2 times", actor="server-0", phase="generate"),
     ],
     ids=repr,
 )
 def test_failures_of_anything_else_are_not_tried_again(failure):
     client = ScriptedClient([failure, "a"])
-    with pytest.raises(type(failure)):
+    with pytest.raises(type(failure)) as caught:
         rolled_out(Talk(max_turns=1), ROW, client)
+    assert caught.value is failure
     assert client.num_calls == 1
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        RolloutError(
-            "its process has ended; check its log and the machine's memory",
-            actor="actor-0",
-            phase="generate",
-        ),
-        RolloutError(
-            "no answer from actor-0 after timeouts.generate_s = 600 s; check the engine's log",
-            actor="actor-0",
-            phase="generate",
-        ),
-        RolloutError(
-            "the engine serves no rollouts: its sync to version 4 was not completed",
-            actor="actor-0",
-            phase="generate",
-        ),
-        RolloutError(
-            "answered another prompt than the one of sample 3", actor="actor-0", phase="check"
-        ),
-        UnreachableError(
-            "server-0 failed 2 times, last with: refused", actor="server-0", phase="generate"
-        ),
-    ],
-    ids=str,
-)
-def test_what_an_engine_of_the_runs_own_fails_with_is_not_tried_again(failure):
-    client = ScriptedClient([failure, "a"])
-    with pytest.raises(RolloutError) as caught:
-        rolled_out(Talk(max_turns=1), ROW, client)
-    assert caught.value is failure and client.num_calls == 1
-
-
-@pytest.mark.slow
-def test_an_infrastructure_that_goes_on_failing_is_raised_after_the_last_try():
-    client = ScriptedClient([connection_error()] * TRIES)
-    with pytest.raises(openai.APIConnectionError):
-        rolled_out(Talk(max_turns=1), ROW, client)
-    assert client.num_calls == TRIES == 3 and PAUSE_S == 0.5
-
-
-def test_env_response_has_to_be_written():
-    with pytest.raises(TypeError, match="env_response"):
-        MultiTurnEnv()  # type: ignore[abstract]
 
 
 # Clients that know rollouts
@@ -553,149 +461,18 @@ def test_a_client_that_wants_to_know_which_calls_are_of_one_rollout_is_told():
             return self.clients[-1]
 
     client = Knows()
-    first = rolled_out(Talk(max_turns=2), ROW, client)
-    rolled_out(Talk(max_turns=2), ROW, client)
-    assert [one.num_calls for one in client.clients] == [2, 2] and client.states[0] is first
-
-
-def test_an_environment_that_edits_the_messages_that_it_hears_changes_the_next_call_and_no_step_before_it():
-    class Edits(MultiTurnEnv):
-        async def env_response(self, messages, state, **kwargs):
-            messages[0]["content"] = "edited"
-            return [user("yes")]
-
-    client = ScriptedClient(["a", "b"])
-    state = rolled_out(Edits(max_turns=2), ROW, client)
-    assert (
-        [step["prompt"][0]["content"] for step in state["trajectory"]]
-        == [call.prompt[0]["content"] for call in client.calls]
-        == ["hi", "edited"]
-    )
-    assert state["prompt"] == [user("hi")]
-
-
-def test_a_step_shares_no_message_with_the_state_or_with_another_step():
-    state = rolled_out(Talk(), ROW, ScriptedClient(["a", "b", "c"]))
-    messages = [
-        id(message)
-        for step in state["trajectory"]
-        for message in [*step["prompt"], *step["completion"]]
-    ]
-    assert len(set(messages)) == len(messages) and id(state["prompt"][0]) not in messages
-
-
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        (None, "TypeError: env_response of Silent returned nothing; return a list of messages"),
-        (user("yes"), "TypeError: env_response of Silent returned dict; return a list of messages"),
-        (
-            ["yes"],
-            (
-                "ValueError: what env_response of Silent returned: message 0 is str; write it like"
-                ' {"role": "user"'
-            ),
-        ),
-        ("text", "TypeError: text cannot be joined"),
-    ],
-)
-def test_an_environment_that_answers_with_what_is_no_message_fails_the_rollout_and_the_completion_has_the_steps(
-    answer, told
-):
-    class Silent(MultiTurnEnv):
-        async def env_response(self, messages, state, **kwargs):
-            return answer if len(state["trajectory"]) == 2 else [user("yes")]
-
-    (state,) = generated(Silent(), [ROW], ScriptedClient(["a", "b"])).state
-    assert state["error"].startswith(told) and state["completion"] == [
-        assistant("a"),
-        user("yes"),
-        assistant("b"),
-    ]
-
-
-def test_an_environment_may_answer_with_the_openai_librarys_messages():
-    class Library(MultiTurnEnv):
-        async def env_response(self, messages, state, **kwargs):
-            return [ChatCompletionMessage(role="assistant", content="yes")]
-
-    client = ScriptedClient(["a", "b"])
-    state = rolled_out(Library(max_turns=2), ROW, client)
-    assert state["completion"] == [assistant("a"), assistant("yes"), assistant("b")]
-    assert client.calls[1].prompt == [user("hi"), assistant("a"), assistant("yes")]
-
-
-def test_an_answer_that_ends_by_itself_exactly_at_max_seq_len_is_not_truncated():
-    state = rolled_out(
-        SingleTurnEnv(max_seq_len=10),
-        ROW,
-        ScriptedClient([seq(6, 4)]),
-        sampling_args=RETURNS_TOKENS,
-    )
-    assert (
-        not state["is_truncated"]
-        and state["stop_condition"] == "max_turns_reached"
-        and len(state["trajectory"][0]["tokens"]["completion_ids"]) == 4
-    )
-    cut = Answer("a", prompt_ids=range(6), completion_ids=range(4), finish_reason="length")
-    state = rolled_out(
-        SingleTurnEnv(max_seq_len=10), ROW, ScriptedClient([cut]), sampling_args=RETURNS_TOKENS
-    )
-    assert state["is_truncated"] and len(state["trajectory"][0]["tokens"]["completion_ids"]) == 4
-
-
-@pytest.mark.parametrize(("sampled", "is_truncated"), [(3, False), (4, False), (5, True)])
-def test_without_token_ids_max_seq_len_holds_by_what_the_endpoint_counts(sampled, is_truncated):
-    answer = Answer(
-        "a",
-        fields={
-            "usage": {"prompt_tokens": 6, "completion_tokens": sampled, "total_tokens": 6 + sampled}
-        },
-    )
-    state = rolled_out(SingleTurnEnv(max_seq_len=10), ROW, ScriptedClient([answer]))
-    assert state["is_truncated"] is is_truncated and state["trajectory"][0]["tokens"] is None
-
-
-def test_a_rollout_of_a_chat_may_begin_with_plain_text():
-    state = rolled_out(
-        SingleTurnEnv(system_prompt="be short"),
-        {"prompt": "hi", "example_id": 0, "task": "t"},
-        ScriptedClient(["a"]),
-    )
-    assert state["prompt"] == [{"role": "system", "content": "be short"}, user("hi")] and state[
-        "completion"
-    ] == [assistant("a")]
-
-
-def test_an_empty_text_for_info_is_no_info():
-    assert "info" not in rolled_out(Talk(), {**ROW, "info": ""}, ScriptedClient(["a", "b", "c"]))
-
-
-def test_an_override_of_is_completed_that_notes_it_itself_completes_the_state_too():
-    class Done(Talk):
-        async def is_completed(self, state, **kwargs):
-            if len(state["trajectory"]) == 1:
-                state["is_completed"], state["stop_condition"] = True, "mine"
-            return state["is_completed"]
-
-    state = rolled_out(Done(), ROW, ScriptedClient(["a"]))
-    assert state["completion"] == [assistant("a")] and state["stop_condition"] == "mine"
-
-
-# Rollouts of an environment's own with the run's engines
-
-
-class Twice(Talk):
-    """The better one of two, say."""
-
-    async def rollout(self, input, client, model, sampling_args=None):
-        await super().rollout(input, client, model, sampling_args)
-        return await super().rollout(input, client, model, sampling_args)
+    first, second = (rolled_out(Talk(max_turns=2), ROW, client) for _ in range(2))
+    assert [one.num_calls for one in client.clients] == [2, 2]
+    assert client.states[0] is first and client.states[1] is second
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return demo_tokenizer()
+
+
+def says_no(tokenizer, number=1):
+    return ScriptedEngines(lambda _: says(tokenizer, "no"), number=number)
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -704,30 +481,21 @@ def test_a_rollout_of_an_environments_own_asks_engines_as_one_of_turns_does(toke
         async def setup_state(self, state):
             return State(state) if copies else state
 
-    def made(kind):
-        engines = ScriptedEngines(
-            lambda request: says(tokenizer, f"no {request.seed % 7}"), number=2
-        )
-        results = generated(
-            kind(max_turns=3, rubric=rubric_of(lambda state: 1.0)),
-            [{"question": "q", "position": place} for place in (4, 5)],
-            client_over(engines, tokenizer),
-        )
-        assert [(state["error"], state["num_splits"]) for state in results.state] == [(None, 0)] * 2
-        tokens = [[step["tokens"] for step in state["trajectory"]] for state in results.state]
-        return (
-            tokens,
-            sorted(
-                (request.position, request.seed, engine) for engine, request in engines.requests
-            ),
-            merge_trajectories_for_training(results.state),
-        )
+    def played(kind):
+        engines = ScriptedEngines(lambda one: says(tokenizer, f"no {one.seed % 7}"), number=2)
+        given = [{"question": "q", "position": place} for place in (4, 5)]
+        env = kind(max_turns=3, rubric=rubric_of(lambda state: 1.0))
+        states = generated(env, given, client_over(engines, tokenizer)).state
+        assert [(state["error"], state["num_splits"]) for state in states] == [(None, 0)] * 2
+        tokens = [[step["tokens"] for step in state["trajectory"]] for state in states]
+        asked = sorted((one.position, one.seed, engine) for engine, one in engines.requests)
+        return tokens, asked, merge_trajectories_for_training(states)
 
-    assert made(Own) == made(Talk)
-    _, asked, merged = made(Own)
-    assert asked == sorted(
-        (place, request_seed(7, 3, place, turn), place % 2) for place in (4, 5) for turn in range(3)
-    )
+    own = played(Own)
+    assert own == played(Talk)
+    _, asked, merged = own
+    places = [(place, turn) for place in (4, 5) for turn in range(3)]
+    assert asked == sorted((p, request_seed(7, 3, p, turn), p % 2) for p, turn in places)
     assert [example.steps for example in merged.examples] == [(0, 1, 2)] * 2
 
 
@@ -747,73 +515,63 @@ def test_what_is_learned_of_a_rollout_of_an_environments_own_is_what_its_engines
     tokenizer, tmp_path
 ):
     (tmp_path / "own.py").write_text(OWN)
-    engines = ScriptedEngines(
-        lambda request: says(tokenizer, "no" * (1 + request.position), version=5)
-    )
-    settings = RunnerSettings(
-        env_id=str(tmp_path / "own.py"), model_path="model", max_model_len=512, max_under_way=4
-    )
+    engines = ScriptedEngines(lambda one: says(tokenizer, "no" * (1 + one.position), version=5))
+    settings = RunnerSettings(str(tmp_path / "own.py"), "model", 512, 4)
     request = EnvironmentRequest(3, (ExampleGroup(0, range(2)),), decode_settings(tokenizer), 7)
-    ((first, second),) = asyncio.run(
-        EnvironmentRunner("environment-1", settings, engines, tokenizer).run([request])
-    )
+    runner = EnvironmentRunner("environment-1", settings, engines, tokenizer)
+    ((first, second),) = asyncio.run(runner.run([request]))
     assert [(one.error, one.reward, one.num_turns, one.num_splits) for one in (first, second)] == [
         (None, 2.0, 2, 0),
         (None, 4.0, 2, 0),
     ]
-    assert {asked.seed for _, asked in engines.requests} == {
-        request_seed(7, 3, place, turn) for place in (0, 1) for turn in (0, 1)
-    }
+    seeds = {request_seed(7, 3, place, turn) for place in (0, 1) for turn in (0, 1)}
+    assert {asked.seed for _, asked in engines.requests} == seeds
     (example,) = second.examples
     assert (example.steps, example.weight_version, example.advantage) == ((0, 1), 5, 1.0)
-    assert (
-        example.num_learned
-        == second.num_tokens
-        == 2 * (len(tokenizer.encode("nono", add_special_tokens=False)) + 1)
-    ), "with the stop token of each turn"
+    with_stop = len(tokenizer.encode("nono", add_special_tokens=False)) + 1
+    assert example.num_learned == second.num_tokens == 2 * with_stop
 
 
 def test_all_calls_of_a_rollout_have_seeds_of_their_own_whichever_way_they_are_made(tokenizer):
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
-    assert (
-        generated(Twice(max_turns=2), rows(1), client_over(engines, tokenizer)).state[0]["error"]
-        is None
-    )
+    class Twice(Talk):
+        """The better one of two, say."""
+
+        async def rollout(self, input, client, model, sampling_args=None):
+            await super().rollout(input, client, model, sampling_args)
+            return await super().rollout(input, client, model, sampling_args)
+
+    engines = says_no(tokenizer)
+    (state,) = generated(Twice(max_turns=2), rows(1), client_over(engines, tokenizer)).state
+    assert state["error"] is None
     assert [request.seed for _, request in engines.requests] == [
         request_seed(7, 3, 0, turn, path) for path in ("", "/0") for turn in range(2)
     ]
 
 
-class Asks(Documented):
-    """Its rollout is the last of several by another environment."""
-
-    def __init__(self, inner, times, **kwargs):
-        super().__init__(**kwargs)
-        self.inner, self.times = inner, times
-
-    async def rollout(self, input, client, model, sampling_args=None):
-        bare = {key: value for key, value in input.items() if key != "position"}
-        states = await asyncio.gather(
-            *(
-                self.inner.rollout(dict(one), client, model)
-                for one in [input, bare] * (self.times // 2)
-            )
-        )
-        state = await self.init_state(input)
-        state["trajectory"], state["is_completed"] = states[-1]["trajectory"], True
-        await self._render_completion(state)
-        return state
-
-
 def test_rollouts_that_an_environment_asks_another_one_for_have_its_place_and_seeds_of_their_own(
     tokenizer,
 ):
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
-    results = generated(Asks(Documented(max_turns=2), 4), rows(3), client_over(engines, tokenizer))
+    inner = Documented(max_turns=2)
+
+    class Asks(Documented):
+        """Its rollout is the last of several by another environment."""
+
+        async def rollout(self, input, client, model, sampling_args=None):
+            bare = {key: value for key, value in input.items() if key != "position"}
+            asked = [inner.rollout(dict(one), client, model) for one in [input, bare] * 2]
+            states = await asyncio.gather(*asked)
+            state = await self.init_state(input)
+            state.update(trajectory=states[-1]["trajectory"], is_completed=True)
+            await self._render_completion(state)
+            return state
+
+    engines = says_no(tokenizer)
+    results = generated(Asks(), rows(3), client_over(engines, tokenizer))
     assert [state["error"] for state in results.state] == [None] * 3
     seeds = [request.seed for _, request in engines.requests]
     assert len(set(seeds)) == len(seeds) == 3 * 4 * 2
-    assert Counter(request.position for _, request in engines.requests) == {0: 8, 1: 8, 2: 8}
+    positions = Counter(request.position for _, request in engines.requests)
+    assert positions == {0: 8, 1: 8, 2: 8}
 
 
 class Judge(Documented):
@@ -832,9 +590,8 @@ class Judge(Documented):
         return [user("yes")]
 
     async def _asked(self, question):
-        await Documented(max_turns=1).generate(
-            [{"question": f"{question} {i}"} for i in range(2)], self.client, "m", use_tqdm=False
-        )
+        questions = [{"question": f"{question} {i}"} for i in range(2)]
+        await Documented(max_turns=1).generate(questions, self.client, "m", use_tqdm=False)
 
 
 class Jury(Documented):
@@ -845,19 +602,12 @@ class Jury(Documented):
         self.client = client
 
     async def setup_state(self, state):
-        judge, questions = (
-            Judge(self.client),
-            [f"{state['input']['answer']} judge {i}" for i in range(4)],
-        )
-        await judge.generate(
-            [{"question": question} for question in questions[:2]], self.client, "m", use_tqdm=False
-        )
-        await asyncio.gather(
-            *(
-                judge.rollout({"prompt": question, "example_id": 0, "task": "t"}, self.client, "m")
-                for question in questions[2:]
-            )
-        )
+        judge = Judge(self.client)
+        questions = [f"{state['input']['answer']} judge {i}" for i in range(4)]
+        given = [{"question": question} for question in questions[:2]]
+        await judge.generate(given, self.client, "m", use_tqdm=False)
+        by_hand = [{"prompt": one, "example_id": 0, "task": "t"} for one in questions[2:]]
+        await asyncio.gather(*(judge.rollout(row, self.client, "m") for row in by_hand))
         return state
 
 
@@ -879,14 +629,8 @@ def test_seeds_of_rollouts_inside_rollouts_and_scorings_do_not_depend_on_which_e
             for _, request in engines.requests
         }
 
-    first = seeds_of("judge 0")
-    assert (
-        seeds_of("judge 1")
-        == seeds_of("judge 2")
-        == seeds_of("judge 3")
-        == seeds_of("nothing")
-        == first
-    )
+    first, *others = [seeds_of(f"judge {i}") for i in range(4)] + [seeds_of("nothing")]
+    assert others == [first] * 4
     assert len(set(first.values())) == len(first) == 2 * (1 + 4 * (2 + 2) + 2 * 2)
 
 
@@ -900,24 +644,12 @@ def test_a_rollout_that_begins_in_another_one_of_the_same_environment_has_seeds_
                     await self.rollout({**state["input"], "task": "inner"}, self.client, "m")
             return state
 
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
+    engines = says_no(tokenizer)
     environment = Again(max_turns=2)
     environment.client = client_over(engines, tokenizer)
     (state,) = generated(environment, rows(1), environment.client).state
     assert (state["error"], state["num_splits"], len(state["trajectory"])) == (None, 0, 2)
     assert len({request.seed for _, request in engines.requests}) == 6
-
-
-def test_after_a_rollout_that_was_called_by_hand_no_call_is_of_it(tokenizer):
-    client = client_over(ScriptedEngines(lambda _: says(tokenizer, "no")), tokenizer)
-    environment = Talk(max_turns=1)
-
-    async def calls_afterwards():
-        await environment.rollout(dict(ROW), client, "m")
-        await environment.get_model_response(client, "m", [user("late")])
-
-    with pytest.raises(RuntimeError, match="none is under way here"):
-        asyncio.run(calls_afterwards())
 
 
 def test_splits_are_counted_whatever_state_comes_of_the_rollout(tokenizer):
@@ -926,9 +658,8 @@ def test_splits_are_counted_whatever_state_comes_of_the_rollout(tokenizer):
             await self.get_model_response(self.client, "m", [user("something else")])
             return state.copy()
 
-    engines = ScriptedEngines(lambda _: says(tokenizer, "no"))
     environment = Copies(max_turns=1)
-    environment.client = client_over(engines, tokenizer)
+    environment.client = client_over(says_no(tokenizer), tokenizer)
     (state,) = generated(environment, rows(1), environment.client).state
     assert (state["error"], state["num_splits"]) == (None, 1)
 
@@ -938,11 +669,12 @@ def test_a_call_of_engines_that_is_of_no_rollout_says_what_to_do(tokenizer):
         async def rollout(self, input, client, model, sampling_args=None):
             return await client.chat.completions.create(model=model, messages=input["prompt"])
 
-    client = client_over(ScriptedEngines([]), tokenizer)
+    client = client_over(says_no(tokenizer), tokenizer)
     (state,) = generated(Own(), rows(1), client).state
     assert (
         "AttributeError: EngineClient has to know of which rollout a call is; call"
         " `self.get_model_response(client" in state["error"]
     )
+    rolled_out(Talk(max_turns=1), ROW, client)  # which is over when the next call is made
     with pytest.raises(RuntimeError, match="none is under way here; call it inside"):
         asyncio.run(Talk().get_model_response(client, "m", [user("q")]))

@@ -1,46 +1,38 @@
 """From what a model said to its answer."""
 
 import pytest
+from environment_support import assistant, user
 
 from rollout_actors.environments.rubric import Parser, ThinkParser, XMLParser
 
-
-def test_a_plain_parser_returns_the_last_thing_that_the_model_said():
-    completion = [
-        {"role": "assistant", "content": "first"},
-        {"role": "user", "content": "and?"},
-        {"role": "assistant", "content": "last"},
-    ]
-    assert Parser().parse_answer(completion) == "last"
-    assert Parser().parse_answer("text") == "text"
+PARTS = {"role": "assistant", "content": [{"type": "text", "text": part} for part in "42"]}
 
 
-def test_an_environments_last_word_is_not_the_models():
-    completion = [{"role": "assistant", "content": "mine"}, {"role": "user", "content": "you lost"}]
-    assert Parser().parse_answer(completion) == "mine"
-
-
-def test_a_model_that_said_nothing_has_no_answer():
-    assert Parser().parse_answer([]) is None
-
-
-def test_parts_of_text_are_one_text():
-    content = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
-    assert Parser(extract_fn=int).parse_answer([{"role": "assistant", "content": content}]) == 42
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ([assistant("first"), user("and?"), assistant("last")], "last"),
+        ([assistant("mine"), user("you lost")], "mine"),
+        ([PARTS], "42"),
+        ("text", "text"),
+        ([], None),
+    ],
+)
+def test_a_plain_parser_returns_the_last_thing_that_the_model_said(completion, answer):
+    assert Parser().parse_answer(completion) == answer
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("<think>hm</think> 4 ", "4"),
-        ("a</think>b</think>c", "c"),
+        ("<think>hm</think> 4 ", 4),
+        ("a</think>b</think>5", 5),
         ("4", None),
         ("<think>4", None),
-        ("x</think>", ""),
     ],
 )
 def test_behind_the_thought_stands_the_answer_and_without_its_end_there_is_none(text, answer):
-    assert ThinkParser().parse(text) == answer
+    assert ThinkParser(int).parse(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -57,24 +49,14 @@ def test_an_xml_answer_stands_last_between_its_marks(text, answer):
     assert XMLParser().parse(text) == answer
 
 
-def test_xml_fields_are_found_by_name():
-    assert XMLParser(["plan", "move"], "move").parse_fields("<plan>go</plan>") == {
-        "plan": "go",
-        "move": None,
-    }
-
-
-def test_an_answer_field_has_to_be_one_of_the_fields():
+def test_xml_fields_are_found_by_name_and_the_answers_is_one_of_them():
+    fields = XMLParser(["plan", "move"], "move").parse_fields("<plan>go</plan>")
+    assert fields == {"plan": "go", "move": None}
     with pytest.raises(ValueError, match="answer_field: 'move'"):
         XMLParser(["plan"], "move")
 
 
 def test_the_format_reward_is_the_share_of_messages_with_an_answer():
     reward = XMLParser().format_reward_func()
-    good, bad = (
-        {"role": "assistant", "content": "<answer>1</answer>"},
-        {"role": "assistant", "content": "1"},
-    )
-    assert reward([good, {"role": "user", "content": "no"}, bad]) == 0.5
-    assert reward("<answer>1</answer>") == 1.0
-    assert reward([]) == 0.0
+    assert reward([assistant("<answer>1</answer>"), user("no"), assistant("1")]) == 0.5
+    assert (reward("<answer>1</answer>"), reward([])) == (1.0, 0.0)

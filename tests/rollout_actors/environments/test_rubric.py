@@ -24,62 +24,79 @@ from rollout_actors.environments.rubric import (
 from rollout_actors.environments.types import State
 
 
-def state(said: str = "4", example_id: int = 0, steps: int = 1, **row):
-    step = {
-        "prompt": [],
-        "completion": [],
-        "response": None,
-        "tokens": None,
-        "reward": None,
-        "advantage": None,
-        "extras": {},
-    }
-    given = {
-        "prompt": [user("2 + 2")],
-        "answer": "4",
-        "task": "sums",
-        "info": {"k": 1},
-        "example_id": example_id,
-        **row,
-    }
-    trajectory = [dict(step) for _ in range(steps)]
-    return State(
-        input=given,
-        completion=[assistant(said)],
-        trajectory=trajectory,
-        reward=None,
-        advantage=None,
-        metrics=None,
-        error=None,
-        turn=2,
-    )
+def state(said="4", example_id=0, steps=1, **row):
+    names = ("response", "tokens", "reward", "advantage")
+    trajectory = [
+        {"prompt": [], "completion": [], "extras": {}} | dict.fromkeys(names) for _ in range(steps)
+    ]
+    asked = {"prompt": [user("2 + 2")], "answer": "4", "task": "sums", "info": {"k": 1}}
+    made = State(input=asked | {"example_id": example_id} | row, completion=[assistant(said)])
+    made.update(dict.fromkeys(("reward", "advantage", "metrics", "error")))
+    made.update(trajectory=trajectory, turn=2)
+    return made
 
 
-def scored(rubric: Rubric, one: State) -> State:
+def scored(rubric, one=None):
+    one = state() if one is None else one
     asyncio.run(rubric.score_rollout(one))
     return one
+
+
+def scored_group(rubric, *states):
+    asyncio.run(rubric.score_group(states))
+    return states
+
+
+def each(states, *names):
+    rows = [tuple(one[name] for name in names) for one in states]
+    return [row[0] for row in rows] if len(names) == 1 else rows
+
+
+def of_steps(states, field):
+    return [step[field] for one in states for step in one["trajectory"]]
+
+
+def echo(call):
+    return call.text
+
+
+def length(completion):
+    return float(len(completion[-1]["content"]))
+
+
+def right(completion, answer):
+    return completion[-1]["content"] == answer
+
+
+def one_point(completion):
+    return 1.0
+
+
+def fails(completion):
+    raise RuntimeError("no idea")
+
+
+def zeros(states):
+    return [0.0] * len(states)
+
+
+# Arguments
 
 
 def test_a_reward_function_gets_the_arguments_it_names():
     seen = {}
 
-    def reward(prompt, completion, answer, info, task, example_id, state, parser, turn):
+    def reward(prompt, completion, answer, info, task, example_id, state, parser, turn, judge):
         seen.update({name: value for name, value in locals().items() if name != "seen"})
         return 1
 
     one, parser = state(), Parser()
-    scored(Rubric([reward], parser=parser), one)
-    assert seen == {
-        "prompt": [user("2 + 2")],
-        "completion": [assistant("4")],
-        "answer": "4",
-        "info": {"k": 1},
-        "task": "sums",
-        "example_id": 0,
-        "state": one,
-        "parser": parser,
-        "turn": 2,
-    }
+    rubric = Rubric([reward], parser=parser)
+    rubric.class_objects["judge"] = 0.25
+    scored(rubric, one)
+    fields = ("prompt", "completion", "answer", "info", "task", "example_id", "turn")
+    given = {name: one[name] for name in fields}
+    assert seen == {**given, "state": one, "parser": parser, "judge": 0.25}
     assert seen["state"] is one
 
 
@@ -90,245 +107,173 @@ def test_a_reward_function_that_takes_keywords_gets_all_of_them():
         seen.update(kwargs)
         return 1
 
-    scored(Rubric([reward]), state())
-    assert {"prompt", "completion", "info", "task", "state", "trajectory"} <= set(
-        seen
-    ) and "answer" not in seen
+    scored(Rubric([reward]))
+    assert {"prompt", "completion", "info", "task", "state", "trajectory"} <= set(seen)
+    assert "answer" not in seen
 
 
-def test_a_default_holds_where_nothing_has_the_name():
-    def reward(threshold=0.5, answer="other"):
-        return threshold + (answer == "4")
-
-    assert scored(Rubric([reward]), state())["reward"] == 1.5
-
-
-def test_further_objects_are_given_by_name():
-    rubric = Rubric([lambda judge: judge])
-    rubric.class_objects["judge"] = 0.25
-    assert scored(rubric, state())["reward"] == 0.25
-
-
-def test_answer_and_info_are_empty_where_the_row_has_none():
-    seen = {}
-
-    def reward(answer, info):
-        seen.update(answer=answer, info=info)
-        return 0
-
-    one = state()
-    del one["answer"]
-    del one["info"]
-    scored(Rubric([reward]), one)
-    assert seen == {"answer": "", "info": {}}
-
-
-def test_the_reward_is_the_weighted_sum_and_the_metrics_are_the_plain_values():
-    def right(completion, answer):
-        return completion[-1]["content"] == answer
-
-    async def length(completion):
-        return len(completion[-1]["content"])
-
-    one = scored(Rubric([right, length], [2.0, 0.0]), state("4"))
-    assert one["reward"] == 2.0 and one["metrics"] == {"right": 1.0, "length": 1.0}
-
-
-def test_steps_without_a_reward_get_the_rollouts():
-    one = state(steps=2)
-    one["trajectory"][0]["reward"] = 0.125
-    scored(Rubric([lambda state: 1.0]), one)
-    assert [step["reward"] for step in one["trajectory"]] == [0.125, 1.0]
-
-
-def test_scoring_again_replaces_the_rollouts_reward_and_that_of_its_steps():
-    one, values = state(), iter([1.0, 0.25])
-    rubric = Rubric([lambda state: next(values)])
-    scored(rubric, one)
-    scored(rubric, one)
-    assert one["reward"] == 0.25 and one["trajectory"][0]["reward"] == 0.25
-
-
-def test_a_rubric_with_a_score_group_of_its_own_is_asked_for_groups():
-    class Ranked(Rubric):
-        async def score_group(self, states):
-            for place, one in enumerate(states):
-                one["reward"], one["metrics"] = float(place), {}
-
-    env = SingleTurnEnv(rubric=Ranked())
-    results = generated(
-        env, [{"question": "q", "example_id": 0}] * 3, ScriptedClient(lambda call: "a")
-    )
-    assert results.reward == [0.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    "plural",
-    [
-        "states",
-        "prompts",
-        "completions",
-        "answers",
-        "infos",
-        "tasks",
-        "example_ids",
-        "ids",
-        "timings",
-        "trajectories",
-    ],
-)
-def test_a_function_that_takes_states_or_another_plural_is_of_a_group(plural):
+def test_a_default_holds_where_nothing_has_the_name_and_answer_and_info_are_empty():
     seen = []
-    source = f"def reward({plural}):\n    seen.append({plural})\n    return [0.0, 1.0]"
-    names = {"seen": seen}
-    exec(source, names)
-    group = [state("3"), state("4")]
-    for place, one in enumerate(group):
-        one.update(id=f"r{place}", timing={"total_ms": place})
-    rubric = Rubric([names["reward"]])
-    assert rubric.compares_rollouts
-    asyncio.run(rubric.score_group(group))
-    singular = "trajectory" if plural == "trajectories" else plural.removesuffix("s")
-    assert seen == [group if plural == "states" else [one[singular] for one in group]]
-    assert [one["reward"] for one in group] == [0.0, 1.0]
+
+    def reward(answer, info, threshold=0.5, task="other"):
+        seen.append((answer, info, task))
+        return threshold
+
+    bare = state()
+    del bare["answer"], bare["info"]
+    assert scored(Rubric([reward]), bare)["reward"] == 0.5
+    assert seen == [("", {}, "sums")]
 
 
 def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
-    def right(completion, grader, strictness=1):
+    def wants(completion, grader, strictness=1):
         return 1.0
 
-    told = (
-        r"TypeError: reward function right asks for grader; there are advantage, answer, .*turn;"
+    error = (
+        r"TypeError: reward function wants asks for grader; there are advantage, answer, .*turn;"
         r" add others to the rubric's class_objects"
     )
-    assert re.match(told, scored(Rubric([right]), state())["error"])
+    assert re.match(error, scored(Rubric([wants]))["error"])
 
 
-def test_score_rollouts_scores_each_by_itself_so_many_at_a_time():
-    under_way, most = [0], [0]
+@pytest.mark.parametrize("bound", ["answer", "parser", "task", "info"])
+def test_what_a_partial_has_bound_is_what_it_is_called_with(bound):
+    def takes_all(completion, **given):
+        return float(given[bound] == "mine")
 
-    async def right(completion, answer):
-        under_way[0] += 1
-        most[0] = max(most[0], under_way[0])
-        await asyncio.sleep(0.001)
-        under_way[0] -= 1
-        return completion[-1]["content"] == answer
+    def names(completion, answer=None, parser=None, task=None, info=None):
+        given = {"answer": answer, "parser": parser, "task": task, "info": info}
+        return float(given[bound] == "mine")
 
-    for bound, expected in ((2, 2), (-1, 6)):
-        most[0] = 0
-        states = [state(str(i)) for i in range(6)]
-        asyncio.run(Rubric([right]).score_rollouts(states, max_concurrent=bound))
-        assert [one["reward"] for one in states] == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0] and most == [
-            expected
-        ]
-    asyncio.run(Rubric([right]).score_rollouts([]))
+    for function in (names, takes_all):
+        rubric = Rubric([partial(function, **{bound: "mine"})], parser=Parser())
+        assert scored(rubric)["reward"] == 1.0
 
 
-def test_score_rollouts_compares_those_of_each_example():
-    states = [
-        state(said, example_id, task=task)
-        for said, example_id, task in (("a", 0, "t"), ("b", 1, "t"), ("cc", 0, "t"), ("d", 0, "u"))
-    ]
-    asyncio.run(
-        RubricGroup(
-            [Rubric([lambda completions: [float(len(one[-1]["content"])) for one in completions]])]
-        ).score_rollouts(states)
-    )
-    assert [one["advantage"] for one in states] == [-0.5, 0.0, 0.5, 0.0]
+def by_place(answer, /):
+    return 1.0
 
 
-def test_a_group_gets_rewards_metrics_and_the_advantage_over_its_mean():
-    def longest(completions):
-        sizes = [len(completion[-1]["content"]) for completion in completions]
-        return [float(size == max(sizes)) for size in sizes]
-
-    async def right(completion, answer):
-        return completion[-1]["content"] == answer
-
-    group = [state("4"), state("44")]
-    asyncio.run(Rubric([longest, right], [1.0, 0.5]).score_group(group))
-    assert [one["reward"] for one in group] == [0.5, 1.0]
-    assert [one["metrics"] for one in group] == [
-        {"longest": 0.0, "right": 1.0},
-        {"longest": 1.0, "right": 0.0},
-    ]
-    assert [one["advantage"] for one in group] == [-0.25, 0.25]
-    assert [one["trajectory"][0]["advantage"] for one in group] == [-0.25, 0.25]
+@pytest.mark.parametrize(
+    ("functions", "weights", "problem"),
+    [
+        ([one_point], [1.0, 2.0], "weights: 2 for 1"),
+        ([length, length], None, "length is there already"),
+        (
+            [by_place],
+            None,
+            "reward function by_place: answer can only be given by position; .* leave out the slash",
+        ),
+    ],
+)
+def test_functions_that_are_no_rubric_are_refused(functions, weights, problem):
+    with pytest.raises(ValueError, match=problem):
+        Rubric(functions, weights)
 
 
-def test_a_function_of_a_group_scores_a_rollout_by_itself_too_which_is_compared_with_nothing():
-    one = scored(Rubric([lambda states: [1.0] * len(states)]), state())
-    assert one["reward"] == 1.0 and one["advantage"] is None
+def test_lambdas_and_partials_are_numbered_from_the_second_of_their_kind():
+    functions = [lambda state: 1.0, partial(sum, [2]), lambda state: 3.0, partial(sum, [4])]
+    rubric = Rubric([*functions, lambda state: 5.0])
+    assert rubric.reward_names == ["<lambda>", "partial", "<lambda>_2", "partial_2", "<lambda>_3"]
 
 
-def test_a_group_function_that_returns_too_few_rewards_is_refused_by_name():
-    def first(states):
-        return [1.0]
-
-    group = [state(), state()]
-    asyncio.run(Rubric([first]).score_group(group))
-    for one in group:
-        assert "first returned 1 rewards for a group of 2" in one["error"]
+# Rewards of a rollout
 
 
-@pytest.mark.parametrize("returned", [1.0, None])
-def test_a_group_function_that_returns_no_list_is_refused_by_name(returned):
-    def best(states):
-        return returned
+def test_the_reward_is_the_weighted_sum_and_the_metrics_are_the_plain_values():
+    async def size(completion):
+        return len(completion[-1]["content"])
 
-    group = [state(), state()]
-    asyncio.run(Rubric([best]).score_group(group))
-    for one in group:
-        assert (
-            f"best returned {returned} for a group of 2 rollouts; return a list with one reward for"
-            " each" in one["error"]
-        )
+    one = scored(Rubric([right, size], [2.0, 0.0]))
+    assert (one["reward"], one["metrics"]) == (2.0, {"right": 1.0, "size": 1.0})
+    empty = scored(Rubric())
+    assert (repr(empty["reward"]), empty["metrics"]) == ("0.0", {})
 
 
-@pytest.mark.parametrize("wrong", [math.nan, None, "good", 10**400])
-def test_a_figure_of_a_group_function_that_is_no_number_fails_its_own_rollout_alone(wrong):
-    def best(states):
-        return [1.0, wrong, 3.0]
-
-    group = [state(), state(), state()]
-    asyncio.run(Rubric([length, best], [0.0, 1.0]).score_group(group))
-    assert [one["error"] is None for one in group] == [True, False, True]
-    assert [one["metrics"].get("best") for one in group] == [1.0, None, 3.0]
-    assert [list(one.get("reward_errors", {})) for one in group] == [[], ["best"], []]
-    assert [(one["reward"], one["advantage"]) for one in group] == [
-        (1.0, -1.0),
-        (0.0, None),
-        (3.0, 1.0),
-    ]
+def test_steps_without_a_reward_get_the_rollouts():
+    one, values = state(steps=2), iter([1.0, 0.25])
+    one["trajectory"][0]["reward"] = 0.125
+    rubric = Rubric([lambda state: next(values)])
+    assert of_steps([scored(rubric, one)], "reward") == [0.125, 1.0]
+    assert of_steps([scored(rubric, one)], "reward") == [0.125, 0.25], "and again the second time"
+    of_group = state(steps=2)
+    of_group["trajectory"][0]["reward"] = 0
+    scored(RubricGroup([Rubric(), Rubric([one_point]), Rubric()]), of_group)
+    assert of_steps([of_group], "reward") == [0, 1.0]
 
 
-def test_rollouts_of_equal_rewards_have_an_advantage_of_exactly_0():
-    states = [state() for _ in range(3)]
-    asyncio.run(Rubric([lambda states: [0.1] * 3]).score_group(states))
-    assert [one["advantage"] for one in states] == [0.0] * 3, (
-        "and not what rounding leaves of the mean"
-    )
-
-
-@pytest.mark.parametrize("value", [None, "good", [1.0], float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [None, "good", [1.0], math.nan, math.inf, 10**400], ids=lambda value: str(value)[:9]
+)
 def test_what_is_no_number_is_refused_by_the_functions_name(value):
     def odd(state):
         return value
 
-    one = scored(Rubric([odd]), state())
+    one = scored(Rubric([odd]))
     assert one["error"].startswith("ValueError: reward function odd returned")
     assert (one["reward"], one["metrics"], list(one["reward_errors"])) == (0.0, {}, ["odd"])
 
 
+@pytest.mark.parametrize(
+    ("rubric", "error", "reward"),
+    [
+        (Rubric([one_point, fails], [1.0, 0.0]), None, 1.0),
+        (RubricGroup([Rubric([one_point]), Rubric([fails], [0.0])]), None, 1.0),
+        (Rubric([one_point, fails]), "RuntimeError: no idea", 0.0),
+        (RubricGroup([Rubric([fails]), Rubric([one_point])]), "RuntimeError: no idea", 0.0),
+    ],
+    ids=["weight 0", "weight 0 in a group", "with a weight", "with a weight in a group"],
+)
+def test_a_function_that_fails_costs_its_own_figure_and_with_a_weight_the_reward(
+    rubric, error, reward
+):
+    one = scored(rubric, state())
+    assert (without_place(one), one["reward"], one["metrics"]) == (
+        error,
+        reward,
+        {"one_point": 1.0},
+    )
+    assert list(one["reward_errors"]) == ["fails"]
+    assert one["reward_errors"]["fails"].startswith("RuntimeError: no idea")
+
+
+def test_a_rollout_that_is_scored_again_when_its_function_is_mended_has_no_error():
+    answers = iter(["none", 1.0])
+
+    def judge(completion):
+        return next(answers)
+
+    one, rubric = state(), Rubric([judge])
+    assert scored(rubric, one)["error"] is not None
+    scored(rubric, one)
+    assert (one["error"], one["reward"], one["metrics"]) == (None, 1.0, {"judge": 1.0})
+    assert "reward_errors" not in one
+
+
+def test_a_plain_function_that_raises_stop_iteration_fails_and_does_not_hang():
+    def first(completion):
+        return next(iter(()))
+
+    one = state()
+    asyncio.run(asyncio.wait_for(Rubric([first]).score_rollout(one), 20))
+    assert "StopIteration" in one["error"]
+
+
 def test_synchronous_reward_functions_do_not_block_the_event_loop():
     seen = threading.Event()
+    threads = {}
 
     def waits(state):
+        threads["plain"] = threading.current_thread()
         return float(seen.wait(20))
+
+    async def on_loop(state):
+        threads["loop"] = threading.current_thread()
+        return 0
 
     async def scored_while_the_loop_goes_on():
         one = state()
-        scoring = asyncio.create_task(Rubric([waits]).score_rollout(one))
+        scoring = asyncio.create_task(Rubric([waits, on_loop]).score_rollout(one))
         for _ in range(5):
             await asyncio.sleep(0.001)
         assert not scoring.done()
@@ -337,34 +282,109 @@ def test_synchronous_reward_functions_do_not_block_the_event_loop():
         return one
 
     assert asyncio.run(scored_while_the_loop_goes_on())["reward"] == 1.0
-
-
-def test_synchronous_reward_functions_run_off_the_loops_thread_and_asynchronous_ones_on_it():
-    threads = {}
-
-    def plain(state):
-        threads["plain"] = threading.current_thread()
-        return 0
-
-    async def on_loop(state):
-        threads["loop"] = threading.current_thread()
-        return 0
-
-    scored(Rubric([plain, on_loop]), state())
     assert threads["loop"] is threading.current_thread() is not threads["plain"]
 
 
+# Groups of rollouts
+
+
+@pytest.mark.parametrize(
+    ("plural", "singular"),
+    [
+        ("states", None),
+        ("trajectories", "trajectory"),
+        *(
+            (f"{name}s", name)
+            for name in ("prompt", "completion", "answer", "info", "task", "example_id", "id")
+        ),
+        ("timings", "timing"),
+    ],
+)
+def test_a_function_that_takes_states_or_another_plural_is_of_a_group(plural, singular):
+    names = {"seen": []}
+    exec(f"def reward({plural}):\n    seen.append({plural})\n    return [0.0, 1.0]", names)
+    group = [state("3"), state("4")]
+    for place, one in enumerate(group):
+        one.update(id=f"r{place}", timing={"total_ms": place})
+    rubric = Rubric([names["reward"]])
+    assert rubric.compares_rollouts
+    asyncio.run(rubric.score_group(group))
+    assert names["seen"] == [group if singular is None else [one[singular] for one in group]]
+    assert each(group, "reward") == [0.0, 1.0]
+
+
+def test_a_group_gets_rewards_metrics_and_the_advantage_over_its_mean():
+    def longest(completions):
+        sizes = [length(completion) for completion in completions]
+        return [float(size == max(sizes)) for size in sizes]
+
+    async def is_right(completion, answer):
+        return right(completion, answer)
+
+    group = scored_group(Rubric([longest, is_right], [1.0, 0.5]), state("4"), state("44"))
+    assert each(group, "reward", "metrics") == [
+        (0.5, {"longest": 0.0, "is_right": 1.0}),
+        (1.0, {"longest": 1.0, "is_right": 0.0}),
+    ]
+    assert each(group, "advantage") == of_steps(group, "advantage") == [-0.25, 0.25]
+
+
+def test_rollouts_of_equal_rewards_have_an_advantage_of_exactly_0():
+    group = scored_group(Rubric([lambda states: [0.1] * 3]), state(), state(), state())
+    assert each(group, "advantage") == [0.0] * 3, "and not what rounding leaves of the mean"
+
+
+def test_a_function_of_a_group_scores_a_rollout_by_itself_too_which_is_compared_with_nothing():
+    one = scored(Rubric([lambda states: [1.0] * len(states)]))
+    assert (one["reward"], one["advantage"]) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ([1.0], "best returned 1 rewards for a group of 2"),
+        (
+            1.0,
+            "best returned 1.0 for a group of 2 rollouts; return a list with one reward for each",
+        ),
+        (None, "best returned None for a group of 2 rollouts; return a list"),
+    ],
+)
+def test_a_group_function_that_does_not_return_one_reward_for_each_is_refused_by_name(
+    returned, problem
+):
+    def best(states):
+        return returned
+
+    for one in scored_group(Rubric([best]), state(), state()):
+        assert problem in one["error"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [math.nan, None, "good", 10**400], ids=lambda value: str(value)[:9]
+)
+def test_a_figure_of_a_group_function_that_is_no_number_fails_its_own_rollout_alone(wrong):
+    def best(states):
+        return [1.0, wrong, 3.0]
+
+    group = scored_group(Rubric([length, best], [0.0, 1.0]), state(), state(), state())
+    assert [one["error"] is None for one in group] == [True, False, True]
+    assert [one["metrics"].get("best") for one in group] == [1.0, None, 3.0]
+    assert [list(one.get("reward_errors", {})) for one in group] == [[], ["best"], []]
+    assert each(group, "reward", "advantage") == [(1.0, -1.0), (0.0, None), (3.0, 1.0)]
+
+
 def test_a_function_of_one_rollout_is_called_at_once_for_all_rollouts_of_a_group():
-    under_way = [0]
+    under_way = []
 
     async def all_of_them(state):
-        under_way[0] += 1
-        while under_way[0] < 8:
+        under_way.append(state)
+        while len(under_way) < 8:
             await asyncio.sleep(0.001)
         return 1.0
 
-    rubric = Rubric([all_of_them, lambda states: [0.0] * len(states)])
-    asyncio.run(asyncio.wait_for(rubric.score_group([state() for _ in range(8)]), 20))
+    work = Rubric([all_of_them, zeros]).score_group([state() for _ in range(8)])
+    asyncio.run(asyncio.wait_for(work, 20))
 
 
 def test_what_a_function_raises_costs_no_other_rollout_of_its_group_anything():
@@ -377,52 +397,72 @@ def test_what_a_function_raises_costs_no_other_rollout_of_its_group_anything():
         ended.append(answer)
         return 1.0
 
-    group = [state("bad"), state("4")]
-    asyncio.run(Rubric([reward, lambda states: [0.0, 0.5]]).score_group(group))
+    group = scored_group(Rubric([reward, lambda states: [0.0, 0.5]]), state("bad"), state("4"))
     assert ended == ["4"]
     assert [without_place(one) for one in group] == ["RuntimeError: no", None]
-    assert [one["metrics"] for one in group] == [
-        {"<lambda>": 0.0},
-        {"reward": 1.0, "<lambda>": 0.5},
-    ]
-    assert [(one["reward"], one["advantage"]) for one in group] == [(0.0, None), (1.5, 0.0)]
+    assert each(group, "metrics") == [{"<lambda>": 0.0}, {"reward": 1.0, "<lambda>": 0.5}]
+    assert each(group, "reward", "advantage") == [(0.0, None), (1.5, 0.0)]
 
 
-def fails(completion):
-    raise RuntimeError("no idea")
+def test_score_rollouts_scores_each_by_itself_so_many_at_a_time():
+    under_way, most = set(), []
+
+    async def is_right(completion, answer, state):
+        under_way.add(id(state))
+        most.append(len(under_way))
+        await asyncio.sleep(0.001)
+        under_way.discard(id(state))
+        return right(completion, answer)
+
+    for bound, expected in ((2, 2), (-1, 6)):
+        most.clear()
+        states = [state(str(i)) for i in range(6)]
+        asyncio.run(Rubric([is_right]).score_rollouts(states, max_concurrent=bound))
+        assert each(states, "reward") == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+        assert max(most) == expected
+    asyncio.run(Rubric([is_right]).score_rollouts([]))
 
 
-def one_point(completion):
-    return 1.0
+def test_score_rollouts_compares_those_of_each_example():
+    given = (("a", 0, "t"), ("b", 1, "t"), ("cc", 0, "t"), ("d", 0, "u"))
+    states = [state(said, example_id, task=task) for said, example_id, task in given]
+    compared = Rubric([lambda completions: [length(one) for one in completions]])
+    asyncio.run(RubricGroup([compared]).score_rollouts(states))
+    assert each(states, "advantage") == [-0.5, 0.0, 0.5, 0.0]
 
 
-def test_a_function_of_weight_0_that_fails_costs_a_rollout_nothing_but_its_own_figure():
-    for rubric in (
-        Rubric([one_point, fails], [1.0, 0.0]),
-        RubricGroup([Rubric([one_point]), Rubric([fails], [0.0])]),
-    ):
-        one = scored(rubric, state())
-        assert (one["error"], one["reward"], one["metrics"]) == (None, 1.0, {"one_point": 1.0})
-        assert one["reward_errors"]["fails"].startswith("RuntimeError: no idea")
+def test_states_with_the_keys_of_the_documents_own_init_state_are_scored():
+    """Without `advantage`, without a reward in the steps, and without a trajectory at all."""
+    made = []
+    for trajectory in ([{"prompt": [], "completion": [], "tokens": None}], None):
+        one = state()
+        del one["advantage"], one["trajectory"]
+        made.append(one if trajectory is None else one | {"trajectory": trajectory})
+    group = scored_group(Rubric([lambda states: [1.0, 0.0]]), *made)
+    assert each(group, "advantage") == [0.5, -0.5]
+    assert of_steps(group[:1], "reward") == [1.0] and of_steps(group[:1], "advantage") == [0.5]
+    bare = State(completion="4", task="sums", example_id=0)
+    asyncio.run(Rubric([lambda completion: float(completion)]).score_rollouts([bare]))
+    assert bare["reward"] == 4.0
 
 
-def test_where_a_function_with_a_weight_fails_there_is_no_reward_and_the_other_figures_stay():
-    for rubric in (Rubric([one_point, fails]), RubricGroup([Rubric([fails]), Rubric([one_point])])):
-        one = scored(rubric, state())
-        assert without_place(one) == "RuntimeError: no idea"
-        assert (one["reward"], one["metrics"], list(one["reward_errors"])) == (
-            0.0,
-            {"one_point": 1.0},
-            ["fails"],
-        )
+# Groups of rubrics
+
+
+def test_rubrics_in_a_group_add_up_and_so_do_metrics_of_one_name():
+    def early(state):
+        return 0.5
+
+    group = RubricGroup([Rubric([one_point]), Rubric([one_point, early], [2.0, 1.0])])
+    one = scored(group, state())
+    assert (one["reward"], one["metrics"]) == (3.5, {"one_point": 2.0, "early": 0.5})
+    assert of_steps([one], "reward") == [3.5]
+    assert group.reward_names == ["one_point", "early"] and not group.compares_rollouts
+    with pytest.raises(ValueError, match="at least one"):
+        RubricGroup([])
 
 
 def test_a_sum_of_two_metrics_of_one_name_is_missing_where_one_of_them_is():
-    one = scored(
-        RubricGroup([Rubric([one_point, fails], [1.0, 0.0]), Rubric([lambda state: 2.0])]), state()
-    )
-    assert one["metrics"] == {"one_point": 1.0, "<lambda>": 2.0}
-
     def wrong(state):
         raise RuntimeError("no idea")
 
@@ -431,132 +471,12 @@ def test_a_sum_of_two_metrics_of_one_name_is_missing_where_one_of_them_is():
     assert (one["metrics"], one["reward"]) == ({}, 1.0)
 
 
-def test_a_rollout_that_is_scored_again_when_its_function_is_mended_has_no_error():
-    answers = iter(["none", 1.0])
-
-    def judge(completion):
-        return next(answers)
-
-    one, rubric = state(), Rubric([judge])
-    scored(rubric, one)
-    assert one["error"] is not None
-    scored(rubric, one)
-    assert (one["error"], one["reward"], one["metrics"], "reward_errors" in one) == (
-        None,
-        1.0,
-        {"judge": 1.0},
-        False,
-    )
-
-
-def test_weights_have_to_be_as_many_as_functions_and_names_have_to_differ():
-    with pytest.raises(ValueError, match="weights: 2 for 1"):
-        Rubric([lambda state: 1.0], [1.0, 2.0])
-    with pytest.raises(ValueError, match="length is there already"):
-        Rubric([length, length])
-
-
-def test_rubrics_in_a_group_add_up_and_so_do_metrics_of_one_name():
-    def right(state):
-        return 1.0
-
-    def early(state):
-        return 0.5
-
-    group = RubricGroup([Rubric([right]), Rubric([right, early], [2.0, 1.0])])
-    one = scored(group, state())
-    assert one["reward"] == 3.5 and one["metrics"] == {"right": 2.0, "early": 0.5}
-    assert one["trajectory"][0]["reward"] == 3.5
-    assert group.reward_names == ["right", "early"] and not group.compares_rollouts
-
-
 def test_a_group_of_rubrics_compares_rollouts_where_one_of_them_does():
-    def best(states):
-        return [float(place) for place in range(len(states))]
-
-    def right(state):
-        return 1.0
-
-    group = RubricGroup([Rubric([right]), Rubric([best])])
-    both = [state(), state()]
+    group = RubricGroup([Rubric([one_point]), Rubric([lambda states: [0.0, 1.0]])])
     assert group.compares_rollouts
-    asyncio.run(group.score_group(both))
-    assert [one["reward"] for one in both] == [1.0, 2.0]
-    assert [one["advantage"] for one in both] == [-0.5, 0.5]
-    assert [one["trajectory"][0]["reward"] for one in both] == [1.0, 2.0]
-    assert [one["trajectory"][0]["advantage"] for one in both] == [-0.5, 0.5]
-
-
-def test_a_group_of_rubrics_has_at_least_one():
-    with pytest.raises(ValueError, match="at least one"):
-        RubricGroup([])
-
-
-def test_a_steps_own_reward_outlives_every_rubric_of_a_group():
-    one = state(steps=2)
-    one["trajectory"][0]["reward"] = 0
-    scored(RubricGroup([Rubric(), Rubric([lambda state: 1.0]), Rubric()]), one)
-    assert [step["reward"] for step in one["trajectory"]] == [0, 1.0]
-
-
-def test_the_reward_of_no_functions_is_0():
-    one = scored(Rubric(), state())
-    assert one["reward"] == 0.0 and isinstance(one["reward"], float) and one["metrics"] == {}
-
-
-def test_lambdas_and_partials_are_numbered_from_the_second_of_their_kind():
-    rubric = Rubric(
-        [
-            lambda state: 1.0,
-            partial(sum, [2]),
-            lambda state: 3.0,
-            partial(sum, [4]),
-            lambda state: 5.0,
-        ]
-    )
-    assert rubric.reward_names == ["<lambda>", "partial", "<lambda>_2", "partial_2", "<lambda>_3"]
-
-
-def test_states_with_the_keys_of_the_documents_own_init_state_are_scored():
-    """Without `advantage`, without a reward in the steps, and without a trajectory at all."""
-
-    def made(**fields):
-        row = {
-            "prompt": [user("2 + 2")],
-            "answer": "4",
-            "task": "sums",
-            "info": {},
-            "example_id": 0,
-        }
-        return State(
-            input=row,
-            is_completed=False,
-            oai_tools=[],
-            completion=[assistant("4")],
-            reward=None,
-            metrics=None,
-            **fields,
-        )
-
-    group = [made(trajectory=[{"prompt": [], "completion": [], "tokens": None}]), made()]
-    asyncio.run(Rubric([lambda states: [1.0, 0.0]]).score_group(group))
-    assert [one["advantage"] for one in group] == [0.5, -0.5]
-    assert (group[0]["trajectory"][0]["reward"], group[0]["trajectory"][0]["advantage"]) == (
-        1.0,
-        0.5,
-    )
-    bare = State(completion="4", task="sums", example_id=0)
-    asyncio.run(Rubric([lambda completion: float(completion)]).score_rollouts([bare]))
-    assert bare["reward"] == 4.0
-
-
-def test_a_plain_function_that_raises_stop_iteration_fails_and_does_not_hang():
-    def first(completion):
-        return next(iter(()))
-
-    one = state()
-    asyncio.run(asyncio.wait_for(Rubric([first]).score_rollout(one), 20))
-    assert "StopIteration" in one["error"]
+    both = scored_group(group, state(), state())
+    assert each(both, "reward") == of_steps(both, "reward") == [1.0, 2.0]
+    assert each(both, "advantage") == of_steps(both, "advantage") == [-0.5, 0.5]
 
 
 # Rubrics of users, which change what they were given
@@ -569,20 +489,8 @@ EXAMPLE = [
 """Two rollouts of it, which `length` rewards with 1 and 3."""
 
 
-def length(completion):
-    return float(len(completion[-1]["content"]))
-
-
-def scored_example(rubric: Rubric) -> list[State]:
+def scored_example(rubric):
     return generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo)).state
-
-
-def echo(call):
-    return call.text
-
-
-def of_steps(states: list[State], field: str) -> list[float | None]:
-    return [step[field] for one in states for step in one["trajectory"]]
 
 
 class Bonus(Rubric):
@@ -608,23 +516,39 @@ class Tenfold(Rubric):
             one["advantage"] *= 10
 
 
-def test_a_reward_that_a_rubric_changes_after_it_was_given_is_that_of_the_steps_too():
-    states = scored_example(Bonus([length]))
-    assert [one["reward"] for one in states] == of_steps(states, "reward") == [6.0, 3.0]
-    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [1.5, -1.5]
+class Places(Rubric):
+    """Rewards by place, and gives no metrics."""
+
+    async def score_group(self, states):
+        for place, one in enumerate(states):
+            one.update(reward=float(place), metrics={})
 
 
-def test_a_reward_that_a_rubric_sets_itself_is_that_of_the_steps_without_one():
-    class Own(Rubric):
-        async def score_rollout(self, state):
-            state["reward"], state["metrics"] = 2.0, {}
-
-    assert of_steps(scored_example(Own()), "reward") == [2.0, 2.0]
-
-
-def test_an_advantage_that_a_rubric_changes_after_it_was_given_is_that_of_the_steps_too():
-    states = scored_example(Tenfold([length]))
-    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [-10.0, 10.0]
+@pytest.mark.parametrize(
+    ("rubric", "rewards", "advantages"),
+    [
+        (Bonus([length]), [6.0, 3.0], [1.5, -1.5]),
+        (GroupBonus([length]), [6.0, 3.0], [1.5, -1.5]),
+        (Tenfold([length]), [1.0, 3.0], [-10.0, 10.0]),
+        (Places(), [0.0, 1.0], [-0.5, 0.5]),
+        (RubricGroup([Bonus([length]), Rubric([length])]), [7.0, 6.0], [0.5, -0.5]),
+        (RubricGroup([GroupBonus([length]), Rubric([length])]), [7.0, 6.0], [0.5, -0.5]),
+    ],
+    ids=[
+        "a reward is changed after it was given",
+        "a reward is changed after it was compared",
+        "an advantage is changed",
+        "a score_group of its own",
+        "a reward is changed in a group of rubrics",
+        "a compared one is changed in a group of rubrics",
+    ],
+)
+def test_what_a_rubric_sets_itself_is_that_of_the_steps_too_and_is_compared_again(
+    rubric, rewards, advantages
+):
+    states = scored_example(rubric)
+    assert each(states, "reward") == of_steps(states, "reward") == rewards
+    assert each(states, "advantage") == of_steps(states, "advantage") == advantages
 
 
 def test_a_step_that_a_rubric_has_set_since_keeps_its_own():
@@ -637,16 +561,8 @@ def test_a_step_that_a_rubric_has_set_since_keeps_its_own():
                 one["advantage"] *= 10
 
     states = scored_example(Own([length]))
-    assert of_steps(states, "reward") == [0.5, 4.0] and of_steps(states, "advantage") == [
-        0.125,
-        10.0,
-    ]
-
-
-def test_rewards_that_a_rubric_changes_after_they_were_compared_are_compared_again():
-    states = scored_example(GroupBonus([length]))
-    assert [one["reward"] for one in states] == of_steps(states, "reward") == [6.0, 3.0]
-    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [1.5, -1.5]
+    assert of_steps(states, "reward") == [0.5, 4.0]
+    assert of_steps(states, "advantage") == [0.125, 10.0]
 
 
 def test_an_advantage_that_a_rubric_sets_itself_stays_where_rewards_are_compared_again():
@@ -656,23 +572,14 @@ def test_an_advantage_that_a_rubric_sets_itself_stays_where_rewards_are_compared
             states[1]["advantage"] = 0.25
 
     states = scored_example(Own([length]))
-    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [1.5, 0.25]
+    assert each(states, "advantage") == of_steps(states, "advantage") == [1.5, 0.25]
     settle(states, Rubric())
-    assert [one["advantage"] for one in states] == [1.5, 0.25]
-
-
-@pytest.mark.parametrize("bonus", [Bonus, GroupBonus])
-def test_in_a_group_of_rubrics_steps_have_the_sum_whatever_one_of_them_changes(bonus):
-    states = scored_example(RubricGroup([bonus([length]), Rubric([length])]))
-    assert [one["reward"] for one in states] == of_steps(states, "reward") == [7.0, 6.0]
-    assert [one["advantage"] for one in states] == of_steps(states, "advantage") == [0.5, -0.5]
+    assert each(states, "advantage") == [1.5, 0.25]
 
 
 def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_another():
-    compared, own = (
-        scored_example(Rubric([length, lambda states: [0.0] * len(states)])),
-        scored_example(Tenfold([length])),
-    )
+    compared = scored_example(Rubric([length, zeros]))
+    own = scored_example(Tenfold([length]))
     assert [relative_steps(one) for one in (*compared, *own, state())] == [[0], [0], [], [], None]
     again = pickle.loads(pickle.dumps(compared[0]))
     assert relative_steps(again) == relative_steps(compared[0].copy()) == [0]
@@ -680,11 +587,11 @@ def test_a_step_holds_the_groups_advantage_until_a_rubric_or_somebody_sets_anoth
     assert relative_steps(again) == []
 
 
-@pytest.mark.parametrize("made", [lambda score: score, asyncio.ensure_future])
-def test_a_score_rollout_may_be_a_plain_function_or_give_a_task(made):
+@pytest.mark.parametrize("wrapped", [lambda score: score, asyncio.ensure_future])
+def test_a_score_rollout_may_be_a_plain_function_or_give_a_task(wrapped):
     class Own(Rubric):
         def score_rollout(self, state):
-            return made(super().score_rollout(state))
+            return wrapped(super().score_rollout(state))
 
     class Plain(Rubric):
         def score_rollout(self, state):
@@ -692,37 +599,8 @@ def test_a_score_rollout_may_be_a_plain_function_or_give_a_task(made):
 
     asyncio.run(Plain().score_rollouts([state(), state()]))
     for rubric in (Own([length]), Plain(), RubricGroup([Own([length]), Plain()])):
-        results = generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo))
-        assert results.metadata.num_errors == 0 and all(results.reward)
-
-
-@pytest.mark.parametrize("bound", ["answer", "parser", "task", "info"])
-def test_what_a_partial_has_bound_is_what_it_is_called_with(bound):
-    def says(completion, **given):
-        return float(given[bound] == "mine")
-
-    def names(completion, answer=None, parser=None, task=None, info=None):
-        return float(
-            {"answer": answer, "parser": parser, "task": task, "info": info}[bound] == "mine"
-        )
-
-    for function in (names, says):
-        rubric = Rubric([partial(function, **{bound: "mine"})], parser=Parser())
-        assert scored(rubric, state())["reward"] == 1.0
-
-
-def test_a_function_that_takes_its_arguments_by_position_alone_is_refused_with_the_remedy():
-    def by_place(answer, /):
-        return 1.0
-
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"reward function by_place: answer can only be given by position; .* leave out the"
-            r" slash"
-        ),
-    ):
-        Rubric([by_place])
+        states = scored_example(rubric)
+        assert each(states, "error") == [None, None] and all(each(states, "reward"))
 
 
 @pytest.mark.parametrize("base", [Rubric, RubricGroup])
@@ -735,7 +613,7 @@ def test_a_score_group_of_a_subclass_is_called_with_the_rollouts_of_an_example(b
             await super().score_group(states)
 
     rubric = Own([length]) if base is Rubric else Own([Rubric([length])])
-    assert [one["advantage"] for one in scored_example(rubric)] == [-1.0, 1.0]
+    assert each(scored_example(rubric), "advantage") == [-1.0, 1.0]
     scored(rubric, state())
     scored(RubricGroup([rubric]), state())
     assert numbers == [2, 1], "by itself, a rollout is in no group"
@@ -753,33 +631,27 @@ class Left(Rubric):
 
 
 @pytest.mark.parametrize(
-    "value", [None, "good", math.nan, [1.0], 10**400], ids=["none", "text", "nan", "list", "huge"]
+    "value", [None, "good", math.nan, [1.0], 10**400], ids=lambda value: str(value)[:9]
 )
-@pytest.mark.parametrize(
-    "wrapped",
-    [lambda rubric: rubric, lambda rubric: RubricGroup([rubric])],
-    ids=["alone", "in_a_group"],
-)
+@pytest.mark.parametrize("is_in_a_group", [False, True])
 def test_a_reward_or_metric_that_a_rubric_leaves_and_that_is_no_number_is_the_error_of_its_rollout(
-    value, wrapped
+    value, is_in_a_group
 ):
-    states = scored_example(wrapped(Left(reward=value)))
-    assert [one["error"] for one in states] == [
-        f"ValueError: Left gave the reward {value!r}; give a finite number"
-    ] * 2
-    states = scored_example(wrapped(Left(metrics={"judge": value})))
-    assert [one["error"] for one in states] == [
-        f"ValueError: Left gave the metric judge = {value!r}; give a finite number, or leave it out"
-    ] * 2
-    assert [(one["reward"], one["metrics"]) for one in states] == [(0.0, {})] * 2
+    for fields, figure, remedy in (
+        ({"reward": value}, "the reward", ""),
+        ({"metrics": {"judge": value}}, "the metric judge =", ", or leave it out"),
+    ):
+        rubric = Left(**fields)
+        states = scored_example(RubricGroup([rubric]) if is_in_a_group else rubric)
+        error = f"ValueError: Left gave {figure} {value!r}; give a finite number{remedy}"
+        assert each(states, "error", "reward", "metrics") == [(error, 0.0, {})] * 2
 
 
 def test_truth_values_and_numbers_of_numpy_are_numbers():
-    rubric = Left(
-        reward=np.float32(0.5), metrics={"right": True, "close": np.True_, "size": np.int64(3)}
-    )
-    results = generated(SingleTurnEnv(rubric=RubricGroup([rubric])), EXAMPLE, ScriptedClient(echo))
-    assert [one["error"] for one in results.state] == [None, None] and results.reward == [0.5, 0.5]
+    metrics = {"right": True, "close": np.True_, "size": np.int64(3)}
+    rubric = RubricGroup([Left(reward=np.float32(0.5), metrics=metrics)])
+    results = generated(SingleTurnEnv(rubric=rubric), EXAMPLE, ScriptedClient(echo))
+    assert each(results.state, "error", "reward") == [(None, 0.5)] * 2
     assert results.metadata.avg_metrics == {"right": 1.0, "close": 1.0, "size": 3.0}
 
 
@@ -789,9 +661,9 @@ def test_truth_values_and_numbers_of_numpy_are_numbers():
 class Ranked(Rubric):
     """Rewards each rollout by its place among all, longest last."""
 
-    def __init__(self, asks_super):
+    def __init__(self, asks_super, leaves=None):
         super().__init__([length])
-        self.asks_super = asks_super
+        self.asks_super, self.leaves = asks_super, leaves
         self.calls = []
 
     async def score_rollouts(self, states, max_concurrent=-1):
@@ -800,32 +672,33 @@ class Ranked(Rubric):
             await super().score_rollouts(states, max_concurrent)
         for place, one in enumerate(sorted(states, key=lambda one: length(one["completion"]))):
             one["reward"] = float(place)
+        if self.leaves is not None:
+            states[self.leaves]["reward"] = None
 
 
 THREE = [{"question": question, "answer": "?"} for question in ("ccc", "a", "bb")]
 
 
+def scored_at_once(rubric, client=None, **kwargs):
+    env = SingleTurnEnv(rubric=rubric)
+    client = client or ScriptedClient(echo)
+    return generated(env, THREE, client, interleave_scoring=False, **kwargs)
+
+
 @pytest.mark.parametrize("asks_super", [True, False])
 def test_a_score_rollouts_of_a_subclass_is_what_scores_in_the_two_phase_way(asks_super):
-    told, rubric = [], Ranked(asks_super)
-    results = generated(
-        SingleTurnEnv(rubric=rubric),
-        THREE,
-        ScriptedClient(echo),
-        interleave_scoring=False,
+    done, rubric = [], Ranked(asks_super)
+    results = scored_at_once(
+        rubric,
         max_concurrent_scoring=2,
-        on_rollout=lambda place, one: told.append((place, one["reward"])),
+        on_rollout=lambda place, one: done.append((place, one["reward"])),
     )
     assert rubric.calls == [(3, 2)]
-    assert results.reward == [2.0, 0.0, 1.0] == of_steps(results.state, "reward")
-    assert sorted(told) == [(0, 2.0), (1, 0.0), (2, 1.0)], (
-        "nobody hears of a reward before it is final"
-    )
+    assert results.reward == of_steps(results.state, "reward") == [2.0, 0.0, 1.0]
+    assert sorted(done) == [(0, 2.0), (1, 0.0), (2, 1.0)], "of no reward before it is final"
     assert results.metrics == ({"length": [3.0, 1.0, 2.0]} if asks_super else {})
-    assert all(
-        one["timing"]["total_ms"] == one["timing"]["generation_ms"] + one["timing"]["scoring_ms"]
-        for one in results.state
-    )
+    for timing in each(results.state, "timing"):
+        assert timing["total_ms"] == timing["generation_ms"] + timing["scoring_ms"]
     generated(SingleTurnEnv(rubric=rubric), THREE, ScriptedClient(echo))
     assert rubric.calls == [(3, 2)], "interleaved, each is scored as soon as it is there"
 
@@ -840,64 +713,39 @@ def test_in_a_group_of_rubrics_each_ones_own_score_rollouts_is_asked_and_the_rew
             raise RuntimeError("no idea")
         return 0.25
 
-    told, ranked = [], Ranked(asks_super)
-    group = RubricGroup(
-        [
-            Rubric([one_point, picky], [1.0, 0.0]),
-            ranked,
-            Rubric([lambda states: [0.5] * len(states)] if compares else []),
-        ]
-    )
-    env = SingleTurnEnv(rubric=group)
-    given = {"interleave_scoring": False, "max_concurrent_scoring": 2}
-    results = generated(
-        env,
-        THREE,
-        ScriptedClient(echo),
-        on_rollout=lambda place, one: told.append((place, one["reward"])),
-        **given,
+    done, ranked = [], Ranked(asks_super)
+    half = Rubric([lambda states: [0.5] * len(states)] if compares else [])
+    group = RubricGroup([Rubric([one_point, picky], [1.0, 0.0]), ranked, half])
+    results = scored_at_once(
+        group,
+        max_concurrent_scoring=2,
+        on_rollout=lambda place, one: done.append((place, one["reward"])),
     )
     more = 0.5 * compares
     assert ranked.calls == [(3, 2)]
-    assert (
-        results.reward == [3.0 + more, 1.0 + more, 2.0 + more] == of_steps(results.state, "reward")
-    )
-    assert sorted(told) == list(enumerate(results.reward))
-    assert (results.metrics["one_point"], results.metrics["picky"]) == (
-        [1.0] * 3,
-        [0.25, None, 0.25],
-    )
+    assert results.reward == of_steps(results.state, "reward") == [3 + more, 1 + more, 2 + more]
+    assert sorted(done) == list(enumerate(results.reward))
+    assert results.metrics["one_point"] == [1.0] * 3
+    assert results.metrics["picky"] == [0.25, None, 0.25]
     assert results.metrics.get("length") == ([3.0, 1.0, 2.0] if asks_super else None)
-    assert [one["error"] for one in results.state] == [
-        None
-    ] * 3 and results.metadata.num_reward_errors == {"picky": 1}
-    assert [one["advantage"] for one in results.state] == [0.0] * 3
-    generated(env, THREE, ScriptedClient(echo))
+    assert results.metadata.num_reward_errors == {"picky": 1}
+    assert each(results.state, "error", "advantage") == [(None, 0.0)] * 3
+    generated(SingleTurnEnv(rubric=group), THREE, ScriptedClient(echo))
     assert ranked.calls == [(3, 2)], "interleaved, each is scored as soon as it is there"
 
 
-def test_what_one_rubric_of_a_group_leaves_unsound_is_one_rollouts_failure_and_the_next_is_not_asked_for_it():
-    class Leaves(Ranked):
-        async def score_rollouts(self, states, max_concurrent=-1):
-            await super().score_rollouts(states, max_concurrent)
-            states[1]["reward"] = None
-
-    last = Ranked(True)
-    group = RubricGroup([Leaves(True), last])
-    results = generated(
-        SingleTurnEnv(rubric=group), THREE, ScriptedClient(echo), interleave_scoring=False
-    )
-    assert [one["error"] for one in results.state] == [
-        None,
-        "ValueError: Leaves gave the reward None; give a finite number",
-        None,
-    ]
-    assert last.calls == [(2, -1)]
-    assert results.reward == [3.0, 0.0, 1.0] and [one["metrics"] for one in results.state] == [
-        {"length": 6.0},
-        {},
-        {"length": 4.0},
-    ]
+@pytest.mark.parametrize("is_in_a_group", [False, True])
+def test_what_a_score_rollouts_leaves_unsound_is_one_rollouts_failure_and_no_other_rubric_is_asked(
+    is_in_a_group,
+):
+    leaves, last = Ranked(True, leaves=1), Ranked(True)
+    results = scored_at_once(RubricGroup([leaves, last]) if is_in_a_group else leaves)
+    error = "ValueError: Ranked gave the reward None; give a finite number"
+    assert each(results.state, "error") == [None, error, None]
+    if is_in_a_group:
+        assert last.calls == [(2, -1)]
+        assert results.reward == [3.0, 0.0, 1.0]
+        assert each(results.state, "metrics") == [{"length": 6.0}, {}, {"length": 4.0}]
 
 
 def test_rollouts_that_failed_are_not_scored_in_the_two_phase_way_either():
@@ -905,44 +753,24 @@ def test_rollouts_that_failed_are_not_scored_in_the_two_phase_way_either():
         return status_error(400, "bad") if call.text == "a" else call.text
 
     rubric = Ranked(asks_super=True)
-    results = generated(
-        SingleTurnEnv(rubric=rubric), THREE, ScriptedClient(script), interleave_scoring=False
-    )
+    results = scored_at_once(rubric, ScriptedClient(script))
     assert rubric.calls == [(2, -1)]
-    assert results.reward == [1.0, 0.0, 0.0] and results.metrics == {"length": [3.0, None, 2.0]}
+    assert (results.reward, results.metrics) == ([1.0, 0.0, 0.0], {"length": [3.0, None, 2.0]})
 
 
-def test_a_score_rollouts_that_fails_fails_what_it_scores_and_what_it_leaves_unsound_is_one_rollouts_failure():
+def test_a_score_rollouts_that_fails_fails_what_it_scores():
     class Fails(Rubric):
         async def score_rollouts(self, states, max_concurrent=-1):
             raise RuntimeError("no idea")
 
-    class Leaves(Ranked):
-        async def score_rollouts(self, states, max_concurrent=-1):
-            await super().score_rollouts(states, max_concurrent)
-            states[1]["reward"] = None
-
-    results = generated(
-        SingleTurnEnv(rubric=Fails([length])), THREE, ScriptedClient(echo), interleave_scoring=False
-    )
+    results = scored_at_once(Fails([length]))
     assert [without_place(one) for one in results.state] == ["RuntimeError: no idea"] * 3
     assert results.reward == [0.0] * 3
-    results = generated(
-        SingleTurnEnv(rubric=Leaves(True)), THREE, ScriptedClient(echo), interleave_scoring=False
-    )
-    assert [one["error"] for one in results.state] == [
-        None,
-        "ValueError: Leaves gave the reward None; give a finite number",
-        None,
-    ]
 
 
 def test_each_environment_of_a_group_has_its_rollouts_scored_by_its_own_rubric_in_the_two_phase_way():
     rubrics = [Ranked(True), Ranked(True)]
-    envs = [
-        SingleTurnEnv(dataset=THREE[: place + 1], rubric=rubric)
-        for place, rubric in enumerate(rubrics)
-    ]
+    envs = [SingleTurnEnv(THREE[: 1 + i], rubric=rubric) for i, rubric in enumerate(rubrics)]
     group = EnvGroup(envs, ["one", "two"])
     results = generated(group, group.get_dataset(), ScriptedClient(echo), interleave_scoring=False)
     assert [rubric.calls for rubric in rubrics] == [[(1, -1)], [(2, -1)]]

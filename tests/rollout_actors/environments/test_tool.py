@@ -50,19 +50,32 @@ def fail(reason: str) -> str:
     raise KeyError(reason)
 
 
-def tool_messages(state: State) -> list[dict[str, Any]]:
-    return [message for message in state["completion"] if message["role"] == "tool"]
+def wait() -> str:
+    raise TimeoutError
+
+
+def python(code: str) -> None:
+    exec(code)
+
+
+def calls(*named: tuple[str, Any]) -> ScriptedClient:
+    """Say these in one message, and then that it is done."""
+    return ScriptedClient([Answer(None, tool_calls=named), "done"])
+
+
+def contents(state: State) -> list[str]:
+    return [message["content"] for message in state["completion"] if message["role"] == "tool"]
 
 
 def contents_after(
-    calls: list[tuple[str, Any]], tools: Any = (area, echo, fail), **kwargs: Any
+    named: list[tuple[str, Any]], tools: Any = (area, echo, fail), **kwargs: Any
 ) -> list[str]:
     """What the tool messages say that answer one message with these calls."""
-    client = ScriptedClient([Answer(None, tool_calls=calls), "done"])
-    return [
-        message["content"]
-        for message in tool_messages(rolled_out(ToolEnv(tools, **kwargs), ROW, client))
-    ]
+    return contents(rolled_out(ToolEnv(tools, **kwargs), ROW, calls(*named)))
+
+
+def parameters_of(tool: Any) -> dict[str, Any]:
+    return convert_tool_to_oai_format(tool)["function"]["parameters"]
 
 
 # What the model is told
@@ -85,6 +98,8 @@ def test_the_schema_comes_from_signature_type_hints_and_docstring():
             },
         },
     }
+    text = "Just this.\nAnd that: no section."
+    assert (read_docstring(text), read_docstring("")) == ((text, {}), ("", {}))
 
 
 def test_every_type_that_json_has_can_be_told():
@@ -98,139 +113,109 @@ def test_every_type_that_json_has_can_be_told():
         any_,
     ) -> None: ...
 
-    properties = convert_tool_to_oai_format(tool)["function"]["parameters"]["properties"]
-    assert properties["kind"] == {"enum": ["a", "b"], "type": "string"}
-    assert properties["many"] == {"items": {"type": "number"}, "type": "array"}
-    assert properties["perhaps"] == {"anyOf": [{"type": "string"}, {"type": "null"}]}
-    assert properties["point"] == {"$ref": "#/$defs/Point"}
-    assert properties["table"] == {"additionalProperties": {"type": "integer"}, "type": "object"}
-    assert properties["hint"] == {"description": "so", "type": "integer"}
-    assert properties["any_"] == {}
+    assert parameters_of(tool)["properties"] == {
+        "kind": {"enum": ["a", "b"], "type": "string"},
+        "many": {"items": {"type": "number"}, "type": "array"},
+        "perhaps": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "point": {"$ref": "#/$defs/Point"},
+        "table": {"additionalProperties": {"type": "integer"}, "type": "object"},
+        "hint": {"description": "so", "type": "integer"},
+        "any_": {},
+    }
 
 
 def test_parameters_may_have_any_name():
     def tool(copy: int, _hidden: int, model_config: int, title: str) -> list[Any]:
         return [copy, _hidden, model_config, title]
 
-    made = Tool.of(tool)
-    assert list(made.schema["function"]["parameters"]["properties"]) == [
-        "copy",
-        "_hidden",
-        "model_config",
-        "title",
-    ]
-    assert made.read('{"copy": 1, "_hidden": 2, "model_config": 3, "title": "t"}') == {
-        "copy": 1,
-        "_hidden": 2,
-        "model_config": 3,
-        "title": "t",
-    }
+    given = {"copy": 1, "_hidden": 2, "model_config": 3, "title": "t"}
+    assert list(parameters_of(tool)["properties"]) == list(given)
+    read = Tool.of(tool).read('{"copy": 1, "_hidden": 2, "model_config": 3, "title": "t"}')
+    assert read == given
 
 
-def test_a_docstring_without_sections_is_the_description():
-    assert read_docstring("Just this.\nAnd that: no section.") == (
-        "Just this.\nAnd that: no section.",
-        {},
-    )
-    assert read_docstring("") == ("", {})
+def takes_all(**kwargs: Any) -> None: ...
+def takes_a_lock(lock: threading.Lock) -> None: ...
+def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
-def test_a_function_without_a_name_is_refused():
-    with pytest.raises(ValueError, match="tool <lambda>: the name of a tool has 1 to 64 letters"):
-        Tool.of(lambda x: x)
-
-
-def test_what_cannot_be_told_to_a_model_is_refused_with_the_tools_name_and_a_remedy():
-    def takes_all(**kwargs: Any) -> None: ...
-    def takes_a_lock(lock: threading.Lock) -> None: ...
-    def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
-
-    with pytest.raises(
-        ValueError, match=r"tool takes_all: parameter .*kwargs.* cannot be given by name"
-    ):
-        Tool.of(takes_all)
-    with pytest.raises(ValueError, match=r"tool takes_a_lock: .*hide them with args_to_skip"):
-        Tool.of(takes_a_lock)
-    with pytest.raises(ValueError, match=r"tool takes_the_unknown: .*Nowhere"):
-        Tool.of(takes_the_unknown)
-    with pytest.raises(
-        ValueError,
-        match="tool area: args_to_skip has depth, which is no parameter; they are width, height",
-    ):
-        Tool.of(area, ["depth"])
-    with pytest.raises(ValueError, match="tool area is there already"):
-        ToolEnv([area, area])
-    with pytest.raises(ValueError, match="message_type"):
-        ToolEnv([area], message_type="completion")
+@pytest.mark.parametrize(
+    ("refused", "problem"),
+    [
+        (lambda: Tool.of(lambda x: x), "tool <lambda>: the name of a tool has 1 to 64 letters"),
+        (
+            lambda: Tool.of(takes_all),
+            r"tool takes_all: parameter .*kwargs.* cannot be given by name",
+        ),
+        (lambda: Tool.of(takes_a_lock), r"tool takes_a_lock: .*hide them with args_to_skip"),
+        (lambda: Tool.of(takes_the_unknown), r"tool takes_the_unknown: .*Nowhere"),
+        (
+            lambda: Tool.of(area, ["depth"]),
+            "tool area: args_to_skip has depth, which is no parameter; they are width, height",
+        ),
+        (lambda: ToolEnv([area, area]), "tool area is there already"),
+        (lambda: ToolEnv([area], message_type="completion"), "message_type"),
+    ],
+)
+def test_what_cannot_be_told_to_a_model_is_refused_with_the_tools_name_and_a_remedy(
+    refused, problem
+):
+    with pytest.raises(ValueError, match=problem):
+        refused()
 
 
 # Calls
 
 
 def test_the_calls_of_one_message_are_answered_in_order_each_with_its_id():
-    client = ScriptedClient(
-        [
-            Answer(
-                "let me see",
-                tool_calls=[
-                    ("area", {"width": 3}),
-                    ("echo", {"text": "hi"}),
-                    ("area", {"width": 1, "height": 1}),
-                ],
-            ),
-            "done",
-        ]
-    )
+    both = {"width": 1, "height": 1}
+    client = calls(("area", {"width": 3}), ("echo", {"text": "hi"}), ("area", both))
     state = rolled_out(ToolEnv([area, echo]), ROW, client)
-    assert tool_messages(state) == [
-        {"role": "tool", "tool_call_id": "call_0_0", "content": "6"},
-        {"role": "tool", "tool_call_id": "call_0_1", "content": "hi"},
-        {"role": "tool", "tool_call_id": "call_0_2", "content": "1"},
+    answers = [
+        {"role": "tool", "tool_call_id": f"call_0_{i}", "content": content}
+        for i, content in enumerate(["6", "hi", "1"])
     ]
-    assert client.calls[1].prompt == [*ROW["prompt"], *state["completion"][:-1]]
-    assert [tool["function"]["name"] for tool in client.calls[0].arguments["tools"]] == [
-        "area",
-        "echo",
-    ]
+    first, *between, last = state["completion"]
+    assert between == answers
+    assert client.calls[1].prompt == [*ROW["prompt"], first, *answers]
+    shown = [tool["function"]["name"] for tool in client.calls[0].arguments["tools"]]
+    assert shown == ["area", "echo"]
+    assert (last["content"], state["stop_condition"]) == ("done", "no_tools_called")
+    assert len(state["trajectory"]) == 2
 
 
-def test_an_unknown_tool_malformed_arguments_and_a_raising_tool_become_tool_messages():
-    contents = contents_after(
-        [
-            ("steal", {}),
-            ("area", '{"width": '),
-            ("area", "[1]"),
-            ("area", {"width": "wide"}),
-            ("area", {}),
-            ("fail", {"reason": "why"}),
-        ]
-    )
-    assert contents[0] == "there is no tool steal; there are area, echo, fail"
-    assert contents[1].startswith("the arguments of area are not JSON")
-    assert contents[2] == "the arguments of area are no JSON object, but [1]"
-    assert (
-        contents[3]
-        == "the arguments of area are wrong: width: Input should be a valid integer, unable to"
-        " parse string as an integer"
-    )
-    assert contents[4] == "the arguments of area are wrong: width: Field required"
-    assert contents[5] == "'why'"
-
-
-def test_an_error_of_which_nothing_is_said_is_told_by_its_name():
-    def wait() -> str:
-        raise TimeoutError
-
-    assert contents_after([("wait", {})], tools=[wait]) == ["TimeoutError"]
-    assert contents_after([("wait", {})], tools=[wait], error_formatter=lambda error: "") == [
-        "TimeoutError"
-    ]
+@pytest.mark.parametrize(
+    ("name", "arguments", "answer"),
+    [
+        ("steal", {}, "there is no tool steal; there are area, echo, fail, wait, python"),
+        ("area", '{"width": ', "the arguments of area are not JSON"),
+        ("area", "[1]", "the arguments of area are no JSON object, but [1]"),
+        (
+            "area",
+            {"width": "wide"},
+            "the arguments of area are wrong: width: Input should be a valid integer, unable to",
+        ),
+        ("area", {}, "the arguments of area are wrong: width: Field required"),
+        ("fail", {"reason": "why"}, "'why'"),
+        ("wait", {}, "TimeoutError"),
+        ("python", {"code": "exit()"}, "python called exit()"),
+    ],
+)
+def test_an_unknown_tool_malformed_arguments_and_a_raising_tool_become_tool_messages(
+    name, arguments, answer
+):
+    tools = (area, echo, fail, wait, python)
+    (content,) = contents_after([(name, arguments)], tools)
+    assert content.startswith(answer)
 
 
 def test_the_error_formatter_says_what_the_model_is_told():
-    assert contents_after(
-        [("fail", {"reason": "why"})], error_formatter=lambda error: f"<{type(error).__name__}>"
-    ) == ["<KeyError>"]
+    def kind_of(error: Exception) -> str:
+        return f"<{type(error).__name__}>"
+
+    call = ("fail", {"reason": "why"})
+    assert contents_after([call], error_formatter=kind_of) == ["<KeyError>"]
+    assert contents_after([call], error_formatter=lambda error: "") == ["KeyError"]
 
 
 def test_arguments_come_as_their_types_and_defaults_stay_the_functions_own():
@@ -244,22 +229,15 @@ def test_arguments_come_as_their_types_and_defaults_stay_the_functions_own():
     assert seen == [(Point(x=1), 7, True)]
 
 
-def test_a_tool_without_arguments_may_be_called_with_none_at_all():
-    def now() -> float:
-        return 1.5
-
-    assert contents_after([("now", ""), ("now", {})], tools=[now]) == ["1.5", "1.5"]
-
-
-def test_what_is_no_text_is_told_as_json():
+def test_what_is_no_text_is_told_as_json_also_where_a_tool_has_no_arguments_at_all():
     values = iter([{"a": [1, None]}, None, True, Point(x=1), {"who": threading.main_thread}])
 
     def tool() -> Any:
         return next(values)
 
-    contents = contents_after([("tool", {})] * 5, tools=[tool])
-    assert contents[:4] == ['{"a": [1, null]}', "null", "true", '{"x": 1, "title": "here"}']
-    assert "main_thread" in contents[4]
+    said = contents_after([("tool", {})] * 4 + [("tool", "")], tools=[tool])
+    assert said[:4] == ['{"a": [1, null]}', "null", "true", '{"x": 1, "title": "here"}']
+    assert "main_thread" in said[4]
 
 
 def test_plain_tools_run_in_threads_so_that_rollouts_do_not_wait_for_each_other():
@@ -269,13 +247,13 @@ def test_plain_tools_run_in_threads_so_that_rollouts_do_not_wait_for_each_other(
         barrier.wait()
         return threading.current_thread().name
 
-    client = ScriptedClient(
-        lambda call: "done" if call.turn else Answer(None, tool_calls=[("meet", {})])
-    )
+    call = Answer(None, tool_calls=[("meet", {})])
+    client = ScriptedClient(lambda asked: "done" if asked.turn else call)
     results = generated(ToolEnv([meet]), [{"question": "a"}, {"question": "b"}], client)
     assert results.metadata.num_errors == 0
-    names = [tool_messages(state)[0]["content"] for state in results.state]
-    assert all("MainThread" not in name and "Barrier" not in name for name in names)
+    for state in results.state:
+        (name,) = contents(state)
+        assert "MainThread" not in name and "Barrier" not in name
 
 
 def test_methods_and_asynchronous_callables_are_tools_too():
@@ -284,37 +262,25 @@ def test_methods_and_asynchronous_callables_are_tools_too():
             self.total = 0
 
         async def add(self, number: int) -> int:
-            """Add.
-
-            Args:
-                number: how much
-            """
             await asyncio.sleep(0)
             self.total += number
             return self.total
 
-    counter = Counter()
-    assert list(Tool.of(counter.add).schema["function"]["parameters"]["properties"]) == ["number"]
-    assert contents_after(
-        [("add", {"number": 2}), ("add", {"number": 3})], tools=[counter.add]
-    ) == ["2", "5"]
+    add = Counter().add
+    assert list(parameters_of(add)["properties"]) == ["number"]
+    added = contents_after([("add", {"number": 2}), ("add", {"number": 3})], tools=[add])
+    assert added == ["2", "5"]
 
 
 # Partials
 
 
 def test_a_partial_is_told_as_what_it_wraps_without_what_it_binds():
-    told = convert_tool_to_oai_format(area)["function"]
+    whole = convert_tool_to_oai_format(area)["function"]
     shown = convert_tool_to_oai_format(partial(area, height=5))["function"]
-    assert (shown["name"], shown["description"]) == ("area", told["description"])
-    properties = {"width": told["parameters"]["properties"]["width"]}
-    assert shown["parameters"] == {
-        "type": "object",
-        "properties": properties,
-        "required": ["width"],
-        "additionalProperties": False,
-    }
-    by_place = convert_tool_to_oai_format(partial(area, 5))["function"]["parameters"]
+    width = {"width": whole["parameters"]["properties"]["width"]}
+    assert shown == {**whole, "parameters": {**whole["parameters"], "properties": width}}
+    by_place = parameters_of(partial(area, 5))
     assert list(by_place["properties"]) == ["height"] and "required" not in by_place
 
 
@@ -327,10 +293,8 @@ def test_a_partial_is_told_as_what_it_wraps_without_what_it_binds():
     ],
 )
 def test_a_partial_is_called_with_what_it_binds_which_a_model_cannot_set(tool):
-    contents = contents_after(
-        [("area", {"width": 2}), ("area", {"width": 2, "height": 1})], tools=[tool]
-    )
-    assert contents == [
+    both = {"width": 2, "height": 1}
+    assert contents_after([("area", {"width": 2}), ("area", both)], tools=[tool]) == [
         "10",
         "the arguments of area are wrong: height: Extra inputs are not permitted",
     ]
@@ -339,28 +303,11 @@ def test_a_partial_is_called_with_what_it_binds_which_a_model_cannot_set(tool):
 # Turns
 
 
-def test_a_rollout_ends_with_the_first_message_that_calls_no_tool():
-    state = rolled_out(
-        ToolEnv([area]),
-        ROW,
-        ScriptedClient([Answer(None, tool_calls=[("area", {"width": 1})]), "done", "never"]),
-    )
-    assert state["stop_condition"] == "no_tools_called"
-    assert [message["role"] for message in state["completion"]] == [
-        "assistant",
-        "tool",
-        "assistant",
-    ]
-    assert len(state["trajectory"]) == 2
-
-
-def test_a_rollout_has_ten_turns_at_most_unless_it_is_told_otherwise():
-    def always() -> ScriptedClient:
-        return ScriptedClient(lambda call: Answer(None, tool_calls=[("area", {"width": 1})]))
-
-    state = rolled_out(ToolEnv([area]), ROW, always())
-    assert (len(state["trajectory"]), state["stop_condition"]) == (10, "max_turns_reached")
-    assert len(rolled_out(ToolEnv([area], max_turns=2), ROW, always())["trajectory"]) == 2
+@pytest.mark.parametrize(("bound", "turns"), [({}, 10), ({"max_turns": 2}, 2)])
+def test_a_rollout_has_ten_turns_at_most_unless_it_is_told_otherwise(bound, turns):
+    call = Answer(None, tool_calls=[("area", {"width": 1})])
+    state = rolled_out(ToolEnv([area], **bound), ROW, ScriptedClient(lambda asked: call))
+    assert (len(state["trajectory"]), state["stop_condition"]) == (turns, "max_turns_reached")
 
 
 def test_a_rows_own_tools_are_what_the_model_is_shown():
@@ -372,25 +319,17 @@ def test_a_rows_own_tools_are_what_the_model_is_shown():
 
 def test_a_tool_that_is_added_later_is_there_for_later_rollouts():
     environment = ToolEnv([area])
-    client = ScriptedClient(["done", Answer(None, tool_calls=[("echo", {"text": "x"})]), "done"])
-    rolled_out(environment, ROW, client)
+    rolled_out(environment, ROW, ScriptedClient(["done"]))
     environment.add_tool(echo)
     assert environment.tool_names == ["area", "echo"]
-    assert [
-        message["content"] for message in tool_messages(rolled_out(environment, ROW, client))
-    ] == ["x"]
+    assert contents(rolled_out(environment, ROW, calls(("echo", {"text": "x"})))) == ["x"]
 
 
 # Stateful tools
 
 
 def take(name: str, session: list[str], limit: int = 5) -> str:
-    """Take a thing.
-
-    Args:
-        name: which
-        session: whose
-    """
+    """Take a thing."""
     session.append(name)
     return f"{len(session)} of {limit}"
 
@@ -417,37 +356,34 @@ class Shop(StatefulToolEnv):
         self.closed.append(state["session"])
 
 
-def test_skipped_arguments_are_not_in_the_schema_and_come_from_update_tool_args():
-    shop = Shop()
+class PlainShop(Shop):
+    def update_tool_args(self, tool_name, tool_args, messages, state):  # type: ignore[override]
+        return {**tool_args, "session": state["session"]}
+
+
+@pytest.mark.parametrize("kind", [Shop, PlainShop])
+def test_skipped_arguments_are_not_in_the_schema_and_come_from_update_tool_args(kind):
+    def script(asked: Any) -> Any:
+        name = f"{asked.prompt[0]['content']}{asked.turn}"
+        return "done" if asked.turn == 2 else Answer(None, tool_calls=[("take", {"name": name})])
+
+    shop = kind()
     assert list(shop.oai_tools[0]["function"]["parameters"]["properties"]) == ["name", "limit"]
-    client = ScriptedClient(
-        lambda call: (
-            "done"
-            if call.turn == 2
-            else Answer(
-                None, tool_calls=[("take", {"name": f"{call.prompt[0]['content']}{call.turn}"})]
-            )
-        )
-    )
-    results = generated(shop, [{"question": "a"}, {"question": "b"}], client)
+    results = generated(shop, [{"question": "a"}, {"question": "b"}], ScriptedClient(script))
     assert [state["session"] for state in results.state] == [["a0", "a1"], ["b0", "b1"]]
-    assert [message["content"] for message in tool_messages(results.state[0])] == [
-        "1 of 5",
-        "2 of 5",
-    ]
+    assert contents(results.state[0]) == ["1 of 5", "2 of 5"]
     assert sorted(shop.closed) == [["a0", "a1"], ["b0", "b1"]]
 
 
 def test_a_model_cannot_set_a_skipped_argument():
-    client = ScriptedClient(
-        [Answer(None, tool_calls=[("take", {"name": "x", "session": ["mine"]})]), "done"]
-    )
-    state = rolled_out(Shop(), ROW, client)
-    assert (
-        tool_messages(state)[0]["content"]
-        == "the arguments of take are wrong: session: Extra inputs are not permitted"
-    )
-    assert state["session"] == []
+    state = rolled_out(Shop(), ROW, calls(("take", {"name": "x", "session": ["mine"]})))
+    problem = "the arguments of take are wrong: session: Extra inputs are not permitted"
+    assert (contents(state), state["session"]) == ([problem], [])
+
+
+def test_what_update_tool_args_raises_fails_the_rollout():
+    results = generated(Shop(), [{"question": "a"}], calls(("take", {"name": "poison"})))
+    assert without_place(results.state[0]) == "RuntimeError: the session is gone"
 
 
 class Filled(StatefulToolEnv):
@@ -480,25 +416,8 @@ class Filled(StatefulToolEnv):
     ],
 )
 def test_arguments_are_whole_when_update_tool_args_has_filled_them(arguments, owner, answer):
-    client = ScriptedClient([Answer(None, tool_calls=[("take", arguments)]), "done"])
-    assert tool_messages(rolled_out(Filled(owner=owner), ROW, client))[0]["content"] == answer
-
-
-def test_what_update_tool_args_raises_fails_the_rollout():
-    client = ScriptedClient([Answer(None, tool_calls=[("take", {"name": "poison"})]), "done"])
-    results = generated(Shop(), [{"question": "a"}], client)
-    assert without_place(results.state[0]) == "RuntimeError: the session is gone"
-
-
-def test_update_tool_args_may_be_plain():
-    class Plain(Shop):
-        def update_tool_args(self, tool_name, tool_args, messages, state):  # type: ignore[override]
-            return {**tool_args, "session": state["session"]}
-
-    state = rolled_out(
-        Plain(), ROW, ScriptedClient([Answer(None, tool_calls=[("take", {"name": "x"})]), "done"])
-    )
-    assert state["session"] == ["x"]
+    state = rolled_out(Filled(owner=owner), ROW, calls(("take", arguments)))
+    assert contents(state) == [answer]
 
 
 # Metrics
@@ -510,14 +429,7 @@ def test_the_tool_rubric_counts_calls_and_errors_and_is_no_part_of_the_reward():
 
     environment = ToolEnv([area, echo])
     environment.rubric = RubricGroup([Rubric([one]), ToolRubric(environment.tool_names)])
-    client = ScriptedClient(
-        [
-            Answer(
-                None, tool_calls=[("area", {"width": 1}), ("area", {"width": "w"}), ("steal", {})]
-            ),
-            "done",
-        ]
-    )
+    client = calls(("area", {"width": 1}), ("area", {"width": "w"}), ("steal", {}))
     results = generated(environment, [{"question": "a"}], client)
     assert results.reward == [1.0]
     assert results.metadata.avg_metrics == {
@@ -527,11 +439,3 @@ def test_the_tool_rubric_counts_calls_and_errors_and_is_no_part_of_the_reward():
         "num_calls_of_area": 2.0,
         "num_calls_of_echo": 0.0,
     }
-
-
-def test_a_tool_that_calls_exit_is_told_to_the_model_as_any_that_raises():
-    def python(code: str) -> None:
-        exec(code)
-
-    answers = contents_after([("python", {"code": "exit()"})], tools=[python])
-    assert answers == ["python called exit()"]

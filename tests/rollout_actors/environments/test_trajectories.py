@@ -153,13 +153,9 @@ def test_no_retokenization_brittleness_use_vllm_s_native_token_ids_logprobs():
             map(float.hex, values)
         )
     examples = process_trajectories_for_training([state])
-    assert [one.token_ids for one in examples] == [
-        prompt_ids + ids for prompt_ids, ids in zip(prompts, sampled, strict=True)
-    ]
-    assert [one.logprobs for one in examples] == [
-        [0.0] * len(prompt_ids) + values
-        for prompt_ids, values in zip(prompts, logprobs, strict=True)
-    ]
+    for example, prompt_ids, ids, values in zip(examples, prompts, sampled, logprobs, strict=True):
+        assert example.token_ids == prompt_ids + ids
+        assert example.logprobs == [0.0] * len(prompt_ids) + values
 
 
 @pytest.mark.parametrize("kind", ["several turns", "independent prompts", "tools"])
@@ -248,6 +244,8 @@ def test_setup_pattern_clarity_init_state_for_data_setup_state_for_config():
             assert state["trajectory"] == [] and state["completion"] is None
             state["sandbox"] = f"{self.region}-{state['example_id']}"
             state["prompt"] = [*state["prompt"], user(f"you are in {state['sandbox']}")]
+            state["info"]["k"].append(2)
+            state["answer"] = "other"
             return state
 
     row = {"prompt": [user("hi")], "answer": "a", "info": {"k": [1]}, "task": "t", "example_id": 3}

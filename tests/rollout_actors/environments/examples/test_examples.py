@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import pkgutil
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from environment_support import generated, rolled_out
+from environment_support import generated
 from scripted_client import Answer, Call, ScriptedClient
 
 from rollout_actors.environments import examples
@@ -55,13 +55,9 @@ def keeps_the_store(call: Call) -> Any:
     if question.startswith("Set"):
         return Answer(None, tool_calls=[("put", {"name": names[0], "number": first + second})])
     if question.startswith("Swap"):
-        return Answer(
-            None,
-            tool_calls=[
-                ("put", {"name": names[0], "number": second}),
-                ("put", {"name": names[1], "number": first}),
-            ],
-        )
+        swapped = zip(names[:2], (second, first), strict=True)
+        puts = [("put", {"name": name, "number": number}) for name, number in swapped]
+        return Answer(None, tool_calls=puts)
     return Answer(None, tool_calls=[("remove", {"name": names[0] if first < second else names[1]})])
 
 
@@ -87,23 +83,30 @@ PLAYERS: dict[str, Callable[[Call], Any]] = {
 def test_there_are_five_examples_and_each_is_small():
     assert sorted(EXAMPLES) == sorted(PLAYERS)
     for name in EXAMPLES:
-        with open(importlib.import_module(f"{examples.__name__}.{name}").__file__) as file:  # noqa: PTH123
-            assert len(file.readlines()) <= 140
+        file = Path(examples.__path__[0], f"{name}.py")
+        assert len(file.read_text().splitlines()) <= 140
+
+
+def evaluated(environment, script):
+    client = ScriptedClient(script)
+    results = asyncio.run(environment.evaluate(client, "m", use_tqdm=False))
+    assert results.metadata.num_errors == 0
+    return results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_who_plays_well_gets_the_full_reward(name):
-    environment = load_environment(name, num_eval_examples=40)
-    results = asyncio.run(environment.evaluate(ScriptedClient(PLAYERS[name]), "m", use_tqdm=False))
-    assert results.metadata.num_errors == 0
-    full = {
-        "arithmetic": 1.1,
-        "copy_digits": 1.0,
-        "guess_number": 1.6,
-        "hidden_digit": 1.0,
-        "key_value_store": 1.0,
-    }[name]
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("arithmetic", 1.1),
+        ("copy_digits", 1.0),
+        ("guess_number", 1.6),
+        ("hidden_digit", 1.0),
+        ("key_value_store", 1.0),
+    ],
+)
+def test_who_plays_well_gets_the_full_reward(name, full):
+    results = evaluated(load_environment(name, num_eval_examples=40), PLAYERS[name])
     assert results.reward == pytest.approx([full] * 40)
 
 
@@ -111,13 +114,7 @@ def test_who_plays_well_gets_the_full_reward(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_who_says_nothing_that_can_be_read_gets_nothing(name):
     environment = load_environment(name, num_eval_examples=10)
-    results = asyncio.run(
-        environment.evaluate(
-            ScriptedClient(lambda call: "I would rather not."), "m", use_tqdm=False
-        )
-    )
-    assert results.metadata.num_errors == 0
-    assert results.reward == [0.0] * 10
+    assert evaluated(environment, lambda call: "I would rather not.").reward == [0.0] * 10
 
 
 @pytest.mark.slow
@@ -127,34 +124,24 @@ def test_the_data_follow_from_the_seed_and_those_held_out_are_others(name):
         environment = load_environment(name, num_examples=60, num_eval_examples=60, seed=seed)
         return list(environment.get_dataset()), list(environment.get_eval_dataset())
 
-    assert data(1) == data(1)
-    assert data(1) != data(2)
     train, held_out = data(1)
+    assert data(1) == (train, held_out) != data(2)
     assert train != held_out
 
 
 def test_a_right_number_in_the_wrong_form_is_not_an_answer():
     environment = load_environment("arithmetic")
     row = {"question": "What is 2 + 3?", "answer": "5"}
-    rewards = [
-        generated(environment, [row], ScriptedClient([said])).reward[0]
-        for said in ("5", "<answer>6</answer>", "<answer>5</answer>", "<answer> 5\n</answer>")
-    ]
-    assert rewards == pytest.approx([0.0, 0.1, 1.1, 1.1])
+    said = ["5", "<answer>6</answer>", "<answer>5</answer>", "<answer> 5\n</answer>"]
+    results = generated(environment, [row] * 4, ScriptedClient(said), max_concurrent=1)
+    assert results.reward == pytest.approx([0.0, 0.1, 1.1, 1.1])
 
 
 def test_a_game_ends_when_the_number_is_found_and_later_guesses_are_worth_less():
     environment = load_environment("guess_number", largest=7)
-    said = [
-        "<guess>1</guess>",
-        "hm",
-        "<guess>7</guess>",
-        "<guess>2</guess>",
-        "<guess>4</guess>",
-        "<guess>3</guess>",
-    ]
-    client = ScriptedClient(said)
-    results = generated(environment, [{"question": "from 1 to 7", "answer": "3"}], client)
+    said = ["hm" if guess is None else f"<guess>{guess}</guess>" for guess in (1, None, 7, 2, 4, 3)]
+    row = {"question": "from 1 to 7", "answer": "3"}
+    results = generated(environment, [row], ScriptedClient(said))
     state = results.state[0]
     assert state["stop_condition"] == "number_found"
     assert [message["content"] for message in state["completion"] if message["role"] == "user"] == [
@@ -169,16 +156,11 @@ def test_a_game_ends_when_the_number_is_found_and_later_guesses_are_worth_less()
 
 def test_a_game_ends_with_its_last_turn_and_the_guess_of_that_turn_counts():
     environment = load_environment("guess_number", max_turns=2)
-    lost = rolled_out(
-        environment, environment.get_dataset()[0], ScriptedClient(["<guess>101</guess>"] * 2)
-    )
-    assert (lost["stop_condition"], lost["guesses"]) == ("max_turns_reached", [101, 101])
-    won = generated(
-        environment,
-        [{"question": "?", "answer": "9"}],
-        ScriptedClient(["<guess>8</guess>", "<guess>9</guess>"]),
-    )
-    assert won.metrics["found"] == [1.0]
+    row = {"question": "?", "answer": "9"}
+    for guesses, found in (([101, 101], 0.0), ([8, 9], 1.0)):
+        client = ScriptedClient([f"<guess>{guess}</guess>" for guess in guesses])
+        results = generated(environment, [row], client)
+        assert (results.metrics["found"], results.state[0]["guesses"]) == ([found], guesses)
 
 
 def test_a_store_is_judged_by_all_that_is_in_it():
@@ -213,9 +195,7 @@ def test_the_examples_together_are_one_environment():
             return copies(call)
         return halves(call) if "Guess" in call.prompt[0]["content"] else calculates(call)
 
-    results = asyncio.run(group.evaluate(ScriptedClient(plays), "m", use_tqdm=False))
-    assert results.metadata.num_errors == 0
-    assert min(results.reward) >= 1.0
+    assert min(evaluated(group, plays).reward) >= 1.0
 
 
 def test_a_game_with_one_number_is_refused():
