@@ -42,11 +42,11 @@ from rollout_actors.environments.rubric import (
     Parser,
     Rubric,
     compare_rollouts,
+    give,
     group_indices,
     lent_parser,
     note_failed_rubric,
     score_unit,
-    set_reward,
     settle,
     time_limit,
 )
@@ -300,7 +300,7 @@ class _Batch:
             state = self._state(index)
             timing = state["timing"]
             if state["error"] is not None and self._call.scores:
-                set_reward(state, 0.0)
+                give(state, "reward", 0.0)
             timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
             self._bar.update()
             if self._call.on_rollout is not None:

@@ -38,15 +38,11 @@ class EnvGroup(Environment):
             ValueError: there is none, or their names or message types do not fit together.
         """
         if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
-            raise TypeError(
-                f"envs: has {', '.join(foreign)}; put environments of rollout_actors.environments"
-                " into a group"
-            )
+            names = ", ".join(foreign)
+            raise TypeError(f"envs: has {names}; put environments of rollout_actors.environments")
         if unused := kwargs.keys() - {"env_id", "env_args", "sampling_args"}:
-            raise TypeError(
-                f"{', '.join(sorted(unused))}: a group has none of its own; give it to its"
-                " environments"
-            )
+            names = ", ".join(sorted(unused))
+            raise TypeError(f"{names}: a group has none of its own; give it to its environments")
         self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
         self.cleanup_timeout_s = max(
             type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs)
@@ -117,10 +113,7 @@ class _RoutedRubric(Rubric):
         self._envs = envs
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> NoReturn:  # noqa: ARG002
-        raise ValueError(
-            "a group of environments has no reward functions of its own; add them to the rubrics of"
-            " its environments"
-        )
+        raise ValueError("a group has no functions; add them to the rubrics of its environments")
 
     @property
     def reward_names(self) -> list[str]:

@@ -18,12 +18,12 @@ import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout_actors.environments.concurrency import (
     FAILURES,
@@ -40,6 +40,8 @@ from rollout_actors.environments.concurrency import (
 from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.types import Message, Messages, State
 from shared.trajectory import group_advantages
+
+T = TypeVar("T")
 
 # Parsers
 
@@ -133,28 +135,22 @@ _TIME_LIMIT: ContextVar[tuple[float | None, str]] = ContextVar("time_limit", def
 
 
 @contextmanager
-def lent_parser(parser: Parser) -> Iterator[None]:
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def lent_parser(parser: Parser) -> AbstractContextManager[None]:
     """Lend an environment's parser to reward functions whose rubric has none."""
-    token = _PARSER.set(parser)
-    try:
-        yield
-    finally:
-        _PARSER.reset(token)
+    return _set(_PARSER, parser)
 
 
-@contextmanager
-def time_limit(limit_s: float | None, key: str) -> Iterator[None]:
-    """Bound each call of a reward function, without its wait for a thread.
-
-    Args:
-        limit_s: None for no bound.
-        key: name of the bound in errors.
-    """
-    token = _TIME_LIMIT.set((limit_s, key))
-    try:
-        yield
-    finally:
-        _TIME_LIMIT.reset(token)
+def time_limit(limit_s: float | None, key: str) -> AbstractContextManager[None]:
+    """Bound each call of a reward function (None: not at all); errors name the bound by `key`."""
+    return _set(_TIME_LIMIT, (limit_s, key))
 
 
 # Rubrics
@@ -216,7 +212,6 @@ class Rubric:
 
     @property
     def reward_names(self) -> list[str]:
-        """Names of the metrics."""
         return [reward.name for reward in self._rewards]
 
     def for_task(self, task: str) -> Rubric:  # noqa: ARG002
@@ -287,7 +282,7 @@ class Rubric:
                 reward += function.weight * figure
         state["metrics"] = metrics
         _set_reward_errors(state, failed, fatal)
-        set_reward(state, reward if fatal is None else 0.0)
+        give(state, "reward", reward if fatal is None else 0.0)
 
 
 class RubricGroup(Rubric):
@@ -304,7 +299,6 @@ class RubricGroup(Rubric):
         self.rubrics = tuple(rubrics)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """Add a function to the first of the rubrics."""
         self.rubrics[0].add_reward_func(func, weight)
 
     def set_default_parser(self, parser: Parser) -> None:
@@ -352,8 +346,7 @@ class RubricGroup(Rubric):
     async def _add_up(
         self, states: Sequence[State], score: Callable[[Rubric, Sequence[State]], Awaitable[None]]
     ) -> None:
-        """Write the sums of what each rubric gives when it is asked by `score`."""
-        sums = [_Sum() for _ in states]
+            sums = [_Sum() for _ in states]
         for rubric in self.rubrics:
             open_ = [pair for pair in zip(states, sums, strict=True) if not pair[1].has_failed]
             for state, _ in open_:
@@ -367,17 +360,17 @@ class RubricGroup(Rubric):
                 total.add(state)
         for state, total in zip(states, sums, strict=True):
             if state.get("_given", {}).get("is_relative"):
-                _give(state, "advantage", None)  # a member has compared its own rewards
+                give(state, "advantage", None)  # a member has compared its own rewards
             if total.has_failed:
                 state["metrics"] = {}
                 state.pop("reward_errors", None)
-                set_reward(state, 0.0)
+                give(state, "reward", 0.0)
                 continue
             state["metrics"] = {
                 name: value for name, value in total.metrics.items() if name not in total.errors
             }
             _set_reward_errors(state, total.errors, total.fatal)
-            set_reward(state, total.reward if total.fatal is None else 0.0)
+            give(state, "reward", total.reward if total.fatal is None else 0.0)
 
 
 @dataclass(slots=True)
@@ -469,12 +462,7 @@ def settle(states: Sequence[State], rubric: Rubric) -> None:
             continue
         for name in ("reward", "advantage"):
             if state.get(name) != state.get("_given", {}).get(name, (None,))[0]:
-                _give(state, name, state[name])
-
-
-def set_reward(state: State, reward: float) -> None:
-    """Write a rollout's reward, which is that of its steps too unless they have their own."""
-    _give(state, "reward", reward)
+                give(state, name, state[name])
 
 
 def set_advantages(states: Sequence[State]) -> None:
@@ -487,9 +475,9 @@ def set_advantages(states: Sequence[State]) -> None:
     advantages = group_advantages([state["reward"] for state in sound])
     for state in states:
         if state.get("error") is not None:
-            _give(state, "advantage", None)
+            give(state, "advantage", None)
     for state, advantage in zip(sound, advantages, strict=True):
-        _give(state, "advantage", advantage, is_relative=True)
+        give(state, "advantage", advantage, is_relative=True)
 
 
 def compare_rollouts(states: Sequence[State]) -> None:
@@ -505,7 +493,7 @@ def compare_rollouts(states: Sequence[State]) -> None:
     set_advantages(states)
     for state in states:
         if id(state) in explicit and state.get("error") is None:
-            _give(state, "advantage", explicit[id(state)])
+            give(state, "advantage", explicit[id(state)])
 
 
 def relative_steps(state: State) -> list[int] | None:
@@ -521,7 +509,7 @@ def relative_steps(state: State) -> list[int] | None:
     return _steps_as_given(state, "advantage") if is_group_s else []
 
 
-def _give(state: State, name: str, value: float | None, *, is_relative: bool = False) -> None:
+def give(state: State, name: str, value: float | None, *, is_relative: bool = False) -> None:
     """Set a rollout's reward or advantage, and that of its steps without one of their own."""
     inheriting = _steps_as_given(state, name)
     steps = state.get("trajectory") or ()
@@ -659,31 +647,27 @@ class _Reward:
         if not self.is_of_group:
             return await gather_all([self._of_rollout(state, objects) for state in states])
         try:
-            values = await self._of_all(states, objects)
+            return [self._figure(value) for value in await self._of_all(states, objects)]
         except FAILURES as error:
             return [Failed.from_error(error)] * len(states)
-        return [self._figure(value) for value in values]
 
     async def _of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
+        sources = objects, {"state": state}, state, {"answer": "", "info": {}}
         try:
-            value = await self._call(objects, {"state": state}, state, {"answer": "", "info": {}})
+            return self._figure(await self._call(*sources))
         except FAILURES as error:
             return Failed.from_error(error)
-        return self._figure(value)
 
     async def _of_all(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[Any]:
         rows = [{"answer": "", "info": {}, **state} for state in states]
         columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
         values = await self._call({**columns, "states": states, **objects})
-        if not hasattr(values, "__len__"):
+        has_length = hasattr(values, "__len__")
+        if not has_length or len(values) != len(states):
+            returned = f"{len(values)} rewards" if has_length else repr(values)
             raise ValueError(
-                f"reward function {self.name} returned {values!r} for a group of {len(states)}"
+                f"reward function {self.name} returned {returned} for a group of {len(states)}"
                 " rollouts; return a list with one reward for each"
-            )
-        if len(values) != len(states):
-            raise ValueError(
-                f"reward function {self.name} returned {len(values)} rewards for a group of"
-                f" {len(states)} rollouts; return one for each"
             )
         return list(values)
 

@@ -11,6 +11,7 @@ import re
 import signal
 import textwrap
 import threading
+import time
 from collections import Counter
 from contextlib import contextmanager
 from typing import Any
@@ -204,24 +205,16 @@ def test_separate_generation_and_scoring_semaphores_are_respected(
 ):
     """As many as the bound says, and no more, of either."""
     # Scoring takes longer, so that interleaved it has as many to do as it may.
-    scorer, client = (
-        Scorer(lambda place: 100.0),
-        ScriptedClient(lambda call: Answer("a", delay_s=1.0)),
-    )
+    scorer = Scorer(lambda place: 100.0)
+    client = ScriptedClient(lambda call: Answer("a", delay_s=1.0))
     env = SingleTurnEnv(eval_dataset=rows(6), rubric=Rubric([scorer.score]))
-    bounds = {
+    ways = {
         "max_concurrent": 4,
         "max_concurrent_generation": generation,
         "max_concurrent_scoring": scoring,
+        "interleave_scoring": interleave_scoring,
     }
-    work = env.evaluate(
-        client,
-        "model",
-        rollouts_per_example=2,
-        use_tqdm=False,
-        interleave_scoring=interleave_scoring,
-        **bounds,
-    )
+    work = env.evaluate(client, "model", rollouts_per_example=2, use_tqdm=False, **ways)
     results, seconds = counted(work)
     assert results.reward == [1.0] * 12
     assert (client.most_under_way, scorer.most) == (generation, scoring)
@@ -276,24 +269,21 @@ def test_timing_fields_present_and_reasonably_sized(interleave_scoring):
 
     env = Talk(max_turns=2, dataset=rows(4), rubric=Rubric([slow]))
     client = ScriptedClient(lambda call: "a", delay_s=0.02)
-    results = asyncio.run(
-        env.evaluate(
-            client, "model", max_concurrent=2, interleave_scoring=interleave_scoring, use_tqdm=False
-        )
-    )
-    for state in results.state:
-        timing = state["timing"]
+    ways = {"max_concurrent": 2, "interleave_scoring": interleave_scoring, "use_tqdm": False}
+    began_s = time.time()
+    results = asyncio.run(env.evaluate(client, "model", **ways))
+    total_ms = results.metadata.time_ms
+    timings = [state["timing"] for state in results.state]
+    for timing in timings:
         assert set(timing) == {"generation_ms", "scoring_ms", "total_ms", "start_time"}
-        assert (
-            39 < timing["generation_ms"] < results.metadata.time_ms
-            and 29 < timing["scoring_ms"] < results.metadata.time_ms
-        )
+        assert 39 < timing["generation_ms"] < total_ms
+        assert 29 < timing["scoring_ms"] < total_ms
         assert timing["total_ms"] == pytest.approx(timing["generation_ms"] + timing["scoring_ms"])
     # Two at a time: with the waiting for a turn it would be more than all the time that there was.
     for name in ("generation_ms", "scoring_ms"):
-        assert (
-            sum(state["timing"][name] for state in results.state) < 2.1 * results.metadata.time_ms
-        )
+        assert sum(timing[name] for timing in timings) < 2.1 * total_ms
+    starts_s = [timing["start_time"] for timing in timings]
+    assert began_s <= starts_s[0] < starts_s[2] - 0.035, "two after the first two"
 
 
 # Acceptance criteria
@@ -332,54 +322,36 @@ def test_interleaved_orchestration_reduces_wall_clock_latency_on_mixed_latency_w
 
 def test_independent_semaphores_correctly_bound_concurrent_generations_vs_scorings():
     """What waits on one side keeps nobody from the other: else neither of these would end."""
+    all_generated = asyncio.Event()
+    scored = [asyncio.Event() for _ in range(4)]
 
-    async def generated_while_scoring_is_full():
-        all_generated = asyncio.Event()
+    def says_a(call):
+        if client.num_calls == 8:
+            all_generated.set()
+        return Answer("a", delay_s=1.0)
 
-        def script(call):
-            if client.num_calls == 8:
-                all_generated.set()
-            return Answer("a", delay_s=1.0)
+    async def says_a_behind_scoring(call):
+        if place_of(call):
+            await scored[place_of(call) - 1].wait()
+        return "a"
 
-        async def waits(completion):
-            await all_generated.wait()
-            return 1.0
+    async def waits(completion):
+        await all_generated.wait()
+        return 1.0
 
-        client = ScriptedClient(script)
-        env = SingleTurnEnv(rubric=Rubric([waits]))
-        return await env.generate(
-            rows(8),
-            client,
-            "model",
-            max_concurrent_generation=2,
-            max_concurrent_scoring=1,
-            use_tqdm=False,
-        )
+    async def notes(info):
+        scored[info["place"]].set()
+        return 1.0
 
-    async def scored_while_generation_is_full():
-        scored = [asyncio.Event() for _ in range(4)]
+    def generate(number, function, asked, generation, scoring):
+        bounds = {"max_concurrent_generation": generation, "max_concurrent_scoring": scoring}
+        env = SingleTurnEnv(rubric=Rubric([function]))
+        return counted(env.generate(rows(number), asked, "model", use_tqdm=False, **bounds))[0]
 
-        async def script(call):
-            if place_of(call):
-                await scored[place_of(call) - 1].wait()
-            return "a"
-
-        async def right(info):
-            scored[info["place"]].set()
-            return 1.0
-
-        env = SingleTurnEnv(rubric=Rubric([right]))
-        return await env.generate(
-            rows(4),
-            ScriptedClient(script),
-            "model",
-            max_concurrent_generation=1,
-            max_concurrent_scoring=3,
-            use_tqdm=False,
-        )
-
-    assert counted(generated_while_scoring_is_full())[0].reward == [1.0] * 8
-    assert counted(scored_while_generation_is_full())[0].reward == [1.0] * 4
+    client = ScriptedClient(says_a)
+    assert generate(8, waits, client, 2, 1).reward == [1.0] * 8, "while scoring is full"
+    behind = ScriptedClient(says_a_behind_scoring)
+    assert generate(4, notes, behind, 1, 3).reward == [1.0] * 4, "while generation is full"
 
 
 def test_async_batch_generator_benefits_from_interleaving_by_default_without_changes():
@@ -477,33 +449,15 @@ def test_vf_eval_s_and_hf_pushes_use_a_single_centralized_dataset_construction_p
         datasets.Dataset, "push_to_hub", lambda self, repo_id: pushed.update({repo_id: list(self)})
     )
     with serving_scripted(ScriptedClient(adds)) as url:
-        vf_eval(
-            [
-                "calls_env.py",
-                "-m",
-                "demo",
-                "-b",
-                url,
-                "-n",
-                "2",
-                "-r",
-                "2",
-                "-s",
-                "-H",
-                "-D",
-                "me/calls",
-                "-C",
-                "stop_condition",
-            ]
-        )
+        saving = ["-s", "-H", "-D", "me/calls", "-C", "stop_condition"]
+        vf_eval(["calls_env.py", "-m", "demo", "-b", url, "-n", "2", "-r", "2", *saving])
     (path,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
     saved = [json.loads(line) for line in path.read_text().splitlines()]
 
     env = load_environment("calls_env.py")
-    results, columns = (
-        env.evaluate_sync(ScriptedClient(adds), "demo", rollouts_per_example=2, use_tqdm=False),
-        ["stop_condition"],
-    )
+    columns = ["stop_condition"]
+    ways = {"rollouts_per_example": 2, "use_tqdm": False}
+    results = env.evaluate_sync(ScriptedClient(adds), "demo", **ways)
     made = env.make_dataset(results, state_columns=columns)
     assert made.to_list() == list(build_dataset_from_outputs(results, state_columns=columns))
     env.make_dataset(results, state_columns=columns, push_to_hf_hub=True, hub_name="me/library")
@@ -569,15 +523,9 @@ def test_vf_eval_bounds_generations_and_scorings_by_flags_of_their_own(
 
     client = ScriptedClient(meets)
     with serving_scripted(client) as url:
-        flags = [
-            "-c",
-            "1",
-            "--max-concurrent-generation",
-            "4",
-            "--max-concurrent-scoring",
-            "2",
-            "--no-interleave-scoring",
-        ]
+        bounds = {"-c": "1", "--max-concurrent-generation": "4", "--max-concurrent-scoring": "2"}
+        flags = [word for pair in bounds.items() for word in pair]
+        flags.append("--no-interleave-scoring")
         vf_eval(["bounded_env.py", "-m", "demo", "-b", url, "-n", "9", "-r", "1", "-s", *flags])
     (path,) = tmp_path.glob("outputs/evals/*/*/results.jsonl")
     scored = [json.loads(line)["scored_at_a_time"] for line in path.read_text().splitlines()]

@@ -20,19 +20,21 @@ PARTS = {"role": "assistant", "content": [{"type": "text", "text": part} for par
 )
 def test_a_plain_parser_returns_the_last_thing_that_the_model_said(completion, answer):
     assert Parser().parse_answer(completion) == answer
+    assert Parser(extract_fn=len).parse_answer(completion) == (answer and len(answer))
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("<think>hm</think> 4 ", 4),
-        ("a</think>b</think>5", 5),
+        ("<think>hm</think> 4 ", "4"),
+        ("a</think>b</think>c", "c"),
         ("4", None),
         ("<think>4", None),
+        ("x</think>", ""),
     ],
 )
 def test_behind_the_thought_stands_the_answer_and_without_its_end_there_is_none(text, answer):
-    assert ThinkParser(int).parse(text) == answer
+    assert ThinkParser().parse(text) == answer
 
 
 @pytest.mark.parametrize(
