@@ -346,7 +346,7 @@ class RubricGroup(Rubric):
     async def _add_up(
         self, states: Sequence[State], score: Callable[[Rubric, Sequence[State]], Awaitable[None]]
     ) -> None:
-            sums = [_Sum() for _ in states]
+        sums = [_Sum() for _ in states]
         for rubric in self.rubrics:
             open_ = [pair for pair in zip(states, sums, strict=True) if not pair[1].has_failed]
             for state, _ in open_:

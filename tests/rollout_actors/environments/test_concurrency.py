@@ -39,10 +39,17 @@ def hangs() -> Iterator[Hanging]:
 
 
 async def begun(threads: Threads, function: Hanging, name: str) -> asyncio.Task[str]:
-    """A call whose function has a thread, and hangs there."""
+    """Call a function that has a thread, and hangs there."""
     task = asyncio.create_task(threads.call(function, name))
     while not function.begun.acquire(blocking=False):
         await asyncio.sleep(0.001)
+    return task
+
+
+async def queued(threads: Threads, function: Callable[[], Any]) -> asyncio.Task[Any]:
+    """Call a function that waits for a thread."""
+    task = asyncio.create_task(threads.call(function, "queued"))
+    await asyncio.sleep(0)
     return task
 
 
@@ -53,23 +60,26 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
             await task
 
 
+def there() -> str:
+    return "there"
+
+
 def ran(work: Callable[[], Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_a_thread_whose_caller_is_cancelled_is_given_up_replaced_noted_and_said(hangs, caplog):
     async def work() -> None:
-        threads, names = Threads(2), list[str]()
-        GIVEN_UP.set(names)
-        hung = [await begun(threads, hangs, f"hangs_{number}") for number in range(2)]
-        healthy = asyncio.create_task(threads.call(lambda: "there", "healthy"))
-        await asyncio.sleep(0)
-        assert threads.running() == ["hangs_0", "hangs_1"]
+        threads, names = Threads(2), ["hangs_0", "hangs_1"]
+        given_up = list[str]()
+        GIVEN_UP.set(given_up)
+        hung = [await begun(threads, hangs, name) for name in names]
+        healthy = await queued(threads, there)
+        assert (threads.running(), threads.wait(0.0)) == (names, names)
         await cancel(*hung)
         assert await healthy == "there"
-        assert names == ["hangs_0", "hangs_1"]
-        assert threads.num_given_up == 2
-        assert threads.running() == ["hangs_0", "hangs_1"], "no thread can be ended"
+        assert (given_up, threads.num_given_up) == (names, 2)
+        assert threads.running() == names, "no thread can be ended"
 
     ran(work)
     assert (
@@ -82,14 +92,11 @@ def test_a_call_that_is_cancelled_in_the_queue_is_never_begun(hangs):
     async def work() -> None:
         threads, calls = Threads(1), list[str]()
         hung = await begun(threads, hangs, "hangs")
-        queued = asyncio.create_task(threads.call(lambda: calls.append("queued"), "queued"))
-        await asyncio.sleep(0)
-        await cancel(queued)
+        await cancel(await queued(threads, lambda: calls.append("queued")))
         hangs.release.set()
         assert await hung == "late"
         await threads.call(lambda: calls.append("next"), "next")
-        assert calls == ["next"]
-        assert threads.num_given_up == 0
+        assert (calls, threads.num_given_up) == (["next"], 0)
 
     ran(work)
 
@@ -100,20 +107,19 @@ def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_o
         for number in range(2):
             await cancel(await begun(threads, hangs, f"hangs_{number}"))
         hung = await begun(threads, hangs, "hangs_2")
-        queued = asyncio.create_task(threads.call(lambda: "there", "queued"))
-        await asyncio.sleep(0)
+        waits = await queued(threads, there)
         await cancel(hung)
         refusal = (
             "no thread is left for {}: 3 plain functions that were given up still run (hangs_0,"
             " hangs_1, hangs_2); give what they wait for a limit"
         )
-        for name, call in (("queued", queued), ("next", threads.call(lambda: "there", "next"))):
+        for name, call in (("queued", waits), ("next", threads.call(there, "next"))):
             with pytest.raises(RuntimeError) as caught:
                 await call
             assert str(caught.value).startswith(refusal.format(name))
         hangs.release.set()
         assert threads.wait(60) == []
-        assert await threads.call(lambda: "there", "healthy") == "there"
+        assert await threads.call(there, "healthy") == "there"
 
     ran(work)
 
@@ -124,17 +130,13 @@ def test_where_the_system_starts_no_thread_calls_are_refused_and_the_next_ones_r
     def refuses(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    async def call() -> str:
-        return await threads.call(lambda: "done", "later")
-
     threads = Threads(2)
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", refuses)
-        with pytest.raises(
-            RuntimeError, match="no thread is left for later: the system starts no more threads"
-        ):
-            asyncio.run(call())
-    assert asyncio.run(call()) == "done"
+        problem = "no thread is left for later: the system starts no more threads"
+        with pytest.raises(RuntimeError, match=problem):
+            ran(lambda: threads.call(there, "later"))
+    assert ran(lambda: threads.call(there, "later")) == "there"
 
 
 def test_a_function_has_its_callers_context_and_what_it_raises_is_raised():
@@ -151,38 +153,23 @@ def test_a_function_has_its_callers_context_and_what_it_raises_is_raised():
 
 
 def test_as_many_functions_run_at_a_time_as_there_are_threads_and_no_more():
-    most, now, lock = 0, 0, threading.Lock()
+    most, now, lock, together = [0], [0], threading.Lock(), threading.Barrier(3)
 
     def count() -> None:
-        nonlocal most, now
         with lock:
-            now += 1
-            most = max(most, now)
+            now[0] += 1
+            most[0] = max(most[0], now[0])
         with contextlib.suppress(threading.BrokenBarrierError):
             together.wait(60)
         with lock:
-            now -= 1
-
-    together = threading.Barrier(3)
+            now[0] -= 1
 
     async def work() -> None:
         threads = Threads(3)
         await asyncio.gather(*(threads.call(count, "count") for _ in range(12)))
 
     ran(work)
-    assert most == 3
-
-
-def test_waiting_for_what_runs_ends_at_its_limit_with_the_names(hangs):
-    async def work() -> None:
-        threads = Threads(1)
-        hung = await begun(threads, hangs, "hangs")
-        assert threads.wait(0.0) == ["hangs"]
-        hangs.release.set()
-        assert await hung == "late"
-        assert threads.wait(60) == []
-
-    ran(work)
+    assert most == [3]
 
 
 def test_a_thread_whose_callers_loop_was_closed_serves_the_next_one(hangs):
@@ -190,7 +177,7 @@ def test_a_thread_whose_callers_loop_was_closed_serves_the_next_one(hangs):
     nobodys = loop.run_until_complete(begun(threads, hangs, "hangs"))
     loop.close()
     hangs.release.set()
-    assert ran(lambda: threads.call(lambda: "there", "next")) == "there"
+    assert ran(lambda: threads.call(there, "next")) == "there"
     assert (threads.num_given_up, nobodys.done()) == (0, False)
 
 
@@ -202,24 +189,23 @@ def test_a_signals_handler_may_ask_what_runs_in_the_middle_of_a_call(monkeypatch
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", asked_meanwhile)
-    assert ran(lambda: threads.call(lambda: "there", "call")) == "there"
+    assert ran(lambda: threads.call(there, "call")) == "there"
     assert found == [[]]
 
 
 def test_a_forked_process_has_threads_of_its_own():
-    lines, status, complaints = program(
-        textwrap.dedent("""
-            from rollout_actors.environments.concurrency import THREADS
+    code = """
+        from rollout_actors.environments.concurrency import THREADS
 
-            async def call():
-                return await asyncio.wait_for(THREADS.call(lambda: "there", "call"), 60)
+        async def call():
+            return await asyncio.wait_for(THREADS.call(lambda: "there", "call"), 60)
 
-            print(asyncio.run(call()), flush=True)
-            if child := os.fork():
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            print(asyncio.run(call()), flush=True)
-        """)
-    )
+        print(asyncio.run(call()), flush=True)
+        if child := os.fork():
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        print(asyncio.run(call()), flush=True)
+    """
+    lines, status, complaints = program(textwrap.dedent(code))
     assert (lines, status) == (["there"] * 3, 0), complaints
 
 
@@ -234,11 +220,8 @@ def test_the_wait_for_a_thread_is_in_no_limit_of_time(hangs):
 
     async def work() -> None:
         threads = Threads(1)
-        late, healthy = await asyncio.gather(
-            limited(threads, hangs, "hangs"),
-            limited(threads, lambda: "there", "healthy"),
-            return_exceptions=True,
-        )
+        calls = limited(threads, hangs, "hangs"), limited(threads, there, "healthy")
+        late, healthy = await asyncio.gather(*calls, return_exceptions=True)
         assert healthy == "there"
         assert isinstance(late, TimeoutError)
         assert str(late) == "hangs is not done after limit_s = 1 s; wait longer"

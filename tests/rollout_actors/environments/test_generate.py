@@ -15,7 +15,6 @@ from scripted_client import Answer, ScriptedClient, status_error
 from rollout_actors.environments import concurrency
 from rollout_actors.environments.concurrency import Threads
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Rubric
 
 BOTH_WAYS = pytest.mark.parametrize("interleave_scoring", [True, False])
 
@@ -162,20 +161,6 @@ def test_advantages_are_over_the_examples_mean_also_without_group_functions():
     states = generated(env, given, ScriptedClient(echo)).state
     assert [state["advantage"] for state in states] == [0.5, -0.5, 0.0]
     assert [state["trajectory"][0]["advantage"] for state in states] == [0.5, -0.5, 0.0]
-
-
-def test_advantages_that_a_rubric_of_the_users_own_has_given_stand():
-    class LeaveOneOut(Rubric):
-        async def score_group(self, states):
-            await super().score_group(states)
-            total = sum(state["reward"] for state in states)
-            for state in states:
-                state["advantage"] = state["reward"] - (total - state["reward"]) / (len(states) - 1)
-
-    rubric = LeaveOneOut([lambda completions: ranks(completions)])
-    client = ScriptedClient(lambda call: str(call.number))
-    results = evaluated(SingleTurnEnv(dataset=rows(1), rubric=rubric), client, 3)
-    assert [state["advantage"] for state in results.state] == [-1.5, 0.0, 1.5]
 
 
 # Timing

@@ -13,7 +13,6 @@ from counted_time import counted
 from environment_support import (
     Talk,
     assistant,
-    cancelled_when,
     generated,
     rows,
     rubric_of,
@@ -21,11 +20,10 @@ from environment_support import (
     user,
     without_place,
 )
-from scripted_client import Answer, ScriptedClient, connection_error, overlong_error, status_error
+from scripted_client import Answer, ScriptedClient, overlong_error, status_error
 
 from rollout_actors.environments import concurrency
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
-from rollout_actors.environments.clients import openai as endpoint
 from rollout_actors.environments.concurrency import Threads
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.lifecycle import cleanup
@@ -385,20 +383,6 @@ def test_a_length_mismatch_of_tokens_is_one_rollouts_failure_and_so_is_an_answer
     assert problem in results.state[1]["error"]
 
 
-def test_retries_are_for_infrastructure_errors_only(monkeypatch):
-    monkeypatch.setattr(endpoint, "PAUSE_S", 0.0)
-    seen = {}
-    failures = {"q0": connection_error(), "q1": status_error(400, "bad"), "q2": ValueError("mine")}
-
-    def script(call):
-        seen[call.text] = seen.get(call.text, 0) + 1
-        return failures[call.text] if seen[call.text] == 1 else "a"
-
-    results = generated(SingleTurnEnv(), rows(3), ScriptedClient(script))
-    assert seen == {"q0": 2, "q1": 1, "q2": 1}
-    assert [error is None for error in errors(results)] == [True, False, False]
-
-
 def test_truncated_rollouts_are_counted_and_scored_and_are_no_errors():
     def script(call):
         return overlong_error() if call.prompt[0]["content"] == "q1" and call.turn == 1 else "a"
@@ -408,15 +392,6 @@ def test_truncated_rollouts_are_counted_and_scored_and_are_no_errors():
     assert (results.metadata.num_truncated, results.metadata.num_errors) == (1, 0)
     assert results.reward == [3.0, 1.0]
     assert [state["is_truncated"] for state in results.state] == [False, True]
-
-
-def test_cancelling_the_batch_cancels_its_calls():
-    client = ScriptedClient(echo, delay_s=30)
-    cancelled_when(
-        lambda: client.num_under_way == 4,
-        lambda: SingleTurnEnv().generate(rows(4), client, "model", use_tqdm=False),
-    )
-    assert (client.num_cancelled, client.num_under_way) == (4, 0)
 
 
 # Reward functions and rubrics

@@ -266,7 +266,7 @@ def test_a_cancelled_batch_cleans_up_every_rollout_that_has_begun_exactly_once()
         lambda: env.generate(rows(5), client, "model", **bounds),
     )
     assert sorted(env.released) == ["sandbox-0", "sandbox-1", "sandbox-2"]
-    assert client.num_under_way == 0
+    assert (client.num_cancelled, client.num_under_way) == (3, 0)
 
 
 def test_a_cleanup_that_fails_leaves_the_others_their_turn_and_is_raised():

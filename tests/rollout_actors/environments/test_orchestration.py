@@ -109,43 +109,28 @@ def test_outputs_match_non_interleaved_results_for_deterministic_reward_function
         return [1.0 / (1 + place) for place in range(len(completions))]
 
     def outputs(interleave_scoring):
-        env = Talk(
-            max_turns=2,
-            dataset=rows(len(rollouts)),
-            rubric=Rubric([length, compared] if compares else [length]),
-        )
+        rubric = Rubric([length, compared] if compares else [length])
+        env = Talk(max_turns=2, dataset=rows(len(rollouts)), rubric=rubric)
+        ways = {"use_tqdm": False, "interleave_scoring": interleave_scoring, **bounds}
         client = ScriptedClient(script)
-        work = env.evaluate(
-            client,
-            "model",
-            rollouts_per_example=rollouts_per_example,
-            use_tqdm=False,
-            interleave_scoring=interleave_scoring,
-            **bounds,
+        results, _ = counted(
+            env.evaluate(client, "model", rollouts_per_example=rollouts_per_example, **ways)
         )
-        results, _ = counted(work)
         for state in results.state:
             for step in state["trajectory"]:
                 step["response"] = step["response"].choices  # without the number of the call
         metadata = results.metadata
-        whole = (
-            metadata.avg_reward,
-            metadata.avg_metrics,
-            metadata.num_errors,
-            metadata.num_truncated,
-            metadata.num_examples,
-        )
-        return (
-            {name: results[name] for name in COLUMNS},
-            [{name: state[name] for name in FIELDS} for state in results.state],
-            whole,
-        )
+        averages = metadata.avg_reward, metadata.avg_metrics
+        counts = metadata.num_errors, metadata.num_truncated, metadata.num_examples
+        columns = {name: results[name] for name in COLUMNS}
+        fields = [{name: state[name] for name in FIELDS} for state in results.state]
+        return columns, fields, averages, counts
 
     interleaved, two_phase = outputs(True), outputs(False)
     assert interleaved == two_phase
     # Of both: an example's rollouts fail and are cut off as they were drawn to.
     fates = Counter(fate for fate, _, _ in rollouts for _ in range(rollouts_per_example))
-    assert interleaved[2][2:] == (
+    assert interleaved[3] == (
         fates["refused"] + fates["unscored"],
         fates["overlong"],
         len(rollouts),
@@ -177,25 +162,18 @@ def test_list_ordering_is_preserved_and_aligned_across_prompt_completion_reward_
     }
     results, _ = counted(env.generate(rows(6), client, "model", **told))
     assert results.prompt == [[user(f"q{i}")] for i in range(6)]
-    assert (
-        [completion[0]["content"] for completion in results.completion]
-        == results.answer
-        == [f"q{i}" for i in range(6)]
-    )
+    said = [completion[0]["content"] for completion in results.completion]
+    assert said == results.answer == [f"q{i}" for i in range(6)]
+    assert results.reward == [state["reward"] for state in results.state]
     assert results.reward == [10.0 + i for i in range(6)]
     assert results.metrics == {"place": [0, 1, 2, 3, 4, 5], "right": [1] * 6}
-    assert (
-        [state["info"] for state in results.state]
-        == results.info
-        == [{"place": i} for i in range(6)]
-    )
-    assert [state["reward"] for state in results.state] == results.reward
-    assert ended == [
-        (i, 10.0 + i)
-        for i in sorted(
-            range(6), key=lambda i: 10 * scored[i] + (generated[i] if interleave_scoring else 0)
-        )
-    ]
+    assert results.info == [state["info"] for state in results.state]
+    assert results.info == [{"place": i} for i in range(6)]
+
+    def done_s(i):
+        return 10 * scored[i] + (generated[i] if interleave_scoring else 0)
+
+    assert ended == [(i, 10.0 + i) for i in sorted(range(6), key=done_s)]
 
 
 @pytest.mark.parametrize("interleave_scoring", [True, False])
@@ -231,33 +209,23 @@ def test_separate_generation_and_scoring_semaphores_are_respected(
     "column", [None, "id", "example_id"], ids=["synthesized", "id", "example_id"]
 )
 def test_id_propagation_synthesized_and_pre_existing_id_columns(column, table):
-    given = [
-        {"question": f"q{i}", "answer": "", **({} if column is None else {column: f"row-{9 - i}"})}
-        for i in range(3)
-    ]
     ids = [0, 1, 2] if column is None else ["row-9", "row-8", "row-7"]
-    env, client = (
-        SingleTurnEnv(dataset=table(given)),
-        ScriptedClient(lambda call: Answer("a", delay_s=3.0 - int(call.text[1:]))),
-    )
-    generated, _ = counted(env.generate(table(given), client, "model", use_tqdm=False))
-    assert (
-        [state["id"] for state in generated.state]
-        == generated.example_id
-        == env.make_dataset(generated)["id"][:]
-        == ids
-    )
-    evaluated, _ = counted(env.evaluate(client, "model", rollouts_per_example=2, use_tqdm=False))
-    repeated = [ids[i // 2] for i in range(6)]
-    assert (
-        [state["id"] for state in evaluated.state]
-        == evaluated.example_id
-        == env.make_dataset(evaluated)["id"][:]
-        == repeated
-    )
-    assert [state["prompt"] for state in evaluated.state] == [
-        [user(f"q{i // 2}")] for i in range(6)
-    ]
+    given = [{"question": f"q{i}", "answer": ""} for i in range(3)]
+    for row, own in zip(given, ids, strict=True):
+        if column is not None:
+            row[column] = own
+    env = SingleTurnEnv(dataset=table(given))
+    client = ScriptedClient(lambda call: Answer("a", delay_s=3.0 - int(call.text[1:])))
+    for work, times in (
+        (env.generate(table(given), client, "model", use_tqdm=False), 1),
+        (env.evaluate(client, "model", rollouts_per_example=2, use_tqdm=False), 2),
+    ):
+        results, _ = counted(work)
+        expected = [own for own in ids for _ in range(times)]
+        assert results.example_id == env.make_dataset(results)["id"][:] == expected
+        assert [state["id"] for state in results.state] == expected
+        prompts = [[user(f"q{i}")] for i in range(3) for _ in range(times)]
+        assert [state["prompt"] for state in results.state] == prompts
 
 
 @pytest.mark.slow

@@ -310,13 +310,6 @@ def test_a_rollout_has_ten_turns_at_most_unless_it_is_told_otherwise(bound, turn
     assert (len(state["trajectory"]), state["stop_condition"]) == (turns, "max_turns_reached")
 
 
-def test_a_rows_own_tools_are_what_the_model_is_shown():
-    other = convert_tool_to_oai_format(echo)
-    client = ScriptedClient(["done"])
-    rolled_out(ToolEnv([area]), {**ROW, "info": {"oai_tools": [other]}}, client)
-    assert client.calls[0].arguments["tools"] == [other]
-
-
 def test_a_tool_that_is_added_later_is_there_for_later_rollouts():
     environment = ToolEnv([area])
     rolled_out(environment, ROW, ScriptedClient(["done"]))

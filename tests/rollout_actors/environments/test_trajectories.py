@@ -32,6 +32,7 @@ from scripted_client import (
     status_error,
 )
 
+from rollout_actors.environments.clients import openai as endpoint
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, stop, teardown
 from rollout_actors.environments.multi_turn import SingleTurnEnv
@@ -85,22 +86,21 @@ NUM_TURNS = {"one turn": 1, "several turns": 3, "independent prompts": 2, "tools
 
 
 def environment(kind, **changes):
-    made, arguments = ENVIRONMENTS[kind]
-    given = [
-        {"prompt": f"q{i}" if kind == "text" else [user(f"q{i}")], "answer": "said 0"}
-        for i in range(2)
-    ]
-    return made(**{"dataset": given, "env_id": kind.replace(" ", "-"), **arguments, **changes})
+    env, arguments = ENVIRONMENTS[kind]
+    prompts = [f"q{i}" if kind == "text" else [user(f"q{i}")] for i in range(2)]
+    dataset = [{"prompt": prompt, "answer": "said 0"} for prompt in prompts]
+    return env(**{"dataset": dataset, "env_id": kind.replace(" ", "-"), **arguments, **changes})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
-def test_clean_trajectory_support_each_step_is_one_llm_request_response(kind):
+def test_clean_trajectory_support_each_step_is_one_llm_request_response(kind, monkeypatch):
     """Neither what was tried again nor what was refused for its length is a step, and no step is
     more than one call.
     """
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.0)
     client = ScriptedClient(lambda call: connection_error() if call.number == 0 else twice(call))
-    state = rolled_out(environment(kind), environment(kind).dataset[0], client)
+    env = environment(kind)
+    state = rolled_out(env, env.dataset[0], client)
     answered = client.calls[1:]
     assert len(state["trajectory"]) == len(answered) == NUM_TURNS[kind]
     for step, call in zip(state["trajectory"], answered, strict=True):
@@ -112,9 +112,7 @@ def test_clean_trajectory_support_each_step_is_one_llm_request_response(kind):
         else:
             (message,) = step["completion"]
             assert (message["role"], message["content"]) == ("assistant", said.message.content)
-    refused = rolled_out(
-        environment(kind), environment(kind).dataset[0], ScriptedClient([overlong_error()])
-    )
+    refused = rolled_out(env, env.dataset[0], ScriptedClient([overlong_error()]))
     assert refused["trajectory"] == [] and refused["is_truncated"]
 
 
@@ -163,20 +161,15 @@ def test_horizontal_training_each_trajectory_step_independent_training_example(k
     """As many examples as calls, and each the same whatever other steps there are, whether or not a
     prompt extends the one before.
     """
-    results = generated(
-        environment(kind, rubric=rubric_of(said_the_answer)),
-        rows(2),
-        ScriptedClient(twice),
-        sampling_args=SAMPLING_ARGS,
-    )
-    examples = process_trajectories_for_training(states=results.state, mask_prompts=True)
-    steps = [step for state in results.state for step in state["trajectory"]]
+    env, client = environment(kind, rubric=rubric_of(said_the_answer)), ScriptedClient(twice)
+    states = generated(env, rows(2), client, sampling_args=SAMPLING_ARGS).state
+    examples = process_trajectories_for_training(states=states, mask_prompts=True)
+    steps = [(state, step) for state in states for step in state["trajectory"]]
     assert len(examples) == len(steps) == 2 * NUM_TURNS[kind]
-    for example, step in zip(examples, steps, strict=True):
+    for example, (state, step) in zip(examples, steps, strict=True):
         tokens = step["tokens"]
         assert example.token_ids == tokens["prompt_ids"] + tokens["completion_ids"]
         assert example.mask == [0] * len(tokens["prompt_ids"]) + [1] * len(tokens["completion_ids"])
-        state = results.state[example.rollout]
         (alone,) = process_trajectories_for_training([{**state, "trajectory": [step]}])
         for name in ("token_ids", "logprobs", "mask", "reward", "advantage", "example_id"):
             assert getattr(alone, name) == getattr(example, name)
@@ -186,19 +179,13 @@ def test_backward_compatibility_most_existing_environments_work_unchanged_via_st
     """Code that knows nothing of `state["input"]`, over a table with tools and more in its `info`
     column.
     """
-    tool = {
-        "type": "function",
-        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
-    }
+    parameters = {"type": "object", "properties": {}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    infos = [json.dumps({"oai_tools": [tool], "hint": i}) for i in range(2)]
     table = datasets.Dataset.from_list(
         [
-            {
-                "prompt": [user(f"q{i}")],
-                "answer": f"{i}",
-                "task": "old",
-                "info": json.dumps({"oai_tools": [tool], "hint": i}),
-            }
-            for i in range(2)
+            {"prompt": [user(f"q{i}")], "answer": f"{i}", "task": "old", "info": info}
+            for i, info in enumerate(infos)
         ]
     )
 
@@ -210,27 +197,21 @@ def test_backward_compatibility_most_existing_environments_work_unchanged_via_st
         async def env_response(self, messages, state, **kwargs):
             known = dict(state)
             copied = pickle.loads(pickle.dumps(state.copy()))
-            assert {name: known[name] for name in State.INPUT_FIELDS} == {
-                name: copied[name] for name in State.INPUT_FIELDS
-            }
+            assert all(known[name] == copied[name] for name in State.INPUT_FIELDS)
             state["answer"] = state.get("answer", "none") + "!"
-            return [
-                user(f"{state['task']} {state['example_id']} {state['hint']} {known['answer']}")
-            ]
+            said = (state["task"], state["example_id"], state["hint"], known["answer"])
+            return [user(" ".join(map(str, said)))]
 
     def judged(prompt, completion, answer, info, task, state):
-        return float(
-            (prompt[0]["content"], task, answer) == (f"q{info['hint']}", "old", f"{info['hint']}!")
-            and state["answer"] == answer
-        )
+        row = prompt[0]["content"], task, answer
+        expected = f"q{info['hint']}", "old", f"{info['hint']}!"
+        return float(row == expected and state["answer"] == answer)
 
     client = ScriptedClient(lambda call: "a")
     results = generated(Old(max_turns=2, rubric=Rubric([judged])), table, client)
-    assert results.reward == [1.0, 1.0] and results.metadata.num_errors == 0
-    assert [completion[1]["content"] for completion in results.completion] == [
-        "old 0 0 0",
-        "old 1 1 1",
-    ]
+    assert (results.reward, results.metadata.num_errors) == ([1.0, 1.0], 0)
+    heard = [completion[1]["content"] for completion in results.completion]
+    assert heard == ["old 0 0 0", "old 1 1 1"]
     assert all(call.arguments["tools"] == [tool] for call in client.calls)
 
 
@@ -260,43 +241,37 @@ def test_setup_pattern_clarity_init_state_for_data_setup_state_for_config():
     assert asyncio.run(begun(first)) == asyncio.run(begun(second)), "whatever the environment"
     client = ScriptedClient(["done"])
     state = rolled_out(first, row, client)
-    assert (
-        client.calls[0].prompt == [user("hi"), user("you are in north-3")]
-        and state["sandbox"] == "north-3"
-    )
+    assert client.calls[0].prompt == [user("hi"), user("you are in north-3")]
+    assert state["sandbox"] == "north-3"
     assert row == before
 
 
-def test_always_on_trajectories_all_rollouts_track_trajectory_data():
-    """Of every kind of environment, alone and in a group, and also where a rollout fails, is cut
-    off or is not scored.
-    """
-    members = [environment(kind) for kind in ENVIRONMENTS if kind != "text"]
-    several = {name: environment(name) for name in ENVIRONMENTS} | {"group": EnvGroup(members)}
-    for score_rollouts in (True, False):
-        for env in several.values():
-            results = asyncio.run(
-                env.evaluate(
-                    ScriptedClient(twice),
-                    "model",
-                    sampling_args=SAMPLING_ARGS,
-                    use_tqdm=False,
-                    score_rollouts=score_rollouts,
-                )
-            )
-            assert results.metadata.num_errors == 0
-            for state in results.state:
-                assert len(state["trajectory"]) == NUM_TURNS[state["task"].replace("-", " ")]
-                assert all(step["tokens"]["completion_ids"] for step in state["trajectory"])
-    for ends in (status_error(400, "no"), RuntimeError("no"), overlong_error()):
+@pytest.mark.parametrize("score_rollouts", [True, False])
+@pytest.mark.parametrize("kind", [*ENVIRONMENTS, "group"])
+def test_always_on_trajectories_all_rollouts_track_trajectory_data(kind, score_rollouts):
+    """Of every kind of environment, alone and in a group, and also where it is not scored."""
+    if kind == "group":
+        env = EnvGroup([environment(name) for name in ENVIRONMENTS if name != "text"])
+    else:
+        env = environment(kind)
+    ways = {"sampling_args": SAMPLING_ARGS, "score_rollouts": score_rollouts, "use_tqdm": False}
+    results = asyncio.run(env.evaluate(ScriptedClient(twice), "model", **ways))
+    assert results.metadata.num_errors == 0
+    for state in results.state:
+        assert len(state["trajectory"]) == NUM_TURNS[state["task"].replace("-", " ")]
+        assert all(step["tokens"]["completion_ids"] for step in state["trajectory"])
 
-        def answers(call, ends=ends):
-            return "first" if call.text == "q1" and not call.turn else ends
 
-        none, one = generated(Talk(max_turns=3), rows(2), ScriptedClient(answers)).state
-        assert none["trajectory"] == [] and [step["completion"] for step in one["trajectory"]] == [
-            [assistant("first")]
-        ]
+@pytest.mark.parametrize(
+    "ends", [status_error(400, "no"), RuntimeError("no"), overlong_error()], ids=repr
+)
+def test_a_rollout_that_fails_or_is_cut_off_tracks_its_trajectory_too(ends):
+    def answers(call):
+        return "first" if call.text == "q1" and not call.turn else ends
+
+    none, one = generated(Talk(max_turns=3), rows(2), ScriptedClient(answers)).state
+    assert none["trajectory"] == []
+    assert [step["completion"] for step in one["trajectory"]] == [[assistant("first")]]
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
@@ -312,9 +287,7 @@ def test_input_first_api_clean_interface_matching_dataset_structure(kind):
     ]
     for state in states:
         assert isinstance(state, State) and state["is_completed"] and state["input"] == row
-        assert [state[name] for name in ("prompt", "answer", "task", "example_id")] == [
-            row[name] for name in ("prompt", "answer", "task", "example_id")
-        ]
+        assert all(state[name] == row[name] for name in ("prompt", "answer", "task", "example_id"))
     assert row == before and states[0]["input"] is not row
 
 

@@ -86,15 +86,8 @@ def test_a_turn_takes_a_bounded_number_of_calls_of_python_functions() -> None:
     assert calls / (NUM_ROLLOUTS * NUM_TURNS) <= MOST_CALLS
 
 
-def shared() -> Any:
-    part = {"a": [1, 2.5, None, True]}
-    return [part, part, {"once more": part}]
-
-
-def cyclic() -> Any:
-    value: dict[str, Any] = {"name": "x"}
-    value["itself"] = [value]
-    return value
+PART = {"a": [1, 2.5, None, True]}
+SHARED = [PART, PART, {"once more": PART}]
 
 
 @pytest.mark.parametrize(
@@ -104,19 +97,20 @@ def cyclic() -> Any:
         {1: "one", (2, 3): ["two"]},
         ({"in a tuple": []},),
         {"set": {1, 2}, "bytes": b"x"},
-        shared(),
+        SHARED,
     ],
 )
-def test_a_deep_copy_is_equal_and_shares_nothing(value: Any) -> None:
+def test_a_deep_copy_is_equal_and_of_the_same_type(value: Any) -> None:
     copy = deeply_copied(value)
     assert copy == deepcopy(value)
     assert type(copy) is type(value)
 
 
 def test_a_deep_copy_shares_what_was_shared_and_comes_back_to_itself_where_the_value_does() -> None:
-    first, second, third = deeply_copied(shared())
-    assert first is second is third["once more"]
-    value = cyclic()
+    first, second, third = deeply_copied(SHARED)
+    assert first is second is third["once more"] is not PART
+    assert first["a"] is not PART["a"]
+    value: dict[str, Any] = {"name": "x"}
+    value["itself"] = [value]
     copy = deeply_copied(value)
-    assert copy["itself"][0] is copy
-    assert copy is not value
+    assert copy["itself"][0] is copy is not value
