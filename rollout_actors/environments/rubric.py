@@ -221,11 +221,7 @@ class Rubric:
     @property
     def compares_rollouts(self) -> bool:
         """True if all rollouts of an example are scored together."""
-        return self._needs_group or type(self).score_group is not Rubric.score_group
-
-    @property
-    def _needs_group(self) -> bool:
-        return self._has_group_function
+        return self._has_group_function or type(self).score_group is not Rubric.score_group
 
     @property
     def scores_all_at_once(self) -> bool:
@@ -310,8 +306,8 @@ class RubricGroup(Rubric):
         return list(dict.fromkeys(name for rubric in self.rubrics for name in rubric.reward_names))
 
     @property
-    def _needs_group(self) -> bool:
-        return any(rubric.compares_rollouts for rubric in self.rubrics)
+    def compares_rollouts(self) -> bool:
+        return super().compares_rollouts or any(one.compares_rollouts for one in self.rubrics)
 
     @property
     def scores_all_at_once(self) -> bool:

@@ -93,6 +93,7 @@ def test_a_wrong_name_lists_what_there_is():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
