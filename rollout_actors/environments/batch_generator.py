@@ -75,17 +75,14 @@ class AsyncBatchGenerator:
             RuntimeError: the generator was closed meanwhile.
         """
         if number not in self._batches:
-            raise ValueError(
-                f"batch {number} is not submitted; there are"
-                f" {', '.join(map(str, self._batches)) or 'none'}"
-            )
+            known = ", ".join(map(str, self._batches)) or "none"
+            raise ValueError(f"batch {number} is not submitted; there are {known}")
         batch = self._batches[number]
         try:
             return batch.result(timeout_s)
         except CancelledError:
-            raise RuntimeError(
-                f"batch {number} was not generated: the generator is closed"
-            ) from None
+            text = f"batch {number} was not generated: the generator is closed"
+            raise RuntimeError(text) from None
         except TimeoutError as error:
             if batch.done():  # the batch's own
                 raise

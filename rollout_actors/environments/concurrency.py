@@ -36,9 +36,7 @@ T = TypeVar("T")
 # Errors and cancellations
 
 FAILURES = (Exception, asyncio.CancelledError, SystemExit)
-"""Errors that can be the failure of one rollout; see `reraise_cancellation` for those that are
-not.
-"""
+"""Errors that may be one rollout's failure; `reraise_cancellation` knows those that are not."""
 
 
 _ENVIRONMENTS = f"{Path(__file__).parent}/"
@@ -363,11 +361,10 @@ class Threads:
             try:
                 threading.Thread(target=self._work, name="plain-function", daemon=True).start()
             except RuntimeError:  # the system has no more; the existing ones take the queue
-                _LOGGER.warning(
-                    "no further thread can be started beside %d; raise the limit of processes"
-                    " (`ulimit -u`, pids)",
-                    self._num_threads,
+                text = (
+                    "no further thread starts beside %d; raise the limit of processes (`ulimit -u`)"
                 )
+                _LOGGER.warning(text, self._num_threads)
                 return
             # Counted as idle at once: it takes one of the queue.
             self._num_threads += 1
@@ -377,17 +374,13 @@ class Threads:
         """Answer all queued calls with an error if no thread can take them. The lock is held."""
         if self._num_threads:
             return
-        if self._given_up:
-            names = ", ".join(sorted({call.name for call in self._given_up}))
-            reason = (
-                f"{len(self._given_up)} plain functions that were given up still run ({names}); "
-                "give what they wait for a limit of its own, or write them as `async def`"
-            )
-        else:
-            reason = (
-                "the system starts no more threads; raise its limit of processes (`ulimit -u`,"
-                " pids), or write plain functions as `async def`"
-            )
+        names = ", ".join(sorted({call.name for call in self._given_up}))
+        reason = (
+            f"{len(self._given_up)} plain functions that were given up still run ({names}); give"
+            " what they wait for a limit of its own, or write them as `async def`"
+            if names
+            else "the system starts no more threads; raise its limit of processes (`ulimit -u`)"
+        )
         with contextlib.suppress(Empty):
             while True:
                 call = self._queue.get_nowait()
@@ -417,9 +410,8 @@ class Threads:
         if number & (number - 1) == 0:
             _LOGGER.warning(
                 "plain function %s was given up, because its caller was cancelled or had reached"
-                " its limit of time: its thread runs until it returns, and another takes its place"
-                " (%d were given up so far, %d of them still run, at most %d are replaced); give"
-                " what it waits for a limit of its own, or write it as `async def`",
+                " its limit of time (%d were given up so far, %d of them still run, at most %d are"
+                " replaced); give what it waits for a limit of its own, or write it `async def`",
                 call.name,
                 number,
                 num_still_running,
@@ -519,9 +511,7 @@ class ScoringSlot(Stopwatch):
 
 
 async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once, as far as there are places; when none runs any more, raise the first
-    error.
-    """
+    """Run all at once, as far as there are places, and at the end raise the first error."""
     if len(works) == 1:
         return [await works[0]]
     slot = _SLOT.get()

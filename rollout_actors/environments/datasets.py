@@ -65,10 +65,8 @@ class PromptFormat:
         prompt = row["question"] if row.get("prompt") is None else row["prompt"]
         if self.message_type == "completion":
             if not isinstance(prompt, str):
-                raise ValueError(
-                    "prompt: must be text where message_type is completion, got"
-                    f" {type(prompt).__name__}"
-                )
+                kind = type(prompt).__name__
+                raise ValueError(f"prompt: must be text in a completion, got {kind}")
             return prompt
         if isinstance(prompt, str):
             messages: Messages = [{"role": "user", "content": prompt}]
@@ -91,9 +89,9 @@ class PromptFormat:
             ValueError: the row has no prompt, a message no role, or an id is NaN.
         """
         if row.get("prompt") is None and row.get("question") is None:
+            known = ", ".join(sorted(row)) or "nothing"
             raise ValueError(
-                f"row {index} has neither prompt nor question, only"
-                f" {', '.join(sorted(row)) or 'nothing'}; give it one of the two"
+                f"row {index} has neither prompt nor question, only {known}; give it one of the two"
             )
         prompt = row.get("prompt")
         if self.message_type == "chat" and prompt is not None and not isinstance(prompt, str):
@@ -244,10 +242,8 @@ def to_rows(inputs: Any) -> Rows:
     columns = {key: value for key, value in inputs.items() if value is not None}
     prompts = columns.get("prompt", columns.get("question"))
     if prompts is None:
-        raise ValueError(
-            "inputs: neither prompt nor question, only"
-            f" {', '.join(sorted(map(str, columns))) or 'nothing'}; give one of the two"
-        )
+        known = ", ".join(sorted(map(str, columns))) or "nothing"
+        raise ValueError(f"inputs: neither prompt nor question, only {known}; give one of the two")
     is_conversation = (
         isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Mapping)
     )
@@ -262,10 +258,8 @@ def to_rows(inputs: Any) -> Rows:
             )
     sizes = {key: len(value) for key, value in columns.items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(
-            "inputs: the columns have different lengths:"
-            f" {', '.join(f'{key} {size}' for key, size in sizes.items())}"
-        )
+        lengths = ", ".join(f"{key} {size}" for key, size in sizes.items())
+        raise ValueError(f"inputs: the columns have different lengths: {lengths}")
     values = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in values]
 
@@ -325,10 +319,8 @@ def build_dataset_from_outputs(
 def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
     """Return a list of names. TypeError for one text: its letters are a sequence of texts too."""
     if isinstance(state_columns, str):
-        raise TypeError(
-            f"state_columns: must be a list of names, got the text {state_columns!r}; give"
-            f" {[state_columns]}"
-        )
+        text = f"must be a list of names, got the text {state_columns!r}; give {[state_columns]}"
+        raise TypeError(f"state_columns: {text}")
     return list(state_columns or ())
 
 

@@ -432,10 +432,9 @@ def _run(
     kwargs: dict[str, Any],
 ) -> GenerateOutputs:
     if asyncio._get_running_loop() is not None:
-        name = method.__name__
+        remedy = f"write `await environment.{method.__name__}(...)`"
         raise RuntimeError(
-            f"{name}_sync: an event loop runs here, as in a notebook; write `await"
-            f" environment.{name}(...)`"
+            f"{method.__name__}_sync: an event loop runs here, as in a notebook; {remedy}"
         )
     return asyncio.run(method(*args, **kwargs))
 
@@ -445,14 +444,11 @@ def _read_info(info: Any) -> Mapping[str, Any]:
     try:
         parsed = json.loads(info) if isinstance(info, str) else info
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"info: is not JSON ({error}): {info[:60]!r}; give a mapping, or its JSON"
-        ) from error
+        text = f"info: is not JSON ({error}): {info[:60]!r}; give a mapping, or its JSON"
+        raise ValueError(text) from error
     if not isinstance(parsed, Mapping):
-        raise ValueError(
-            f"info: must be a mapping, or the JSON of one, got {type(parsed).__name__}:"
-            f" {str(info)[:60]!r}"
-        )
+        got = f"{type(parsed).__name__}: {str(info)[:60]!r}"
+        raise ValueError(f"info: must be a mapping, or the JSON of one, got {got}")
     return parsed
 
 

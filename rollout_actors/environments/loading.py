@@ -46,7 +46,7 @@ def make_environment(env_id: str, load: Load, env_args: Mapping[str, Any]) -> En
         what = "nothing" if environment is None else full_name(environment)
         raise ValueError(
             f"{env_id}: its load_environment returned {what}; return an Environment of"
-            " rollout_actors.environments, such as its SingleTurnEnv or ToolEnv"
+            " rollout_actors.environments"
         )
     if environment.env_id is None:
         environment.env_id = Path(env_id).stem if env_id.endswith(".py") else env_id

@@ -99,9 +99,7 @@ class XMLParser(Parser):
         extract_fn: Callable[[str], Any] = str,
     ) -> None:
         if answer_field not in fields:
-            raise ValueError(
-                f"answer_field: {answer_field!r} is none of the fields {', '.join(fields)}"
-            )
+            raise ValueError(f"answer_field: {answer_field!r} is none of {', '.join(fields)}")
         super().__init__(extract_fn)
         self.fields = tuple(fields)
         self.answer_field = answer_field
@@ -174,9 +172,9 @@ class Rubric:
     ) -> None:
         functions = list(funcs or ())
         weights = [1.0] * len(functions) if weights is None else list(weights)
-        if len(weights) != len(functions):
+        if (number := len(weights)) != len(functions):
             raise ValueError(
-                f"weights: {len(weights)} for {len(functions)} reward functions; give one to each"
+                f"weights: {number} for {len(functions)} reward functions; give each one"
             )
         self.parser = parser
         self.class_objects: dict[str, Any] = {} if parser is None else {"parser": parser}
@@ -199,10 +197,7 @@ class Rubric:
             names = (kind if number == 1 else f"{kind}_{number}" for number in count(1))
             reward.name = next(name for name in names if name not in self.reward_names)
         if reward.name in self.reward_names:
-            raise ValueError(
-                f"reward function {reward.name} is there already; metrics go by the functions'"
-                " names"
-            )
+            raise ValueError(f"reward function {reward.name} is there already; rename one")
         self._rewards.append(reward)
         self._has_group_function |= reward.is_of_group
 
@@ -612,16 +607,12 @@ class _Reward:
         name = getattr(function, "__name__", type(function).__name__)
         bound = frozenset(called.keywords if isinstance(called, partial) else ())
         parameters = list(inspect.signature(called).parameters.values())
-        unnamed = [
-            one.name
-            for one in parameters
-            if one.kind is one.POSITIONAL_ONLY and one.default is one.empty
-        ]
-        if unnamed:
-            raise ValueError(
-                f"reward function {name}: {', '.join(unnamed)} can only be given by position;"
-                " arguments are given by name, so leave out the slash"
-            )
+        for one in parameters:
+            if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+                raise ValueError(
+                    f"reward function {name}: {one.name} can only be given by position; arguments"
+                    " are given by name, so leave out the slash"
+                )
         named = [
             one
             for one in parameters

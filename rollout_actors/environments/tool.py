@@ -76,10 +76,7 @@ class ToolEnv(MultiTurnEnv):
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self._tools:
-            raise ValueError(
-                f"tool {tool.name} is there already; tools go by the functions' names: give one of"
-                " the two a __name__ of its own"
-            )
+            raise ValueError(f"tool {tool.name} is there already; give one a __name__ of its own")
         self._tools[tool.name] = tool
         self.oai_tools = [*self.oai_tools, tool.schema]
 
