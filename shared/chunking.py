@@ -140,7 +140,8 @@ def round_parts(sizes: Sequence[int], devices: Sequence[int]) -> list[RoundPart]
     for engine, share in enumerate(split_over(ends[-1], devices)):
         for rank, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             start = end - size
-            first, last = max(share.start, start), min(share.stop, end)
+            first = max(share.start, start)
+            last = min(share.stop, end)
             if first < last:
                 parts.append(RoundPart(engine, rank, range(first - start, last - start)))
     return parts
@@ -196,6 +197,7 @@ def cut_past(
         size += size_of(item)
         if size > limit:
             yield tuple(bucket)
-            bucket, size = [], 0
+            bucket = []
+            size = 0
     if bucket:
         yield tuple(bucket)

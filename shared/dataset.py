@@ -160,7 +160,8 @@ def _decode(path: Path, line: bytes) -> Any:
     try:
         return json.loads(line.decode(), object_pairs_hook=_object, parse_int=_integer)
     except UnicodeDecodeError as error:
-        problem, remedy = f"is not UTF-8 at byte {error.start + 1}", "save the file as UTF-8"
+        problem = f"is not UTF-8 at byte {error.start + 1}"
+        remedy = "save the file as UTF-8"
         raise _bad_row(problem, remedy) from error
     except json.JSONDecodeError as error:
         problem = f"is not JSON at column {error.colno}: {error.msg}"

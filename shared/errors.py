@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEARNER, ENGINES = "learner", "rollout engines"
-"""The source of an error where it is the learner, or all engines together."""
+LEARNER = "learner"
+ENGINES = "rollout engines"
+"""The source of an error that is all engines' together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +128,12 @@ class BadRows:
 
 
 class RolloutError(PortableError, RuntimeError):
-    """A rollout engine failed, timed out, or answered something that contradicts the learner."""
+    """A rollout engine failed, timed out, or answered something that contradicts the learner.
+
+    The phase is the work it was doing (`start`, `generate`, `check`, ...).
+    """
 
     def __init__(self, message: str, *, actor: str, phase: str) -> None:
-        """Args:
-        actor: the engine's name.
-        phase: the work it was doing (`start`, `generate`, `check`, ...).
-        """
         self.message = message
         self.actor = actor
         self.phase = phase

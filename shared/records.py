@@ -174,7 +174,8 @@ def load_record(
         if key not in mapping:
             _refuse(key, "is missing", "every row needs images, width, height and objects")
     paths = _list("images", mapping["images"], "a list with at least one path", least=1)
-    width, height = _size("width", mapping["width"]), _size("height", mapping["height"])
+    width = _size("width", mapping["width"])
+    height = _size("height", mapping["height"])
     values = _list("objects", mapping["objects"], "a list of objects; [] for none")
     objects = _in_reading_order(
         tuple(_load_object(f"objects[{i}]", value, geometry) for i, value in enumerate(values)),
@@ -366,7 +367,8 @@ def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -
     if len(kinds) != 1:
         problem = "has two geometries" if kinds else "has no geometry"
         _refuse(field, problem, "give it exactly one of bbox_2d, poly")
-    kind, path = kinds[0], f"{field}.{kinds[0]}"
+    kind = kinds[0]
+    path = f"{field}.{kinds[0]}"
     if kind not in geometry:
         remedy = (
             f"write it as {', '.join(sorted(geometry))} (`launch.coco import geometry=bbox` does so"

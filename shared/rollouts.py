@@ -154,12 +154,10 @@ class SyncReport:
     phase_s: Mapping[str, float]
     """Seconds of the slowest engine by phase (pause, wire, load, verify, canary, ...)."""
     canary_max_abs: float
-    """Largest difference of a canary log-probability between the learner and any engine, in nats.
-    """
+    """Largest difference of a canary log-probability between learner and engines, in nats."""
     mode: Literal["full", "adapter"] = "full"
     fell_back: str | None = None
-    """Reason why an adapter sync failed before this one, which sent full weights; None: none did.
-    """
+    """Reason why an adapter sync failed before this one, of full weights; None: none did."""
     adapter_effect: float | None = None
     """The engine's effect of an adapter over the learner's, farthest from 1; None: full weights, or
     too small to tell (`shared.weight_sync.canary`)."""

@@ -20,18 +20,17 @@ from shared.records import ImageRef
 from shared.rollouts import RolloutRequest
 
 REQUESTS_TOGETHER = 32
-"""Requests per object: the first engine waits for as many, and every object costs the driver time.
-"""
+"""Requests per object, each of which costs the driver time; the first engine waits for as many."""
 
 SHELF_BYTES = 1 << 29
 """Pictures that a sender holds for later requests: 3,500 of 150 kB."""
 
 
 class RequestRef(NamedTuple):
-    """The place of a request: the `place`-th one of the `SentRequests` that `sent` refers to."""
+    """The place of a request: the `offset`-th one of the `SentRequests` that `sent` refers to."""
 
     sent: Any
-    place: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class SentRequests:
 
 def in_objects(refs: Sequence[RequestRef]) -> tuple[list[Any], range]:
     """Return the objects that hold these successive requests, and the `places` of them there."""
-    first = refs[0].place
+    first = refs[0].offset
     return list(dict.fromkeys(ref.sent for ref in refs)), range(first, first + len(refs))
 
 
@@ -133,7 +132,7 @@ class PictureShelf:
         for first in range(0, len(requests), REQUESTS_TOGETHER):
             some = requests[first : first + REQUESTS_TOGETHER]
             sent = self._put(self.send(some))
-            refs += [RequestRef(sent, place) for place in range(len(some))]
+            refs += [RequestRef(sent, i) for i in range(len(some))]
         return refs
 
     def _without_data(self, request: Any, new: dict[str, np.ndarray]) -> Any:

@@ -1,4 +1,4 @@
-"""From pydantic's errors to problems a user can act on."""
+"""Pydantic's errors as problems that a user can act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a mapping to a validated `RunConfig`, or to every problem the mapping has."""
+"""The reader of a configuration: a validated `RunConfig`, or every problem of the mapping."""
 
 from __future__ import annotations
 

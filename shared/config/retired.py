@@ -147,7 +147,8 @@ def _take_from(node: Any, path: str, problems: list[Problem], values: dict[str, 
         del node[key]
         successor = retired.successor_of(below)
         while successor is not None and (further := _retired_at(successor)) is not None:
-            retired, successor = further, further.successor_of(successor)
+            retired = further
+            successor = further.successor_of(successor)
         remedy = f"use {successor}" if retired.remedy is None else retired.remedy
         problems.append(Problem(below, retired.wrong, remedy))
         if successor is not None:

@@ -105,7 +105,8 @@ def _http_url(url: str) -> str:
         )
     try:
         parts = urlsplit(url)
-        port, host = parts.port, parts.hostname or ""
+        port = parts.port
+        host = parts.hostname or ""
         # A connection does so too, and fails with no error of the network.
         host.encode("idna")
     except ValueError as error:

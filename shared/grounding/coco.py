@@ -55,7 +55,8 @@ class CocoResults:
 def coco_box(bins: Sequence[int], width: int, height: int) -> list[float]:
     """Return `[x, y, w, h]` in pixels of a box (4 bins), or of the box around a polygon."""
     pixels = pixels_of(bins, width=width, height=height)
-    xs, ys = pixels[::2], pixels[1::2]
+    xs = pixels[::2]
+    ys = pixels[1::2]
     return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
 
 
@@ -70,7 +71,8 @@ def coco_segmentation(bins: Sequence[int], width: int, height: int) -> list[list
 def coco_area(bins: Sequence[int], width: int, height: int) -> float:
     """Return the square pixels that the ring of `coco_segmentation` encloses."""
     (ring,) = coco_segmentation(bins, width, height)
-    xs, ys = ring[::2], ring[1::2]
+    xs = ring[::2]
+    ys = ring[1::2]
     turned = zip(xs, ys, [*xs[1:], xs[0]], [*ys[1:], ys[0]], strict=True)
     return abs(sum(x * next_y - next_x * y for x, y, next_x, next_y in turned)) / 2
 

@@ -156,8 +156,7 @@ class DetectionSummary:
     num_length_limited: int
     """Responses that ended at `max_new_tokens`."""
     scene_f1: tuple[float, ...]
-    """F1 of each scene at the first threshold, whatever the class; 1 for nothing found of nothing.
-    """
+    """F1 of each scene at the first threshold, of any class; 1 for nothing found of nothing."""
 
 
 def summarise(scenes: Sequence[Scene], iou_thresholds: Sequence[float]) -> DetectionSummary:
@@ -219,7 +218,8 @@ class _Overlaps:
         return _greedy_pairs(self.iou_PG, iou_threshold)
 
     def counts(self, iou_threshold: float) -> DetectionCounts:
-        predictions, ground_truth = self.scene.objects, self.scene.sample.objects
+        predictions = self.scene.objects
+        ground_truth = self.scene.sample.objects
         pairs = self.pairs(iou_threshold)
         return DetectionCounts(
             num_predictions=len(predictions),

@@ -43,7 +43,8 @@ def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
 
     Without any area it is 1 for the same vertices, else 0.
     """
-    edges_a, edges_b = _edges(a), _edges(b)
+    edges_a = _edges(a)
+    edges_b = _edges(b)
     edges_T4 = np.array(edges_a + edges_b, dtype=np.float64).reshape(-1, 4)
     is_a_T = np.arange(len(edges_T4)) < len(edges_a)
     levels = _levels(edges_T4)
@@ -136,7 +137,9 @@ def simplify_ring(
 
 def _area_at(ring: Sequence[tuple[Number, Number]], i: int) -> Number:
     """Return twice the area of the triangle of vertex `i` and its two neighbours."""
-    a, b, c = ring[i - 1], ring[i], ring[(i + 1) % len(ring)]
+    a = ring[i - 1]
+    b = ring[i]
+    c = ring[(i + 1) % len(ring)]
     return abs((b[0] - a[0]) * (c[1] - a[1]) - (c[0] - a[0]) * (b[1] - a[1]))
 
 
@@ -163,7 +166,8 @@ def bin_box(box: Sequence[float], *, width: int, height: int) -> Box:
     Raises ValueError for an axis under 2 pixels.
     """
     x1, y1, x2, y2 = box
-    x_scale, y_scale = _last_pixel(width), _last_pixel(height)
+    x_scale = _last_pixel(width)
+    y_scale = _last_pixel(height)
     return (
         _clamp(math.floor(x1 * MAX_BIN / x_scale)),
         _clamp(math.floor(y1 * MAX_BIN / y_scale)),
@@ -328,8 +332,10 @@ def _rasterise(
     row_C = np.arange(len(edge_C)) - np.repeat(
         np.cumsum(last_V - first_V) - last_V, last_V - first_V
     )
-    pixel, scale = 2 * MAX_BIN, 2 * (resolution - 1)
-    (ax_C, ay_C), (dx_C, dy_C) = (low_V2[edge_C] * scale).T, ((high_V2 - low_V2)[edge_C] * scale).T
+    pixel = 2 * MAX_BIN
+    scale = 2 * (resolution - 1)
+    (ax_C, ay_C) = (low_V2[edge_C] * scale).T
+    (dx_C, dy_C) = ((high_V2 - low_V2)[edge_C] * scale).T
     numerator_C = (ax_C - MAX_BIN) * dy_C + ((2 * row_C + 1) * MAX_BIN - ay_C) * dx_C
     column_C = -(-numerator_C // (pixel * dy_C)).clip(-resolution, 0)
 

@@ -60,7 +60,8 @@ def match_objects(
         raise ValueError(
             f"candidate_top_k is {candidate_top_k}; every prediction needs at least 1 candidate"
         )
-    num_predictions, num_ground_truth = len(predictions), len(ground_truth)
+    num_predictions = len(predictions)
+    num_ground_truth = len(ground_truth)
     iou_PG = np.full((num_predictions, num_ground_truth), np.nan)
     if iou_PG.size:
         rasters = Rasters.of([*predictions, *ground_truth], maskiou_resolution)

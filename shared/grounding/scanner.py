@@ -29,41 +29,14 @@ COORD_START = b"<|coord_"
 _COMMA = SPACE + rb"," + SPACE
 _COLON = SPACE + rb":" + SPACE
 _COORD = rb'(?:"<\|coord_[0-9]{1,3}\|>"|<\|coord_[0-9]{1,3}\|>)'
-_COORDS = _COORD + rb"(?>(?:" + _COMMA + _COORD + rb")*)"
+_COORDS = rb"%b(?>(?:%b%b)*)" % (_COORD, _COMMA, _COORD)
 _POINT = rb"\[" + SPACE + _COORD + _COMMA + _COORD + SPACE + rb"\]"
-_POINTS = _POINT + rb"(?>(?:" + _COMMA + _POINT + rb")*)"
-_DESC = rb'"desc"' + _COLON + rb'"(' + STRING_CHARACTERS + rb')"'
-_BOX = rb'"bbox_2d"' + _COLON + rb"(\[" + SPACE + _COORDS + SPACE + rb"\])"
-_POLY = (
-    rb'"poly"'
-    + _COLON
-    + rb"(\["
-    + SPACE
-    + rb"(?:"
-    + _POINTS
-    + rb"|"
-    + _COORDS
-    + rb")"
-    + SPACE
-    + rb"\])"
-)
-_VALUE = (
-    rb"(\{"
-    + SPACE
-    + rb"(?:"
-    + _DESC
-    + _COMMA
-    + rb")?(?:"
-    + _BOX
-    + rb"|"
-    + _POLY
-    + rb")(?:"
-    + _COMMA
-    + _DESC
-    + rb")?"
-    + SPACE
-    + rb"\})"
-)
+_POINTS = rb"%b(?>(?:%b%b)*)" % (_POINT, _COMMA, _POINT)
+_DESC = rb'"desc"%b"(%b)"' % (_COLON, STRING_CHARACTERS)
+_BOX = rb'"bbox_2d"%b(\[%b%b%b\])' % (_COLON, SPACE, _COORDS, SPACE)
+_POLY = rb'"poly"%b(\[%b(?:%b|%b)%b\])' % (_COLON, SPACE, _POINTS, _COORDS, SPACE)
+_MEMBERS = rb"(?:%b%b)?(?:%b|%b)(?:%b%b)?" % (_DESC, _COMMA, _BOX, _POLY, _COMMA, _DESC)
+_VALUE = rb"(\{" + SPACE + _MEMBERS + SPACE + rb"\})"
 _ENTRY = SPACE + rb'"' + KEY_INDEX + rb'"' + _COLON + _VALUE
 _FIRST_ENTRY = re.compile(_ENTRY)
 _NEXT_ENTRY = re.compile(SPACE + rb"," + _ENTRY)
@@ -107,17 +80,21 @@ def plain_entries(text: bytes, position: int, *, first: bool) -> tuple[list[Entr
     entries: list[Entry] = []
     pattern = _FIRST_ENTRY if first else _NEXT_ENTRY
     while (found := pattern.match(text, position)) is not None:
-        kind, array = GeometryKind.BBOX, _BOX_ARRAY
+        kind = GeometryKind.BBOX
+        array = _BOX_ARRAY
         if found.start(_BOX_ARRAY) < 0:
-            kind, array = GeometryKind.POLY, _POLY_ARRAY
+            kind = GeometryKind.POLY
+            array = _POLY_ARRAY
         has_desc_before = found.start(_DESC_BEFORE) >= 0
         if has_desc_before == (found.start(_DESC_BEHIND) >= 0):
             break
         desc = found.span(_DESC_BEFORE if has_desc_before else _DESC_BEHIND)
         plain = PlainFields(kind, desc, found.span(array))
-        number, start = int(found[_INDEX]), found.start(_INDEX) - _KEY_START
+        number = int(found[_INDEX])
+        start = found.start(_INDEX) - _KEY_START
         entries.append(Entry(f"object_{number}", number, start, found.span(_BRACES), True, plain))
-        position, pattern = found.end(), _NEXT_ENTRY
+        position = found.end()
+        pattern = _NEXT_ENTRY
     return entries, position
 
 
@@ -205,7 +182,9 @@ class _Scan:
         self.closed = False
         self._text = text
         self._position = opening + 1
-        self._earlier, self._last = b"", b"{"  # the last two symbols
+        # The last two symbols.
+        self._earlier = b""
+        self._last = b"{"
         self._awaited: Entry | None = None  # has its key, not yet its value
         # open `[` since the last key: commas and strings inside them belong to an array
         self._brackets = 0
@@ -235,7 +214,8 @@ class _Scan:
             self._brackets += 1
         elif symbol == b"]":
             self._brackets = max(self._brackets - 1, 0)
-        self._earlier, self._last = self._last, symbol
+        self._earlier = self._last
+        self._last = symbol
         self.closed = symbol == b"}"
         return True
 
@@ -243,7 +223,9 @@ class _Scan:
         plain, end = plain_entries(self._text, self._position, first=self._last == b"{")
         if plain:
             self.entries += plain
-            self._brackets, self._earlier, self._last = 0, b":", _OBJECT_VALUE
+            self._brackets = 0
+            self._earlier = b":"
+            self._last = _OBJECT_VALUE
             self._position = end
 
     def _is_key(self) -> bool:

@@ -42,7 +42,12 @@ _VALUE = re.compile(
     + (rb"|(\{" + SPACE + rb"\})" + _PUNCTUATION)
     + rb"|(\[)|(\{))"
 )
-_STRING, _COORD, _EMPTY_ARRAY, _EMPTY_OBJECT, _OPEN_ARRAY, _OPEN_OBJECT = 2, 4, 8, 10, 11, 12
+_STRING = 2
+_COORD = 4
+_EMPTY_ARRAY = 8
+_EMPTY_OBJECT = 10
+_OPEN_ARRAY = 11
+_OPEN_OBJECT = 12
 _BEHIND = re.compile(_PUNCTUATION)
 
 
@@ -87,16 +92,19 @@ def read_fields(text: bytes, coords: Mapping[tuple[int, int], int]) -> Fields | 
     opened: list[list[Value] | None] = [None]
     position = 1
     while opened:
-        array, name = opened[-1], b""
+        array = opened[-1]
+        name = b""
         if array is None:
             key = _KEY.match(text, position)
             if key is None:
                 return None
-            name, position = key[1], key.end()
+            name = key[1]
+            position = key.end()
         found = _VALUE.match(text, position)
         if found is None or found.lastindex is None:
             return None
-        what, position = found.lastindex, found.end()
+        what = found.lastindex
+        position = found.end()
         value = _value(found, what, coords)
         if value is None:
             return None
@@ -144,7 +152,8 @@ def _close(
         behind = _BEHIND.match(text, position)
         if behind is None:
             return None
-        punctuation, position = behind[1], behind.end()
+        punctuation = behind[1]
+        position = behind.end()
     return position
 
 
@@ -181,7 +190,8 @@ def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
     """Return the object of a plain entry; None where it is no object after all."""
     raw = response.text[slice(*plain.desc)]
     coords = response.coords_in(plain.array)
-    positions, bins = response.coord_positions[coords], response.coord_bins[coords]
+    positions = response.coord_positions[coords]
+    bins = response.coord_bins[coords]
     # Characters of a coord token that other tokens spell are no coord token.
     num_written = response.text.count(COORD_START, *plain.array)
     if not (raw.isascii() or _is_utf8(raw)) or len(positions) != num_written:
@@ -263,11 +273,9 @@ def _coords(array: list[Value]) -> list[int] | None:
 
 
 def _fits(kind: GeometryKind, num_coords: int) -> bool:
-    return (
-        num_coords == _NUM_BOX_COORDS
-        if kind is GeometryKind.BBOX
-        else num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0
-    )
+    if kind is GeometryKind.BBOX:
+        return num_coords == _NUM_BOX_COORDS
+    return num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0
 
 
 def _is_box(bins: Sequence[int]) -> bool:

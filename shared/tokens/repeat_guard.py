@@ -35,7 +35,9 @@ PieceBytes = Callable[[int], bytes]
 
 _OPENING = b'"object_'
 _NUMBER = len(_OPENING)
-_DIGITS, _CLOSED, _SPACED = _NUMBER + 1, _NUMBER + 2, _NUMBER + 3
+_DIGITS = _NUMBER + 1
+_CLOSED = _NUMBER + 2
+_SPACED = _NUMBER + 3
 """States after the opening (lower ones: a part of it), a digit, the closing quote, whitespace."""
 START = 0
 NUM_STATES = _SPACED + 1
@@ -180,7 +182,8 @@ class RepeatGuard:
         """Equal tokens at the end."""
         self._num_periodic = 0
         """Tokens at the end that equal the one `ngram_size` before them."""
-        self._key_state, self._num_keys = START, 0
+        self._key_state = START
+        self._num_keys = 0
 
     def push(self, token_id: int) -> bool:
         """Take the next token. True: the one after it must be the stop token."""
