@@ -17,9 +17,7 @@ T = TypeVar("T")
 def split_contiguous(n: int, num_servers: int) -> list[range]:
     """Give `ceil(n / num_servers)` requests to each server in order; the last may get fewer."""
     if n < 0 or num_servers < 1:
-        raise ValueError(
-            f"cannot split {n} requests over {num_servers} servers; both counts must be positive"
-        )
+        raise ValueError(f"cannot split {n} requests over {num_servers} servers; give one at least")
     size = -(-n // num_servers)
     return [range(min(i * size, n), min((i + 1) * size, n)) for i in range(num_servers)]
 
@@ -32,9 +30,7 @@ def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
     Example: 5 requests by weights 1 and 2 are `range(0, 2)` and `range(2, 5)`.
     """
     if n < 0 or not weights or min(weights) < 1:
-        raise ValueError(
-            f"cannot split {n} requests by weights {list(weights)}; every weight must be at least 1"
-        )
+        raise ValueError(f"cannot split {n} requests by {list(weights)}; use weights above 0")
     total = sum(weights)
     counts = [n * weight // total for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda i: (-(n * weights[i] % total), i))
@@ -65,8 +61,8 @@ def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> 
         return range(groups.start * together, groups.stop * together)
     if total < 0 or world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
-            f"cannot give rank {rank} of {world_size} its part of {total}; the total must be at"
-            " least 0, and the rank one of 0..world_size - 1"
+            f"cannot give rank {rank} of {world_size} its part of {total}; use a total of at least"
+            " 0, and a rank of the world"
         )
     size, extra = divmod(total, world_size)
     start = rank * size + min(rank, extra)
@@ -91,8 +87,7 @@ def chunk_size(
     if min(counts) < 1 or not server_world_sizes:
         raise ValueError(
             f"decode_batch_size {decode_batch_size} over servers of {list(server_world_sizes)}"
-            f" devices cannot serve {learner_world_size} learner ranks; give at least one server,"
-            " and make every count at least 1"
+            f" devices, {learner_world_size} learner ranks; make every count at least 1"
         )
     devices = sum(server_world_sizes)
     chunk = decode_batch_size * devices // learner_world_size
@@ -167,8 +162,8 @@ def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list
         ]
     if min(shares, default=0) < 0 or chunk < 1:
         raise ValueError(
-            f"cannot split shares of {list(shares)} requests into rounds of at most {chunk} of each"
-            " rank; chunk must be at least 1"
+            f"cannot split shares of {list(shares)} requests into rounds of {chunk} of each rank;"
+            " use a chunk of at least 1"
         )
     num_rounds = max((-(-share // chunk) for share in shares), default=0)
     if not num_rounds:

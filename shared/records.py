@@ -91,18 +91,12 @@ class ImageRef:
         try:
             data = read_image(self.path)
         except OSError as error:
-            raise RecordError(
-                f"cannot read {self.path}: {error.strerror}",
-                field="images",
-                remedy="restore the file",
-            ) from error
+            problem = f"cannot read {self.path}: {error.strerror}"
+            raise RecordError(problem, field="images", remedy="restore the file") from error
         sha256 = hashlib.sha256(data).hexdigest()
         if self.sha256 and sha256 != self.sha256:
-            raise RecordError(
-                f"{self.path} changed since it was checked",
-                field="images",
-                remedy="do not edit data under a running job; start again",
-            )
+            remedy = "do not edit data under a running job; start again"
+            _refuse("images", f"{self.path} changed since it was checked", remedy)
         return replace(self, data=data, sha256=sha256)
 
 
@@ -164,12 +158,8 @@ def load_record(
         RecordError: names the field, such as `objects[1].bbox_2d`, and the remedy.
     """
     if not isinstance(mapping, Mapping):
-        _refuse(
-            "row",
-            f"is {_kind(mapping)}",
-            'write one object per row: {"images": [...], "width": ..., "height": ..., "objects":'
-            " [...]}",
-        )
+        remedy = "write one object per row, with images, width, height and objects"
+        _refuse("row", f"is {_kind(mapping)}", remedy)
     for key in ("images", "width", "height", "objects"):
         if key not in mapping:
             _refuse(key, "is missing", "every row needs images, width, height and objects")
@@ -220,36 +210,22 @@ class _ImageCheck:
             try:
                 width, height = self.size(data)
             except ValueError as error:
-                raise RecordError(
-                    f"{path} is not a readable image ({error})",
-                    field=field,
-                    remedy="replace the file or remove the row",
-                ) from error
+                problem = f"{path} is not a readable image ({error})"
+                remedy = "replace the file or remove the row"
+                raise RecordError(problem, field=field, remedy=remedy) from error
             self._require_size(field, path, width, height)
         return ImageRef(path=path, data=None, sha256=hashlib.sha256(data).hexdigest())
 
     def _require_size(self, field: str, path: Path, width: int, height: int) -> None:
         if (width, height) != (self.width, self.height):
-            _refuse(
-                field,
-                f"{path} is {width} x {height} pixels, the row says {self.width} x {self.height}",
-                "correct width and height, or the file; boxes are relative to this size, on every"
-                " image of the row",
-            )
+            says = f"the row says {self.width} x {self.height}"
+            remedy = "correct width and height, or the file; boxes are relative to this size"
+            _refuse(field, f"{path} is {width} x {height} pixels, {says}", remedy)
 
 
 _ROW_KEYS = frozenset({"images", "width", "height", "objects", "id", "sample_id"})
-_SIGNATURES = (
-    b"\x89PNG\r\n\x1a\n",
-    b"\xff\xd8\xff",
-    b"GIF87a",
-    b"GIF89a",
-    b"BM",
-    b"II*\x00",
-    b"MM\x00*",
-)
-
-
+_PNG = b"\x89PNG\r\n\x1a\n"
+_SIGNATURES = (_PNG, b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\x00", b"MM\x00*")
 _KINDS = {
     type(None): "null",
     bool: "a boolean",
@@ -327,11 +303,8 @@ def _read_image(field: str, path: Path) -> bytes:
         data = read_image(path)
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RecordError(
-            f"cannot read {path}: {reason}",
-            field=field,
-            remedy="correct the path (it is relative to the data file) or restore the file",
-        ) from error
+        remedy = "correct the path (it is relative to the data file) or restore the file"
+        raise RecordError(f"cannot read {path}: {reason}", field=field, remedy=remedy) from error
     if not data.startswith(_SIGNATURES) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
         what = "is empty" if not data else f"begins with {data[:8]!r}"
         remedy = "use a PNG, JPEG, WebP, BMP, GIF or TIFF file"
@@ -350,19 +323,12 @@ def image_facts(path: Path, image_size: ImageSize) -> ImageFacts | None:
 
 def _load_object(field: str, value: object, geometry: frozenset[GeometryKind]) -> GroundTruthObject:
     if not isinstance(value, Mapping):
-        _refuse(
-            field,
-            f"is {_kind(value)}",
-            'write {"bbox_2d": [x1, y1, x2, y2], "desc": "..."} or {"poly": [x, y, ...], "desc":'
-            ' "..."}',
-        )
+        remedy = 'write {"bbox_2d": [x1, y1, x2, y2], "desc": "..."}, or with "poly": [x, y, ...]'
+        _refuse(field, f"is {_kind(value)}", remedy)
     for key in value:
         if key != "desc" and key not in ALL_GEOMETRY:
-            _refuse(
-                f"{field}.{key}",
-                "is not a key of an object",
-                "remove it; an object has desc and one of bbox_2d, poly",
-            )
+            remedy = "remove it; an object has desc and one of bbox_2d, poly"
+            _refuse(f"{field}.{key}", "is not a key of an object", remedy)
     kinds = [kind for kind in GeometryKind if kind in value]
     if len(kinds) != 1:
         problem = "has two geometries" if kinds else "has no geometry"
@@ -424,11 +390,8 @@ def _in_reading_order(
         return ordered
     for i in range(1, len(objects)):
         if _reading_key(objects[i]) < _reading_key(objects[i - 1]):
-            _refuse(
-                f"objects[{i}]",
-                "comes after an object that is below or right of it",
-                "sort objects by least y, then least x, or set data.sort_objects: true",
-            )
+            remedy = "sort objects by least y, then least x, or set data.sort_objects: true"
+            _refuse(f"objects[{i}]", "comes after an object that is below or right of it", remedy)
     return objects
 
 

@@ -73,8 +73,8 @@ class TrainingExample:
     mask: list[int]
     """[L]: 1 where the token is learned. Where prompts are masked, exactly the sampled tokens."""
     reward: float
-    """The step's reward where it has one, else the rollout's, which a merged example always has;
-    0 where nothing was scored."""
+    """The step's own reward or, as always of a merged example, the rollout's; 0 where not
+    scored."""
     advantage: float | None = None
     """Likewise; None where nothing was scored."""
     example_id: Any = 0
@@ -82,10 +82,9 @@ class TrainingExample:
     weight_version: int | None = None
     """Version of the weights that sampled it, the oldest of several; None where unknown."""
     token_advantages: list[float] | None = None
-    """[L], 0 outside the mask: where merged steps differ in it; None: `advantage` everywhere."""
+    """[L], 0 outside the mask, where merged steps differ; None: `advantage` everywhere."""
     token_is_relative: list[int] | None = None
-    """[L]: 1 where the advantage is the group's, the reward less its mean; 0 where the step has its
-    own. None: not recorded."""
+    """[L]: 1 where the advantage is the reward less the group's mean; None: not recorded."""
     rollout: int = 0
     """Index of its rollout among those that examples were made of."""
     steps: tuple[int, ...] = ()

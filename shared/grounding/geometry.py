@@ -22,9 +22,7 @@ from shared.records import GeometryKind
 from shared.tokens.vocabulary import NUM_BINS
 
 # IoU by exact areas, for shapes too small for a raster (decision 34).
-#
 # Shape legend: T edges of both rings, L slabs between successive ordinates of ends and crossings.
-
 
 Point: TypeAlias = tuple[int, int]
 
@@ -122,9 +120,7 @@ def simplify_ring(
     Raises ValueError for fewer than 3.
     """
     if max_vertices < MIN_VERTICES:
-        raise ValueError(
-            f"a polygon of {max_vertices} vertices has no area; keep at least {MIN_VERTICES}"
-        )
+        raise ValueError(f"{max_vertices} vertices have no area; keep at least {MIN_VERTICES}")
     ring = list(points)
     areas = [_area_at(ring, i) for i in range(len(ring))]
     while len(ring) > max_vertices:
@@ -247,9 +243,7 @@ class Rasters:
     def of(cls, shapes: Sequence[Shape], resolution: int) -> Rasters:
         """Rasterise the shapes. Raises ValueError for a canvas under 2 pixels per axis."""
         if resolution < 2:
-            raise ValueError(
-                f"a canvas of {resolution} pixels per axis shows nothing; use at least 2"
-            )
+            raise ValueError(f"a canvas of {resolution} pixels per axis; use at least 2")
         rings = [_ring(shape) for shape in shapes]
         is_box_N = np.array([shape.kind is GeometryKind.BBOX for shape in shapes], dtype=bool)
         points_V2 = (
@@ -397,9 +391,7 @@ def _ring(shape: Shape) -> Sequence[int]:
 
 def _last_pixel(length: int) -> int:
     if length < 2:
-        raise ValueError(
-            f"an axis of {length} pixels has no scale; images need at least 2 pixels per axis"
-        )
+        raise ValueError(f"an axis of {length} pixels has no scale; it needs at least 2 pixels")
     return length - 1
 
 

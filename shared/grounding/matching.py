@@ -57,9 +57,7 @@ def match_objects(
     a maskIoU of at least `maskiou_gate` are possible. Raises ValueError for a top k under 1.
     """
     if candidate_top_k < 1:
-        raise ValueError(
-            f"candidate_top_k is {candidate_top_k}; every prediction needs at least 1 candidate"
-        )
+        raise ValueError(f"candidate_top_k is {candidate_top_k}; set at least 1")
     num_predictions = len(predictions)
     num_ground_truth = len(ground_truth)
     iou_PG = np.full((num_predictions, num_ground_truth), np.nan)

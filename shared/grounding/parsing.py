@@ -41,10 +41,7 @@ def parse_rollout(
         ValueError: `geometry` lacks boxes. The response itself never raises.
     """
     if GeometryKind.BBOX not in geometry:
-        raise ValueError(
-            f"geometry {sorted(geometry)} lacks {GeometryKind.BBOX}; boxes are always read, add"
-            f" {GeometryKind.BBOX}"
-        )
+        raise ValueError(f"geometry {sorted(geometry)}: boxes are always read; add bbox_2d")
     response = Response.read(token_ids, codec)
     container = scan_container(response.text) or Container((), closed=False)
     prefix = _prefix(response, container.entries, codec)
@@ -58,10 +55,8 @@ def parse_rollout(
             continue
         assert entry.value is not None
         # Half-open range of the tokens that overlap the value.
-        span = (
-            bisect_right(prefix.ends, entry.value[0]),
-            bisect_left(prefix.ends, entry.value[1]) + 1,
-        )
+        first = bisect_right(prefix.ends, entry.value[0])
+        span = (first, bisect_left(prefix.ends, entry.value[1]) + 1)
         objects.append(
             ParsedObject(
                 entry.key,

@@ -82,14 +82,12 @@ def layout_append(
     last = prefix_text.rstrip(" \t\n\r")[-1:]
     if last not in ("{", ",", "}") or not is_open_container(prefix_text.encode(errors="replace")):
         raise ValueError(
-            f"cannot append behind {prefix_text[-40:]!r}: the prefix must be a JSON object that is"
-            " still open and ends in '{', ',' or '}'; use ParsedRollout.prefix_text"
+            f"cannot append behind {prefix_text[-40:]!r}: no open JSON object that ends in '{{',"
+            " ',' or '}'; use ParsedRollout.prefix_text"
         )
     if last == "," and not objects:
-        raise ValueError(
-            f"cannot close behind {prefix_text[-40:]!r}: a comma promises another entry; remove it"
-            " or append an object"
-        )
+        behind = prefix_text[-40:]
+        raise ValueError(f"cannot close behind {behind!r}: remove the comma, or append an object")
     return _layout(", " if last == "}" and objects else "", objects, start_index, field_order)
 
 
@@ -97,9 +95,8 @@ def _layout(
     opening: str, objects: Sequence[GroundTruthObject], start_index: int, field_order: str
 ) -> SerializedText:
     if field_order not in FIELD_ORDERS:
-        raise ValueError(
-            f"unknown field_order {field_order!r}; use one of {', '.join(FIELD_ORDERS)}"
-        )
+        orders = ", ".join(FIELD_ORDERS)
+        raise ValueError(f"unknown field_order {field_order!r}; use one of {orders}")
     text = _Text(opening)
     layouts: list[ObjectLayout] = []
     for index, object_ in enumerate(objects, start_index):

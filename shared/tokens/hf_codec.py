@@ -61,11 +61,11 @@ class HFTokenCodec:
                 " checkpoint"
             )
         if absent := [token for token in coord_tokens if token not in vocabulary]:
-            missing = (
-                f"{len(absent)} of the {len(coord_tokens)} coord tokens, {absent[0]} first"
-                if len(absent) < len(coord_tokens)
-                else "the coord tokens"
-            )
+            missing = "the coord tokens"
+            if len(absent) < len(coord_tokens):
+                missing = (
+                    f"{len(absent)} of the {len(coord_tokens)} coord tokens, {absent[0]} first"
+                )
             raise MissingTokensError(
                 f"its tokenizer lacks {missing}, which boxes are written in; make a checkpoint that"
                 f" has them with {ADD_TOKENS}"

@@ -19,9 +19,8 @@ def byte_alphabet() -> dict[str, int]:
         *range(ord("®"), ord("ÿ") + 1),
     ]
     hidden = [byte for byte in range(256) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {
-        chr(256 + i): byte for i, byte in enumerate(hidden)
-    }
+    numbered = {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | numbered
 
 
 def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tuple[bytes, ...]:
