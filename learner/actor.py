@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from learner.model.ranks import RankTopology, Rendezvous
 
 STOPPING = "stopping"
-"""Ray's concurrency group for `stop` and `close`: a thread beside the one in which the learner
-works.
-"""
+"""Ray's concurrency group for `stop` and `close`: a thread beside the learner's own."""
 
 
 class EngineHost:
@@ -74,9 +72,7 @@ class EngineHost:
 
 
 class LearnerActor:
-    """A `Learner` with references instead of payloads, and the backend beside it where the rank
-    generates its own rollouts.
-    """
+    """A `Learner`, and the backend beside it where the rank generates its own rollouts."""
 
     _learner: Learner
     _rendezvous: Rendezvous | None = None
@@ -101,17 +97,14 @@ class LearnerActor:
         make_backend: MakeBackend | None,
         examples: ExampleCounts | None,
     ) -> int:
-        """Load model and data. Returns the number of torch's threads.
-
-        Not in the constructor, whose exceptions Ray turns into a dead actor.
-        """
+        """Load model and data. Returns the number of torch's threads."""
+        # Not in the constructor, whose exceptions Ray turns into a dead actor.
         import torch
 
         from learner.learner import Learner
 
-        self._learner = Learner(
-            config, replace(topology, address=_node_address(config)), self._rendezvous, examples
-        )
+        topology = replace(topology, address=_node_address(config))
+        self._learner = Learner(config, topology, self._rendezvous, examples)
         if make_backend is not None:
             self._backend = make_backend(EngineHost(config, self._learner))
         return torch.get_num_threads()
@@ -125,9 +118,8 @@ class LearnerActor:
         return len(self._requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
-        """Return some of the requests, whose pictures are read here. Engines have them while the
-        next ones are made.
-        """
+        """Return some of the requests, whose pictures are read here."""
+        # Engines have these while the next ones are made.
         return self._shelf.send(self._requests[first:stop])
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -164,12 +156,9 @@ class LearnerActor:
 
 
 def _node_address(config: RunConfig) -> str:
-    """Return an address of this node that engines and other ranks reach: the loopback where all of
-    them are on this machine, and nothing then leaves it.
-    """
+    """Return an address of this node that engines and other ranks reach."""
     section = rollout_servers(config)
-    if config.cluster.address == "local" and (
-        section is None or all(server.is_loopback for server in section.servers)
-    ):
-        return "127.0.0.1"
+    has_local_servers = section is None or all(server.is_loopback for server in section.servers)
+    if config.cluster.address == "local" and has_local_servers:
+        return "127.0.0.1"  # nothing then leaves the machine
     return str(ray.util.get_node_ip_address())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -57,34 +58,26 @@ def check_weight_versions(sampled: Sequence[Sampling], version: int, *, max_stal
     Raises:
         RolloutError: an engine missed a sync.
     """
+    allowed = f", and rollout_matching.max_staleness is {max_staleness}" if max_staleness else ""
     for one in sampled:
-        problem = None
+        first = sampled[0]
         if not version - max_staleness <= one.weight_version <= version:
-            allowed = (
-                f", and rollout_matching.max_staleness is {max_staleness}" if max_staleness else ""
-            )
             problem = f"the learner holds {version}{allowed}; a sync was skipped or lost"
-        elif one.weight_version != sampled[0].weight_version:
-            first = sampled[0]
+        elif one.weight_version != first.weight_version:
             problem = (
                 f"and sample {first.sample_id} of the same round with {first.weight_version} (on"
                 f" {first.actor}); an engine missed a sync"
             )
-        if problem is not None:
-            raise RolloutError(
-                f"sample {one.sample_id}: generated with weight version {one.weight_version},"
-                f" {problem}",
-                actor=one.actor,
-                phase="check",
-            )
+        else:
+            continue
+        message = f"sample {one.sample_id}: generated with weight version {one.weight_version}, "
+        raise RolloutError(message + problem, actor=one.actor, phase="check")
 
 
 def compares_logprobs(decode: DecodeSettings) -> bool:
-    """Tell whether log-probabilities so decoded can be compared with the learner's.
-
-    Truncated or penalised sampling renormalises over a set whose border depends on the last bits of
-    the logits: there is nothing exact to compare.
-    """
+    """Tell whether log-probabilities so decoded can be compared with the learner's."""
+    # Truncated or penalised sampling renormalises over a set whose border depends on the last bits
+    # of the logits: there is nothing exact to compare.
     return (
         decode.return_logprobs
         and decode.top_p >= 1.0
@@ -161,13 +154,10 @@ def check_logprobs(
     if tolerance.permits(compared) and not len(not_a_number):
         return compared
     first = int((not_a_number if len(not_a_number) else outliers)[0])
-    tokens = [
-        (segment, token) for segment in segments for token in segment.target.sampled_positions
-    ]
-    segment, token = tokens[first]
-    permitted = (
-        f", and at most {tolerance.outlier_share:g} of them may" if tolerance.outlier_share else ""
-    )
+    pairs = ((segment, token) for segment in segments for token in segment.target.sampled_positions)
+    segment, token = next(islice(pairs, first, None))
+    share = tolerance.outlier_share
+    permitted = f", and at most {share:g} of them may" if share else ""
     raise RolloutError(
         f"sample {segment.target.sample_id}: response token {token} (id"
         f" {segment.target.token_ids[token]}) has log-probability {engine_K[first]:.6f} in the"

@@ -58,9 +58,9 @@ def select_segments(lengths: Sequence[int], capacity: int) -> list[int]:
         _require_fits(length, capacity, f"segment {index}")
     if len(lengths) * (capacity + 1) <= _EXACT_CELLS:
         return _select_exact(lengths, capacity)
-    candidates = [_select_fifo(lengths, capacity), _select_binpacking(lengths, capacity)]
     return min(
-        candidates, key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen)
+        (_select_fifo(lengths, capacity), _select_binpacking(lengths, capacity)),
+        key=lambda chosen: (-sum(lengths[i] for i in chosen), len(chosen), chosen),
     )
 
 
@@ -87,24 +87,19 @@ def _select_exact(lengths: Sequence[int], capacity: int) -> list[int]:
         fewest[i] = fewest[i + 1]
         length = lengths[i]
         if length <= room:
-            with_i = fewest[i + 1, : room + 1 - length]
-            np.minimum(
-                fewest[i, length:],
-                np.where(with_i == unreachable, unreachable, with_i + 1),
-                out=fewest[i, length:],
-            )
+            before = fewest[i + 1, : room + 1 - length]
+            with_i = np.where(before == unreachable, unreachable, before + 1)
+            np.minimum(fewest[i, length:], with_i, out=fewest[i, length:])
     total = int(np.flatnonzero(fewest[1] != unreachable)[-1])
     chosen = [0]
     for i in range(1, n):
         # Taking i whenever an optimum takes it gives the lexicographically smallest set of the
         # fewest segments.
-        if (
-            lengths[i] <= total
-            and fewest[i + 1, total - lengths[i]] != unreachable
-            and fewest[i, total] == fewest[i + 1, total - lengths[i]] + 1
-        ):
-            chosen.append(i)
-            total -= lengths[i]
+        if lengths[i] <= total:
+            without = fewest[i + 1, total - lengths[i]]
+            if without != unreachable and fewest[i, total] == without + 1:
+                chosen.append(i)
+                total -= lengths[i]
     return chosen
 
 
@@ -157,11 +152,9 @@ class CarryBuffer:
         _require_fits(len(segment), self.capacity, "the segment")
         if len(self._segments) >= self.max_segments:
             raise ConfigError(
-                f"training.packing_buffer: the buffer holds {len(self._segments)} segments and is"
-                f" full; raise training.packing_buffer (now {self.max_segments}), lower the raw"
-                " batch (training.per_device_train_batch_size,"
-                " stage2_ab.channel_b.rollouts_per_step), or raise global_max_length, so that a"
-                " row takes more of them"
+                "training.packing_buffer: the buffer is full; raise training.packing_buffer (now"
+                f" {self.max_segments}), lower the raw batch (training.per_device_train_batch_size,"
+                " stage2_ab.channel_b.rollouts_per_step), or raise global_max_length"
             )
         self._segments.append(segment)
 

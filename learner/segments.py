@@ -74,9 +74,7 @@ class Segment:
     weight_version: int | None = None
     """Version of the weights that generated it; None in channel A."""
     target_modality_L: torch.Tensor | None = None
-    """int [L], as the prompt's `modality_P`, of a target in which more images are shown, whose
-    patches are the prompt's too. None: it is text.
-    """
+    """int [L], as `modality_P`, of a target that shows more images; None: it is text."""
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) + len(self.target.token_ids)
@@ -97,8 +95,7 @@ class PromptEncoder:
         self._processor = processor
         self._system_prompt = system_prompt
         self._user_prompt = user_prompt
-        # By the number of images, in which alone the texts of prompts differ: a step's requests do
-        # not wait for a template each.
+        # By the number of images, in which alone the texts of prompts differ.
         self._texts: dict[int, str] = {}
         self._ids: dict[int, tuple[int, ...]] = {}
 
@@ -148,8 +145,8 @@ class PromptEncoder:
     def encode(self, sample: Sample) -> EncodedPrompt:
         """Encode the prompt and its images.
 
-        Raises RecordError when an image file is gone or changed, or of a size or shape that the
-        checkpoint's processor does not take.
+        Raises RecordError when an image file is gone or changed, or not of a size that the
+        checkpoint's processor takes.
         """
         images = [decode_image(image) for image in sample.images]
         try:
@@ -268,10 +265,10 @@ def decode_image(image: ImageRef) -> Image:
         reason = str(error) or type(error).__name__
         if isinstance(error, PIL.UnidentifiedImageError):
             reason = "of no format that is known"  # Pillow's words name an object in memory
-        name = "one of a message" if image.path is None else str(image.path)
+        name = str(image.path)
         remedy = "replace the file, or set data.check_images: true"
         if image.path is None:
+            name = "one of a message"
             remedy = "send whole files"
-        raise RecordError(
-            f"{name} is no readable image ({reason})", field="images", remedy=remedy
-        ) from error
+        problem = f"{name} is no readable image ({reason})"
+        raise RecordError(problem, field="images", remedy=remedy) from error

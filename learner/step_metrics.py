@@ -66,13 +66,12 @@ class StepMetrics:
         """
         parsed = reading.parsed
         add = self.totals.add
+        reason = rollout.finish_reason
         add("rollout/num", 1)
         self.add_staleness(staleness)
         add("rollout/num_tokens", len(rollout.response_token_ids))
-        add("rollout/num_length_limited", float(rollout.finish_reason is FinishReason.LENGTH))
-        add(
-            "rollout/num_repeat_terminated", float(rollout.finish_reason is FinishReason.REPETITION)
-        )
+        add("rollout/num_length_limited", float(reason is FinishReason.LENGTH))
+        add("rollout/num_repeat_terminated", float(reason is FinishReason.REPETITION))
         add("rollout/num_truncated", float(parsed.truncated))
         add("rollout/num_fallback", float(parsed.fallback))
         add("rollout/num_valid_objects", len(parsed.objects))
@@ -86,10 +85,7 @@ class StepMetrics:
         add("rollout/num_gating_rejections", reading.match.gating_rejections)
 
     def add_environment_rollout(self, rollout: EnvironmentRollout) -> None:
-        """Count a rollout of an environment.
-
-        One that failed is counted too; its reward of 0 says nothing of the model and is left out.
-        """
+        """Count a rollout of an environment, also one that failed."""
         add = self.totals.add
         add("rollout/num", 1)
         add("rollout/num_failed", float(rollout.error is not None))
@@ -97,7 +93,7 @@ class StepMetrics:
         add("rollout/num_truncated", float(rollout.is_truncated))
         add("rollout/num_length_limited", float(rollout.num_length_limited > 0))
         add("rollout/num_splits", rollout.num_splits)
-        if rollout.error is None:
+        if rollout.error is None:  # else the reward of 0 says nothing of the model
             self.totals.add_mean("rollout/reward", rollout.reward, 1)
             self.totals.add_mean("rollout/turns", rollout.num_turns, 1)
         add("rollout/num_reward_errors", len(rollout.reward_errors))
@@ -172,11 +168,7 @@ class StepMetrics:
         self._spans += [replace(wait, args={"step": self._plan.number}) for wait in waits]
         if self._plan.channel is Channel.B:
             self.totals.add_max("time/generate_s", self._generate_s)
-        return RankReport(
-            self._plan.step,
-            self._plan.channel,
-            version,
-            self.totals,
-            step_metrics,
-            tuple(self._spans),
-        )
+        step = self._plan.step
+        channel = self._plan.channel
+        spans = tuple(self._spans)
+        return RankReport(step, channel, version, self.totals, step_metrics, spans)

@@ -90,7 +90,8 @@ class AdvantageEstimator:
         advantages = token_advantages(example, std_epsilon=self.std_epsilon)
         # Only learned tokens: others may have any number, which nothing reads.
         for index in positions:
-            advantage, logprob = advantages[index], example.logprobs[index]
+            advantage = advantages[index]
+            logprob = example.logprobs[index]
             problem = None
             if not math.isfinite(advantage):
                 problem = f"advantage {advantage}; its reward functions must return finite numbers"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 from learner.algorithms.base import Ahead, generation_span
@@ -86,8 +87,7 @@ class RolloutMatching:
         indexes = self._stream.take(plan.num_samples)
         drawn = [self.train[indexes[position]] for position in share]
         # An image is read where it is sent and where it is encoded, and its digest compared. One
-        # without a digest (`data.check_images` is off) is read here, so that both get the same
-        # bytes; RecordError when its file is gone.
+        # without a digest (`data.check_images` is off) is read here: both get the same bytes.
         samples = [
             sample if all(image.sha256 for image in sample.images) else sample.with_image_data()
             for sample in drawn
@@ -157,14 +157,11 @@ class RolloutMatchingStep:
     def requests(self) -> list[RolloutRequest]:
         if self.plan.channel is Channel.A:
             return []
+        algorithm = self._algorithm
+        run_seed = algorithm.config.training.seed
+        request = partial(algorithm.encoder.request, decode=algorithm.decode, run_seed=run_seed)
         return [
-            self._algorithm.encoder.request(
-                sample,
-                self._algorithm.decode,
-                step=self.plan.step,
-                position=position,
-                run_seed=self._algorithm.config.training.seed,
-            )
+            request(sample, step=self.plan.step, position=position)
             for position, sample in zip(self.share, self.samples, strict=True)
         ]
 
@@ -178,9 +175,8 @@ class RolloutMatchingStep:
         for engine, share in groupby(answers, key=lambda rollout: rollout.actor):
             rollouts = list(share)
             tokens = sum(len(rollout.response_token_ids) for rollout in rollouts)
-            spans.append(
-                generation_span(engine, "generate", self.plan.number, rollouts, tokens=tokens)
-            )
+            number = self.plan.number
+            spans.append(generation_span(engine, "generate", number, rollouts, tokens=tokens))
         return spans
 
     def segments(self, answers: Sequence[Rollout], *, version: int) -> Iterator[Segment]:
@@ -203,26 +199,21 @@ class RolloutMatchingStep:
             check_prompt(rollout, prompt)
             target = next(targets)
             assert target.reading is not None
+            num_objects = len(self.samples[self._num_targets].objects)
+            sampled_by = rollout.weight_version
             self.metrics.add_rollout(
-                rollout,
-                target.reading,
-                len(self.samples[self._num_targets].objects),
-                staleness=version - rollout.weight_version,
+                rollout, target.reading, num_objects, staleness=version - sampled_by
             )
             self._log_next(target, rollout)
-            yield Segment(
-                position, prompt, target, self.plan.step, rollout.actor, rollout.weight_version
-            )
+            yield Segment(position, prompt, target, self.plan.step, rollout.actor, sampled_by)
 
     def ground_truth(self) -> Iterator[Segment]:
         if self.plan.channel is Channel.A:
             algorithm = self._algorithm
-            targets = algorithm.ahead.map(
-                lambda sample: ground_truth_target(
-                    sample, algorithm.tokens.codec, algorithm.settings
-                ),
-                self.samples,
+            make = partial(
+                ground_truth_target, codec=algorithm.tokens.codec, settings=algorithm.settings
             )
+            targets = algorithm.ahead.map(make, self.samples)
             for target, prompt in zip(targets, self._prompts, strict=True):
                 position = self.share.start + self._num_targets
                 self._log_next(target, None)
@@ -237,8 +228,6 @@ class RolloutMatchingStep:
         """Write the next position's line, and go on to the position after it."""
         index = self._num_targets
         self._num_targets += 1
-        if self._algorithm.log is not None:
+        if (log := self._algorithm.log) is not None:
             weights_L = self._text_weights.of(target.roles)
-            self._algorithm.log.write(
-                rollout, self.samples[index], target, weights_L, self.share[index]
-            )
+            log.write(rollout, self.samples[index], target, weights_L, self.share[index])

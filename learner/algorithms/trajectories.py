@@ -134,11 +134,8 @@ class Trajectories:
             examples.train, seed=config.training.seed, shuffle=config.data.shuffle
         )
         self._num_held_out = examples.held_out
-        objective = next(
-            entry
-            for entry in config.rollout_matching.pipeline.active(Channel.B)
-            if isinstance(entry, PolicyGradientEntry)
-        )
+        entries = config.rollout_matching.pipeline.active(Channel.B)
+        objective = next(entry for entry in entries if isinstance(entry, PolicyGradientEntry))
         self.estimator = AdvantageEstimator.from_config(
             objective.config, max_new_tokens=config.rollout_matching.max_new_tokens
         )
@@ -166,14 +163,12 @@ class Trajectories:
         # As many rollouts in each request as in training, so that the rounds are as large.
         size = self.environment.rollouts_per_example
         chunks = [tuple(groups[start : start + size]) for start in range(0, len(groups), size)]
-        run_seed = self.config.training.seed
-        return [
-            EnvironmentRequest(step, chunk, greedy, run_seed, is_held_out=True) for chunk in chunks
-        ]
+        seed = self.config.training.seed
+        return [EnvironmentRequest(step, chunk, greedy, seed, is_held_out=True) for chunk in chunks]
 
     def score(self, answers: Sequence[ExampleRollouts]) -> list[EnvironmentRollout]:
         """Return the rollouts themselves: they come with their rewards."""
-        rollouts = [rollout for answer in answers for rollout in answer]
+        rollouts = list(itertools.chain.from_iterable(answers))
         for rollout in rollouts:
             _require_reward(rollout)
         return rollouts
@@ -211,14 +206,13 @@ class TrajectoryBatch:
         algorithm = self._algorithm
         size = algorithm.environment.rollouts_per_example
         run_seed = algorithm.config.training.seed
-        groups = [
-            ExampleGroup(example, range(position, position + size))
-            for position, example in zip(self._share[::size], self._examples, strict=True)
-        ]
-        return [
-            EnvironmentRequest(self.plan.step, (group,), algorithm.decode, run_seed)
-            for group in groups
-        ]
+        requests = []
+        for position, example in zip(self._share[::size], self._examples, strict=True):
+            group = ExampleGroup(example, range(position, position + size))
+            requests.append(
+                EnvironmentRequest(self.plan.step, (group,), algorithm.decode, run_seed)
+            )
+        return requests
 
     def become_current(self) -> None:
         if self._algorithm.log is not None:
@@ -227,16 +221,14 @@ class TrajectoryBatch:
     def generation_spans(self, answers: Sequence[ExampleRollouts]) -> list[Span]:
         """Return one span per environment actor's part of the round."""
         by_actor: dict[str, list[EnvironmentRollout]] = {}
-        for rollout in (rollout for answer in answers for rollout in answer):
+        for rollout in itertools.chain.from_iterable(answers):
             by_actor.setdefault(rollout.actor, []).append(rollout)
         spans = []
         for actor, rollouts in by_actor.items():
             turns = sum(rollout.num_turns for rollout in rollouts)
             tokens = sum(rollout.num_tokens for rollout in rollouts)
-            step = self.plan.number
-            spans.append(
-                generation_span(actor, "rollouts", step, rollouts, turns=turns, tokens=tokens)
-            )
+            counts = {"turns": turns, "tokens": tokens}
+            spans.append(generation_span(actor, "rollouts", self.plan.number, rollouts, **counts))
         return spans
 
     def segments(self, answers: Sequence[ExampleRollouts], *, version: int) -> Iterator[Segment]:
@@ -244,7 +236,7 @@ class TrajectoryBatch:
         # The whole round is checked at once: it is of one version, whichever environments and
         # engines it came from.
         sampled = []
-        for rollout in (rollout for group in answers for rollout in group):
+        for rollout in itertools.chain.from_iterable(answers):
             sampled += [_sampled(rollout, example) for example in rollout.examples]
             _require_reward(rollout)
         max_staleness = self._algorithm.config.rollout_matching.max_staleness
@@ -299,11 +291,8 @@ class TrajectoryBatch:
             self._num_failed += 1
             self._first_failure = self._first_failure or rollout
         self.metrics.add_environment_rollout(rollout)
-        versions = [
-            example.weight_version
-            for example in rollout.examples
-            if example.weight_version is not None
-        ]
+        of_examples = (example.weight_version for example in rollout.examples)
+        versions = [one for one in of_examples if one is not None]
         if versions:
             self.metrics.add_staleness(version - min(versions))
         if self._algorithm.log is not None:
@@ -319,7 +308,7 @@ class TrajectoryBatch:
             except ValueError as error:
                 raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
             if learned is not None:
-                prompt, target_modality = self._encode_images(rollout, example, learned)
+                prompt, modality = self._encode_images(rollout, example, learned)
                 yield Segment(
                     rollout.position,
                     prompt,
@@ -327,7 +316,7 @@ class TrajectoryBatch:
                     self.plan.step,
                     example.engine or rollout.actor,
                     example.weight_version,
-                    target_modality,
+                    modality,
                 )
 
     def _encode_images(
@@ -341,30 +330,25 @@ class TrajectoryBatch:
         target_ids = learned.target.token_ids
         images = self._algorithm.images
         if images is None:
-            assert not example.images, (
-                "environments refuse more images than environment.max_images_per_prompt"
-            )
+            assert not example.images, "environments refuse more than max_images_per_prompt"
             return EncodedPrompt.from_text(prompt_ids), None
         # In the forward the tokens would take another example's patches, or none.
         num_places = images.num_images(example.token_ids)
         if num_places != len(example.images):
-            raise RolloutError(
+            message = (
                 f"example {rollout.example}: its tokens have places for {num_places} images, and it"
                 f" brings {len(example.images)}; an environment leaves the text of placeholders out"
-                " of its messages, and the answers in its steps as they came",
-                actor=rollout.actor,
-                phase="check",
+                " of its messages, and the answers in its steps as they came"
             )
+            raise RolloutError(message, actor=rollout.actor, phase="check")
         if not example.images:
             return EncodedPrompt.from_text(prompt_ids), None
         try:
             encoded = images.encode(example.images, example.token_ids)
         except ValueError as error:
-            raise RolloutError(
-                f"example {rollout.example}: {error}",
-                actor=example.engine or rollout.actor,
-                phase="check",
-            ) from error
+            message = f"example {rollout.example}: {error}"
+            actor = example.engine or rollout.actor
+            raise RolloutError(message, actor=actor, phase="check") from error
         pixels, grid = encoded.first(images.num_images((*prompt_ids, *target_ids)))
         # Nobody is asked it again: both forms of the prompt are the engine's.
         prompt = EncodedPrompt(prompt_ids, prompt_ids, images.modality(prompt_ids), pixels, grid)
@@ -374,41 +358,35 @@ class TrajectoryBatch:
 def _sampled(rollout: EnvironmentRollout, example: TrainingExample) -> Sampling:
     """Say which weights sampled an example."""
     if example.weight_version is None:
-        raise RolloutError(
+        message = (
             f"example {rollout.example}: the engine did not say which weights sampled it; use"
-            " engines of the run or `python -m launch.serve`",
-            actor=rollout.actor,
-            phase="check",
+            " engines of the run or `python -m launch.serve`"
         )
+        raise RolloutError(message, actor=rollout.actor, phase="check")
     return Sampling(str(rollout.example), example.engine or rollout.actor, example.weight_version)
 
 
 def _has_own_advantages(group: ExampleRollouts) -> bool:
     """Tell whether a rubric gave advantages itself: those of equal rewards are 0 everywhere."""
-    examples = [example for rollout in group for example in rollout.examples]
-    return any(
-        example.advantage != 0 or any(example.token_advantages or ()) for example in examples
-    )
+    examples = (example for rollout in group for example in rollout.examples)
+    return any(one.advantage != 0 or any(one.token_advantages or ()) for one in examples)
 
 
 def _require_reward(rollout: EnvironmentRollout) -> None:
     if not math.isfinite(rollout.reward):
-        raise RolloutError(
+        message = (
             f"example {rollout.example}, position {rollout.position}: has the reward"
-            f" {rollout.reward}; a rubric must give finite numbers",
-            actor=rollout.actor,
-            phase="score",
+            f" {rollout.reward}; a rubric must give finite numbers"
         )
+        raise RolloutError(message, actor=rollout.actor, phase="score")
 
 
 def _fixed_segment(
     config: RunConfig, tokens: LoadedTokens, images: tuple[ImageRef, ...]
 ) -> Segment:
-    """Make a segment of ids from all over the vocabulary, after the images, if there are any.
-
-    So a canary reads rows of the embedding that no example of the environment has. A model that is
-    trained on text alone has its vision tower proved by checksums.
-    """
+    """Make a segment of ids from all over the vocabulary, after the images, if there are any."""
+    # So a canary reads rows of the embedding that no example of the environment has. The vision
+    # tower of a model that is trained on text alone is proved by checksums.
     size = len(tokens.tokenizer)
     spread = dict.fromkeys(size * index // _NUM_FIXED for index in range(_NUM_FIXED))
     ids = [token_id for token_id in spread if token_id not in tokens.banned_token_ids]

@@ -130,10 +130,7 @@ def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Make a model compute what it does without its LoRA adapter, whose effect is multiplied by 0.
-
-    For adapters that engines are sent alone, so without trained rows of embeddings.
-    """
+    """Make a model compute what it does without its LoRA adapter: its effect is multiplied by 0."""
     assert not embeddings_with_trained_rows(model), "vLLM takes no adapter that has them"
     layers = adapted_layers(model).values()
     scalings = [layer.scaling[NAME] for layer in layers]
@@ -155,17 +152,16 @@ def adapter_files(model: Any) -> AdapterFiles | None:
         return None
     from peft import get_peft_model_state_dict
 
-    tensors = {}
-    for name, tensor in get_peft_model_state_dict(
-        model, adapter_name=NAME, save_embedding_layers=False
-    ).items():
-        # The prefix is that of peft's wrapper, which this model does without.
-        tensors[f"base_model.model.{name}"] = _whole(tensor).detach().contiguous().cpu()
+    state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    # The prefix is that of peft's wrapper, which this model does without.
+    tensors = {
+        f"base_model.model.{name}": _whole(tensor).detach().contiguous().cpu()
+        for name, tensor in state.items()
+    }
     config = replace(model.peft_config[NAME], inference_mode=True).to_dict()
-    # of sets, which JSON does not have
-    return AdapterFiles(
-        safetensors.torch.save(tensors), json.dumps(config, sort_keys=True, default=sorted)
-    )
+    # sorted: of sets, which JSON does not have
+    text = json.dumps(config, sort_keys=True, default=sorted)
+    return AdapterFiles(safetensors.torch.save(tensors), text)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

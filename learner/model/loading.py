@@ -37,9 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class PatchProjection(nn.Conv3d):
     """The patch embedding of a vision tower, computed as the one matrix product that it is.
 
-    transformers writes it as a `Conv3d` over patches that do not overlap. cuDNN has no usable
-    bfloat16 backward for that convolution, and computes it slowly where it does. Parameters and
-    their names stay as they are.
+    transformers writes it as a `Conv3d`, for which cuDNN has no usable bfloat16 backward.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -73,9 +71,7 @@ class LoadedTokens:
 @dataclass(frozen=True, slots=True)
 class LoadedModel(LoadedTokens):
     model: Any
-    """transformers' image-text-to-text model, or of a text model its causal one, in training mode
-    (these checkpoints have no dropout).
-    """
+    """transformers' image-text-to-text or causal model, in training mode; it has no dropout."""
     device: torch.device
     coord_ids_C: torch.Tensor
     """int64 [1000]: the token id of each bin; [0] where there are no coord tokens."""
@@ -143,9 +139,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     """Load `model.path` for training: what is frozen has no gradient.
 
-    Sets torch's seed and thread count for this process. Raises ConfigError as `load_tokens` does,
-    for weights that cannot be read, for fresh tokens that the tokenizer does not have, for a model
-    with dropout, and where nothing is left to train.
+    Sets torch's seed and thread count for this process. Raises ConfigError for what cannot be read
+    or trained.
     """
     tokens = load_tokens(config)
     path = Path(config.model.path)
@@ -191,8 +186,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     dropout = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     if any(dropout) or model.config.get_text_config().attention_dropout:
         raise ConfigError(
-            f"model.path: {path} has dropout, with which the learner does not compute what the"
-            " engines do; set it to 0 in config.json"
+            f"model.path: {path} has dropout, which engines do not have; set it to 0 in config.json"
         )
     return LoadedModel(
         model=model,

@@ -23,31 +23,26 @@ SECTION = "rollout_matching.offload"
 
 
 def require_offload(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigError where offload is asked for and cannot be had.
-
-    Only mode `colocate` has it: elsewhere the section is ignored.
-    """
+    """Raise ConfigError where offload is asked for and cannot be had."""
     if not offloads(config):
         return
     problems = []
     if device.type == "cpu":
         problems.append(
-            f"{SECTION}.enabled: the learner runs on the CPU, and its weights are in the host's"
-            " memory already; set it to false, or lower"
+            f"{SECTION}.enabled: the learner runs on the CPU already; set it to false, or lower"
             " rollout_matching.vllm.kv_cache_memory_bytes to make room for the engine"
         )
     if is_sharded(config):
         problems.append(
-            f"{SECTION}.enabled: the parameters are sharded over {config.learner.world_size} ranks"
-            " (learner.parallel: fsdp), and shards cannot be moved away; set it to false, set"
-            " learner.parallel: ddp, or generate elsewhere (rollout_matching.vllm.mode: actors)"
+            f"{SECTION}.enabled: shards (learner.parallel: fsdp) cannot be moved away; set it to"
+            " false, set learner.parallel: ddp, or rollout_matching.vllm.mode: actors"
         )
     if problems:
         raise ConfigError(problems)
 
 
 def offloads(config: RunConfig) -> bool:
-    """Return whether anything is to be moved away in this run."""
+    """Return whether anything is to be moved away: only mode `colocate` has it."""
     rollouts = config.rollout_matching
     return (
         rollouts.offload.enabled

@@ -20,24 +20,23 @@ from shared.model_families import ModelPart
 class MasterWeights:
     """One float32 tensor per parameter, on which the optimizer works.
 
-    A parameter in float32 is its own master. A number in bfloat16 has 8 significant bits: an update
-    of less than 1/512 of a weight is lost when it is added, and so is a row's gradient in the sum
-    of many. So after every backward the gradient of any other parameter is added to its master's,
-    in float32, and dropped.
+    A parameter in float32 is its own master.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self.masters = [
-            parameter if parameter.dtype is torch.float32 else _master(parameter)
-            for parameter in self.parameters
-        ]
+        # A number in bfloat16 has 8 significant bits: an update of less than 1/512 of a weight is
+        # lost when it is added, and so is a row's gradient in the sum of many. So after every
+        # backward a parameter's gradient is added to its master's, in float32, and dropped.
+        self.masters: list[torch.Tensor] = []
         """In the order of `parameters`."""
-        self._copies = [
-            (parameter, master)
-            for parameter, master in zip(self.parameters, self.masters, strict=True)
-            if parameter is not master
-        ]
+        self._copies: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for parameter in parameters:
+            if parameter.dtype is torch.float32:
+                self.masters.append(parameter)
+            else:
+                master = _master(parameter)
+                self.masters.append(master)
+                self._copies.append((parameter, master))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -118,14 +117,12 @@ class _ParameterGroup:
 
 
 class Optimizer:
-    """AdamW with a schedule; `update` is called once a step.
+    """AdamW with a schedule over what has a gradient; `update` is called once a step.
 
-    Parameters that are not in float32 have float32 masters (`MasterWeights`). DTensors (FSDP2) are
-    updated like any others: each rank its part.
+    DTensors (FSDP2) are updated like any others: each rank its part.
     """
 
     def __init__(self, model: nn.Module, config: TrainingSection, ranks: Ranks) -> None:
-        """Train what has a gradient (`learner.model.parts.freeze_parts`)."""
         self._ranks = ranks
         self._config = config
         trained = [
@@ -199,11 +196,7 @@ class Optimizer:
         )
 
     def move_to(self, device: torch.device) -> None:
-        """Move the optimizer's state: moments, masters, and the masters' gradients so far.
-
-        The model's own parameters go with the model. To be back before the next row and the next
-        update.
-        """
+        """Move moments, masters, and the masters' gradients so far; be back before the next row."""
         self._weights.move_to(device)
         for state in self.optimizer.state.values():
             for name, value in state.items():
@@ -212,10 +205,7 @@ class Optimizer:
                     state[name] = value.to(device)
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that the step's rows reached, on any rank.
-
-        Of no rows there are none: the update then changes nothing.
-        """
+        """Return the gradients that the step's rows reached, on any rank."""
         reached = self._ranks.any_of([master.grad is not None for master in self.masters])
         for master, is_reached in zip(self.masters, reached, strict=True):
             # A rank whose rows reached less, or that had no row, takes part in the sum with zeros:
@@ -226,17 +216,11 @@ class Optimizer:
 
     def _nonfinite_message(self, step: int, grad_norm: float) -> str:
         allowed = self._config.max_nonfinite_updates
-        before = ""
-        if allowed:
-            before = (
-                f", and so were those of the {self._num_skipped - 1} updates before it, which were"
-                " skipped"
-            )
+        before = f", and so were those of the {self._num_skipped - 1} updates before it"
         return (
-            f"step {step + 1}: the gradient norm is {grad_norm}{before}"
+            f"step {step + 1}: the gradient norm is {grad_norm}{before if allowed else ''}"
             f" (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or raise"
-            " lr_warmup_steps, look at the step's data, or skip more such updates with"
-            " training.max_nonfinite_updates"
+            " lr_warmup_steps, look at the step's data, or skip more such updates"
         )
 
 

@@ -67,22 +67,18 @@ class RankTopology:
 class LearnerDevice:
     """The device of one learner rank: a GPU does its work later than it is told to, a CPU at once.
 
-    What has to be done for that reason is here, so that a test can watch it without a GPU. Not run
-    on a GPU.
+    A class, so that a test can watch it without a GPU. Not run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def use_full_float32(self) -> None:
-        """Have this process multiply float32 in float32 on a GPU.
-
-        By default cuDNN's convolutions use TF32, whose 10 bits are too few for the tolerances at
-        which learner and engine are compared; another library may ask for it in products.
-        """
+        """Have this process multiply float32 in float32 on a GPU."""
+        # By default cuDNN's convolutions use TF32, whose 10 bits are too few for the tolerances at
+        # which learner and engine are compared; another library may ask for it in products.
         if self.device.type == "cuda":
-            # Not `fp32_precision` of each operation: `cudnn.allow_tf32`, which others read, then
-            # raises.
+            # Not `fp32_precision` of each operation: `cudnn.allow_tf32`, which others read, raises.
             torch.set_float32_matmul_precision("highest")
             torch.backends.cudnn.allow_tf32 = False
 
@@ -145,10 +141,8 @@ class Ranks:
         """Return where the ranks' values, equally many, differ first; None where they are equal."""
         highest = self._reduced(values, ReduceOp.MAX)
         lowest = self._reduced(values, ReduceOp.MIN)
-        for index, (high, low) in enumerate(zip(highest, lowest, strict=True)):
-            if high != low:
-                return index
-        return None
+        pairs = enumerate(zip(highest, lowest, strict=True))
+        return next((index for index, (high, low) in pairs if high != low), None)
 
     def barrier(self) -> None:
         """Return when all ranks have come."""

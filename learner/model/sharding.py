@@ -91,12 +91,7 @@ class Parallel:
 
 
 class ShardedModel(Parallel):
-    """A part of every parameter in each rank. Not run on a GPU.
-
-    One module around the model is the root, so that a forward may read parts of the model one by
-    one: rows apply its head to some positions only. What is in no block (embeddings, norms,
-    mergers, the head) is gathered with the root, once in a forward and once in its backward.
-    """
+    """A part of every parameter in each rank. Not run on a GPU."""
 
     holds_parts = True
 
@@ -181,7 +176,11 @@ class ShardedModel(Parallel):
 
 
 class _Root(nn.Module):
-    """The module around the model whose forward is any function that reads it."""
+    """The module around the model whose forward is any function that reads it.
+
+    Rows apply the model's head to some positions only. What is in no block (embeddings, norms,
+    mergers, the head) is gathered with it, once in a forward and once in its backward.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -192,10 +191,7 @@ class _Root(nn.Module):
 
 
 def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
-    """Do what `DeviceMesh.from_group` does, without torch's default group.
-
-    There may be none, or it may be another's.
-    """
+    """Do what `DeviceMesh.from_group` does, without torch's default group, which is another's."""
     assert ranks.group is not None, "a model is sharded over several ranks"
     name = ranks.group.group_name
     _register_process_group(name, ranks.group)
@@ -208,10 +204,7 @@ def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
 
 
 class GatheredWeights:
-    """The whole tensors of a sharded model, in host memory of the ranks that send.
-
-    They are kept for as long as a sync or a checkpoint needs them.
-    """
+    """The whole tensors of a sharded model, in host memory of the ranks that send."""
 
     def __init__(
         self, source: WeightSource, *, is_kept: bool, device: torch.device, dtype: torch.dtype
@@ -280,7 +273,7 @@ def _require_same(ranks: Ranks, model: nn.Module, number_of: Callable[[torch.Ten
         raise LearnerError(
             "the learner ranks do not hold the same weights; the first parameter that differs is"
             f" {names[index]}. Check that model.path is the same checkpoint on every node and that"
-            " the nodes have the same devices and versions, and go on from the last checkpoint",
+            " they have the same devices and versions, and go on from the last checkpoint",
             phase="check",
         )
 

@@ -115,11 +115,8 @@ class _ReadLogits(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers)
         tokens_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0]
-        return (
-            _fenced(tokens_N),
-            _fenced(logits_NV[coord_at_P[:, None], coord_ids_C]),
-            *log_normalizers,
-        )
+        coord_PC = logits_NV[coord_at_P[:, None], coord_ids_C]
+        return _fenced(tokens_N), _fenced(coord_PC), *log_normalizers
 
     @staticmethod
     @once_differentiable
@@ -135,12 +132,10 @@ class _ReadLogits(torch.autograd.Function):
             ctx.normalizers, log_normalizers, normalizers_N, strict=True
         ):
             if gradient_N is not None:
-                share_NV = (
-                    _logits_under(logits_NV, normalizer).sub_(log_normalizer_N[:, None]).exp_()
-                )
-                share_NV.mul_(
-                    (gradient_N / max(normalizer.temperature, _TEMPERATURE_FLOOR))[:, None]
-                )
+                scaled_NV = _logits_under(logits_NV, normalizer)
+                share_NV = scaled_NV.sub_(log_normalizer_N[:, None]).exp_()
+                temperature = max(normalizer.temperature, _TEMPERATURE_FLOOR)
+                share_NV.mul_((gradient_N / temperature)[:, None])
                 total_NV = share_NV if total_NV is None else total_NV.add_(share_NV)
         if total_NV is None:
             total_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
@@ -151,13 +146,8 @@ class _ReadLogits(torch.autograd.Function):
         # The fence passes no gradient where it replaced the logit.
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
-        return (
-            total_NV.masked_fill_(within_NV.logical_not_(), 0.0).to(logits_NV.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        total_NV.masked_fill_(within_NV.logical_not_(), 0.0)
+        return total_NV.to(logits_NV.dtype), None, None, None, None
 
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
@@ -253,15 +243,12 @@ def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) ->
     Returns:
         float32 [S, 1000].
     """
-    distance_SC = (
-        torch.arange(NUM_BINS, device=bins_S.device, dtype=torch.float32)[None, :]
-        - bins_S.float()[:, None]
-    )
+    bins_C = torch.arange(NUM_BINS, device=bins_S.device, dtype=torch.float32)
+    distance_SC = bins_C[None, :] - bins_S.float()[:, None]
     log_weight_SC = -0.5 * (distance_SC / max(sigma, _SIGMA_FLOOR)) ** 2
     if truncate is not None:
-        outside_SC = (distance_SC.abs() > truncate).scatter_(
-            1, nearest_bins(bins_S)[:, None], False
-        )
+        outside_SC = distance_SC.abs() > truncate
+        outside_SC.scatter_(1, nearest_bins(bins_S)[:, None], False)
         log_weight_SC = log_weight_SC.masked_fill_(outside_SC, -math.inf)
     # A softmax: a small sigma between two bins would underflow to 0 / 0.
     return torch.softmax(log_weight_SC, dim=-1)
@@ -295,10 +282,9 @@ def wasserstein1(
 
 def expected_coordinate(coord_logits_SC: torch.Tensor) -> torch.Tensor:
     """`sum_k p_k k / 999` at temperature 1: [S], in [0, 1]."""
-    fraction_C = torch.arange(NUM_BINS, device=coord_logits_SC.device, dtype=torch.float32) / (
-        NUM_BINS - 1
-    )
-    return (torch.softmax(_fenced(coord_logits_SC), dim=-1) * fraction_C).sum(-1).clamp(0.0, 1.0)
+    bins_C = torch.arange(NUM_BINS, device=coord_logits_SC.device, dtype=torch.float32)
+    p_SC = torch.softmax(_fenced(coord_logits_SC), dim=-1)
+    return (p_SC * (bins_C / (NUM_BINS - 1))).sum(-1).clamp(0.0, 1.0)
 
 
 def expected_bin_error(coord_logits_SC: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
@@ -325,9 +311,8 @@ def canonical_boxes(boxes_B4: torch.Tensor) -> torch.Tensor:
     """Swap corners so that x1 <= x2 and y1 <= y2."""
     first_B2 = boxes_B4[:, :2]
     second_B2 = boxes_B4[:, 2:]
-    return torch.cat(
-        [torch.minimum(first_B2, second_B2), torch.maximum(first_B2, second_B2)], dim=1
-    )
+    corners = [torch.minimum(first_B2, second_B2), torch.maximum(first_B2, second_B2)]
+    return torch.cat(corners, dim=1)
 
 
 def smooth_l1(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
@@ -358,15 +343,9 @@ def ciou(boxes_B4: torch.Tensor, targets_B4: torch.Tensor) -> torch.Tensor:
     enclosing_B2 = torch.maximum(a_high_B2, b_high_B2) - torch.minimum(a_low_B2, b_low_B2)
     between_B2 = (a_low_B2 + a_high_B2 - b_low_B2 - b_high_B2) / 2
     distance_B = (between_B2**2).sum(-1) / (enclosing_B2**2).sum(-1)
-    v_B = (
-        4
-        / math.pi**2
-        * (
-            torch.atan(b_sides_B2[:, 0] / b_sides_B2[:, 1])
-            - torch.atan(a_sides_B2[:, 0] / a_sides_B2[:, 1])
-        )
-        ** 2
-    )
+    b_angle_B = torch.atan(b_sides_B2[:, 0] / b_sides_B2[:, 1])
+    a_angle_B = torch.atan(a_sides_B2[:, 0] / a_sides_B2[:, 1])
+    v_B = 4 / math.pi**2 * (b_angle_B - a_angle_B) ** 2
     with torch.no_grad():
         alpha_B = v_B / (1 - iou_B + v_B).clamp_min(_PROBABILITY_FLOOR)
     return iou_B - distance_B - alpha_B * v_B

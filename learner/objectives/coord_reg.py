@@ -11,11 +11,7 @@ from shared.config.pipeline import CoordRegConfig
 
 
 class CoordReg:
-    """The weighted sum of the coordinate terms.
-
-    A term of weight 0 is not computed: it is no part of the objective, and a log line would suggest
-    that it is.
-    """
+    """The weighted sum of the coordinate terms; one of weight 0 is not computed, and not logged."""
 
     def __init__(self, weight: float, config: CoordRegConfig) -> None:
         self._weight = weight

@@ -60,7 +60,7 @@ class RolloutEntry(TypedDict):
     forced_positions: Sequence[int]
     """Response positions set by the repeat guard, not sampled."""
     text: Text
-    """Of the response; bytes that are not UTF-8 appear as U+FFFD."""
+    """The response; bytes that are not UTF-8 appear as U+FFFD."""
 
 
 class ObjectEntry(TypedDict):
@@ -92,31 +92,26 @@ class PairEntry(TypedDict):
     iou: float
     """maskIoU."""
     supervised: bool
-    """False: excluded, because its coord slots are not beyond doubt; its ground truth is appended.
-    """
+    """False: excluded, as its coord slots are not beyond doubt; its ground truth is appended."""
 
 
 class ReadingEntry(TypedDict):
     """The response as it was parsed and matched."""
 
     prefix_text: Text
-    """What was kept of it: an open JSON object, or `{`. Bytes that are not UTF-8 appear as U+FFFD.
-    """
+    """What was kept of it: an open JSON object, or `{`; U+FFFD as in `rollout.text`."""
     num_kept_bytes: int
     """How much of the response was kept; 0 in the fallback."""
     num_kept: int
     """Leading target tokens that are the response's own."""
     num_prefix: int
-    """Leading target tokens that hold no appended text. Those from `num_kept` on were encoded anew.
-    """
+    """Leading target tokens without appended text; those from `num_kept` on were encoded anew."""
     truncated: bool
     """No container closed: the response ended before, or it held none."""
     fallback: bool
     """Nothing could be kept."""
     max_object_index: int | None
-    """The largest n of an `object_{n}` key in the prefix. Appended objects are numbered on from
-    there, or from 1.
-    """
+    """The largest n of an `object_{n}` key in the prefix, from which appended objects go on."""
     objects: Sequence[ObjectEntry]
     """In order of appearance."""
     dropped: Sequence[DroppedEntry]

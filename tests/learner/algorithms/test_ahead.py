@@ -75,7 +75,7 @@ def matching(tmp_path, one_ahead, monkeypatch):
         counted.release()
         return f"prompt of {sample.sample_id}"
 
-    def ground_truth_target(sample, codec, rules):
+    def ground_truth_target(sample, codec, settings):
         threads.add(get_ident())
         targets.release()
         return f"target of {sample.sample_id}"
