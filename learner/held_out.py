@@ -1,7 +1,6 @@
 """Held-out samples, and the checks of length and text that every sample passes before the start.
 
-No run dies of a sample that is too long, or of a text that the tokenizer cannot write: longest
-prompt + response + append must fit (decision 24), and the append, which is the ground
+Longest prompt + response + append must fit (decision 24), and the append, which is the ground
 truth, has to survive the tokenizer to be a target.
 """
 
@@ -111,12 +110,10 @@ class HeldOut:
         return fmean(math.exp(rollout.logprobs[position]) for position in found.coord_positions)
 
 
-# The longest key that parses is object_999999999 (decision 26); what is appended after
-# it starts one higher.
+# The longest key that parses is object_999999999 (decision 26).
 _LONGEST_PREFIX = '{"object_999999999": {}'
 _LONGEST_KEY_INDEX = 10**9
-# Where our text meets the rollout's, both are encoded anew: a handful of tokens where there was
-# one.
+# Where our text meets the rollout's, both are encoded anew: a few tokens where there was one.
 _CUT_SLACK = 4
 
 

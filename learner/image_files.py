@@ -27,23 +27,17 @@ _LOGGER = logging.getLogger(__name__)
 QUICK_S = 1.0
 """A check that takes less is not reported and not kept: a file would cost as much."""
 _FORMAT = ["2", PIL.__version__]
-"""Version of the kept facts. Change it together with what `image_size` refuses, which Pillow has a
-part in.
-"""
+"""Version of the kept facts. Change it together with what `image_size` refuses."""
 
 ReportProgress = Callable[[int, int], None]
 """A function of the number of images checked so far, and of all."""
 Fingerprint = tuple[int, int, int]
-"""Size in bytes, and when contents and inode last changed, in nanoseconds: whoever copies a file
-can set the first time, and not the second.
-"""
+"""Size in bytes, and when contents and inode last changed (which no copy can set), in ns."""
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Return (width, height) in pixels of an encoded image. ValueError with the reason.
-
-    It is decoded to its end: a header tells nothing about a truncated file.
-    """
+    """Return (width, height) in pixels of an encoded image. ValueError with the reason."""
+    # Decoded to its end: a header tells nothing about a truncated file.
     try:
         with Image.open(io.BytesIO(data)) as image:
             return on_white(image).size

@@ -116,10 +116,7 @@ class Learner:
             self.algorithm.require_same()
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
-        """Draw the step's samples and return this rank's requests, in position order.
-
-        Channel A asks for nothing.
-        """
+        """Draw the step's samples and return this rank's requests: none on channel A."""
         assert len(self.steps) <= self._config.rollout_matching.max_staleness, (
             "finish_step ends a step before the next begins"
         )
@@ -199,10 +196,7 @@ class Learner:
         return self.algorithm.score(answers)
 
     def stop(self) -> None:
-        """End the run: leave the round or step after the present row, with a LearnerError.
-
-        The weights stay those of `num_updates`.
-        """
+        """Leave the round or step after the present row, with a LearnerError; weights stay."""
         self._stopping.set()
 
     @property
@@ -232,11 +226,7 @@ class Learner:
         yield from self._packing.finish_step()
 
     def _train_rows(self, rows: Iterator[Row]) -> bool:
-        """Train on the rows, in step with the other ranks.
-
-        Returns False where a rank left after a row: it was told to stop, or its rollouts contradict
-        the learner.
-        """
+        """Train on the rows, in step with the other ranks; False where a rank left after a row."""
         channel = self._current.plan.channel
         metrics = self._current.metrics
         version = self.publisher.version

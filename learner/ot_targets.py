@@ -17,8 +17,7 @@ from shared.records import GeometryKind
 # Order of the norm of a difference of two points.
 _NORMS = {"l1": 1, "l2": 2}
 
-# Distances over epsilon up to which products of scalings and kernel stay far from where floats end
-# (e^-708).
+# Distances over epsilon up to which products of scalings and kernel stay far from e^-708.
 _MAX_EXPONENT = 200.0
 
 
@@ -29,9 +28,7 @@ class OTSettings:
     cost: str
     """`l1` or `l2`: the distance of two points in bins, not squared."""
     epsilon: float
-    """Weight of the entropy, in bins, above 0: the larger, the more each target is the ground
-    truth's mean.
-    """
+    """Weight of the entropy, in bins, above 0; a large one aims at the ground truth's mean."""
     iters: int
     """Sinkhorn iterations, at least 1."""
 

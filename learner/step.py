@@ -37,9 +37,7 @@ from shared.config.pipeline import Channel
 from shared.rollouts import DecodeSettings
 
 LOGIT_CHUNK = 512
-"""Positions whose full-vocabulary logits exist at a time: with a vocabulary of 152,000 and float32,
-9 bytes for each are 0.70 GB.
-"""
+"""Positions whose full-vocabulary logits exist at a time: 0.70 GB of 152,000 ids in float32."""
 
 
 class SlotMean(NamedTuple):
@@ -156,8 +154,7 @@ _PLAIN = Normalizer()
 class LogitsPass:
     """Reduces the logits of one row to what its objectives ask, a chunk of positions at a time.
 
-    All logits at once would fill gigabytes. The peak is a chunk's backward: its logits, a float32
-    copy of them (the gradient) and masks; benchmarks/logit_memory.py measures it.
+    The peak of memory is a chunk's backward; benchmarks/logit_memory.py measures it.
     """
 
     lm_head: Callable[[torch.Tensor], torch.Tensor]

@@ -21,8 +21,7 @@ from transformers.masking_utils import sdpa_mask
 SEGMENT_ATTENTION = "rollmatch_flash"
 """The name by which transformers knows this attention.
 
-"flash" in it makes transformers' vision towers hand over all images, or windows of images, in one
-call with their borders.
+"flash" in it makes vision towers hand over all images in one call with their borders.
 """
 
 
@@ -64,9 +63,9 @@ def segments_or_mask(
     """Return what every layer is given as its mask: a packed row's segments, else sdpa's mask.
 
     `mask_function` says whether one token sees another: `f(batch, head, query, key)`, by indices.
-    transformers calls this once in each forward, and forbids `allow_is_causal_skip` without a
-    padding mask where it has found a packed row.
     """
+    # transformers calls this once in each forward, and forbids `allow_is_causal_skip` without a
+    # padding mask where it has found a packed row.
     is_packed = (
         not options.get("allow_is_causal_skip", True)
         and options.get("attention_mask") is None

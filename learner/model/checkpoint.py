@@ -36,18 +36,14 @@ class WeightSource(Protocol):
         """Yield name, dtype and full shape of all `tensors`, without computing any of them."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a checkpoint's names and detached contiguous values, one tensor at a time.
-
-        Called once in each sync.
-        """
+        """Yield a checkpoint's names and detached contiguous values, one tensor at a time."""
 
 
 class CheckpointWeights:
-    """A model's parameters as the checkpoint that they amount to, adapters merged.
+    """A model's parameters as the checkpoint that they amount to, adapters merged."""
 
-    Each merged matrix is computed when its turn comes, and kept by nobody here. Out of place:
-    adding a product and taking it off again would change the learner's own weights by its rounding.
-    """
+    # Merged out of place: adding a product and taking it off again would change the learner's own
+    # weights by its rounding.
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -70,11 +66,8 @@ class CheckpointWeights:
                 yield name, parameter.detach()
 
     def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Yield each parameter's path in the model, its name in the checkpoint, and itself.
-
-        Tied parameters appear once, under their first name, by which the engine's loader knows
-        them.
-        """
+        """Yield each parameter's path in the model, its name in the checkpoint, and itself."""
+        # Tied parameters appear once, under their first name, by which engines' loaders know them.
         for path, parameter in self._model.named_parameters():
             # Names of peft's making end here: `base_layer` goes, and what an adapted layer holds
             # beside it is in the merged weight.
@@ -128,10 +121,8 @@ def save_checkpoint(
 
 
 def _write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write transformers' configuration with the number type of what is saved.
-
-    transformers' own names that of the model in memory, where shards are float32.
-    """
+    """Write transformers' configuration with the number type of what is saved."""
+    # transformers' own names that of the model in memory, where shards are float32.
     config = copy.deepcopy(config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         part.dtype = dtype

@@ -26,9 +26,7 @@ class TextSupervision(NamedTuple):
     weight: torch.Tensor
     """float32 [X]: token weight / segment's sum of token weights."""
     gate_weight: torch.Tensor
-    """float32 [X]: the same over the segment's text tokens without closing brace and EOS, where it
-    is 0.
-    """
+    """float32 [X]: the same without closing brace and EOS, where it is 0."""
 
 
 class CoordSupervision(NamedTuple):

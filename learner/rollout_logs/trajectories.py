@@ -36,9 +36,7 @@ def _messages(value: Any) -> Any:
 
 
 LoggedMessages = Annotated[Sequence[Mapping[str, Any]] | str, PlainValidator(_messages)]
-"""A conversation, or a text where an environment completes text. A message holds whatever the
-environment put into it; a tool call is a text, as a rule JSON.
-"""
+"""A conversation of whatever the environment made of messages, or a text that it completes."""
 
 
 class ExampleEntry(TypedDict):
@@ -52,8 +50,7 @@ class ExampleEntry(TypedDict):
     """[L]: the engine's, of the tokens that it sampled; 0 elsewhere."""
     reward: _AnyFloat
     advantage: _AnyFloat | None
-    """Before any division by the deviation of the group's rewards; null where nothing was scored.
-    """
+    """Before any division by the group's deviation; null where nothing was scored."""
     token_advantages: Sequence[_AnyFloat] | None
     """[L], 0 outside the mask; null: `advantage` at every token."""
     weight_version: int | None
@@ -84,8 +81,7 @@ class TrajectoryRecord(TypedDict):
     """One rollout."""
 
     step: _Count | None
-    """From 1; in a held-out report the steps before it, and null where the checkpoint does not say.
-    """
+    """From 1; in a held-out report the steps before it, or null where the checkpoint is silent."""
     position: _Count
     """In the step, from 0; of a held-out report that of its example."""
     example: _Count
