@@ -80,13 +80,6 @@ def test_32_raw_rollouts_pack_into_fewer_than_32_packed_sequences(config):
     assert report.metrics["packing/fill_ratio"] > 0.75
 
 
-def test_without_packing_every_segment_is_a_row_and_the_loss_is_the_same(config):
-    packed, _ = channel_b_step(config(), [range(12)])
-    single, _ = channel_b_step(config(training__packing=False), [range(12)])
-    assert single.metrics["packing/num_rows"] == 12
-    assert single.metrics["loss/total"] == pytest.approx(packed.metrics["loss/total"], abs=2e-5)
-
-
 def test_a_channel_a_step_asks_for_nothing_and_learns_the_ground_truth(config):
     learner, schedule = make_learner(config()), RunSchedule(config())
     assert learner.next_requests(schedule.plan(0)) == []

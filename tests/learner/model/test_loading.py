@@ -13,7 +13,6 @@ from tiny_qwen import make_stock_model
 from learner.model.loading import load_model, load_tokens
 from learner.model.optimizer import MasterWeights
 from learner.model.parts import model_part
-from shared.config.pipeline import Channel
 from shared.errors import ConfigError
 from shared.model_families import ModelPart
 from shared.schedule import RunSchedule
@@ -39,7 +38,6 @@ def losses(config, steps):
     learner = make_learner(config)
     reports = []
     for plan in list(RunSchedule(config).plans())[:steps]:
-        assert plan.channel is Channel.A
         learner.next_requests(plan)
         reports.append(finish_step(learner))
     return learner, [report.metrics["loss/total"] for report in reports]
@@ -55,18 +53,14 @@ def test_bfloat16_learns_as_float32_does(config):
 
 def test_a_bfloat16_checkpoint_is_saved_in_bfloat16(config, tmp_path):
     learner, _ = losses(config(model__dtype="bfloat16"), 1)
-    learner.publisher.save(tmp_path / "checkpoint")
-    again = load_model(
-        config(model__path=str(tmp_path / "checkpoint"), model__dtype="bfloat16"),
-        torch.device("cpu"),
-    ).model
-    for (name, mine), (_, loaded) in zip(
-        learner.loaded.model.named_parameters(), again.named_parameters(), strict=True
-    ):
-        assert torch.equal(mine, loaded), name
-    assert (tmp_path / "checkpoint" / "model.safetensors").stat().st_size < 2.2 * sum(
-        parameter.numel() for parameter in again.parameters()
-    )
+    folder = tmp_path / "checkpoint"
+    learner.publisher.save(folder)
+    saved = config(model__path=str(folder), model__dtype="bfloat16")
+    again = load_model(saved, torch.device("cpu")).model
+    pairs = zip(learner.loaded.model.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(mine, loaded) for mine, loaded in pairs)
+    size = sum(parameter.numel() for parameter in again.parameters())
+    assert (folder / "model.safetensors").stat().st_size < 2.2 * size
 
 
 @pytest.mark.parametrize(
@@ -91,20 +85,15 @@ def test_a_frozen_vision_tower_is_the_checkpoint_s_after_training(config):
     frozen = {"vision_tower": {"frozen": True}}
     learner, _ = losses(config(training__parts=frozen, training__weight_decay=0.1), 2)
     start = dict(load_model(config(), torch.device("cpu")).model.named_parameters())
-    moved = {
-        name
-        for name, parameter in learner.loaded.model.named_parameters()
-        if not torch.equal(parameter, start[name])
-    }
+    after = dict(learner.loaded.model.named_parameters())
+    moved = {name for name in after if not torch.equal(after[name], start[name])}
     assert {model_part(name) for name in moved} == {ModelPart.ALIGNER, ModelPart.LANGUAGE_MODEL}
     assert {name for name in start if model_part(name) is ModelPart.LANGUAGE_MODEL} <= moved
 
 
 def test_float32_has_no_second_copy_of_its_weights(config):
-    assert (
-        MasterWeights(load_model(config(), torch.device("cpu")).model.parameters()).own_masters()
-        == []
-    )
+    model = load_model(config(), torch.device("cpu")).model
+    assert MasterWeights(model.parameters()).own_masters() == []
 
 
 def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, tmp_path):
@@ -124,8 +113,6 @@ def test_fresh_tokens_that_the_tokenizer_does_not_have_are_refused(
 ):
     folder = shutil.copytree(demo_checkpoint, tmp_path / "checkpoint")
     FreshTokens(first_id=7, count=1_000_000).save(folder)
-    told = (
-        r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on, of a "
-    )
-    with pytest.raises(ConfigError, match=told):
+    message = r"fresh_tokens\.json names tokens that are not there \(count: 1000000 ids from 7 on,"
+    with pytest.raises(ConfigError, match=message):
         load_model(config(model__path=str(folder)), torch.device("cpu"))

@@ -32,10 +32,8 @@ def test_counts_are_summed_and_compared_over_ranks(collectives):
 
 
 def test_gradients_are_summed_in_float32_and_every_rank_holds_the_same_bits(collectives):
-    first, second = collectives
-    for a, b, after, other in zip(
-        first["before"], second["before"], first["after"], second["after"], strict=True
-    ):
+    columns = [rank[time] for time in ("before", "after") for rank in collectives]
+    for a, b, after, other in zip(*columns, strict=True):
         assert torch.equal(after, other)
         assert torch.equal(after, (a.float() + b.float()).to(a.dtype))
 
@@ -65,25 +63,20 @@ def test_one_rank_asks_nobody():
     ranks = join_ranks(place, None, CPU, timeout_s=1.0, sums_in_backward=False)
     assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.any_of([True, False]) == [True, False]
-    assert (
-        ranks.sum(3),
-        ranks.max(3),
-        ranks.first_difference([1]),
-        ranks.meet(False),
-        ranks.pop_spans(),
-    ) == (3, 3, None, False, [])
+    assert (ranks.sum(3), ranks.max(3)) == (3, 3)
+    assert ranks.first_difference([1]) is None
+    assert ranks.meet(False) is False
+    assert ranks.pop_spans() == []
 
 
 def test_a_rank_that_does_not_come_is_missed_with_the_address_and_the_key():
     rendezvous = Rendezvous("127.0.0.1")
     place = RankTopology("rollmatch_gloo", (), rank=0, world_size=2, rendezvous=rendezvous.endpoint)
-    with pytest.raises(
-        CollectiveError,
-        match=(
-            rf"rank 0 of 2: no answer from the other learner ranks at {rendezvous.endpoint} after"
-            r" timeouts\.learn_s = 1 s; "
-        ),
-    ):
+    message = (
+        rf"rank 0 of 2: no answer from the other learner ranks at {rendezvous.endpoint} after"
+        r" timeouts\.learn_s = 1 s; "
+    )
+    with pytest.raises(CollectiveError, match=message):
         join_ranks(place, rendezvous, CPU, timeout_s=1.0, sums_in_backward=False)
 
 
