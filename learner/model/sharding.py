@@ -91,7 +91,7 @@ class Parallel:
 
 
 class ShardedModel(Parallel):
-    """A part of every parameter in each rank. Not run on a GPU."""
+    """A part of every parameter in each rank, and its own source of weights. Not run on a GPU."""
 
     holds_parts = True
 
@@ -115,10 +115,13 @@ class ShardedModel(Parallel):
             weights: what the whole model would send.
             every_rank_sends: each to an engine beside it; else rank 0 alone sends.
         """
-        self._gathered = GatheredWeights(
-            weights, is_kept=every_rank_sends or ranks.rank == 0, device=device, dtype=dtype
-        )
-        super().__init__(model, self._gathered, ranks)
+        super().__init__(model, self, ranks)
+        self._source = weights
+        self._sends = every_rank_sends or ranks.rank == 0
+        self._device = device
+        self._dtype = dtype
+        self._gathered: list[tuple[str, torch.Tensor]] = []
+        """Whole tensors in host memory, of a rank that sends."""
         self._root = _Root(model)
         mesh = _mesh(ranks, device)
         # cast_forward_inputs would round the rotary embeddings, which the model computes in
@@ -166,13 +169,27 @@ class ShardedModel(Parallel):
         pass  # each value is held once
 
     def gather(self) -> None:
-        self._gathered.gather()
+        """Make one tensor at a time whole on every device, and keep it where it is sent."""
+        self.release()
+        for name, tensor in self._source.tensors():
+            cast = tensor.to(self._dtype)
+            whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
+            if self._sends:
+                self._gathered.append((name, whole.cpu().contiguous()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._gathered.state_dict()
+        return dict(self._gathered)
 
     def release(self) -> None:
-        self._gathered.release()
+        self._gathered = []
+
+    def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        for name, _, shape in self._source.specs():
+            yield name, self._dtype, shape
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._gathered:
+            yield name, tensor.to(self._device)
 
 
 class _Root(nn.Module):
@@ -201,42 +218,6 @@ def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
     mesh._dim_group_names = [name]
     mesh._pg_registry[name] = ranks.group
     return mesh
-
-
-class GatheredWeights:
-    """The whole tensors of a sharded model, in host memory of the ranks that send."""
-
-    def __init__(
-        self, source: WeightSource, *, is_kept: bool, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._source = source
-        self._is_kept = is_kept
-        self._device = device
-        self._dtype = dtype
-        self._kept: list[tuple[str, torch.Tensor]] = []
-
-    def gather(self) -> None:
-        """Make one tensor at a time whole on every device, and keep it where it is sent."""
-        self.release()
-        for name, tensor in self._source.tensors():
-            cast = tensor.to(self._dtype)
-            whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-            if self._is_kept:
-                self._kept.append((name, whole.cpu().contiguous()))
-
-    def release(self) -> None:
-        self._kept = []
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self._kept)
-
-    def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        for name, _, shape in self._source.specs():
-            yield name, self._dtype, shape
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._kept:
-            yield name, tensor.to(self._device)
 
 
 def load_parallel(
