@@ -113,7 +113,8 @@ def test_clean_trajectory_support_each_step_is_one_llm_request_response(kind, mo
             (message,) = step["completion"]
             assert (message["role"], message["content"]) == ("assistant", said.message.content)
     refused = rolled_out(env, env.dataset[0], ScriptedClient([overlong_error()]))
-    assert refused["trajectory"] == [] and refused["is_truncated"]
+    assert (refused["trajectory"], refused["is_truncated"]) == ([], True)
+    assert refused["completion"] == ("" if kind == "text" else [])
 
 
 def test_no_retokenization_brittleness_use_vllm_s_native_token_ids_logprobs():
