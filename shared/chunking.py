@@ -174,11 +174,11 @@ def rank_rounds(shares: Sequence[int], chunk: int, *, together: int = 1) -> list
 
 def cut_rounds(requests: Sequence[Sequence[T]], chunk: int) -> list[list[list[T]]]:
     """Cut the requests of each learner rank into rounds: `[round][rank]`, as `rank_rounds` says."""
-    rounds = rank_rounds([len(share) for share in requests], chunk)
-    return [
-        [list(share[part.start : part.stop]) for share, part in zip(requests, round_, strict=True)]
-        for round_ in rounds
-    ]
+    rounds = []
+    for parts in rank_rounds([len(share) for share in requests], chunk):
+        cut = zip(requests, parts, strict=True)
+        rounds.append([list(share[part.start : part.stop]) for share, part in cut])
+    return rounds
 
 
 def cut_past(

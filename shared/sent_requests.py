@@ -112,11 +112,8 @@ class PictureShelf:
                 self._boxes[box] = {sha256: len(data) for sha256, data in new.items()}
                 self._box_of.update(dict.fromkeys(new, box))
                 self._free -= sum(map(len, new.values()))
-            pictures = {
-                image.sha256: self._box_of[image.sha256]
-                for request in sent
-                for image in _images(request)
-            }
+            shown = [image.sha256 for request in sent for image in _images(request)]
+            pictures = {sha256: self._box_of[sha256] for sha256 in shown}
             for box in dict.fromkeys(pictures.values()):
                 self._boxes.move_to_end(box)
             while self._free < 0:

@@ -233,21 +233,10 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
 
 
 _OF_SAMPLES = (
-    "data.on_bad_row",
-    "data.sort_objects",
-    "data.check_images",
-    "data.system_prompt",
-    "data.user_prompt",
-    "data.max_val_samples",
-    "custom.object_field_order",
-    "rollout_matching.geometry",
-    "rollout_matching.candidate_top_k",
-    "rollout_matching.maskiou_",
-    "rollout_matching.fp_cost",
-    "rollout_matching.fn_cost",
-    "rollout_matching.ot_",
-    "stage2_ab.schedule.",
-    "evaluation.",
+    *(f"data.{key}" for key in ("on_bad_row", "sort_objects", "check_images", "max_val_samples")),
+    *("data.system_prompt", "data.user_prompt", "custom.object_field_order"),
+    *(f"rollout_matching.{key}" for key in ("geometry", "candidate_top_k", "maskiou_", "ot_")),
+    *("rollout_matching.fp_cost", "rollout_matching.fn_cost", "stage2_ab.schedule.", "evaluation."),
 )
 """Beginnings of the paths of keys that have no effect without samples with ground truth."""
 

@@ -94,12 +94,8 @@ def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[i
     """
     bins = bin_points(_within(ring, width, height), width=width, height=height)
     points = list(zip(bins[::2], bins[1::2], strict=True))
-    kept = [
-        point
-        for point, following in zip(points, [*points[1:], *points[:1]], strict=True)
-        if point != following
-    ]
-    return tuple(bin for point in kept for bin in point)
+    steps = zip(points, [*points[1:], *points[:1]], strict=True)
+    return tuple(bin for point, following in steps if point != following for bin in point)
 
 
 def _within(pixels: Sequence[float], width: int, height: int) -> list[float]:

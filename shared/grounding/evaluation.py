@@ -226,10 +226,7 @@ class _Overlaps:
             num_dropped=len(self.scene.dropped),
             num_ground_truth=len(ground_truth),
             num_matched=len(pairs),
-            num_class_correct=sum(
-                predictions[pair.prediction].desc == ground_truth[pair.ground_truth].desc
-                for pair in pairs
-            ),
+            num_class_correct=sum(predictions[i].desc == ground_truth[j].desc for i, j, _ in pairs),
         )
 
 
@@ -240,15 +237,14 @@ def _total(scenes: Sequence[_Overlaps], iou_threshold: float) -> DetectionCounts
 def _class_table(
     same_class: Sequence[_Overlaps], iou_threshold: float
 ) -> dict[str, DetectionCounts]:
-    predicted = Counter(found.desc for overlaps in same_class for found in overlaps.scene.objects)
-    known = Counter(
-        truth.desc for overlaps in same_class for truth in overlaps.scene.sample.objects
-    )
-    matched = Counter(
-        overlaps.scene.objects[pair.prediction].desc
-        for overlaps in same_class
-        for pair in overlaps.pairs(iou_threshold)
-    )
+    predicted: Counter[str] = Counter()
+    known: Counter[str] = Counter()
+    matched: Counter[str] = Counter()
+    for overlaps in same_class:
+        objects = overlaps.scene.objects
+        predicted.update(found.desc for found in objects)
+        known.update(truth.desc for truth in overlaps.scene.sample.objects)
+        matched.update(objects[pair.prediction].desc for pair in overlaps.pairs(iou_threshold))
     return {
         name: DetectionCounts(
             num_predictions=predicted[name],

@@ -61,10 +61,8 @@ def _edges(ring: Sequence[Point]) -> list[tuple[int, int, int, int]]:
 
     Edges that bound no area are left out: horizontal ones, and those walked twice.
     """
-    times = Counter(
-        (*a, *b) if a[1] < b[1] else (*b, *a)
-        for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
-    )
+    sides = zip(ring, [*ring[1:], ring[0]], strict=True)
+    times = Counter((*a, *b) if a[1] < b[1] else (*b, *a) for a, b in sides)
     return [edge for edge, count in times.items() if edge[1] != edge[3] and count % 2]
 
 
@@ -258,14 +256,8 @@ class Rasters:
         if is_box_N.all():
             return cls(shapes, is_box_N, boxes_N4, windows_N4, None, _box_area(windows_N4))
         words_NRW = _rasterise(points_V2, starts_N, stops_N, resolution)
-        return cls(
-            shapes,
-            is_box_N,
-            boxes_N4,
-            windows_N4,
-            words_NRW,
-            np.bitwise_count(words_NRW).sum(axis=(1, 2), dtype=np.int64),
-        )
+        num_pixels_N = np.bitwise_count(words_NRW).sum(axis=(1, 2), dtype=np.int64)
+        return cls(shapes, is_box_N, boxes_N4, windows_N4, words_NRW, num_pixels_N)
 
     def mask_iou(self, left_P: np.ndarray, right_PK: np.ndarray) -> np.ndarray:
         """Return the mask IoU of shape `left[p]` with each `right[p, k]`: float64 [P, K]."""

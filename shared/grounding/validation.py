@@ -317,21 +317,15 @@ class Response:
             del kept[kept.index(codec.eos_token_id) :]
         # The codec is asked once per distinct token: a response repeats few of them over and over.
         pieces = {token_id: codec.piece_bytes(token_id) for token_id in set(kept)}
-        bins = {
-            token_id: bin for token_id in pieces if (bin := codec.coord_bin(token_id)) is not None
-        }
+        all_bins = {token_id: codec.coord_bin(token_id) for token_id in pieces}
+        bins = {token_id: bin for token_id, bin in all_bins.items() if bin is not None}
         parts = list(map(pieces.__getitem__, kept))
         ends = list(accumulate(map(len, parts)))
         positions = [position for position, token_id in enumerate(kept) if token_id in bins]
         text, _, _ = b"".join(parts).partition(END_OF_TURN.encode())
-        return cls(
-            kept,
-            text,
-            ends,
-            positions,
-            [ends[position] for position in positions],
-            [bins[kept[position]] for position in positions],
-        )
+        coord_ends = [ends[position] for position in positions]
+        coord_bins = [bins[kept[position]] for position in positions]
+        return cls(kept, text, ends, positions, coord_ends, coord_bins)
 
     def coords_in(self, span: tuple[int, int]) -> slice:
         """Return the slice, of the lists by coord token, of those that end in a span of bytes."""
