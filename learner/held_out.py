@@ -279,8 +279,6 @@ def _require_text_in_descs(
 
 
 def _bad_desc(sample: Sample, index: int, problem: str, remedy: str) -> RecordError:
-    problem = (
-        f"sample {sample.sample_id} (objects in reading order) has {sample.objects[index].desc!r},"
-        f" {problem}"
-    )
+    desc = sample.objects[index].desc
+    problem = f"sample {sample.sample_id} (objects in reading order) has {desc!r}, {problem}"
     return RecordError(problem, field=f"objects[{index}].desc", remedy=remedy)

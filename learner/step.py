@@ -14,6 +14,7 @@ text, S coord slots, K and M sampled tokens, to compare and to learn, V vocabula
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -73,10 +74,6 @@ class _RowForward(NamedTuple):
     values: RowValues
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
 def train_row(
     model: Any,
     row: PackedRow,
@@ -84,7 +81,7 @@ def train_row(
     sampled_under: Normalizer,
     *,
     logit_chunk: int = LOGIT_CHUNK,
-    run: Callable[..., Any] = _call,
+    run: Callable[..., Any] = operator.call,
     weight: float = 1.0,
 ) -> RowResult:
     """Run forward, losses and backward of one row. Adds to `.grad`; touches nothing else.

@@ -124,11 +124,10 @@ class RolloutMatching:
 def _digest(samples: Sequence[Sample]) -> int:
     """Digest everything in the samples but the paths of their images, in 63 bits."""
     digest = hashlib.sha256()
-    for sample in samples:
-        images = [image.sha256 for image in sample.images]
-        digest.update(
-            repr((sample.sample_id, images, sample.width, sample.height, sample.objects)).encode()
-        )
+    for one in samples:
+        images = [image.sha256 for image in one.images]
+        content = (one.sample_id, images, one.width, one.height, one.objects)
+        digest.update(repr(content).encode())
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 

@@ -217,7 +217,8 @@ def read_step(path: Path) -> list[RolloutRecord]:
 
 
 def _rollout_entry(rollout: Rollout, codec: TokenCodec) -> RolloutEntry:
-    text = b"".join(map(codec.piece_bytes, rollout.response_token_ids)).decode(errors="replace")
+    pieces = map(codec.piece_bytes, rollout.response_token_ids)
+    text = b"".join(pieces).decode(errors="replace")
     num_prompt_tokens = len(rollout.prompt_token_ids)
     return log_entry(RolloutEntry, rollout, text=text, num_prompt_tokens=num_prompt_tokens)
 

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
 
 from learner.rollout_logs.writer import Text, log_entry, read_lines
-from shared.trajectory import EnvironmentRollout, TrainingExample
+from shared.trajectory import EnvironmentRollout
 
 _Count = Annotated[int, Field(ge=0)]
 _AnyFloat = Annotated[float, AllowInfNan(True)]
@@ -119,6 +119,10 @@ _RECORD = TypeAdapter(TrajectoryRecord)
 
 def trajectory_record(step: int | None, rollout: EnvironmentRollout) -> TrajectoryRecord:
     """Make the line of one rollout."""
+    examples = [
+        log_entry(ExampleEntry, one, turns=one.steps, images=[image.sha256 for image in one.images])
+        for one in rollout.examples
+    ]
     return log_entry(
         TrajectoryRecord,
         rollout,
@@ -126,13 +130,8 @@ def trajectory_record(step: int | None, rollout: EnvironmentRollout) -> Trajecto
         metrics=dict(rollout.metrics),
         reward_errors=dict(rollout.reward_errors),
         calls=[log_entry(CallEntry, call) for call in rollout.calls],
-        examples=[_example_entry(example) for example in rollout.examples],
+        examples=examples,
     )
-
-
-def _example_entry(example: TrainingExample) -> ExampleEntry:
-    images = [image.sha256 for image in example.images]
-    return log_entry(ExampleEntry, example, turns=example.steps, images=images)
 
 
 def read_step(path: Path) -> list[TrajectoryRecord]:

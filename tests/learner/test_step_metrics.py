@@ -41,27 +41,16 @@ def step_metrics() -> StepMetrics:
     return StepMetrics(plan, "learner", capacity=8, min_fill_ratio=0.5)
 
 
-READING = ParsedAndMatched(
-    ParsedRollout((), "{", (), (), None, truncated=True, fallback=True),
-    MatchResult((), (), (), 0),
-    (),
-    (),
-    (),
-    "",
-)
+PARSED = ParsedRollout((), "{", (), (), None, truncated=True, fallback=True)
+READING = ParsedAndMatched(PARSED, MatchResult((), (), (), 0), (), (), (), "")
 
 
 def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> None:
     metrics = step_metrics()
-    for reason, number in (
-        (FinishReason.REPETITION, 3),
-        (FinishReason.LENGTH, 2),
-        (FinishReason.STOP, 5),
-    ):
+    for reason, number in (("repetition", 3), ("length", 2), ("stop", 5)):
+        rollout = replace(ROLLOUT, finish_reason=FinishReason(reason))
         for _ in range(number):
-            metrics.add_rollout(
-                replace(ROLLOUT, finish_reason=reason), READING, num_ground_truth=0, staleness=0
-            )
+            metrics.add_rollout(rollout, READING, num_ground_truth=0, staleness=0)
     counted = metrics.totals.as_dict()
     assert counted["rollout/num"] == 10
     assert counted["rollout/num_repeat_terminated"] == 3

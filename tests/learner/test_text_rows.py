@@ -21,15 +21,8 @@ NUM_IDS = 60
 def segment(position: int, num_prompt: int, num_target: int) -> Segment:
     ids = np.random.default_rng(position).integers(5, NUM_IDS, num_prompt + num_target).tolist()
     roles = np.full(num_target, TokenRole.NEUTRAL, dtype=np.uint8)
-    target = Target(
-        "s",
-        tuple(ids[num_prompt:]),
-        roles,
-        coord_positions=(),
-        coord_targets=(),
-        box_slots=(),
-        sampled_logprobs=(-1.0,) * num_target,
-    )
+    logprobs = (-1.0,) * num_target
+    target = Target("s", tuple(ids[num_prompt:]), roles, (), (), (), sampled_logprobs=logprobs)
     return Segment(position, EncodedPrompt.from_text(ids[:num_prompt]), target)
 
 
@@ -40,16 +33,9 @@ SEGMENTS = [segment(0, 7, 3), segment(1, 12, 1), segment(2, 5, 9)]
 def parts(request, tmp_path_factory):
     torch.manual_seed(3)
     if request.param == "qwen3":
-        config = Qwen3Config(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            tie_word_embeddings=True,
-        )
+        shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        config = Qwen3Config(num_hidden_layers=2, tie_word_embeddings=True, **shape, **heads)
         return Qwen3ForCausalLM(config).train(), None
     folder = make_stock_model(tmp_path_factory.mktemp("stock"), request.param)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -59,13 +45,10 @@ def parts(request, tmp_path_factory):
 def hidden_of(model, rope_index, segments):
     row = collate(segments, text_weights=NO_TEXT, rope_index=rope_index)
     inputs = row.inputs
-    images = inputs.image_arguments(torch.float32)
+    assert inputs.image_arguments(torch.float32) == {}
+    ids, positions = inputs.input_ids, inputs.position_ids
     output = model.model(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        attention_mask=None,
-        use_cache=False,
-        **images,
+        input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False
     )
     return row, output.last_hidden_state[0]
 
@@ -75,19 +58,14 @@ def test_a_packed_row_without_images_is_what_its_segments_are_alone(parts):
     model, rope_index = parts
     row, packed = hidden_of(model, rope_index, SEGMENTS)
     assert row.num_tokens == sum(map(len, SEGMENTS)) == len(packed)
-    alone = torch.cat([hidden_of(model, rope_index, [one])[1] for one in SEGMENTS])
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
-    plain = model.model(
-        input_ids=torch.tensor([[*SEGMENTS[1].prompt.token_ids, *SEGMENTS[1].target.token_ids]]),
-        use_cache=False,
-    ).last_hidden_state[0]
-    torch.testing.assert_close(
-        alone[len(SEGMENTS[0]) : len(SEGMENTS[0]) + len(SEGMENTS[1])], plain, atol=2e-5, rtol=1e-4
-    )
+    alone = [hidden_of(model, rope_index, [one])[1] for one in SEGMENTS]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=2e-5, rtol=1e-4)
+    ids_1L = torch.tensor([[*SEGMENTS[1].prompt.token_ids, *SEGMENTS[1].target.token_ids]])
+    plain = model.model(input_ids=ids_1L, use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(alone[1], plain, atol=2e-5, rtol=1e-4)
 
 
 def test_its_sampled_tokens_are_predicted_by_the_position_before_them(parts):
     row, _ = hidden_of(*parts, SEGMENTS)
-    assert row.token_ids_N[row.sampled.at].tolist() == [
-        token for one in SEGMENTS for token in one.target.token_ids
-    ]
+    sampled = [token for one in SEGMENTS for token in one.target.token_ids]
+    assert row.token_ids_N[row.sampled.at].tolist() == sampled
