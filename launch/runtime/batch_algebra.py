@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.chunking import rank_rounds, rank_share, round_chunk, split_over
-from shared.config.algorithm import TrainerVariant
 from shared.config.derive import (
     EngineLocation,
     RowRule,
@@ -162,7 +161,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     rows = row_rule(run)
     b_steps = num_b_steps(run)
     return BatchAlgebra(
-        is_rollout_aligned=run.custom.trainer_variant is TrainerVariant.STAGE2_ROLLOUT_ALIGNED,
+        is_rollout_aligned=run.algorithm.carries_segments,
         learner_world_size=world_size,
         per_device_train_batch_size=run.training.per_device_train_batch_size,
         gradient_accumulation_steps=accumulation_steps(run),
