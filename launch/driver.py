@@ -49,8 +49,8 @@ def train(
 ) -> None:
     """Run every step.
 
-    Engines take weights while nothing is generated: `sync_weights` first waits for a round that
-    `max_staleness` lets run beside an update.
+    Engines take weights while nothing is generated: `sync_weights` first waits
+    (`RolloutClient.wait_idle`) for a round that `max_staleness` lets run beside an update.
     """
 
     def rounds_of(plan: StepPlan) -> list[PerRank]:
@@ -61,6 +61,7 @@ def train(
         checkpoints.after_report(step, telemetry.evaluation(evaluation))
 
     telemetry.sync(sync_weights(learner, rollouts))
+    # Windows are single steps; with `max_staleness` 1, channel-B steps in a row.
     for window in schedule.windows():
         rounds = RoundStream(queue, rollouts.generate, rounds_of, window)
         for plan in window:

@@ -80,11 +80,13 @@ class HeldOut:
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
-        """Read the answers, one scene per rollout, in order."""
+        """Read the answers, one scene per rollout, in order.
+
+        Raises RolloutError when an engine saw another prompt than this side encodes.
+        """
         return [self._scene(rollout) for rollout in rollouts]
 
     def _scene(self, rollout: Rollout) -> Scene:
-        """Raise RolloutError when an engine saw another prompt than this side encodes."""
         sample = self.samples[rollout.position]
         check_prompt(rollout, self.encoder.encode(sample))
         parsed = parse_rollout(rollout.response_token_ids, self.codec, geometry=self._geometry)

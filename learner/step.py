@@ -9,7 +9,7 @@ loss is the sum over both segments of each term's mean within the segment. What 
 divided by is for the step's end, so rows add up in any order and packing.
 
 Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X
-text, S coord slots, K and M sampled tokens, to compare and to learn, V vocabulary.
+text, S coord slots, K and M sampled tokens, to compare and to learn, V vocabulary, C coord bins.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def train_row(
     run: Callable[..., Any] = operator.call,
     weight: float = 1.0,
 ) -> RowResult:
-    """Run forward, losses and backward of one row. Adds to `.grad`; touches nothing else.
+    """Run forward, losses and backward of one row. Adds to the gradients alone.
 
     Args:
         sampled_under: how the engine drew its tokens, to compute the same probabilities here.
@@ -93,7 +93,8 @@ def train_row(
         weight: factor of the gradient. With 0 the row only joins the other ranks' collectives.
     """
     forward: _RowForward = run(_forward, model, row, objectives, sampled_under, logit_chunk)
-    # Gradients of the rows of a step add in `.grad`; the optimizer divides once, at the step's end.
+    # Gradients of a step's rows add up, in the masters where there are some (`MasterWeights`); the
+    # optimizer divides once, at the step's end.
     (weight * forward.loss).backward()
     names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
     return RowResult(
@@ -199,6 +200,7 @@ class LogitsPass:
         if needs.text_gate is not None:
             text_gate_X = coord_math.gate_of_leak(leak(text.at, needs.text_gate))
         coord_logits_SC = reading.coord_logits_PC[torch.searchsorted(coord_at_P, coord.at)]
+        # The gate of a slot is the leak itself, -log p(coord); that of text is of its complement.
         coord_gate_S = None if needs.coord_gate is None else leak(coord.at, needs.coord_gate)
         coord_mass_S = coord_math.coord_mass(leak(coord.at, 1.0)) if needs.coord_mass else None
         return RowValues(
@@ -302,7 +304,8 @@ class RowTrainer:
 
 
 def _comparable(segment: Segment, version: int) -> Segment:
-    """Drop log-probabilities of older weights: a carried or stale rollout cannot be compared."""
+    """Drop log-probabilities of older weights, which cannot be compared: a segment carried over
+    from an earlier step, or a stale rollout."""
     if segment.weight_version == version:
         return segment
     return replace(segment, target=replace(segment.target, sampled_logprobs=()))

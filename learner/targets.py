@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Set
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
 
@@ -117,7 +117,11 @@ def target_settings(config: RunConfig) -> TargetSettings:
         geometry=config.geometry,
         field_order=config.custom.object_field_order,
         matching=MatchSettings(
-            **{one.name: getattr(section, one.name) for one in fields(MatchSettings)}
+            candidate_top_k=section.candidate_top_k,
+            maskiou_gate=section.maskiou_gate,
+            maskiou_resolution=section.maskiou_resolution,
+            fp_cost=section.fp_cost,
+            fn_cost=section.fn_cost,
         ),
         transport=OTSettings(section.ot_cost, section.ot_epsilon, section.ot_iters),
     )
@@ -164,7 +168,8 @@ class Target:
     coord_targets: tuple[float, ...]
     """[S], 0..999: where each slot should point; a fraction where optimal transport says so."""
     box_slots: tuple[int, ...]
-    """Indices into [S], ascending: the first slot of each supervised box matched with a box."""
+    """Indices into [S], ascending: the first slot of each supervised box whose ground
+    truth is a box."""
     sampled_logprobs: tuple[float, ...] = ()
     """The engine's log-probabilities of the tokens at `sampled_positions`; empty in channel A."""
     reading: ParsedAndMatched | None = None
@@ -283,11 +288,13 @@ def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[lis
         pairs = zip(sampled, joint, strict=False)
         num_same = next((n for n, (old, new) in enumerate(pairs) if old != new), len(sampled))
         return [*prefix[:begin], *joint], begin + num_same
-    # Other pieces of the rollout's stay; only the kept text of the cut token is encoded anew.
+    # Where the rollout wrote its text in other tokens, these stay; only the kept text of the cut
+    # token is encoded with the append.
     if num_kept < len(prefix):
         cut_and_append = codec.encode(_text_of(prefix[num_kept:], codec) + append)
         return [*prefix[:num_kept], *cut_and_append], num_kept
-    # So is a whole last token, where the tokenizer would join the two texts.
+    # A last token that was not cut is encoded anew too where the tokenizer would join its text with
+    # the append.
     last = _text_of(prefix[-1:], codec)
     joint = codec.encode(last + append)
     ends = [end for _, end in piece_spans(joint, codec)]

@@ -17,7 +17,10 @@ T = TypeVar("T")
 def split_contiguous(n: int, num_servers: int) -> list[range]:
     """Give `ceil(n / num_servers)` requests to each server in order; the last may get fewer."""
     if n < 0 or num_servers < 1:
-        raise ValueError(f"cannot split {n} requests over {num_servers} servers; give one at least")
+        raise ValueError(
+            f"cannot split {n} requests over {num_servers} servers; use n >= 0 and at least"
+            " one server"
+        )
     size = -(-n // num_servers)
     return [range(min(i * size, n), min((i + 1) * size, n)) for i in range(num_servers)]
 
@@ -30,7 +33,9 @@ def split_weighted(n: int, weights: Sequence[int]) -> list[range]:
     Example: 5 requests by weights 1 and 2 are `range(0, 2)` and `range(2, 5)`.
     """
     if n < 0 or not weights or min(weights) < 1:
-        raise ValueError(f"cannot split {n} requests by {list(weights)}; use weights above 0")
+        raise ValueError(
+            f"cannot split {n} requests by {list(weights)}; use n >= 0, weights above 0"
+        )
     total = sum(weights)
     counts = [n * weight // total for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda i: (-(n * weights[i] % total), i))
@@ -87,7 +92,8 @@ def chunk_size(
     if min(counts) < 1 or not server_world_sizes:
         raise ValueError(
             f"decode_batch_size {decode_batch_size} over servers of {list(server_world_sizes)}"
-            f" devices, {learner_world_size} learner ranks; make every count at least 1"
+            f" devices, {learner_world_size} learner ranks; give a server, and make every"
+            " count at least 1"
         )
     devices = sum(server_world_sizes)
     chunk = decode_batch_size * devices // learner_world_size

@@ -78,7 +78,8 @@ class LearnerDevice:
         # By default cuDNN's convolutions use TF32, whose 10 bits are too few for the tolerances at
         # which learner and engine are compared; another library may ask for it in products.
         if self.device.type == "cuda":
-            # Not `fp32_precision` of each operation: `cudnn.allow_tf32`, which others read, raises.
+            # Not `fp32_precision` of each operation: with it, reading `cudnn.allow_tf32`, as
+            # others do, raises.
             torch.set_float32_matmul_precision("highest")
             torch.backends.cudnn.allow_tf32 = False
 

@@ -208,7 +208,10 @@ class _Root(nn.Module):
 
 
 def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
-    """Do what `DeviceMesh.from_group` does, without torch's default group, which is another's."""
+    """Do what `DeviceMesh.from_group` does, without torch's default group.
+
+    That one may be missing, or another's.
+    """
     assert ranks.group is not None, "a model is sharded over several ranks"
     name = ranks.group.group_name
     _register_process_group(name, ranks.group)

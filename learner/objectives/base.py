@@ -11,9 +11,9 @@ boxes, C the 1,000 coord bins.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -97,17 +97,13 @@ class LogitNeeds:
 
     def __or__(self, other: LogitNeeds) -> LogitNeeds:
         return LogitNeeds(
-            self.text_ce or other.text_ce,
-            _one_of(self.text_gate, other.text_gate),
-            _one_of(self.coord_gate, other.coord_gate),
-            self.coord_mass or other.coord_mass,
-            self.sampled or other.sampled,
+            *(_either(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         )
 
 
-def _one_of(a: float | None, b: float | None) -> float | None:
-    assert a is None or b is None or a == b, "a gate has one temperature per channel"
-    return b if a is None else a
+def _either(a: Any, b: Any) -> Any:
+    assert not a or not b or a == b, "a gate has one temperature per channel"
+    return a or b
 
 
 @dataclass(frozen=True, slots=True)

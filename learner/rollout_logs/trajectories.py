@@ -36,7 +36,9 @@ def _messages(value: Any) -> Any:
 
 
 LoggedMessages = Annotated[Sequence[Mapping[str, Any]] | str, PlainValidator(_messages)]
-"""A conversation of whatever the environment made of messages, or a text that it completes."""
+"""A conversation, whose messages hold whatever the environment put into them; a text where it
+completes text.
+"""
 
 
 class ExampleEntry(TypedDict):

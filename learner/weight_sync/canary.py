@@ -18,7 +18,7 @@ from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.phases import SyncPhase
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Canary:
     """A prompt and the beginning of a response, by which every sync is proved.
 

@@ -33,7 +33,7 @@ CANARY_TOKENS = 32
 """Tokens of the canary's response: enough to pass every layer and the head, and cheap."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class WeightPublisher:
     """One rank's part in publishing. Weights must not change between an offer and its `done`."""
 

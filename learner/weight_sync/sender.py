@@ -27,7 +27,7 @@ Logprobs = tuple[float, ...]
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class WeightSender:
     """Sends one source's weights again and again, and opens new groups after a failure.
 

@@ -20,7 +20,7 @@ _NAME = "policy"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class AdapterLoader:
     """The adapter that an engine serves on top of its base weights."""
 

@@ -195,7 +195,7 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
     if matching.offload.enabled and matching.backend_name != "colocate":
         found.append(
             "rollout_matching.offload: no effect, because nothing shares the learner's device;"
-            " vllm.mode: colocate does"
+            " only rollout_backend: vllm with vllm.mode: colocate does"
         )
     decoding = matching.decoding
     if decoding.effective_temperature != decoding.temperature:
@@ -233,10 +233,21 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
 
 
 _OF_SAMPLES = (
-    *(f"data.{key}" for key in ("on_bad_row", "sort_objects", "check_images", "max_val_samples")),
-    *("data.system_prompt", "data.user_prompt", "custom.object_field_order"),
-    *(f"rollout_matching.{key}" for key in ("geometry", "candidate_top_k", "maskiou_", "ot_")),
-    *("rollout_matching.fp_cost", "rollout_matching.fn_cost", "stage2_ab.schedule.", "evaluation."),
+    "data.on_bad_row",
+    "data.sort_objects",
+    "data.check_images",
+    "data.system_prompt",
+    "data.user_prompt",
+    "data.max_val_samples",
+    "custom.object_field_order",
+    "rollout_matching.geometry",
+    "rollout_matching.candidate_top_k",
+    "rollout_matching.maskiou_",
+    "rollout_matching.fp_cost",
+    "rollout_matching.fn_cost",
+    "rollout_matching.ot_",
+    "stage2_ab.schedule.",
+    "evaluation.",
 )
 """Beginnings of the paths of keys that have no effect without samples with ground truth."""
 

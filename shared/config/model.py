@@ -53,7 +53,9 @@ class DataSection(Section):
     """The JSONL files, and how their rows become samples (decision 31)."""
 
     train: ConfigPath | None = None
-    """JSONL file of training samples, image paths relative to it; none under `trajectory_pg`."""
+    """JSONL file of training samples, image paths relative to it; required, but under
+    `trajectory_pg`, which has none.
+    """
     val: ConfigPath | None = None
     """JSONL file of held-out samples; null: no validation."""
     on_bad_row: Literal["error", "skip"] = "error"

@@ -40,9 +40,14 @@ _MOVED = {
     "rollout_matching.top_p": "rollout_matching.decoding.top_p",
     "rollout_matching.top_k": "rollout_matching.decoding.top_k",
 }
-_LIST_SERVERS = "list them as rollout_matching.vllm.server.servers[], with base_url and group_port"
+_LIST_SERVERS = (
+    "list servers as rollout_matching.vllm.server.servers[], with base_url and group_port"
+)
 _GONE = {
-    "custom.coord_soft_ce_w1": "declare a coord_reg entry in rollout_matching.pipeline.objective",
+    "custom.coord_soft_ce_w1": (
+        "declare a coord_reg entry in rollout_matching.pipeline.objective, with soft_ce_weight and"
+        " w1_weight"
+    ),
     "rollout_matching.post_rollout_pack_scope": "remove it: custom.trainer_variant decides it",
     "rollout_matching.rollout_buffer": (
         "remove it; to overlap rollout and learning set stage2_ab.channel_b.enable_pipeline"

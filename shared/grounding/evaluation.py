@@ -226,7 +226,10 @@ class _Overlaps:
             num_dropped=len(self.scene.dropped),
             num_ground_truth=len(ground_truth),
             num_matched=len(pairs),
-            num_class_correct=sum(predictions[i].desc == ground_truth[j].desc for i, j, _ in pairs),
+            num_class_correct=sum(
+                predictions[pair.prediction].desc == ground_truth[pair.ground_truth].desc
+                for pair in pairs
+            ),
         )
 
 

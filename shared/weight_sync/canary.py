@@ -5,7 +5,8 @@ both sides round every logit, and a few of many tokens differ by much. There the
 is bounded, and the *share* of tokens that differ by more than a bound. How much rounding makes of
 a model on this hardware is measured: at version 0 both sides hold the checkpoint, so what they
 differ by is noise. Later syncs may differ by `BOUND_OVER_NOISE` times as much, and never by more
-than the usual bounds, by which a fault is noticed that was there when the noise was measured.
+than the usual bounds: a fault that was there already when the noise was measured, and raised it, is
+noticed by these.
 
 What this sees in bfloat16 is a fault that moves log-probabilities by several times the noise:
 exchanged layers, a stale head, a share of an engine left out, weights fifty steps old
@@ -98,7 +99,10 @@ class Differences:
 
     @classmethod
     def load(cls, run_dir: Path) -> Differences | None:
-        """Return the noise recorded in a run's folder. Raises ConfigError for a bad file."""
+        """Return the noise recorded in a run's folder; None where none was.
+
+        Raises ConfigError for a bad file.
+        """
         return read_record(
             run_dir / NOISE_FILE, cls, key="telemetry.run_dir", remedy="restore it, or remove it"
         )

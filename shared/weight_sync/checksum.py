@@ -88,7 +88,7 @@ def device_sums(words_RS: torch.Tensor) -> Iterator[torch.Tensor]:
         yield words_RS[whole:].sum(0)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class ChecksummedWeights:
     """Weights on their way out, followed by their checksums and the canary's log-probabilities.
 

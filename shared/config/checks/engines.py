@@ -219,7 +219,10 @@ def actor_devices_hold_an_engine(run: RunConfig) -> Iterator[Problem]:
     size = actors.tensor_parallel_size
     if gpus is not None and gpus not in (0, size):
         wrong = f"{gpus:g} GPUs for an engine of tensor_parallel_size {size}"
-        remedy = f"set it to {size}, set tensor_parallel_size: {gpus:g}, or remove the key"
+        remedy = (
+            f"set it to {size}, set {_VLLM}.actors.tensor_parallel_size: {gpus:g}, or remove the"
+            " key"
+        )
         yield Problem(f"{_VLLM}.actors.gpus_per_actor", wrong, remedy)
 
 

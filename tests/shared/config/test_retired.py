@@ -68,8 +68,10 @@ RENAMED = {
 SETTINGS = "is not a known key; remove it: its settings are keys of rollout_matching and stage2_ab"
 SCOPE = "was removed; remove it: custom.trainer_variant decides it"
 BUFFER = "was removed; remove it; to overlap rollout and learning set stage2_ab.channel_b.enable_pi"
-SERVERS = f"was removed; list them as {VLLM}.server.servers[], with base_url and group_port"
-COORD_LOSS = f"was removed; declare a coord_reg entry in {OBJECTIVE}"
+SERVERS = f"was removed; list servers as {VLLM}.server.servers[], with base_url and group_port"
+COORD_LOSS = (
+    f"was removed; declare a coord_reg entry in {OBJECTIVE}, with soft_ce_weight and w1_weight"
+)
 GONE = [
     ("custom.extra.anything", 1, SETTINGS),
     ("custom.extra.rollout_matchin.decode_batch_size", 4, SETTINGS),

@@ -90,7 +90,7 @@ REFUSED = [
         {f"{ACTORS}.gpus_per_actor": 2.0},
         (
             f"{ACTORS}.gpus_per_actor: 2 GPUs for an engine of tensor_parallel_size 1; set it to 1, set"
-            " tensor_parallel_size: 2, or"
+            f" {ACTORS}.tensor_parallel_size: 2, or"
         ),
     ),
     (
