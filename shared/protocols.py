@@ -12,11 +12,14 @@ from shared.weight_sync.phases import SyncPhase
 PerRank = list[list[Any]]
 """References to requests or rollouts of a step or a round: `[rank][i]`, in position order."""
 
-CLOSE_S = 15.0
+CLOSE_S = 20.0
 """Time that engines have to end in order before their processes are killed.
 
 A kill leaves behind what has a name in the system, such as the memory that the processes of an
-engine over several devices share. vLLM gives each of those up to 9 s."""
+engine over several devices share. vLLM gives those `WORKER_CLOSE_S`, and 4 s more."""
+
+WORKER_CLOSE_S = 12
+"""Seconds that the process of one device has: Python's own end takes one 4 s of a full core."""
 
 CLOSED_S = CLOSE_S + 3.0
 """Longest wait for an engine that was told to end; what `CLOSE_S` leaves it kills itself."""

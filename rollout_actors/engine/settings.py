@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_actors.engine import warm_python
+from shared.protocols import WORKER_CLOSE_S
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.offer import LORA_RANKS
 from shared.weight_sync.transports import Device, TransportKind
@@ -154,6 +155,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # one level lower, layers that have no weights "failed to load" them in every sync
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_CLOSE_S),
     }
     if settings.enforce_eager:
         # Eager or not, vLLM compiles its counting of ranks at the first request: on CPU 20 s and a

@@ -73,7 +73,9 @@ class FakeActor:
             case "surprise":
                 raise OSError("nobody thought of this")
             case "lose peer":
-                message = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+                # As gloo writes it: `ray_calls.BROKEN_CONNECTION` looks for the path.
+                place = "third_party/gloo/gloo/transport/tcp/pair.cc:553"
+                message = f"[{place}] Connection closed by peer"
                 raise WeightSyncError(message, actor=self._name, phase=phase)
             case "fail late":
                 await asyncio.sleep(0.3)
