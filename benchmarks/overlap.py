@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from launch.driver import Queue
 from launch.pipeline import RoundStream, one_ahead, one_at_a_time
-from rollout_actors.backends.scripted import ScriptedBackend
+from benchmarks.scripted_backend import ScriptedBackend
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
 

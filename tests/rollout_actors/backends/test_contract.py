@@ -37,7 +37,7 @@ from launch.runtime.rollout_client import RolloutClient
 from rollout_actors.backends.colocate import ColocatedSpec
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
-from rollout_actors.backends.scripted import ScriptedBackend
+from benchmarks.scripted_backend import ScriptedBackend
 from rollout_actors.backends.stock_server import StockClient
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.multi_turn import SingleTurnEnv

@@ -6,7 +6,7 @@ import time
 
 from fake_server import make_request
 
-from rollout_actors.backends.scripted import ScriptedBackend
+from benchmarks.scripted_backend import ScriptedBackend
 
 
 def test_a_call_takes_its_latency_and_no_requests_take_none():

@@ -1,0 +1,153 @@
+"""What docs/architecture.md says about adding a metric, a model family and an algorithm: each is
+added here from outside the packages, by what the page names. Its other additions have their tests
+in docs/ (an objective, an environment) and in rollout_actors/backends/test_contract.py (a backend).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from config_support import configuration, trajectory_config
+from learner_support import finish_step, make_learner
+from tiny_qwen import stock_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from learner.algorithms.base import Algorithm, AlgorithmStep
+from learner.model.loading import load_model
+from learner.packing import packing_policy
+from learner.samples import load_samples
+from learner.segments import PromptEncoder, Segment
+from learner.step_metrics import StepMetrics
+from learner.targets import ground_truth_target, target_settings
+from shared import metrics
+from shared.config.algorithm import ALGORITHMS, TrainerVariant
+from shared.config.pipeline import Channel
+from shared.model_families import TEXT_MODEL_TYPES
+from shared.schedule import StepPlan
+
+PLAN = StepPlan(0, Channel.A, 8, 0, False, False)
+
+
+class OneSample:
+    """Learns the first sample of `data.train`, as often as the step has samples."""
+
+    def __init__(self, config, tokens, decode, ranks):
+        sample = load_samples(config, config.data.train)[0]
+        prompt = PromptEncoder.from_config(config, tokens.processor).encode(sample)
+        target = ground_truth_target(sample, tokens.codec, target_settings(config))
+        self.fixed = Segment(0, prompt, target)
+        self.fixed_images = sample.images
+
+    def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> AlgorithmStep:
+        return OneSampleStep(self.fixed, plan, metrics)
+
+    def held_out_requests(self, step: int) -> list[object]:
+        return []
+
+    def score(self, answers: object) -> list[object]:
+        return []
+
+    def require_same(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OneSampleStep:
+    def __init__(self, segment: Segment, plan: StepPlan, metrics: StepMetrics) -> None:
+        self.plan = plan
+        self.metrics = metrics
+        self._segment = segment
+
+    def requests(self) -> list[object]:
+        return []
+
+    def become_current(self) -> None:
+        pass
+
+    def generation_spans(self, answers: object) -> list[object]:
+        return []
+
+    def segments(self, answers: object, *, version: int) -> Iterator[Segment]:
+        yield from ()
+
+    def ground_truth(self) -> Iterator[Segment]:
+        for position in range(self.plan.num_samples):
+            yield replace(self._segment, position=position)
+
+    def require_complete(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_an_algorithm_is_a_class_with_two_interfaces(
+    demo_checkpoint, demo_data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("learner.learner.RolloutMatching", OneSample)
+    changes = {"custom__trainer_variant": "stage1_sft", "training__learning_rate": 1e-3}
+    learner = make_learner(configuration(demo_checkpoint, demo_data, tmp_path, **changes))
+    algorithm: Algorithm = learner.algorithm
+    assert isinstance(algorithm, OneSample)
+    losses = []
+    for step in range(3):
+        assert learner.next_requests(replace(PLAN, step=step)) == []
+        report = finish_step(learner)
+        assert report.metrics["packing/num_segments"] == PLAN.num_samples
+        losses.append(report.metrics["loss/total"])
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[2]
+    learner.close()
+
+
+def test_a_variant_of_an_algorithm_is_an_entry_of_its_table(
+    demo_checkpoint, demo_data, tmp_path, monkeypatch
+):
+    config = configuration(demo_checkpoint, demo_data, tmp_path)
+    name = TrainerVariant.STAGE2_TWO_CHANNEL
+    assert config.custom.trainer_variant is name and not packing_policy(config).carries
+    spec = replace(ALGORITHMS[name], channels=(Channel.B,), carries_segments=True)
+    monkeypatch.setitem(ALGORITHMS, name, spec)
+    assert packing_policy(config).carries
+
+
+def test_a_metric_is_a_line_of_the_table_and_a_call_where_it_is_counted(monkeypatch):
+    line = "rollout/num_questions | sum | Rollouts that ask back."
+    rate = "rollout/question_rate | rollout/num_questions / rollout/num | Their share."
+    table = tuple(metrics._read(f"{metrics._TABLE}{line}\n{rate}\n"))
+    monkeypatch.setattr(metrics, "METRICS", table)
+    monkeypatch.setattr(metrics, "BY_NAME", {metric.name: metric for metric in table})
+    counted = StepMetrics(PLAN, "learner", capacity=64, min_fill_ratio=0.0)
+    for asks in (True, False, True, False):
+        counted.totals.add("rollout/num", 1)
+        counted.totals.add("rollout/num_questions", float(asks))
+    report = counted.report(1, {}, (), denominator=8, num_carried=0)
+    values = metrics.merge_reports([report]).metrics
+    assert (values["rollout/num_questions"], values["rollout/question_rate"]) == (2, 0.5)
+    assert "| `rollout/num_questions` | sum | Rollouts that ask back. |" in metrics.markdown()
+
+
+@pytest.mark.slow
+def test_a_family_of_text_models_is_a_name_in_the_table(tmp_path, monkeypatch):
+    tokenizer = stock_tokenizer()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(5)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape, **heads))
+    llama.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = trajectory_config(tmp_path, tmp_path / "run")
+    monkeypatch.setattr("learner.model.loading.TEXT_MODEL_TYPES", (*TEXT_MODEL_TYPES, "llama"))
+    model = load_model(config, torch.device("cpu")).model
+    assert model.config.model_type == "llama"
+    # Two segments of a row, each of which begins at position 0, do not see each other.
+    first = torch.randint(len(tokenizer), (7,))
+    second = torch.randint(len(tokenizer), (5,))
+    row = torch.cat([first, second])[None]
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=row, position_ids=positions).logits[0]
+        alone = torch.cat([model(input_ids=one[None]).logits[0] for one in (first, second)])
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
