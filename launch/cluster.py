@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,9 +162,9 @@ class Cluster:
         if not has_room:
             sizes = [f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles]
             raise ConfigError(
-                f"{placement.key}: in {start_s:g} s (timeouts.start_s) no nodes had room for"
-                f" {', '.join(sizes)}, each on one node; check `ray status` for what other jobs"
-                " hold, or lower what is asked for"
+                f"{placement.key}: the cluster has the resources, but in {start_s:g} s"
+                f" (timeouts.start_s) no nodes had room for {', '.join(sizes)}, each on one node;"
+                " check `ray status` for what other jobs hold, or lower what is asked for"
             )
         return group
 
@@ -319,11 +318,16 @@ def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrate
 
 def _topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTopology]:
     """Describe each rank's place; rank 0 alone sends to the receivers."""
-    size = len(placement.ranks)
-    first = RankTopology(
-        placement.transport, receivers, device=placement.device, rank=0, world_size=size
-    )
-    return [first, *(replace(first, receivers=(), rank=rank) for rank in range(1, size))]
+    return [
+        RankTopology(
+            placement.transport,
+            receivers if rank == 0 else (),
+            device=placement.device,
+            rank=rank,
+            world_size=len(placement.ranks),
+        )
+        for rank in range(len(placement.ranks))
+    ]
 
 
 def _make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeBackend:

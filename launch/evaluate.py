@@ -260,8 +260,9 @@ def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
     name = options.name or f"{Path(config.model.path).name}_{config.data.val.stem}"
     folder = config.telemetry.run_dir / "evaluations" / name
     if folder.exists():
-        twice = "holds a report already; choose another with name=NAME, or move it"
-        raise ConfigError(f"name: {folder} {twice}")
+        raise ConfigError(
+            f"name: {folder} holds a report already; choose another with name=NAME, or move it"
+        )
     return folder
 
 

@@ -235,11 +235,11 @@ def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f" {config.model.path} is called {', '.join(unknown)}; it has"
             f" {', '.join(sorted(smaller_sides))}"
         )
-    most = max((smaller_sides.get(name, 0) for name in adapter.target_modules), default=0)
-    if 0 < most < adapter.rank:
+    ranks = [smaller_sides[name] for name in adapter.target_modules if name in smaller_sides]
+    if ranks and adapter.rank > max(ranks):
         yield (
             f"model.adapter.rank: {adapter.rank} is more than the rank of any layer that is"
-            f" adapted, {most} at most; lower it"
+            f" adapted, {max(ranks)} at most; lower it"
         )
 
 

@@ -174,8 +174,8 @@ def _repeat_guard(text: str) -> RepeatGuardSettings | None:
         return RepeatTerminateSection.model_validate(plain(section)).settings()
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON,"
-            " or the path of a file of it"
+            f"repeat_terminate: cannot read {text!r} ({' '.join(str(error).split())}); give JSON in"
+            " braces, or the path of a file of it"
         ) from error
     except ValidationError as error:
         problems = (explain(RepeatTerminateSection, one) for one in error.errors(include_url=False))

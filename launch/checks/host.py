@@ -62,7 +62,8 @@ def _run_folder_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)},"
             f" {existing} has {in_gib(free)} free; free space, keep fewer (checkpoint.keep_last,"
-            " keep_best, save_minutes=null), or choose another folder"
+            " checkpoint.keep_best; none on the way: checkpoint.save_minutes=null), or choose"
+            " another folder"
         )
 
 
@@ -88,7 +89,7 @@ def version_problems(config: RunConfig) -> Iterator[str]:
     except PackageNotFoundError:
         yield (
             f"installation: {DISTRIBUTION} is not installed, so vLLM does not find its plugin; run"
-            " `make setup`"
+            " `make setup`, or `pip install -e .`"
         )
         return
     for requirement in pinned:

@@ -148,12 +148,13 @@ class ModelShape:
 
 
 def _read_parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError("no *.safetensors files")
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files:
         with safe_open(path, framework="np") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
-    if not shapes:
-        raise ValueError("no *.safetensors files")
     return shapes
 
 

@@ -297,7 +297,10 @@ def read_predictions(path: Path) -> list[ImagePredictions]:
     Raises:
         RecordError: names file, line and field, or an image that is predicted twice.
     """
-    remedy = "only an evaluation of data that `launch.coco import` wrote can be exported"
+    remedy = (
+        "only an evaluation of data that `launch.coco import` wrote can be exported: evaluate those"
+        " (data.val=...)"
+    )
     found: dict[int, ImagePredictions] = {}
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
         if not line.strip():
@@ -352,7 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
         if command == "import":
             options = read_arguments(ImportOptions, rest)
-            print(f"records   {options.records}\n{import_coco(options).describe()}")
+            report = import_coco(options)
+            print(f"records   {options.records}\n{report.describe()}")
         elif command == "export":
             to_export = read_arguments(ExportOptions, rest)
             exported = export_coco(to_export)

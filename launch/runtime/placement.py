@@ -131,7 +131,8 @@ def _with_actors(config: RunConfig, ranks: tuple[Resources, ...], has_gpus: bool
     if ranks and ranks[0].device is not engine.device:
         raise ConfigError(
             f"learner.gpus: {ranks[0].gpus:g} GPUs for the learner and {gpus:g} for each actor"
-            f" ({_ACTORS}.gpus_per_actor); give both sides GPUs or neither"
+            f" ({_ACTORS}.gpus_per_actor); weights travel between GPUs or between CPUs, give both"
+            " sides GPUs or neither"
         )
     transport = choose_transport(engine.device, engine.device, Sharing.NOTHING)
     engines = (engine,) * actors.num_actors
@@ -234,5 +235,6 @@ def _no_room_for_environments(
         yield (
             f"environment.cpus_per_actor: {section.num_actors} environment actors of"
             f" {section.cpus_per_actor:g} CPU have no room beside the rest of the run, which takes"
-            f" {rest:g} of the cluster's {available.cpus:g}; lower it (0 reserves nothing)"
+            f" {rest:g} of the cluster's {available.cpus:g}; lower it (0 reserves nothing), or"
+            " join a larger cluster with cluster.address"
         )

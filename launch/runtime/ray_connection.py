@@ -121,6 +121,8 @@ def _require_listener(address: str) -> None:
 def _no_cluster(address: str, reason: str) -> ConfigError:
     remedy = _CHECK_CLUSTER
     if "authenticat" in reason.lower():
-        token = "give this machine the cluster's token (~/.ray/auth_token)"
-        remedy = f"set RAY_AUTH_MODE=token here and {token}"
+        remedy = (
+            "set RAY_AUTH_MODE=token here and give this machine the cluster's token"
+            " (~/.ray/auth_token)"
+        )
     return ConfigError(f"cluster.address: {address} gives no Ray cluster ({reason}); {remedy}")

@@ -186,7 +186,10 @@ class RolloutClient:
         return self._threads.submit(self._receive, offer)
 
     def close(self) -> None:
-        """End every actor in order, within `closed_s`. Pending waits fail. Twice is harmless."""
+        """Tell all actors to end, and kill what is left of them after `closed_s`.
+
+        Pending waits fail. Twice is harmless.
+        """
         # One that is loading does not listen.
         closing = [actor.close.remote() for actor in self.actors if self.devices]
         ray.wait(closing, num_returns=len(closing), timeout=self.timeouts.closed_s)

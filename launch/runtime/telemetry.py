@@ -246,9 +246,11 @@ class Telemetry:
         if len(self.evaluations) < 2:
             return None
         warm = warmup_steps(self._config)
-        at_warm = [record for record in self.evaluations if record.step == warm > 0]
-        name = "warm-up" if at_warm else "first"
-        before = (at_warm or self.evaluations)[0]
+        name = "warm-up"
+        before = next((record for record in self.evaluations if record.step == warm > 0), None)
+        if before is None:
+            name = "first"
+            before = self.evaluations[0]
         after = self.evaluations[-1]
         return f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -232,7 +231,11 @@ def _figures(
     number: int, example: ExampleEntry, examples: Sequence[ExampleEntry]
 ) -> dict[str, str]:
     """Make the row of an example in the table of figures, by column."""
-    logprobs = list(itertools.compress(example["logprobs"], example["mask"]))
+    logprobs = [
+        logprob
+        for logprob, is_learned in zip(example["logprobs"], example["mask"], strict=True)
+        if is_learned
+    ]
     advantage = "none" if example["advantage"] is None else signed(example["advantage"])
     version = example["weight_version"]
     figures = {

@@ -143,10 +143,12 @@ class _Interruptible:
         if self._cancel is None:
             raise KeyboardInterrupt
         self._is_interrupted = True
-        plain = f", and at most {PLAIN_S:g} s for plain functions that run ({running})"
+        plain = ""
+        if running:
+            plain = f", and at most {PLAIN_S:g} s for plain functions that run ({running})"
         _write_at_once(
             f"interrupted: waiting at most {self._run.cleanup_timeout_s:g} s for rollouts to clean"
-            f" up{plain if running else ''}; the same signal again ends at once"
+            f" up{plain}; the same signal again ends at once"
         )
         self._cancel()
 

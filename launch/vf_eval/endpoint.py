@@ -164,7 +164,10 @@ def _translated_errors(endpoint: Endpoint) -> Iterator[None]:
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
         remedy = "no key was sent; name its variable with -k"
         if endpoint.key != "none":
-            remedy = f"the key in {endpoint.key_variable} is not accepted; correct it"
+            remedy = (
+                f"the key in {endpoint.key_variable} is not accepted; correct it, or name another"
+                " with -k"
+            )
         answer = f"answered {error.status_code} ({_short(error)})"
         raise ConfigError(f"-k: {endpoint.url} {answer}: {remedy}") from error
     except (openai.APIConnectionError, openai.InternalServerError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -152,17 +151,18 @@ def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
     if Path(model).is_absolute():
         model = Path(model).name
     name = re.sub(r"[^\w.-]+", "-", f"{environment}--{model}")
-    date = datetime.now().strftime("%Y%m%d-%H%M%S")
-    for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))):
-        folder = output / name / f"{date}{suffix}"
+    base = output / name / datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = base
+    number = 1
+    while True:
         try:
             folder.mkdir(parents=True)
-            break
+            return folder
         except FileExistsError:
-            continue
+            number += 1
+            folder = base.with_name(f"{base.name}-{number}")
         except OSError as error:
             raise cannot_write(folder, error) from error
-    return folder
 
 
 def missing_rollouts(
@@ -196,8 +196,9 @@ def _difference(now: Any, before: Any) -> str:
         return f"is {_text(now)} and was {_text(before)}"
     parts = []
     for key in dict.fromkeys([*now, *before]):
-        new, old = (_text(of[key]) if key in of else "not said" for of in (now, before))
-        if new != old:
+        if key not in now or key not in before or now[key] != before[key]:
+            new = _text(now[key]) if key in now else "not said"
+            old = _text(before[key]) if key in before else "not said"
             parts.append(f"{key} is {new} and was {old}")
     return "; ".join(parts)
 

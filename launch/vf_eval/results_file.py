@@ -198,9 +198,15 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
         return rollouts
     remedy = "delete this line, and its rollout is made again"
     if len(broken) > 1 and rollouts:
-        remedy = f"delete this line and the others that are broken ({len(broken)} in all)"
+        remedy = (
+            f"delete this line and the others that are broken ({len(broken)} in all), and their"
+            " rollouts are made again"
+        )
     elif len(broken) > 1:
-        remedy = "none of its lines is a rollout of an evaluation; start a new evaluation"
+        remedy = (
+            "none of its lines is a rollout of an evaluation; put the file back that belongs there,"
+            " or start a new evaluation"
+        )
     number, refusal = broken[0]
     first = refusal.errors(include_url=False)[0]
     problem = first["msg"].replace("at line 1 column", "at column")
@@ -234,5 +240,5 @@ def _mend(path: Path) -> bool:
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
     """Make the error about a file or folder of an evaluation."""
-    remedy = "free space or permit writing there, or choose another folder with -o"
+    remedy = "free space or permit writing there, or choose another folder"
     return StorageError(str(path), error.strerror or str(error), remedy=remedy)

@@ -112,17 +112,26 @@ class EvalRun:
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from error
         if not rows:
-            raise ConfigError(f"{name}: its dataset to evaluate on is empty; give it rows")
+            raise ConfigError(
+                f"{name}: its dataset to evaluate on is empty; give it rows (with -a, where its"
+                " load_environment has an argument for them)"
+            )
         self._num_examples = len(rows)
         if len(rows) < self._evaluation.num_examples:
             wanted = self._evaluation.num_examples
-            say(f"-n: {name} has {len(rows)} examples to evaluate on, not {wanted}")
+            say(
+                f"-n: {name} has {len(rows)} examples to evaluate on, not {wanted}; it is evaluated"
+                " on these"
+            )
         return examples, [name for name, _ in rows], [row_digest for _, row_digest in rows]
 
     def _check(self, file: ResultsFile, digests: Sequence[str]) -> None:
         """Raise ConfigError where the rollouts in the file are of other data."""
         if file.was_torn:
-            say(f"the last line of {file.path} was cut off and is removed")
+            say(
+                f"the last line of {file.path} was cut off and is removed; its rollout is made"
+                " again"
+            )
         for rollout in file.rollouts.values():
             example = rollout.example
             if example < len(digests) and rollout.row != digests[example]:

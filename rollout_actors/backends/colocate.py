@@ -81,6 +81,7 @@ class ColocatedBackend:
 
     def start(self) -> None:
         """Load the engine. Raises RolloutError; then this backend is of no use."""
+        assert self._llm is None, "it starts once"
         with self._host.offloaded(), self._context.entered(), self._failing("start"):
             with explained_import(self._name):
                 from rollout_actors.backends.colocated_llm import ColocatedLLM
@@ -137,9 +138,9 @@ class ColocatedBackend:
         self._ended = "it was closed"
         if self._llm is None:
             return
-        llm = self._llm
-        self._llm = None
         with self._context.entered():
+            llm = self._llm
+            self._llm = None
             self._context.forget_default_group()
             llm.shut_down()
         self._failures.remove()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -185,9 +185,13 @@ class BeamScores(_LogprobProcessor):
         return values
 
 
-Encoded = tuple[tuple[int, ...], dict[str, torch.Tensor]]
-"""A prompt as the model takes it: token ids [P] without padding; `pixel_values` [R, D] and
-`image_grid_thw` [I, 3], or nothing."""
+class Encoded(NamedTuple):
+    """A prompt as the model takes it."""
+
+    token_ids: tuple[int, ...]
+    """[P] without padding."""
+    features: dict[str, torch.Tensor]
+    """`pixel_values` [R, D] and `image_grid_thw` [I, 3]; empty without images."""
 
 
 class HFBackend:
@@ -258,7 +262,7 @@ class HFBackend:
             has = f"has {len(images)} images and {num_pads} placeholders"
             raise self._error(f"sample {request.sample_id} {has}")
         if not images:
-            return request.prompt_token_ids, {}
+            return Encoded(request.prompt_token_ids, {})
         features = processor.image_processor(images=images, return_tensors="pt")
         patches_I = features["image_grid_thw"].prod(dim=-1)
         lengths = iter((patches_I // processor.image_processor.merge_size**2).tolist())
@@ -266,14 +270,14 @@ class HFBackend:
         for token_id in request.prompt_token_ids:
             token_ids += [token_id] * (next(lengths) if token_id == image_token_id else 1)
         names = ("pixel_values", "image_grid_thw")
-        return tuple(token_ids), {name: features[name] for name in names}
+        return Encoded(tuple(token_ids), {name: features[name] for name in names})
 
     def _decode(
         self, batch: list[RolloutRequest], encoded: list[Encoded]
     ) -> list[tuple[Completion, float]]:
         """Return each answer with the time of its end, by `time.perf_counter`."""
         decode = batch[0].decode
-        prompts = [token_ids for token_ids, _ in encoded]
+        prompts = [prompt.token_ids for prompt in encoded]
         inputs = self._inputs(encoded)
         prompt_length = inputs["input_ids"].shape[1]
         processors: list[LogitsProcessor] = [StopCheck(self._host.raise_if_stopping)]
@@ -283,45 +287,51 @@ class HFBackend:
             processors.append(
                 HFRepeatGuard(self._rule, prompt_length=prompt_length, stop_token_id=stop)
             )
-        is_beam = decode.mode is DecodeMode.BEAM
-        beams = BeamScores(decode, prompts)
-        chooser = Chooser(decode, [request.seed for request in batch], prompts)
-        output = self._generate(inputs, decode, [*processors, beams if is_beam else chooser])
-        end = time.perf_counter()
-        responses = output.sequences[:, prompt_length:].tolist()
-        if is_beam:
-            # Behind a response there is padding, which no beam has chosen.
-            responses = [cut_behind_stop(tokens, decode) for tokens in responses]
-            rows = output.beam_indices.tolist()
-            logprobs = [beams.logprobs(*beam) for beam in zip(rows, responses, strict=True)]
-        else:
-            logprobs = chooser.logprobs()
-        answers = [
-            Completion.up_to_stop(*answer, decode)
-            for answer in zip(prompts, responses, logprobs, strict=True)
-        ]
-        if is_beam:
+        if decode.mode is DecodeMode.BEAM:
+            beams = BeamScores(decode, prompts)
+            output = self._generate(inputs, decode, [*processors, beams])
+            end = time.perf_counter()
+            answers = []
+            for prompt, tokens, rows in zip(
+                prompts,
+                output.sequences[:, prompt_length:].tolist(),
+                output.beam_indices.tolist(),
+                strict=True,
+            ):
+                # Behind a response there is padding, which no beam has chosen.
+                response = cut_behind_stop(tokens, decode)
+                logprobs = beams.logprobs(rows, response)
+                answers.append(Completion.up_to_stop(prompt, response, logprobs, decode))
             return [(answer, end) for answer in answers]
+        chooser = Chooser(decode, [request.seed for request in batch], prompts)
+        output = self._generate(inputs, decode, [*processors, chooser])
+        responses = output.sequences[:, prompt_length:].tolist()
+        answers = [
+            Completion.up_to_stop(prompt, response, logprobs, decode)
+            for prompt, response, logprobs in zip(
+                prompts, responses, chooser.logprobs(), strict=True
+            )
+        ]
         return [(answer, chooser.times[len(answer.token_ids) - 1]) for answer in answers]
 
     def _inputs(self, encoded: list[Encoded]) -> dict[str, torch.Tensor]:
         model = self._host.model
         processor = self._host.processor
-        length = max(len(token_ids) for token_ids, _ in encoded)
+        length = max(len(prompt.token_ids) for prompt in encoded)
         shape = (len(encoded), length)
         ids_BP = torch.full(shape, processor.tokenizer.pad_token_id, dtype=torch.int64)
         mask_BP = torch.zeros(shape, dtype=torch.int64)
-        for row, (token_ids, _) in enumerate(encoded):
+        for row, prompt in enumerate(encoded):
             # On the left, so that every row's next token follows its last position.
-            begin = length - len(token_ids)
-            ids_BP[row, begin:] = torch.tensor(token_ids)
+            begin = length - len(prompt.token_ids)
+            ids_BP[row, begin:] = torch.tensor(prompt.token_ids)
             mask_BP[row, begin:] = 1
         inputs = {
             "input_ids": ids_BP,
             "attention_mask": mask_BP,
             "mm_token_type_ids": (ids_BP == processor.image_token_id).int(),
         }
-        features = [of_images for _, of_images in encoded if of_images]
+        features = [prompt.features for prompt in encoded if prompt.features]
         if features:
             pixels_RD = torch.cat([one["pixel_values"] for one in features])
             inputs["pixel_values"] = pixels_RD.to(model.dtype)

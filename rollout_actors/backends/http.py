@@ -73,10 +73,19 @@ def server_addresses(
             why = f"the environment variable {section.token_env} is not set"
             remedy = "export the servers' token in it, or remove the key"
             raise ConfigError(f"{SECTION}.token_env: {why}; {remedy}")
-    limit_s = section.infer_timeout_s if (section.infer_timeout_s or 0) > 0 else None
-    settings = (section.timeout_s, limit_s, section.kind, token, instead)
+    limit_s = section.infer_timeout_s
+    if limit_s is not None and limit_s <= 0:
+        limit_s = None
     return tuple(
-        ServerAddress(f"{SECTION}.servers[{index}]", entry.base_url, *settings)
+        ServerAddress(
+            key=f"{SECTION}.servers[{index}]",
+            base_url=entry.base_url,
+            timeout_s=section.timeout_s,
+            infer_timeout_s=limit_s,
+            kind=section.kind,
+            token=token,
+            instead=instead,
+        )
         for index, entry in enumerate(section.servers)
     )
 
@@ -310,8 +319,10 @@ class HttpEngine(RolloutEngine, ABC):
                 last = now
                 changed = time.monotonic()
             elif time.monotonic() - changed >= timeout_s:
-                stuck = f"sampled no token for {SECTION}.timeout_s = {timeout_s:g} s"
-                raise UnansweredError(f"it answers, and its engine has {stuck}")
+                raise UnansweredError(
+                    "it answers, and its engine has sampled no token for"
+                    f" {SECTION}.timeout_s = {timeout_s:g} s"
+                )
 
     def _parse(self, parse: Callable[[bytes], T], body: bytes, phase: str) -> T:
         """Read an answer. Raises RolloutError(phase) for one of another form."""

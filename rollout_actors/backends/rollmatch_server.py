@@ -49,10 +49,11 @@ def infer_calls(
     for request in requests:
         size = _body_bytes(InferCall.of([request], run=run, version=version, guard=guard))
         if size > limits.max_request_bytes:
-            what = f"and sample {request.sample_id} with its images is {size}"
-            remedy = f"start it with max_request_bytes={size}, or make the images smaller"
-            limit = f"takes calls of max_request_bytes = {limits.max_request_bytes}"
-            raise ValueError(f"{limit}, {what}; {remedy}")
+            raise ValueError(
+                f"takes calls of max_request_bytes = {limits.max_request_bytes}, and sample"
+                f" {request.sample_id} with its images is {size}; start it with"
+                f" max_request_bytes={size}, or make the images smaller"
+            )
         # A call of several requests is no larger than their own calls together.
         if size > room or len(parts[-1]) == limits.max_requests:
             parts.append([])

@@ -218,7 +218,10 @@ class VllmEngine:
         self._llm = self.intake = None
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Return every result, or raise the first error; EngineEndedError for vLLM's process."""
+        """Return every result, or raise the first error.
+
+        Raises EngineEndedError if vLLM's process ended.
+        """
         # What vLLM is asked for while its process is dying is never answered: hence the watch.
         llm = self.llm
         tasks = [asyncio.create_task(work) for work in works]

@@ -361,10 +361,11 @@ class Threads:
             try:
                 threading.Thread(target=self._work, name="plain-function", daemon=True).start()
             except RuntimeError:  # the system has no more; the existing ones take the queue
-                text = (
-                    "no further thread starts beside %d; raise the limit of processes (`ulimit -u`)"
+                _LOGGER.warning(
+                    "no further thread can be started beside %d; raise the limit of processes"
+                    " (`ulimit -u`, pids)",
+                    self._num_threads,
                 )
-                _LOGGER.warning(text, self._num_threads)
                 return
             # Counted as idle at once: it takes one of the queue.
             self._num_threads += 1
@@ -374,13 +375,17 @@ class Threads:
         """Answer all queued calls with an error if no thread can take them. The lock is held."""
         if self._num_threads:
             return
-        names = ", ".join(sorted({call.name for call in self._given_up}))
-        reason = (
-            f"{len(self._given_up)} plain functions that were given up still run ({names}); give"
-            " what they wait for a limit of its own, or write them as `async def`"
-            if names
-            else "the system starts no more threads; raise its limit of processes (`ulimit -u`)"
-        )
+        if self._given_up:
+            names = ", ".join(sorted({call.name for call in self._given_up}))
+            reason = (
+                f"{len(self._given_up)} plain functions that were given up still run ({names});"
+                " give what they wait for a limit of its own, or write them as `async def`"
+            )
+        else:
+            reason = (
+                "the system starts no more threads; raise its limit of processes (`ulimit -u`,"
+                " pids), or write plain functions as `async def`"
+            )
         with contextlib.suppress(Empty):
             while True:
                 call = self._queue.get_nowait()
@@ -410,8 +415,9 @@ class Threads:
         if number & (number - 1) == 0:
             _LOGGER.warning(
                 "plain function %s was given up, because its caller was cancelled or had reached"
-                " its limit of time (%d were given up so far, %d of them still run, at most %d are"
-                " replaced); give what it waits for a limit of its own, or write it `async def`",
+                " its limit of time: its thread runs until it returns, and another takes its place"
+                " (%d were given up so far, %d of them still run, at most %d are replaced); give"
+                " what it waits for a limit of its own, or write it as `async def`",
                 call.name,
                 number,
                 num_still_running,

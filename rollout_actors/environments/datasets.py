@@ -66,7 +66,9 @@ class PromptFormat:
         if self.message_type == "completion":
             if not isinstance(prompt, str):
                 kind = type(prompt).__name__
-                raise ValueError(f"prompt: must be text in a completion, got {kind}")
+                raise ValueError(
+                    f"prompt: must be text where message_type is completion, got {kind}"
+                )
             return prompt
         if isinstance(prompt, str):
             messages: Messages = [{"role": "user", "content": prompt}]

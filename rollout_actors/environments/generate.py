@@ -354,17 +354,25 @@ def metadata_of(
 def _warn_of_failures(
     environment: Environment, metadata: GenerateMetadata, states: Sequence[State]
 ) -> None:
-    count = "%d of %d rollouts"
-    if number := metadata.num_errors:
+    if metadata.num_errors:
         first = next(state for state in states if state["error"] is not None)
-        named = first["example_id"], first["error"]
-        text = f"{count} failed, the first of example %r: %s"
-        _LOGGER.warning(text, number, len(states), *named)
+        _LOGGER.warning(
+            "%d of %d rollouts failed, the first of example %r: %s",
+            metadata.num_errors,
+            len(states),
+            first["example_id"],
+            first["error"],
+        )
     for name, number in metadata.num_reward_errors.items():
         first = next(state for state in states if name in state.get("reward_errors", {}))
-        named = first["example_id"], first["reward_errors"][name]
-        text = f"reward function %s failed for {count}, the first of example %r: %s"
-        _LOGGER.warning(text, name, number, len(states), *named)
+        _LOGGER.warning(
+            "reward function %s failed for %d of %d rollouts, the first of example %r: %s",
+            name,
+            number,
+            len(states),
+            first["example_id"],
+            first["reward_errors"][name],
+        )
     counts = [num_tool_calls(state) for state in states if state["trajectory"]]
     offered = [count for count in counts if count is not None]
     if problem := environment._uncalled_tools.problem(len(offered), sum(offered)):

@@ -38,8 +38,10 @@ class EnvGroup(Environment):
             ValueError: there is none, or their names or message types do not fit together.
         """
         if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
-            names = ", ".join(foreign)
-            raise TypeError(f"envs: has {names}; put environments of rollout_actors.environments")
+            raise TypeError(
+                f"envs: has {', '.join(foreign)}; put environments of rollout_actors.environments"
+                " into a group"
+            )
         if unused := kwargs.keys() - {"env_id", "env_args", "sampling_args"}:
             names = ", ".join(sorted(unused))
             raise TypeError(f"{names}: a group has none of its own; give it to its environments")

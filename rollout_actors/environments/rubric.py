@@ -172,9 +172,9 @@ class Rubric:
     ) -> None:
         functions = list(funcs or ())
         weights = [1.0] * len(functions) if weights is None else list(weights)
-        if (number := len(weights)) != len(functions):
+        if len(weights) != len(functions):
             raise ValueError(
-                f"weights: {number} for {len(functions)} reward functions; give each one"
+                f"weights: {len(weights)} for {len(functions)} reward functions; give one to each"
             )
         self.parser = parser
         self.class_objects: dict[str, Any] = {} if parser is None else {"parser": parser}
@@ -634,16 +634,18 @@ class _Reward:
         if not self.is_of_group:
             return await gather_all([self._of_rollout(state, objects) for state in states])
         try:
-            return [self._figure(value) for value in await self._of_all(states, objects)]
+            values = await self._of_all(states, objects)
         except FAILURES as error:
             return [Failed.from_error(error)] * len(states)
+        return [self._figure(value) for value in values]
 
     async def _of_rollout(self, state: State, objects: dict[str, Any]) -> Figure:
         sources = objects, {"state": state}, state, {"answer": "", "info": {}}
         try:
-            return self._figure(await self._call(*sources))
+            value = await self._call(*sources)
         except FAILURES as error:
             return Failed.from_error(error)
+        return self._figure(value)
 
     async def _of_all(self, states: Sequence[State], objects: Mapping[str, Any]) -> list[Any]:
         rows = [{"answer": "", "info": {}, **state} for state in states]

@@ -116,7 +116,9 @@ class SyncCall(WireMessage):
     Full weights travel by the group in its terms, an adapter is in it.
     """
     run: str | None = None
-    """Run whose weights these are; afterwards the server answers no other run's requests."""
+    """Run whose weights these are; afterwards the server answers no other run's requests until that
+    has sent its own.
+    """
 
     @model_validator(mode="after")
     def _check_offer(self) -> Self:
@@ -159,7 +161,10 @@ class Health(WireMessage):
     num_running: int
     """Requests that the engine has not answered."""
     num_tokens: int
-    """Tokens sampled since the start; while requests run and this stands still it is stuck."""
+    """Tokens sampled since the start.
+
+    While requests run and this stands still, the engine is stuck.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class ServedEngine(RolloutEngine, Protocol):
         """Tokens sampled since the start."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RolloutService:
     """One engine for callers, open but from the beginning of a sync to its end."""
 

@@ -200,7 +200,9 @@ def _unknown_fields(route: OpenAIRoute, call: Mapping[str, Any]) -> list[str]:
     """Return fields that neither vLLM nor OpenAI knows, each with the one that may be meant."""
     known = set(OPENAI_FORMS[route].__annotations__)
     for field, info in FORMS[route].model_fields.items():
-        known |= {field, info.alias or field}
+        known.add(field)
+        if info.alias is not None:
+            known.add(info.alias)
     unknown = []
     for name in [name for name in call if name not in known][:MAX_PROBLEMS]:
         near = get_close_matches(name, sorted(known), n=1)
@@ -236,7 +238,7 @@ class GuardedClient:
         self.model_config = llm.model_config
         self.renderer = llm.renderer
         self.input_processor = llm.input_processor
-        # Of one request beside another, see `VllmEngine._send_away`.
+        # Of one request beside another, see `VllmEngine.run_sync_phase`.
         self._dies_of_prompt_logprobs = (
             llm.vllm_config.lora_config is not None
             and llm.vllm_config.device_config.device_type == "cpu"

@@ -63,8 +63,11 @@ def check_load_reports(reports: Sequence[LoadReport], actor: str) -> None:
             message = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
             raise error(message, "set of loaded names", len(names))
         if num_arrived != num_sent:
-            message = f"{num_arrived} buckets arrived with {num_sent} checksums; check that learner"
-            raise error(f"{message} and engine run the same version", "number of buckets")
+            message = (
+                f"{num_arrived} buckets arrived with {num_sent} checksums; check that learner and"
+                " engine run the same version"
+            )
+            raise error(message, "number of buckets")
         pairs = zip(report.checksums, report.sent, strict=True)
         wrong = [i for i, (arrived, sent) in enumerate(pairs) if arrived != sent]
         if wrong:

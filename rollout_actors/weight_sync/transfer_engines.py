@@ -52,9 +52,15 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     def tensors(self) -> tuple[TensorSpec, ...]:
         specs = []
         for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
-            num_bytes = torch.Size(shape).numel() * torch.__dict__[dtype].itemsize
+            num_bytes = torch.Size(shape).numel() * torch_dtype(dtype).itemsize
             specs.append(TensorSpec(name, dtype, tuple(shape), num_bytes))
         return tuple(specs)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = torch.__dict__[name]
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
 
 
 class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -117,7 +123,7 @@ class GlooTransferEngine(HostTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         for bucket, packed in group.receive(tensors, self._bucket_bytes):
             for spec, start in zip(bucket, offsets(bucket)[:-1], strict=True):
                 values = packed[start : start + spec.num_bytes]
-                yield spec.name, values.view(torch.__dict__[spec.dtype]).view(spec.shape)
+                yield spec.name, values.view(torch_dtype(spec.dtype)).view(spec.shape)
 
     def shutdown(self) -> None:
         if self._group is not None:

@@ -10,8 +10,14 @@ from typing import Any
 from rollout_actors.environments.types import Message, Messages
 
 _FIELDS_BY_NAME = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions"}
-    | {"dependentSchemas", "dependentRequired"}
+    {
+        "properties",
+        "patternProperties",
+        "$defs",
+        "definitions",
+        "dependentSchemas",
+        "dependentRequired",
+    }
 )
 """Fields of a JSON schema that are mappings from names, which may be those of its fields too."""
 _FIELDS_OF_VALUES = frozenset({"default", "const", "enum", "examples"})

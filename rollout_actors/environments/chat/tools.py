@@ -326,9 +326,11 @@ def has_own_parser(checkpoint: Path) -> bool:
 
 def shows_tools(checkpoint: Path) -> bool:
     """Tell whether a chat template in this folder mentions `tools`; True where there is none."""
-    paths = [*checkpoint.glob("chat_template.jinja")]
-    paths += checkpoint.glob("additional_chat_templates/*.jinja")
-    templates = [path.read_text(encoding="utf-8") for path in paths]
+    paths = (
+        checkpoint / "chat_template.jinja",
+        *checkpoint.glob("additional_chat_templates/*.jinja"),
+    )
+    templates = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
     config = checkpoint / "tokenizer_config.json"
     if not templates and config.is_file():
         # One text, or a list of them with names.

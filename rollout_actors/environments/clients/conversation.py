@@ -152,7 +152,7 @@ class ConversationSettings:
             if value is None or name in ("extra_body", *_ALWAYS_ANSWERED):
                 continue
             if name in LIMITS:
-                if type(value) is not int or not 1 <= value <= most:
+                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                     raise ValueError(
                         f"{name}: must be a whole number from 1 to the run's max_new_tokens ="
                         f" {most}, got {value!r}"
@@ -392,15 +392,17 @@ class Conversation:
         self, model: str, prompt: _Prompt, rollout: Rollout, sampled: Sampled
     ) -> dict[str, Any]:
         key = self._key
-        usage = {
-            "prompt_tokens": len(rollout.prompt_token_ids),
-            "completion_tokens": len(sampled.token_ids),
-        }
+        num_prompt = len(rollout.prompt_token_ids)
+        num_sampled = len(sampled.token_ids)
         return {
             "id": f"rollout-{key.step}-{key.position}{key.path}-{self._turn - 1}",
             "created": int(time.time()),
             "model": model,
-            "usage": usage | {"total_tokens": sum(usage.values())},
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_sampled,
+                "total_tokens": num_prompt + num_sampled,
+            },
             "weight_version": rollout.weight_version,
             "engine": rollout.actor,
             SENT_IMAGES: [image.sha256 for image in prompt.images],

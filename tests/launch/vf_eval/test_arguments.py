@@ -140,14 +140,15 @@ SAVED = EvaluationSettings.from_options(read_options(["echo", "-m", "demo", "-T"
 def test_resume_refuses_other_settings_and_names_what_differs():
     repeated = read_options(["echo", "--resume", "a", "-m", "demo", "-T", "0.5", "-n", "7"])
     assert SAVED.resumed(repeated, Path("a")).num_examples == 7
-    other = ["-a", '{"num": 9}', "-m", "other", "-T", "0.7", "-t", "8", "-C", "letters"]
+    other = ["-a", '{"num": 9, "seed": null}', "-m", "other", "-T", "0.7", "-t", "8"]
+    other += ["-C", "letters"]
     with pytest.raises(ConfigError) as caught:
         SAVED.resumed(read_options(["arithmetic", "--resume", "a", *other]), Path("a"))
     *differences, remedy = caught.value.problems
     assert remedy.startswith("a: is of another evaluation; say what it says, or leave it out")
     assert differences == [
         'ENVIRONMENT: is "arithmetic" and was "echo"',
-        "-a: num is 9 and was not said",
+        "-a: num is 9 and was not said; seed is null and was not said",
         '-m: is "other" and was "demo"',
         "-t, -T, -S, --tokens: max_tokens is 8 and was not said; temperature is 0.7 and was 0.5",
         "-C: is letters and was ",

@@ -139,7 +139,13 @@ def test_a_broken_line_elsewhere_is_refused_with_file_line_and_remedy(tmp_path, 
     ("num_whole", "remedy"),
     [
         (0, "none of its lines is a rollout of an evaluation"),
-        (1, "delete this line and the others that are broken (2 in all)"),
+        (
+            1,
+            (
+                "delete this line and the others that are broken (2 in all), and their rollouts are"
+                " made again"
+            ),
+        ),
     ],
 )
 def test_a_file_with_several_broken_lines_is_refused_with_their_number(tmp_path, num_whole, remedy):

@@ -474,7 +474,7 @@ def test_a_row_that_is_no_example_is_told(shell, echo):
 
 def test_more_examples_than_there_are_is_said(endpoint, echo):
     done = echo("-n", "9")
-    assert "-n: echo_env.py has 4 examples to evaluate on, not 9" in done.stderr
+    assert "4 examples to evaluate on, not 9; it is evaluated on these" in done.stderr
     assert len(endpoint.bodies) == 4
 
 
@@ -558,7 +558,7 @@ def test_finished_rollouts_are_kept_when_the_disk_is_full(shell, endpoint, url):
     assert f"{whole} finished rollouts are kept" in done.stderr
     endpoint.bodies.clear()
     again = shell.run("--resume", shell.evaluation)
-    assert "was cut off and is removed" in again.stderr
+    assert "was cut off and is removed; its rollout is made again" in again.stderr
     assert len(endpoint.bodies) == 12 - whole
 
 
@@ -592,7 +592,7 @@ def test_results_that_cannot_be_written_are_told_with_the_folder_before_any_roll
     (shell.folder / "a_file").write_text("here")
     error = echo("-o", output, status=1).stderr
     assert re.search(rf"cannot write {output}/echo_env--demo/\S+: Not a directory; ", error)
-    assert "choose another folder with -o" in error
+    assert "permit writing there, or choose another folder" in error
     assert not endpoint.bodies
 
 

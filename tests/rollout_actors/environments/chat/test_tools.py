@@ -95,6 +95,13 @@ def test_whether_a_checkpoints_template_shows_tools_is_read_from_its_files(files
     assert shows_tools(tmp_path) == shows
 
 
+def test_what_is_named_like_a_chat_template_and_is_no_file_is_passed_over(tmp_path):
+    (tmp_path / "chat_template.jinja").symlink_to("gone")
+    (tmp_path / "additional_chat_templates" / "folder.jinja").mkdir(parents=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}))
+    assert not shows_tools(tmp_path)
+
+
 def test_that_no_rollout_ever_called_a_tool_is_said_at_doubling_numbers_until_one_has():
     uncalled = UncalledTools()
     assert uncalled.problem(0, 0) is None, "nothing was offered"
