@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from benchmarks.scripted_backend import ScriptedBackend
 from launch.driver import Queue
 from launch.pipeline import RoundStream, one_ahead, one_at_a_time
-from benchmarks.scripted_backend import ScriptedBackend
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
 from shared.seeds import request_seed
 

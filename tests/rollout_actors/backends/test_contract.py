@@ -33,11 +33,11 @@ from process_family import is_alive
 from serve_process import OneServer, serve_process
 from stock_process import TOKEN, stock_process
 
+from benchmarks.scripted_backend import ScriptedBackend
 from launch.runtime.rollout_client import RolloutClient
 from rollout_actors.backends.colocate import ColocatedSpec
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
-from benchmarks.scripted_backend import ScriptedBackend
 from rollout_actors.backends.stock_server import StockClient
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.multi_turn import SingleTurnEnv
