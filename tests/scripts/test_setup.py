@@ -131,3 +131,42 @@ def test_a_cpu_build_of_torch_that_pip_found_for_the_gpu_ends_the_set_up_with_wh
     assert done.returncode == int(not sound)
     problem = "torch 2.13.0+cpu has no CUDA; take the CPU index out of the configuration of pip"
     assert (problem in done.stderr) == (not sound)
+
+
+def test_uv_is_told_what_pip_is_configured_with(machine):
+    lines = r"""
+:env:.find-links='/opt/wheels /mnt/wheels'
+global.cert='/etc/ca.crt'
+global.extra-index-url='\nhttps://a.example/simple\nhttps://b.example/simple?x=1'
+global.index-url='https://user:secret@c.example/simple'
+global.timeout='180'
+install.trusted-host='c.example'
+"""
+    machine.add(".venv/bin/python", f"#!/bin/sh\ncat <<'END'{lines}END\n")
+    (machine.programs / "cat").symlink_to("/bin/cat")
+    (machine.programs / "env").symlink_to("/usr/bin/env")
+    program = 'source "$1"; configure_uv; env'
+    done = run("-c", program, "a test", str(machine.script), PATH=str(machine.programs))
+    told = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert {key: told.get(key) for key in ("SSL_CERT_FILE", "UV_HTTP_TIMEOUT")} == {
+        "SSL_CERT_FILE": "/etc/ca.crt",
+        "UV_HTTP_TIMEOUT": "180",
+    }
+    assert told["UV_FIND_LINKS"] == "/opt/wheels,/mnt/wheels"
+    assert told["UV_DEFAULT_INDEX"] == "https://user:secret@c.example/simple"
+    assert told["UV_INSECURE_HOST"] == "c.example"
+    assert told["UV_EXTRA_INDEX_URL"].split() == [
+        "https://a.example/simple",
+        "https://b.example/simple?x=1",
+    ]
+
+
+@pytest.mark.parametrize("uv_status", [0, 1])
+def test_what_uv_cannot_install_pip_does(machine, uv_status):
+    for name, status in (("uv", uv_status), ("python", 0)):
+        machine.add(f".venv/bin/{name}", f'#!/bin/sh\necho "{name}: $*"\nexit {status}\n')
+    done = machine.call("install", "--editable", ".[cpu,dev]")
+    asked = "pip install --python .venv/bin/python --editable .[cpu,dev]"
+    by_pip = ["uv could not; pip tries", "python: -m pip install --editable .[cpu,dev]"]
+    assert done.stdout.splitlines() == [f"uv: {asked}", *(by_pip if uv_status else [])]
+    assert done.returncode == 0
