@@ -129,10 +129,10 @@ mend_cpu_packages() {
         echo "import $hook; $hook.install()" >"$site_packages/$hook.pth"
 }
 
-# On all cores, and not what hardly anybody imports: tests, and the hundreds of model families, of which a run imports one. As with pip, a file that
-# this Python cannot compile is left to whoever imports it (torch has some for newer ones).
+# On all cores, and not what nobody here imports: tests, hundreds of model families, Ray's libraries for other work. As with pip, a file that this
+# Python cannot compile is left to whoever imports it (torch has some for newer ones).
 compile_packages() {
-    "$VENV/bin/python" -c 'import compileall, re, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0, rx=re.compile("/tests?/|/transformers/models/"))'
+    "$VENV/bin/python" -c 'import compileall, re, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0, rx=re.compile("/tests?/|/transformers/models/|/ray/(data|rllib|serve|train|tune)/"))'
 }
 
 main() {
