@@ -137,6 +137,7 @@ def test_uv_is_told_what_pip_is_configured_with(machine):
     lines = r"""
 :env:.find-links='/opt/wheels /mnt/wheels'
 global.cert='/etc/ca.crt'
+global.find-links='/of/a/file'
 global.extra-index-url='\nhttps://a.example/simple\nhttps://b.example/simple?x=1'
 global.index-url='https://user:secret@c.example/simple'
 global.timeout='180'
