@@ -9,7 +9,9 @@ TOOLS_LM := outputs/demo/lm_tools
 STAGE1 := outputs/demo/stage1_polygons
 
 # The stages of the tests (docs/testing.md). Unit tests wait for programs and servers for a quarter of their time: one worker and a half a core.
-LINT := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet . && $(PYTHON) -m mypy
+STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
+TYPES := $(PYTHON) -m mypy
+LINT := $(STYLE) && $(TYPES)
 UNIT := $(PYTHON) -m pytest -q -n $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder --durations=15 -m
 # Two files at a time, each with a Ray cluster and engines of its own. These stages get the files that have any of their tests: collecting all takes long.
 WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
@@ -97,7 +99,9 @@ test-engines: setup
 	@scripts/stages.sh $(STAGE_ENGINES)
 
 test-all: setup
-	@scripts/stages.sh $(STAGE_LINT) "unit tests" '$(UNIT) "not engine and not ray and not processes"' "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
+	@scripts/stages.sh "style" '$(STYLE)' \
+	    "unit tests, with types beside them" '$(TYPES) & trap "kill $$! 2>/dev/null" EXIT; $(UNIT) "not engine and not ray and not processes"; unit=$$?; wait $$! && exit $$unit' \
+	    "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
