@@ -175,7 +175,8 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
 def as_schema_overrides(arguments: list[str]) -> list[str]:
     """Turn `a.b=c` into `++a.b=c`, so that the schema, not Hydra, judges the key.
 
-    Options, config groups (`model=...`), Hydra's keys and overrides with a prefix stay.
+    Options, config groups (`model=...`), Hydra's keys and overrides with a prefix stay; `resume=RUN`
+    stands for `resume.run=RUN`.
 
     Raises:
         ConfigError: a key lies inside a list, which Hydra cannot read.
@@ -183,6 +184,8 @@ def as_schema_overrides(arguments: list[str]) -> list[str]:
     overrides = []
     problems = []
     for argument in arguments:
+        if argument.startswith("resume="):
+            argument = argument.replace("resume=", "resume.run=", 1)
         key, equals, _ = argument.partition("=")
         if equals and "[" in key:
             path = key.lstrip("+~")

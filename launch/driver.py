@@ -11,6 +11,7 @@ A step of channel A has no rounds: the learner learns the ground truth in `finis
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from launch.pipeline import Queue, RoundStream
@@ -37,6 +38,8 @@ class LearnerClient(HeldOutClient, SendingLearner, Protocol):
     def next_requests(self, plan: StepPlan) -> PerRank: ...
     def accumulate(self, done: PerRank) -> None: ...
     def finish_step(self) -> StepReport: ...
+    def last_report(self) -> StepReport:
+        """Return the report of the last step before the run was resumed."""
 
 
 def train(
@@ -46,24 +49,44 @@ def train(
     queue: Queue,
     telemetry: Telemetry,
     checkpoints: Checkpoints,
+    first_step: int = 0,
+    answers_ahead: PerRank | None = None,
 ) -> None:
-    """Run every step.
+    """Run every step from `first_step` on.
 
     Engines take weights while nothing is generated: `sync_weights` first waits
     (`RolloutClient.wait_idle`) for a round that `max_staleness` lets run beside an update.
+
+    Args:
+        answers_ahead: a round of the first step that was generated before the run was resumed.
     """
 
     def rounds_of(plan: StepPlan) -> list[PerRank]:
-        return rollouts.split(learner.next_requests(plan))
+        rounds = rollouts.split(learner.next_requests(plan))
+        if plan.step == first_step and answers_ahead is not None:
+            rounds.insert(0, answers_ahead)
+        return rounds
+
+    def generate(round_: PerRank) -> Future[PerRank]:
+        if round_ is not answers_ahead:
+            return rollouts.generate(round_)
+        done: Future[PerRank] = Future()
+        done.set_result(round_)
+        return done
 
     def report_held_out(step: int) -> None:
         evaluation = evaluate(learner, rollouts, step, queue)
         checkpoints.after_report(step, telemetry.evaluation(evaluation))
 
-    telemetry.sync(sync_weights(learner, rollouts))
+    sync = sync_weights(learner, rollouts)
+    telemetry.sync(sync)
+    if first_step and not telemetry.has_written(first_step):
+        # The run ended between the update and its line.
+        plan = schedule.plan(first_step - 1)
+        telemetry.write_step(plan, learner.last_report(), sync if plan.sync_after else None)
     # Windows are single steps; with `max_staleness` 1, channel-B steps in a row.
-    for window in schedule.windows():
-        rounds = RoundStream(queue, rollouts.generate, rounds_of, window)
+    for window in schedule.windows(first_step):
+        rounds = RoundStream(queue, generate, rounds_of, window)
         for plan in window:
             if plan.evaluate_before:
                 report_held_out(plan.step)
@@ -71,6 +94,8 @@ def train(
                 for done in rounds.of_next_step():
                     learner.accumulate(done)
                 record.queue_wait_s = rounds.pop_wait_s()
+                # From here on the update may be over.
+                checkpoints.round_ahead(plan.number, rounds.ahead)
                 record.report = learner.finish_step()
                 if plan.sync_after:
                     record.sync = sync_weights(learner, rollouts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -56,12 +57,20 @@ class RoundStream:
         steps: Iterable[Any],
     ) -> None:
         """Call `rounds_of(step)` once for each step, when its first round can be submitted."""
+        self._submit = submit
         self._rounds_of = rounds_of
         self._steps = steps
         self._left: list[int] = []
         """Rounds not yet yielded, of every step that has been begun and not ended."""
-        self._results = queue(submit, self._rounds())
+        self._handles: deque[Any] = deque()
+        """Handles of the rounds that were submitted and not yet yielded: two at most."""
+        self._results = queue(self._submit_next, self._rounds())
         self._waited_s = 0.0
+
+    @property
+    def ahead(self) -> Any | None:
+        """The handle of a later step's round, once every round of a step was yielded."""
+        return self._handles[0] if self._handles else None
 
     def of_next_step(self) -> Iterator[Any]:
         """Yield every result of the next step. Use it up before asking for the step after it."""
@@ -74,6 +83,7 @@ class RoundStream:
             self._waited_s += time.perf_counter() - started
             assert self._left[0], "of several steps in a row, every one has rounds"
             self._left[0] -= 1
+            self._handles.popleft()
             yield done
         del self._left[0]
 
@@ -82,6 +92,11 @@ class RoundStream:
         waited_s = self._waited_s
         self._waited_s = 0.0
         return waited_s
+
+    def _submit_next(self, round_: Any) -> Any:
+        handle = self._submit(round_)
+        self._handles.append(handle)
+        return handle
 
     def _rounds(self) -> Iterator[Any]:
         for step in self._steps:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -42,13 +44,26 @@ def main(composed: DictConfig) -> None:
         if is_sweep():
             run_trial(composed, console)
             return
-        run(load_config(as_mapping(composed)), console)
+        run(_config_of(composed), console)
+
+
+def _config_of(composed: DictConfig) -> RunConfig:
+    """Return the configuration: as composed, or with `resume=RUN` that run's own, changed."""
+    overrides = HydraConfig.get().overrides.task
+    resumed = [one for one in overrides if one.startswith("++resume.run=")]
+    path = resumed[-1].partition("=")[2] if resumed else "auto"
+    if path in ("auto", "null"):
+        return load_config(as_mapping(composed))
+    from launch.runtime.resume import config_of_run
+
+    return config_of_run(Path(path), [one for one in overrides if one not in resumed])
 
 
 def run(config: RunConfig, console: Console) -> None:
     """Check, place, train, report and save; whatever happens, no process stays."""
     from launch.checks.host import require_vllm
     from launch.preflight import preflight
+    from launch.runtime.resume import resumed
 
     started_s = time.monotonic()
     require_vllm(config)
@@ -56,6 +71,11 @@ def run(config: RunConfig, console: Console) -> None:
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))
     config = with_absolute_paths(config)
+    config, point = resumed(config)
+    if point is not None:
+        _print(console, point.describe(config))
+        if point.is_complete(config):
+            return
     start_up = StartUp(console)
     with start_up.stage("checks"):
         findings = preflight(config, waits_for_servers=True)
@@ -78,7 +98,7 @@ def run(config: RunConfig, console: Console) -> None:
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
     with (
-        Telemetry(config, console) as telemetry,
+        Telemetry(config, console, point) as telemetry,
         Cluster(config, facts.images, start_up, facts.examples) as cluster,
     ):
         end_on_signals()  # ray.init has put a handler of its own in place of ours
@@ -95,9 +115,22 @@ def run(config: RunConfig, console: Console) -> None:
         wall_s = time.monotonic() - started_s
         folder = config.telemetry.run_dir
         _print(console, [f"ready     {who} after {wall_s:.0f} s; run folder {folder}"])
-        checkpoints = Checkpoints(config, learner, telemetry)
+        checkpoints = Checkpoints(config, learner, telemetry, point)
+        first_step = 0 if point is None else point.step
+        ahead = None
+        if point is not None and point.state.has_answers_ahead:
+            ahead = learner.answers_ahead()
         with checkpoints.saved_at_an_early_end():
-            train(learner, rollouts, schedule, queue, telemetry, checkpoints)
+            train(
+                learner,
+                rollouts,
+                schedule,
+                queue,
+                telemetry,
+                checkpoints,
+                first_step=first_step,
+                answers_ahead=ahead,
+            )
     if (improvement := telemetry.improvement()) is not None:
         effort = f"B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s"
         _print(console, [f"{config.telemetry.name}: {improvement} ({effort})"])

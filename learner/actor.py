@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -96,8 +97,10 @@ class LearnerActor:
         topology: RankTopology,
         make_backend: MakeBackend | None,
         examples: ExampleCounts | None,
-    ) -> int:
-        """Load model and data. Returns the number of torch's threads."""
+    ) -> tuple[int, bool]:
+        """Load model and data. Returns the number of torch's threads, and whether the next offer is
+        of an adapter.
+        """
         # Not in the constructor, whose exceptions Ray turns into a dead actor.
         import torch
 
@@ -107,7 +110,7 @@ class LearnerActor:
         self._learner = Learner(config, topology, self._rendezvous, examples)
         if make_backend is not None:
             self._backend = make_backend(EngineHost(config, self._learner))
-        return torch.get_num_threads()
+        return torch.get_num_threads(), self._learner.publisher.offers_adapter
 
     def begin(self, method: str, argument: Any) -> int:
         """Begin a step (`next_requests`) or a report (`held_out_requests`).
@@ -129,6 +132,13 @@ class LearnerActor:
     def call_on_rollouts(self, method: str, *shares: list[Any]) -> Any:
         """Call a method of the learner with this rank's rollouts, which Ray resolves here."""
         return self.call(method, list(itertools.chain(*shares)))
+
+    def answers_ahead(self) -> list[Any]:
+        return self._learner.answers_ahead()
+
+    def save(self, folder: Path, run: str, *shares: list[Any]) -> None:
+        """Save a checkpoint, with the answers of this rank's part of the next round."""
+        self._learner.save(folder, run, list(itertools.chain(*shares)))
 
     def num_updates(self) -> int:
         return self._learner.num_updates

@@ -23,9 +23,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
@@ -34,17 +37,20 @@ from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
 from learner.packing import Row, packing_policy
+from learner.run_state import RUN_FILE, STATE_FOLDER, RandomState, RankState
 from learner.segments import Segment
 from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
 from shared.config.derive import is_sharded, rank_name
-from shared.errors import CollectiveError, LearnerError, RolloutError
+from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
 from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
-from shared.schedule import StepPlan
+from shared.run_files import write_run_file
+from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import ExampleCounts
+from shared.weight_sync.checksum import BucketChecksum
 
 
 class Learner:
@@ -112,8 +118,18 @@ class Learner:
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
         self._stopping = threading.Event()
+        self._frozen = ""
+        """Checksum of the weights that are not trained, once it was needed."""
+        self._answers_ahead: tuple[Any, ...] = ()
+        """Answers of a resumed run's first positions, until they are asked for."""
+        self._state: RankState
+        """The state after the last update, or of the checkpoint that was resumed."""
         with self._ranks.of_phase("start"):
             self.algorithm.require_same()
+            if config.resume.run is not None:
+                self._restore(config.resume.run)
+            else:
+                self._state = self._state_now(None)
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
         """Draw the step's samples and return this rank's requests: none on channel A."""
@@ -134,7 +150,9 @@ class Learner:
         # Otherwise a stale step is still being learned, and its log stays open until it ends.
         if len(self.steps) == 1:
             step.become_current()
-        requests = step.requests()
+        # Those that the run had answers of before it was resumed are not asked again.
+        requests = step.requests()[len(self._answers_ahead) :]
+        self._answers_ahead = ()
         metrics.mark("draw samples", started_s)
         return requests
 
@@ -179,13 +197,15 @@ class Learner:
             self.steps.popleft()
             if self.steps:
                 self._current.become_current()
-            return step.metrics.report(
+            report = step.metrics.report(
                 self.publisher.version,
                 update.metrics(),
                 self._ranks.pop_spans(),
                 denominator=denominator,
                 num_carried=self._packing.num_carried,
             )
+            self._state = self._state_now(report)
+            return report
 
     def held_out_requests(self, step: int) -> list[Any]:
         """Return this rank's share of the held-out requests, in order."""
@@ -194,6 +214,89 @@ class Learner:
     def score(self, answers: Sequence[Any]) -> list[Outcome]:
         """Score this rank's answers to the held-out requests, in order."""
         return self.algorithm.score(answers)
+
+    def answers_ahead(self) -> list[Any]:
+        """Return the answers of the first positions that a resumed run came with, in order."""
+        return list(self._answers_ahead)
+
+    def save(self, folder: Path, run: str, answers_ahead: Sequence[Any] = ()) -> None:
+        """Save the last update's checkpoint, with all that a resumed run needs. A collective.
+
+        Args:
+            run: the driver's part of it, as JSON.
+            answers_ahead: answers of the next step's first positions that were generated already,
+                by weights that no longer exist.
+
+        Raises:
+            StorageError: it cannot be written. Nothing is left of it then.
+        """
+        has_own_tensors = self.parallel.holds_parts or self._ranks.rank == 0
+
+        def write_state(partial: Path) -> None:
+            state = replace(
+                self._state,
+                answers_ahead=tuple(answers_ahead),
+                offers_adapter=self.publisher.offers_adapter,
+                fingerprints=self._fingerprints(),
+            )
+            tensors = self.optimizer.tensors() if has_own_tensors else None
+            state.save(partial, self._ranks.rank, tensors)
+            if self._ranks.rank == 0:
+                write_run_file(partial / STATE_FOLDER / RUN_FILE, run)
+
+        self.publisher.save(folder, write_state if self._config.checkpoint.full else None)
+
+    def last_report(self) -> RankReport | None:
+        """Return the report of the step behind the present weights; None before the first."""
+        return self._state.report
+
+    def _state_now(self, report: RankReport | None) -> RankState:
+        return RankState(
+            self.num_updates,
+            RandomState.capture(self.loaded.device),
+            carried=self._packing.carried,
+            num_skipped=self.optimizer.num_skipped,
+            report=report,
+        )
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Go back to the state after a checkpoint's last update."""
+        state, tensors = RankState.load(
+            checkpoint, self._ranks.rank, has_own_tensors=self.parallel.holds_parts
+        )
+        fingerprints = self._fingerprints()
+        changed = sorted(
+            key for key, value in state.fingerprints.items() if fingerprints.get(key) != value
+        )
+        if refused := [key for key in changed if key not in self._config.resume.allow]:
+            raise ConfigError(
+                f"{key}: its content is not what the run in {checkpoint} began with; restore it,"
+                f" or insist with 'resume.allow=[{key}]'"
+                for key in refused
+            )
+        self.optimizer.load_tensors(tensors)
+        self.optimizer.num_skipped = state.num_skipped
+        self.num_updates = state.step
+        self._packing.carry(state.carried)
+        schedule = RunSchedule(self._config)
+        self.algorithm.move_to(schedule.num_samples_before(state.step))
+        # The first sync makes it the version that the step begins with.
+        self.publisher.version = schedule.version_before(state.step) - 1
+        self.publisher.offers_adapter = self.publisher.offers_adapter and state.offers_adapter
+        self._answers_ahead = state.answers_ahead
+        self._state = state
+        state.random.restore(self.loaded.device)
+
+    def _fingerprints(self) -> dict[str, str]:
+        """Return digests of the data and of the weights that are not trained, by their keys."""
+        if not self._frozen:
+            checksum = BucketChecksum()
+            for parameter in self.loaded.model.parameters():
+                if not parameter.requires_grad:
+                    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    checksum.add(part.detach())
+            self._frozen = f"{checksum.value():x}"
+        return {**self.algorithm.fingerprints(), "model.path": self._frozen}
 
     def stop(self) -> None:
         """Leave the round or step after the present row, with a LearnerError; weights stay."""

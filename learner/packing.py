@@ -158,6 +158,10 @@ class CarryBuffer:
             )
         self._segments.append(segment)
 
+    def segments(self) -> tuple[Any, ...]:
+        """Return the segments that wait, oldest first."""
+        return tuple(self._segments)
+
     def pop_row(self) -> list[Any]:
         """Take the segments of the next row. ValueError when the buffer is empty."""
         chosen = select_segments([len(segment) for segment in self._segments], self.capacity)
@@ -189,7 +193,16 @@ class PackingPolicy:
     @property
     def num_carried(self) -> int:
         """Segments that wait for a later step."""
-        return 0
+        return len(self.carried)
+
+    @property
+    def carried(self) -> tuple[Segment, ...]:
+        """Segments that wait for a later step, oldest first."""
+        return ()
+
+    def carry(self, segments: Sequence[Segment]) -> None:
+        """Take what an earlier step has `carried`."""
+        assert not segments, "nothing is carried here"
 
     def add(self, segment: Segment) -> list[Row]:
         return [[segment]]
@@ -239,8 +252,12 @@ class CarryOver(PackingPolicy):
         self._num_added = 0
 
     @property
-    def num_carried(self) -> int:
-        return len(self._buffer)
+    def carried(self) -> tuple[Segment, ...]:
+        return self._buffer.segments()
+
+    def carry(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self._buffer.insert(segment)
 
     def add(self, segment: Segment) -> list[Row]:
         """Add a segment. ConfigError where `training.packing_buffer` is full."""

@@ -225,6 +225,11 @@ class SampleStream(Iterator[int]):
         self._offset += 1
         return index
 
+    def move_to(self, position: int) -> None:
+        """Go on behind the first `position` indices of the stream."""
+        self._epoch, self._offset = divmod(position, self._num_samples)
+        self._order = self._epoch_order()
+
     def take(self, n: int) -> list[int]:
         """Return the next `n` indices."""
         return [next(self) for _ in range(n)]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from shared.errors import StorageError
 
+CONFIG = "config.json"
+"""A folder with it holds a run."""
+FAILED_CONFIG = "config_of_failed_start.json"
+"""Its name after a start that ended before its first sync: another start may use the folder."""
 _ENCODING_ERRORS = "backslashreplace"
 """Half a surrogate pair, as in a file name that is no UTF-8, must not keep the rest from disk."""
 
@@ -89,10 +93,11 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises StorageError."""
-        self._file = RunFile(path)
-        self._tracks: dict[str, int] = {}
-        self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
+        """Begin the file, or go on with what `cut_timeline` has left of it. Raises StorageError."""
+        self._tracks = _tracks_in(path)
+        self._file = RunFile(path, mode="ab")
+        if not self._file.file.tell():
+            self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
 
     def write(self, spans: Iterable[Span]) -> None:
         """Append the spans. Raises StorageError."""
@@ -123,3 +128,50 @@ class TraceWriter:
 def _name_event(kind: str, thread: int, name: str) -> str:
     event = {"ph": "M", "pid": 1, "tid": thread, "name": kind, "args": {"name": name}}
     return json.dumps(event)
+
+
+def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
+    """Keep the lines of JSON, if the file is there, that `keeps`; half a line is dropped.
+
+    Returns the number of lines that are left. Raises OSError.
+    """
+    if not path.exists():
+        return 0
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+    kept = [line for line in whole if keeps(json.loads(line))]
+    _replace(path, "".join(kept))
+    return len(kept)
+
+
+def cut_timeline(path: Path, last: str) -> None:
+    """Keep what was over when the span whose name begins with `last` ended, if the file is there.
+
+    Without such a span nothing is kept. The closing bracket goes. Raises OSError.
+    """
+    if path.exists():
+        events = list(_events(path))
+        ends = [one["ts"] + one["dur"] for one in events if one["name"].startswith(last)]
+        end = max(ends, default=0)
+        kept = [one for one in events if one["ph"] == "M" or one["ts"] + one["dur"] <= end]
+        _replace(path, "[\n" + ",\n".join(json.dumps(event) for event in kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a timeline, one a line; the last one of a killed run may be half."""
+    for line in path.read_text().splitlines():
+        text = line.rstrip(",")
+        if text.startswith("{") and text.endswith("}}"):
+            yield json.loads(text)
+
+
+def _tracks_in(path: Path) -> dict[str, int]:
+    if not path.exists():
+        return {}
+    named = (event for event in _events(path) if event["name"] == "thread_name")
+    return {event["args"]["name"]: event["tid"] for event in named}

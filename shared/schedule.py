@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -59,21 +60,30 @@ class RunSchedule:
     def plans(self) -> Iterator[StepPlan]:
         return (self.plan(step) for step in range(self.max_steps))
 
-    def windows(self) -> Iterator[list[StepPlan]]:
-        """Yield the steps over which the queue of rounds runs on.
+    def windows(self, first_step: int = 0) -> Iterator[list[StepPlan]]:
+        """Yield the steps from `first_step` on, over which the queue of rounds runs on.
 
         These are single steps, or under `max_staleness` all channel-B steps in a row.
 
         Example: of the channels A B B A B they are A, BB, A, B with `max_staleness: 1`.
         """
         window: list[StepPlan] = []
-        for plan in self.plans():
+        for plan in itertools.islice(self.plans(), first_step, None):
             runs_on = self._config.rollout_matching.max_staleness > 0 and plan.channel is Channel.B
             if window and not (runs_on and window[-1].channel is Channel.B):
                 yield window
                 window = []
             window.append(plan)
-        yield window
+        if window:
+            yield window
+
+    def num_samples_before(self, step: int) -> int:
+        """Count the samples that the steps before this one draw."""
+        return sum(self.plan(earlier).num_samples for earlier in range(step))
+
+    def version_before(self, step: int) -> int:
+        """Return the weight version that engines serve when this step begins."""
+        return 1 + sum(self.plan(earlier).sync_after for earlier in range(step))
 
     def plan(self, step: int) -> StepPlan:
         channel = self._config.channel(step)

@@ -159,6 +159,16 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def demo_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The language model of the demo of environments, with its random weights."""
+    from launch.demo.language_model import make_demo_lm
+
+    folder = tmp_path_factory.mktemp("lm") / "model"
+    make_demo_lm(folder, seed=17)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few of the demo's scenes: `train.jsonl` and `val.jsonl` with their images."""
     return _few_scenes(tmp_path_factory, "boxes")

@@ -39,9 +39,12 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 def run_folder_problem(config: RunConfig) -> str | None:
     """Refuse a folder that holds a run, which would be overwritten."""
     folder = config.telemetry.run_dir
-    if not (folder / "config.json").exists():
+    if config.resume.run is not None or not (folder / "config.json").exists():
         return None
-    return f"telemetry.run_dir: {folder} holds a run already; choose another folder, or move it"
+    return (
+        f"telemetry.run_dir: {folder} holds a run already; choose another folder, or go on with"
+        f" that run: resume={folder}"
+    )
 
 
 def _run_folder_problems(config: RunConfig) -> Iterator[str]:
@@ -62,8 +65,8 @@ def _run_folder_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"telemetry.run_dir: the checkpoints that are kept need about {in_gib(needed)},"
             f" {existing} has {in_gib(free)} free; free space, keep fewer (checkpoint.keep_last,"
-            " checkpoint.keep_best; none on the way: checkpoint.save_minutes=null), or choose"
-            " another folder"
+            " checkpoint.keep_best; none on the way: checkpoint.save_minutes=null) or less of each"
+            " (checkpoint.full=false), or choose another folder"
         )
 
 
@@ -79,7 +82,10 @@ def _checkpoint_bytes(config: RunConfig) -> int:
     if section.keep_best:
         number += section.keep_best + 1
     parameters = ModelShape.read(Path(config.model.path)).num_parameters
-    return number * parameters * BYTES[config.model.dtype]
+    size = BYTES[config.model.dtype]
+    if section.full and config.model.adapter is None:
+        size += 3 * BYTES["float32"]  # a master and two moments
+    return number * parameters * size
 
 
 def version_problems(config: RunConfig) -> Iterator[str]:

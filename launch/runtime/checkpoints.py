@@ -6,15 +6,18 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.runtime.resume import ResumePoint, RunState
 from shared.config import RunConfig
 from shared.config.training import CheckpointSection
 from shared.errors import RolloutError, StorageError, WeightSyncError
+from shared.protocols import PerRank
 
 if TYPE_CHECKING:
     from launch.runtime.learner_client import RayLearner
@@ -59,10 +62,14 @@ class Checkpoints:
         config: RunConfig,
         learner: RayLearner,
         telemetry: Telemetry,
+        point: ResumePoint | None = None,
         *,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock_s` measures `checkpoint.save_minutes`, which begin now."""
+        """Go on with the checkpoints of a run that is resumed at `point`.
+
+        `clock_s` measures `checkpoint.save_minutes`, which begin now.
+        """
         self._config = config
         self._learner = learner
         self._telemetry = telemetry
@@ -77,6 +84,21 @@ class Checkpoints:
         """The others, from before they are written."""
         self._indexed: set[Path] = set()
         """Folders in the index as it was last written."""
+        self._superseded: list[Path] = []
+        """Checkpoints of early ends, to delete when a newer one is complete."""
+        self._rounds_ahead: dict[int, Future[PerRank] | None] = {}
+        """By the number of updates: the next step's round that was generated before its time."""
+        if point is not None:
+            self._take_up(point)
+
+    def round_ahead(self, num_steps: int, handle: Future[PerRank] | None) -> None:
+        """Note what is generated for the next step already, before the update `num_steps`."""
+        self._rounds_ahead = {
+            number: earlier
+            for number, earlier in self._rounds_ahead.items()
+            if number == num_steps - 1
+        }
+        self._rounds_ahead[num_steps] = handle
 
     def after_step(self, num_steps: int) -> None:
         """Save after `num_steps` updates if that is due. Raises StorageError; older ones stay."""
@@ -138,7 +160,7 @@ class Checkpoints:
     def _carry_out(self, change: RetentionChange) -> None:
         self._replaceable |= {kept.folder: kept for kept in self._retention.kept}
         if change.save is not None:
-            self._learner.save(change.save)
+            self._save(change.save, self._replaceable[change.save].step)
             self._saved_s = self._clock_s()
             self._telemetry.saved(change.save)
         for folder in change.delete:
@@ -147,22 +169,69 @@ class Checkpoints:
         if self._replaceable or change.delete:
             self._write_index()
         for folder in change.delete:
+            _delete(folder)
+        if change.save is not None:
+            self._delete_superseded()
+
+    def _save(self, folder: Path, num_steps: int, timeout_s: float | None = None) -> None:
+        """Save the present weights, those of `num_steps` updates, and what a resumed run needs."""
+        handle = self._rounds_ahead.get(num_steps)
+        answers = None
+        is_lost = False
+        if handle is not None:
             try:
-                shutil.rmtree(folder)
-            except OSError as error:
-                remedy = "it is not kept any more: permit deleting it"
-                raise StorageError(
-                    str(folder), str(error), action="delete", remedy=remedy
-                ) from error
+                answers = handle.result(timeout=timeout_s)
+            # of any kind: the run ends for it, and the weights are worth saving without the round
+            except Exception:
+                is_lost = True
+        state = RunState.of_run(
+            self._config,
+            num_steps,
+            sync_fallback=self._telemetry.sync_fallback,
+            has_answers_ahead=answers is not None,
+            lost_answers_ahead=is_lost,
+        )
+        self._learner.save(folder, state.as_json(), answers, timeout_s=timeout_s)
+
+    def _delete_superseded(self) -> None:
+        superseded = self._superseded
+        self._superseded = []
+        if superseded:
+            self._lasting = [kept for kept in self._lasting if kept.folder not in superseded]
+            self._write_index()
+        for folder in superseded:
+            _delete(folder)
+
+    def _take_up(self, point: ResumePoint) -> None:
+        """Go on with what the run had saved up to the point; what is later is put aside."""
+        kept = [entry for entry in read_index(self._run_dir) if entry.folder.is_dir()]
+        for entry in kept:
+            if entry.step > point.step:
+                aside = entry.folder.with_name(f"{entry.folder.name}.replaced")
+                shutil.rmtree(aside, ignore_errors=True)
+                entry.folder.replace(aside)
+                self._telemetry.put_aside(entry.folder, aside)
+            elif set(entry.reasons) <= {RetentionReason.PERIODIC, RetentionReason.BEST}:
+                self._retention.take_up(entry)
+            else:
+                self._lasting.append(entry)
+                if RetentionReason.FINAL not in entry.reasons:
+                    self._superseded.append(entry.folder)
+        self._replaceable = {entry.folder: entry for entry in self._retention.kept}
+        if kept:
+            self._write_index()
 
     def _save_lasting(
         self, folder: Path, num_steps: int, reason: RetentionReason, timeout_s: float | None = None
     ) -> None:
         """Save a checkpoint that no later one replaces."""
+        self._lasting = [kept for kept in self._lasting if kept.folder != folder]
         self._lasting.append(KeptCheckpoint(num_steps, folder, reasons=(reason,)))
-        self._learner.save(folder, timeout_s=timeout_s)
+        self._superseded = [other for other in self._superseded if other != folder]
+        self._save(folder, num_steps, timeout_s)
         self._telemetry.saved(folder)
         self._write_index()
+        self._delete_superseded()
 
     def _entries(self) -> list[KeptCheckpoint]:
         """Return every checkpoint that has been begun and is kept, in the order of the index."""
@@ -190,6 +259,31 @@ class Checkpoints:
         self._indexed = {kept.folder for kept in complete}
 
 
+def read_index(run_dir: Path) -> list[KeptCheckpoint]:
+    """Read `checkpoints.json`; empty where there is none."""
+    try:
+        entries = json.loads((run_dir / "checkpoints.json").read_bytes())
+    except FileNotFoundError:
+        return []
+    return [
+        KeptCheckpoint(
+            entry["step"],
+            run_dir / entry["folder"],
+            entry["score"],
+            tuple(RetentionReason(reason) for reason in entry["reasons"]),
+        )
+        for entry in entries
+    ]
+
+
+def _delete(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        remedy = "it is not kept any more: permit deleting it"
+        raise StorageError(str(folder), str(error), action="delete", remedy=remedy) from error
+
+
 @dataclass(frozen=True, slots=True)
 class RetentionChange:
     """A folder for the weights as they are now, and those to delete once it is complete."""
@@ -209,6 +303,12 @@ class Retention:
         self._folder = folder
         self._periodic: set[int] = set()
         self._kept: dict[int, KeptCheckpoint] = {}
+
+    def take_up(self, kept: KeptCheckpoint) -> None:
+        """Hear of a checkpoint that the run had kept before it was resumed."""
+        self._kept[kept.step] = kept
+        if RetentionReason.PERIODIC in kept.reasons:
+            self._periodic.add(kept.step)
 
     @property
     def kept(self) -> tuple[KeptCheckpoint, ...]:

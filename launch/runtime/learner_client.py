@@ -16,7 +16,6 @@ from ray.exceptions import RayError, RayTaskError
 
 from rollout_actors.engine.ray_calls import RayCall, wait_for_all
 from shared.config import RunConfig
-from shared.config.derive import resolved_sync_mode
 from shared.config.job import TimeoutsSection
 from shared.errors import CollectiveError, LearnerError, Timeout, ended, late
 from shared.grounding.evaluation import Outcome
@@ -107,7 +106,6 @@ class RayLearner:
             Exception: what a rank finds wrong with them.
         """
         self._has_backends = make_backend is not None
-        self.offers_adapter = resolved_sync_mode(config) == "adapter"
         self.falls_back = config.rollout_matching.vllm.sync.fallback_to_full
         self._waits_by_nccl = len(topologies) > 1 and topologies[0].device is Device.CUDA
         limit = self._timeouts.limit("start_s")
@@ -119,7 +117,7 @@ class RayLearner:
             actor.start.remote(config, topology, make_backend, examples)
             for actor, topology in zip(self._actors, topologies, strict=True)
         ]
-        self.num_threads = self._wait("start", limit, starting)[0]
+        self.num_threads, self.offers_adapter = self._wait("start", limit, starting)[0]
 
     def next_requests(self, plan: StepPlan) -> PerRank:
         return self._begin("next_requests", plan)
@@ -170,15 +168,40 @@ class RayLearner:
         num_updates: int = self._wait("stop", Timeout(timeout_s, "timeouts.interrupt_s"), asked)[0]
         return num_updates
 
-    def save(self, folder: Path, *, timeout_s: float | None = None) -> None:
-        """Save a checkpoint: every rank takes part, rank 0 writes. Raises StorageError.
+    def last_report(self) -> StepReport:
+        """Return the report of the last step before a run was resumed."""
+        return merge_reports(self._all("last_report", "last_report"))
 
-        `timeout_s` is what is left of timeouts.interrupt_s when a run is being ended.
+    def answers_ahead(self) -> PerRank:
+        """Return references to the answers that a resumed run has of its first step."""
+        return self._ask(lambda: [[actor.answers_ahead.remote()] for actor in self._actors])
+
+    def save(
+        self,
+        folder: Path,
+        run: str,
+        answers_ahead: PerRank | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Save a full checkpoint: every rank takes part, rank 0 the most. Raises StorageError.
+
+        Args:
+            run: the driver's part of it, as JSON.
+            answers_ahead: the next step's first round, where it was generated already.
+            timeout_s: what is left of timeouts.interrupt_s when a run is being ended.
         """
         limit = self._timeouts.limit("learn_s")
         if timeout_s is not None:
             limit = Timeout(timeout_s, "timeouts.interrupt_s")
-        self._all("save", "publisher.save", folder, limit=limit)
+        shares = answers_ahead or [[] for _ in self._actors]
+        asked = self._ask(
+            lambda: [
+                actor.save.remote(folder, run, *share)
+                for actor, share in zip(self._actors, shares, strict=True)
+            ]
+        )
+        self._wait("save", limit, asked)
 
     def close(self) -> None:
         """End the engines beside the ranks in order, within `CLOSED_S`. Twice is harmless."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from launch.reports.page import write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
+from launch.runtime.resume import ResumePoint
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.chunking import round_parts
 from shared.config import RunConfig
@@ -30,16 +32,22 @@ from shared.errors import ConfigError, StorageError
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport, metric_of
 from shared.rollouts import SyncReport
-from shared.run_files import RunFile, Span, TraceWriter, cannot_write, write_run_file
+from shared.run_files import (
+    CONFIG,
+    FAILED_CONFIG,
+    RunFile,
+    Span,
+    TraceWriter,
+    cannot_write,
+    cut_lines,
+    cut_timeline,
+    write_run_file,
+)
 from shared.schedule import StepPlan
 from shared.seeds import request_seed
 from shared.weight_sync.canary import NOISE_FILE
 
 TRACK = "driver"
-CONFIG = "config.json"
-"""A folder with it holds a run."""
-FAILED_CONFIG = "config_of_failed_start.json"
-"""Its name after a start that ended before its first sync: another start may use the folder."""
 ERROR = "error.txt"
 
 
@@ -71,17 +79,50 @@ class EvaluationRecord:
     """Value of the main figure."""
 
 
+def read_evaluations(folder: Path) -> list[EvaluationRecord]:
+    """Return the reports that a run has made so far; none where there is no such file."""
+    try:
+        lines = (folder / "evaluations.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    names = [field.name for field in fields(EvaluationRecord)]
+    return [EvaluationRecord(**{name: json.loads(line)[name] for name in names}) for line in lines]
+
+
+def cut_run_files(folder: Path, step: int) -> int:
+    """Leave what a run had written when `step` updates were done and nothing further was begun.
+
+    Returns the last step whose metrics are there. Raises OSError.
+    """
+    num_written = cut_lines(folder / "metrics.jsonl", lambda line: line["step"] <= step)
+    cut_lines(folder / "plan.jsonl", lambda line: line["step"] <= step)
+    # The report of the weights after these updates is made again.
+    cut_lines(folder / "evaluations.jsonl", lambda line: line["step"] < step)
+    for report in (folder / "evaluations").glob("step_*"):
+        if int(report.name[5:11]) >= step:
+            shutil.rmtree(report)
+    for log in (folder / "rollouts").glob("step_*.jsonl"):
+        if int(log.name[5:11]) > step:
+            log.unlink()
+    cut_timeline(folder / "timeline.json", f"step {num_written} (")
+    return num_written
+
+
 class Telemetry:
     """Owns the run's folder. Every line is flushed when it is written."""
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
+    def __init__(
+        self, config: RunConfig, console: Console, point: ResumePoint | None = None
+    ) -> None:
         """Create the folder and save the configuration. Removes what a failed start has left there.
+
+        The files of a run that is resumed at `point` go on behind its step.
 
         Raises:
             ConfigError: the folder holds a run.
             StorageError: it cannot be written.
         """
-        if (problem := run_folder_problem(config)) is not None:
+        if point is None and (problem := run_folder_problem(config)) is not None:
             raise ConfigError(problem)
         folder = config.telemetry.run_dir
         self._config = config
@@ -89,27 +130,29 @@ class Telemetry:
         self._console = console
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if (folder / FAILED_CONFIG).exists():
+            if point is not None or (folder / FAILED_CONFIG).exists():
                 for name in (ERROR, FAILED_CONFIG):
                     (folder / name).unlink(missing_ok=True)
+            self._num_written = cut_run_files(folder, 0 if point is None else point.step)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        self._metrics = RunFile(folder / "metrics.jsonl")
-        self._plans = RunFile(folder / "plan.jsonl")
-        self._evaluations = RunFile(folder / "evaluations.jsonl")
+        self._metrics = RunFile(folder / "metrics.jsonl", mode="ab")
+        self._plans = RunFile(folder / "plan.jsonl", mode="ab")
+        self._evaluations = RunFile(folder / "evaluations.jsonl", mode="ab")
         self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
         # Last: a folder with this file holds a run, and the next start is refused it.
         write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
         self._algebra: BatchAlgebra | None = None
         self._engines: tuple[str, ...] = ()
-        self._has_begun = False
+        self._has_begun = point is not None
         """Whether there is anything of this run that another one must not overwrite."""
         self._ray_metrics: RayMetrics | None = None
-        self._sync_mode: str = resolved_sync_mode(config)
-        self._sync_fallback: str | None = None
+        self.sync_fallback = None if point is None else point.state.sync_fallback
+        """Why full weights are sent instead of an adapter."""
+        self._sync_mode = "full" if self.sync_fallback else resolved_sync_mode(config)
         section = rollout_servers(config)
         self._servers = [] if section is None else [entry.model_dump() for entry in section.servers]
-        self.evaluations: list[EvaluationRecord] = []
+        self.evaluations = read_evaluations(folder)
         self._uncalled_tools = UncalledTools()
 
     def __enter__(self) -> Telemetry:
@@ -189,7 +232,7 @@ class Telemetry:
             "engines": self._engines,
             "servers": self._servers,
             "sync_mode": self._sync_mode,
-            "sync_fallback": self._sync_fallback,
+            "sync_fallback": self.sync_fallback,
         }
         self._plans.write(json.dumps(line) + "\n")
         started_s = time.time()
@@ -197,6 +240,17 @@ class Telemetry:
         yield record
         span = Span(TRACK, f"step {plan.number} ({plan.channel})", started_s, time.time())
         self._step_done(record, span)
+
+    def has_written(self, number: int) -> bool:
+        """Tell whether this step's metrics are in the run's folder."""
+        return self._num_written >= number
+
+    def write_step(self, plan: StepPlan, report: StepReport, sync: SyncReport | None) -> None:
+        """Write the metrics of a step that ended before the run was resumed."""
+        start_s = min(span.start_s for span in report.spans)
+        end_s = max(span.end_s for span in report.spans)
+        span = Span(TRACK, f"step {plan.number} ({plan.channel})", start_s, end_s)
+        self._step_done(StepRecord(plan, report, sync=sync), span)
 
     def sync(self, report: SyncReport) -> None:
         """Record a sync outside any step, that ended now, and the noise that it measured."""
@@ -237,6 +291,9 @@ class Telemetry:
 
     def saved(self, checkpoint: Path) -> None:
         self._print(f"saved     {checkpoint}")
+
+    def put_aside(self, checkpoint: Path, aside: Path) -> None:
+        self._print(f"resumed   {checkpoint} is of a later step, and is {aside.name} now")
 
     def not_saved(self, error: Exception) -> None:
         self._warn(f"the weights of this run could not be saved: {error}")
@@ -298,7 +355,7 @@ class Telemetry:
     def _note_mode(self, sync: SyncReport) -> None:
         self._sync_mode = sync.mode
         if sync.fell_back is not None:
-            self._sync_fallback = sync.fell_back
+            self.sync_fallback = sync.fell_back
             now = "full weights are sent from now on"
             self._warn(f"the adapter sync failed, {now}: {sync.fell_back}")
 

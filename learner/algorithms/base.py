@@ -91,6 +91,12 @@ class Algorithm(Protocol):
     def score(self, answers: Sequence[Any]) -> list[Any]:
         """Score the answers to them: `shared.grounding.evaluation.Outcome`s, in order."""
 
+    def move_to(self, num_samples: int) -> None:
+        """Go on behind the first `num_samples` of the run, which earlier steps have drawn."""
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return digests of the data, by their keys in the configuration."""
+
     def require_same(self) -> None:
         """Raise ConfigError where the ranks do not have the same data. A collective."""
 

@@ -103,12 +103,23 @@ class RolloutMatching:
         assert self.held_out is not None
         return self.held_out.score(answers)
 
+    def move_to(self, num_samples: int) -> None:
+        self._stream.move_to(num_samples)
+
+    def fingerprints(self) -> dict[str, str]:
+        held_out = () if self.held_out is None else self.held_out.samples
+        return {"data.train": _digest(self.train), "data.val": _digest(held_out)}
+
     def require_same(self) -> None:
         """Each rank reads the data from its own node's disk."""
-        held_out = () if self.held_out is None else self.held_out.samples
-        differing = self._ranks.first_difference([_digest(self.train), _digest(held_out)])
+        if self._ranks.world_size == 1:
+            return
+        fingerprints = self.fingerprints()
+        # 63 bits of each.
+        numbers = [int(digest[:16], 16) >> 1 for digest in fingerprints.values()]
+        differing = self._ranks.first_difference(numbers)
         if differing is not None:
-            key = ("data.train", "data.val")[differing]
+            key = list(fingerprints)[differing]
             path = (self.config.data.train, self.config.data.val)[differing]
             raise ConfigError(
                 f"{key}: the learner ranks read different samples from {path}; make the file and"
@@ -121,14 +132,14 @@ class RolloutMatching:
             self.log.close()
 
 
-def _digest(samples: Sequence[Sample]) -> int:
-    """Digest everything in the samples but the paths of their images, in 63 bits."""
+def _digest(samples: Sequence[Sample]) -> str:
+    """Digest everything in the samples but the paths of their images."""
     digest = hashlib.sha256()
     for one in samples:
         images = [image.sha256 for image in one.images]
         content = (one.sample_id, images, one.width, one.height, one.objects)
         digest.update(repr(content).encode())
-    return int.from_bytes(digest.digest()[:8], "big") >> 1
+    return digest.hexdigest()
 
 
 class RolloutMatchingStep:

@@ -134,6 +134,7 @@ class Trajectories:
             examples.train, seed=config.training.seed, shuffle=config.data.shuffle
         )
         self._num_held_out = examples.held_out
+        self._digest = f"{examples.train} {examples.held_out} {examples.digest}"
         entries = config.rollout_matching.pipeline.active(Channel.B)
         objective = next(entry for entry in entries if isinstance(entry, PolicyGradientEntry))
         self.estimator = AdvantageEstimator.from_config(
@@ -172,6 +173,12 @@ class Trajectories:
         for rollout in rollouts:
             _require_reward(rollout)
         return rollouts
+
+    def move_to(self, num_samples: int) -> None:
+        self._stream.move_to(num_samples // self.environment.rollouts_per_example)
+
+    def fingerprints(self) -> dict[str, str]:
+        return {"environment.id": self._digest}
 
     def require_same(self) -> None:
         """Do nothing: the data are the environment's."""

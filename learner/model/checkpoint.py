@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +77,39 @@ class CheckpointWeights:
                 yield path, name, parameter
 
 
-def save_checkpoint(
+def partial_of(folder: Path) -> Path:
+    """Return the name that a checkpoint's folder has until it is whole."""
+    return folder.with_name(f"{folder.name}.partial")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Give a folder to write into, which becomes `folder` when the body is done, or is removed.
+
+    Raises StorageError with the path: no space left, no permission.
+    """
+    partial = partial_of(folder)
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        yield partial
+        # One of them is whole at every moment.
+        old = folder.with_name(f"{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.replace(old)
+        partial.replace(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        # On a full disk a half checkpoint is in the way of everything else.
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise StorageError(str(folder), str(error)) from error
+        raise
+
+
+def write_checkpoint(
     model: Any,
     processor: Any,
     folder: Path,
@@ -87,37 +120,24 @@ def save_checkpoint(
 ) -> None:
     """Write an ordinary checkpoint: it loads in transformers and vLLM without this project.
 
-    Weights (safetensors; adapters merged), configuration, tokenizer and processor files are in
-    `folder` completely or not at all. Raises StorageError with the path: no space left, no
-    permission.
+    It has weights (safetensors; adapters merged), configuration, tokenizer and processor files.
 
     Args:
+        folder: an empty one, of `whole_folder`.
         state_dict: the weights, where the model holds only a part of them.
         adapter: the model's, if it has one.
         fresh: tokens that an adapter on this checkpoint has to train.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        if adapter is not None:
-            # Merged, so that the checkpoint loads where nobody knows of adapters.
-            state_dict = state_dict or dict(CheckpointWeights(model).tensors())
-            adapter.save(partial / ADAPTER_FOLDER)
-        model.save_pretrained(partial, state_dict=state_dict)
-        if state_dict is not None:
-            _write_config(model.config, next(iter(state_dict.values())).dtype, partial)
-        processor.save_pretrained(partial)
-        if fresh is not None:
-            fresh.save(partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.replace(folder)
-    except (OSError, SafetensorError) as error:
-        # On a full disk a half checkpoint is in the way of everything else.
-        shutil.rmtree(partial, ignore_errors=True)
-        raise StorageError(str(folder), str(error)) from error
+    if adapter is not None:
+        # Merged, so that the checkpoint loads where nobody knows of adapters.
+        state_dict = state_dict or dict(CheckpointWeights(model).tensors())
+        adapter.save(folder / ADAPTER_FOLDER)
+    model.save_pretrained(folder, state_dict=state_dict)
+    if state_dict is not None:
+        _write_config(model.config, next(iter(state_dict.values())).dtype, folder)
+    processor.save_pretrained(folder)
+    if fresh is not None:
+        fresh.save(folder)
 
 
 def _write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from learner.model.parts import part_settings, trained_parameters
 from learner.model.ranks import Ranks
 from shared.config.training import TrainingSection
-from shared.errors import LearnerError
+from shared.errors import ConfigError, LearnerError
 from shared.model_families import ModelPart
 
 
@@ -129,11 +129,15 @@ class Optimizer:
             (_ParameterGroup(part, parameter.ndim > 1), parameter)
             for part, parameter in trained_parameters(model)
         ]
+        self._names = [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
         self._weights = MasterWeights(parameter for _, parameter in trained)
         groups: dict[_ParameterGroup, list[torch.Tensor]] = {}
         for (group, _), master in zip(trained, self.masters, strict=True):
             groups.setdefault(group, []).append(master)
         self._groups = list(groups)
+        self._is_fused = all(master.is_cuda for master in self.masters)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": masters, "weight_decay": config.weight_decay if group.decays else 0.0}
@@ -143,9 +147,10 @@ class Optimizer:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             # On a GPU: one kernel, and no temporary as large as the weights.
-            fused=True if all(master.is_cuda for master in self.masters) else None,
+            fused=self._is_fused or None,
         )
-        self._num_skipped = 0
+        self.num_skipped = 0
+        """Updates in a row that were skipped, up to the last."""
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -184,16 +189,68 @@ class Optimizer:
             self.optimizer.step()
             self._weights.publish()
         self.optimizer.zero_grad(set_to_none=True)
-        self._num_skipped = 0 if finite else self._num_skipped + 1
-        if self._num_skipped > config.max_nonfinite_updates:
+        self.num_skipped = 0 if finite else self.num_skipped + 1
+        if self.num_skipped > config.max_nonfinite_updates:
             raise LearnerError(self._nonfinite_message(step, grad_norm), phase="update")
         return UpdateResult(
             grad_norm,
             learning_rate_at(step, config, config.learning_rate),
             {part: part_rates[part] for part in ModelPart if part in part_rates},
             skipped=not finite,
-            num_skipped_in_a_row=self._num_skipped,
+            num_skipped_in_a_row=self.num_skipped,
         )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's masters and moments, as `load_tensors` takes them.
+
+        Example: `model.norm.weight/master`, `model.norm.weight/exp_avg`, `.../exp_avg_sq`,
+        `.../step`. A parameter that no row has reached yet has no moments.
+        """
+        tensors = {}
+        for name, master in zip(self._names, self.masters, strict=True):
+            values = {"master": master, **self.optimizer.state.get(master, {})}
+            for kind, value in values.items():
+                tensors[f"{name}/{kind}"] = _local(value).detach().contiguous()
+        return tensors
+
+    @torch.no_grad()
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put masters, moments and parameters back to what `tensors` returned.
+
+        Raises ConfigError where these are of other parameters.
+        """
+        saved: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self._names}
+        for key, value in tensors.items():
+            name, _, kind = key.rpartition("/")
+            saved.setdefault(name, {})[kind] = value
+        for name, master in zip(self._names, self.masters, strict=True):
+            values = saved.pop(name)
+            part = _local(master)
+            value = values.pop("master", None)
+            if value is None or value.shape != part.shape:
+                shape = None if value is None else list(value.shape)
+                raise ConfigError(
+                    f"resume.run: {name} has the shape {list(part.shape)} on this rank, and"
+                    f" {shape} in the checkpoint; resume with the same model, trained parts and"
+                    " learner ranks"
+                )
+            part.copy_(value)
+            if values:
+                state = self.optimizer.state[master]
+                for kind, moment in values.items():
+                    if kind == "step":
+                        # On the device, where the kernel is fused.
+                        device = master.device if self._is_fused else torch.device("cpu")
+                        state[kind] = moment.to(device)
+                    else:
+                        state[kind] = torch.zeros_like(master)
+                        _local(state[kind]).copy_(moment)
+        if saved:
+            raise ConfigError(
+                f"resume.run: the checkpoint has trained {next(iter(saved))}, which this run does"
+                " not train; resume with the same model and training.parts"
+            )
+        self._weights.publish()
 
     def move_to(self, device: torch.device) -> None:
         """Move moments, masters, and the masters' gradients so far; be back before the next row."""
@@ -216,12 +273,17 @@ class Optimizer:
 
     def _nonfinite_message(self, step: int, grad_norm: float) -> str:
         allowed = self._config.max_nonfinite_updates
-        before = f", and so were those of the {self._num_skipped - 1} updates before it"
+        before = f", and so were those of the {self.num_skipped - 1} updates before it"
         return (
             f"step {step + 1}: the gradient norm is {grad_norm}{before if allowed else ''}"
             f" (training.max_nonfinite_updates: {allowed}); lower training.learning_rate or raise"
             " lr_warmup_steps, look at the step's data, or skip more such updates"
         )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, whose memory it shares, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def learning_rate_at(step: int, config: TrainingSection, peak: float) -> float:

@@ -7,12 +7,14 @@ Every method but `send`, `fall_back_to_full` and `close` is called on all ranks,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from learner.model.adapters import adapter_files
-from learner.model.checkpoint import save_checkpoint
+from learner.model.checkpoint import partial_of, whole_folder, write_checkpoint
 from learner.model.loading import LoadedModel
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology
 from learner.model.sharding import Parallel
@@ -125,10 +127,10 @@ class WeightPublisher:
         if noise is not None:
             self.canary.noise = noise
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, write_state: Callable[[Path], None] | None = None) -> None:
         """Write an ordinary checkpoint on rank 0; return on every rank when it is available.
 
-        Raises StorageError.
+        `write_state` writes more, on every rank, before `folder` has its name. Raises StorageError.
         """
         with self.ranks.of_phase("save"):
             self.device.wait()
@@ -136,16 +138,22 @@ class WeightPublisher:
             self.parallel.gather()
             # A collective where the model is sharded: before rank 0 goes its own way.
             adapter = adapter_files(self.loaded.model)
-            if self.ranks.rank == 0:
-                save_checkpoint(
-                    self.loaded.model,
-                    self.loaded.processor,
-                    folder,
-                    state_dict=self.parallel.state_dict(),
-                    adapter=adapter,
-                    fresh=self.loaded.fresh_tokens,
-                )
-            self.parallel.release()
+            is_first = self.ranks.rank == 0
+            with whole_folder(folder) if is_first else nullcontext(partial_of(folder)) as partial:
+                if is_first:
+                    write_checkpoint(
+                        self.loaded.model,
+                        self.loaded.processor,
+                        partial,
+                        state_dict=self.parallel.state_dict(),
+                        adapter=adapter,
+                        fresh=self.loaded.fresh_tokens,
+                    )
+                self.parallel.release()
+                if write_state is not None:
+                    self.ranks.barrier()
+                    write_state(partial)
+                    self.ranks.barrier()
             self.ranks.barrier()
 
     def close(self) -> None:

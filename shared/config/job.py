@@ -1,4 +1,4 @@
-"""`cluster`, `timeouts`, `telemetry` and `evaluation`: the job around the training."""
+"""`cluster`, `timeouts`, `resume`, `telemetry` and `evaluation`: the job around the training."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ class TimeoutsSection(Section):
     ) -> Timeout:
         """Return a key's limit with the key's name."""
         return Timeout(self.model_dump()[key], f"timeouts.{key}")
+
+
+class ResumeSection(Section):
+    """The run that this one goes on with; `resume=RUN` on the command line is `resume.run=RUN`."""
+
+    run: ConfigPath | None = None
+    """A run's folder, which goes on from its newest full checkpoint, or one of its checkpoints;
+    `auto`: the run in `telemetry.run_dir`, or a new one where there is none; null: a new one."""
+    allow: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Keys that may differ from the run's, though they change what is computed."""
 
 
 class TelemetrySection(Section):

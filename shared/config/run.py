@@ -14,7 +14,13 @@ from shared.config.algorithm import (
     Stage2ABSection,
 )
 from shared.config.base import Section
-from shared.config.job import ClusterSection, EvaluationSection, TelemetrySection, TimeoutsSection
+from shared.config.job import (
+    ClusterSection,
+    EvaluationSection,
+    ResumeSection,
+    TelemetrySection,
+    TimeoutsSection,
+)
 from shared.config.model import DataSection, ModelSection
 from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
@@ -65,6 +71,8 @@ class RunConfig(Section):
     """What the run writes down."""
     checkpoint: CheckpointSection = CheckpointSection()
     """What is kept of the weights."""
+    resume: ResumeSection = ResumeSection()
+    """The run that this one goes on with."""
 
     @property
     def algorithm(self) -> AlgorithmSpec:

@@ -40,6 +40,9 @@ class CheckpointSection(Section):
     keep_best: NonNegativeInt = 0
     """Checkpoints that are kept for their held-out F1 (at the first of `evaluation.iou_thresholds`)
     or, of environments, mean reward, the best; one is considered at every report."""
+    full: bool = True
+    """Save with the weights what a resumed run needs (float32 masters, optimizer, buffers): of a
+    bfloat16 model seven times as much."""
     save_on_interrupt: bool = True
     """Save the last finished update when Ctrl-C, SIGTERM or a failed rollout or sync ends the
     run."""

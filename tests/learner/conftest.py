@@ -47,13 +47,3 @@ def rank_config(
     return lambda **changes: configuration(
         demo_checkpoint, demo_data, tmp_path_factory.mktemp("run"), **settings | changes
     )
-
-
-@pytest.fixture(scope="session")
-def demo_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The language model of the demo of environments, with its random weights."""
-    from launch.demo.language_model import make_demo_lm
-
-    folder = tmp_path_factory.mktemp("lm") / "model"
-    make_demo_lm(folder, seed=17)
-    return folder

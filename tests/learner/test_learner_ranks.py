@@ -58,6 +58,13 @@ def assert_same_updates(alone, ranks):
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-6)
 
 
+def timeless(reports):
+    return [
+        {name: value for name, value in report.totals.as_dict().items() if "time/" not in name}
+        for report in reports
+    ]
+
+
 def assert_learned(alone, config):
     assert any(
         (weight - alone.weights[name]).abs().max() > 1e-4
@@ -420,3 +427,20 @@ def test_every_rank_has_a_track_of_its_own_on_the_timeline(ddp):
             "reduce gradients",
         }
     assert 0 < merged(ddp)[1].metrics["time/reduce_s"] <= merged(ddp)[1].metrics["time/learn_s"]
+
+
+@pytest.mark.parametrize("case", ["ddp that carries", "fsdp"])
+def test_ranks_that_are_resumed_learn_what_they_would_have_learned(case, two_ranks, rank_config):
+    carry = CARRY | {"global_max_length": 400, "training__per_device_train_batch_size": 4}
+    config = FSDP if case == "fsdp" else carry | DDP
+    saved = rank_config(**config)
+    checkpoint = saved.telemetry.run_dir / "checkpoint"
+    whole = two_ranks.run(rank_jobs.learn, saved, STEPS, 4, None, {2: checkpoint})
+    resumed = rank_config(**config, resume={"run": str(checkpoint)})
+    rest = two_ranks.run(rank_jobs.learn, resumed, STEPS, 4)
+    for one, other in zip(whole, rest, strict=True):
+        assert timeless(other.reports) == timeless(one.reports[2:]) != []
+        assert all(torch.equal(other.weights[name], one.weights[name]) for name in one.weights)
+    files = sorted(path.name for path in (checkpoint / "run_state").iterdir())
+    tensors = ["rank_0.safetensors"] + ["rank_1.safetensors"] * (case == "fsdp")
+    assert files == sorted(["rank_0.pkl", "rank_1.pkl", "run.json", *tensors])

@@ -40,7 +40,7 @@ class Writer:
             raise LearnerError("its process ended", phase="stop")
         return self.finished
 
-    def save(self, folder, *, timeout_s=None):
+    def save(self, folder, run, answers_ahead=None, *, timeout_s=None):
         if self.full:
             raise StorageError(str(folder), "[Errno 28] No space left on device")
         interrupted = self.interrupted

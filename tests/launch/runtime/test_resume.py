@@ -1,0 +1,221 @@
+"""A run goes on from a full checkpoint as if it had never ended: n steps are k, a resumption, and
+n - k (docs/recovery.md).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from config_support import configuration, trajectory_config
+from resumable_run import Interruption, differences, ledger, start
+
+from launch.runtime.resume import MAY_CHANGE, RunState, resumed
+from shared.errors import ConfigError, RolloutError
+
+STEPS = 6
+GROUNDING = {
+    "global_max_length": 512,
+    "training__max_steps": STEPS,
+    "training__effective_batch_size": 8,
+    "training__packing_window": 4,
+    "training__eval_steps": 2,
+    "stage2_ab__channel_b__rollouts_per_step": 12,
+    "learner__cpu_threads": 1,
+    "evaluation__score": "constant",
+    "telemetry__ray_metrics": False,
+    "checkpoint__save_steps": 1,
+    "checkpoint__save_minutes": None,
+    "checkpoint__keep_last": 2,
+    "checkpoint__keep_best": 1,
+}
+CASES = {
+    "channels A and B": {
+        "stage2_ab__schedule__warmup_steps": 2,
+        "stage2_ab__schedule__b_ratio": 0.5,
+    },
+    "carry": {
+        "custom__trainer_variant": "stage2_rollout_aligned",
+        "stage2_ab": {},
+        "global_max_length": 400,
+        "training__per_device_train_batch_size": 4,
+        "training__packing_buffer": 12,
+    },
+    "staleness": {
+        "stage2_ab__schedule__warmup_steps": 1,
+        "rollout_matching__max_staleness": 1,
+        "rollout_matching__decoding": {"temperature": 1.0},
+    },
+    "adapter": {
+        "stage2_ab__schedule__warmup_steps": 2,
+        "model__adapter": {"kind": "lora", "rank": 4, "alpha": 8.0},
+    },
+    "bfloat16 masters": {"stage2_ab__schedule__warmup_steps": 3, "model__dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module")
+def config_of(demo_checkpoint, demo_data, demo_lm):
+    """Make the configuration of a case in this folder."""
+
+    def make(case: str, folder: Path, **changes):
+        if case == "environment":
+            keys = {
+                key: value
+                for key, value in GROUNDING.items()
+                if key.startswith(("checkpoint", "telemetry")) and "best" not in key
+            }
+            return trajectory_config(
+                demo_lm, folder, training__max_steps=STEPS, environment__num_eval_examples=0, **keys | changes
+            )
+        data = changes.pop("samples", demo_data)
+        return configuration(
+            demo_checkpoint, data, folder, **GROUNDING | CASES.get(case, {}) | changes
+        )
+
+    return make
+
+
+def assert_same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    assert weights.keys() == others.keys()
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, "environment"])
+def test_a_run_that_is_interrupted_anywhere_and_resumed_has_the_ledger_of_one_that_was_not(
+    case, config_of, tmp_path
+):
+    whole = tmp_path / "whole"
+    count = Interruption()
+    weights = start(config_of(case, whole), count)
+    parts = tmp_path / "parts"
+    starts = 0
+    while True:
+        starts += 1
+        config = config_of(case, parts, resume={"run": "auto"})
+        try:
+            # Each start comes a few events further than its checkpoint.
+            resumed_weights = start(config, Interruption(at=7 + starts))
+            break
+        except KeyboardInterrupt:
+            assert starts < 40
+    assert starts > 2
+    assert_same(weights, resumed_weights)
+    assert differences(ledger(parts), ledger(whole)) == []
+    assert not (parts / "error.txt").exists()
+    kept = [json.loads((folder / "checkpoints.json").read_text()) for folder in (whole, parts)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+def test_a_failed_rollout_costs_a_round_that_was_generated_ahead_and_the_resumption_says_so(
+    config_of, tmp_path
+):
+    """Its answers were of weights that no longer exist."""
+    config = config_of("staleness", tmp_path, resume={"run": "auto"})
+    error = RolloutError("gone", actor="actor-0", phase="generate")
+    for at in range(8, 20):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        with pytest.raises(RolloutError):
+            start(config, Interruption(at, error))
+        states = [
+            json.loads(file.read_text())
+            for file in tmp_path.glob("checkpoint_interrupted_*/run_state/run.json")
+        ]
+        lost = [state["has_answers_ahead"] for state in states]
+        assert lost in ([], [True], [False])
+
+
+@pytest.fixture(scope="module")
+def saved(config_of, tmp_path_factory):
+    """A run that was interrupted behind its second step, and its configuration."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    config = config_of("channels A and B", folder)
+    with pytest.raises(KeyboardInterrupt):
+        start(config, Interruption(at=9))
+    return folder
+
+
+@pytest.mark.slow
+def test_what_changes_the_computation_is_refused_by_its_key(saved, config_of):
+    changes = {
+        "training__seed": 18,
+        "training__learning_rate": 2e-3,
+        "training__max_steps": STEPS + 1,
+        "timeouts__learn_s": 7.0,
+        "telemetry__ray_metrics": False,
+        "rollout_matching__decode_batch_size": 3,
+    }
+    config = config_of("channels A and B", saved, resume={"run": "auto"}, **changes)
+    with pytest.raises(ConfigError) as caught:
+        resumed(config)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "training.learning_rate",
+        "training.seed",
+    ]
+    assert "was 17 when the checkpoint was saved, and is 18" in str(caught.value)
+    assert "resume.allow=[training.seed]" in str(caught.value)
+    allowed = {"run": "auto", "allow": ["training"]}
+    _, point = resumed(config_of("channels A and B", saved, resume=allowed, **changes))
+    assert point is not None and point.step >= 2
+
+
+@pytest.mark.slow
+def test_other_data_under_the_same_name_are_refused(saved, config_of, demo_data, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(demo_data, data)
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    config = config_of("channels A and B", run, resume={"run": "auto"}, samples=data)
+    lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
+    (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
+    with pytest.raises(ConfigError, match=r"data\.train: its content is not what the run in"):
+        start(config)
+
+
+def test_no_run_and_no_checkpoint_are_told(config_of, saved, tmp_path):
+    config = config_of("channels A and B", tmp_path, resume={"run": str(tmp_path)})
+    with pytest.raises(ConfigError, match="has no full checkpoint"):
+        resumed(config)
+    away = str(saved / "checkpoints" / "step_000099")
+    config = config_of("channels A and B", saved, resume={"run": away})
+    with pytest.raises(ConfigError, match="step_000099 is no full checkpoint of"):
+        resumed(config)
+    config = config_of("channels A and B", tmp_path / "new", resume={"run": "auto"})
+    assert resumed(config)[1] is None
+
+
+@pytest.mark.slow
+def test_an_older_checkpoint_puts_later_ones_aside(saved, config_of, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    oldest, newest = sorted((run / "checkpoints").glob("step_*"))[0::1][:2]
+    config = config_of("channels A and B", run, resume={"run": str(oldest)})
+    with pytest.raises(KeyboardInterrupt):
+        start(config, Interruption(at=1))
+    assert not newest.exists()
+    assert newest.with_name(f"{newest.name}.replaced").is_dir()
+    steps = [line["step"] for line in ledger(run)["metrics.jsonl"]]
+    assert steps == list(range(1, RunState(**json.loads(_state(oldest))).step + 1))
+
+
+def _state(checkpoint: Path) -> str:
+    return (checkpoint / "run_state" / "run.json").read_text()
+
+
+def test_the_table_of_what_may_change_names_keys_of_the_configuration(config_of, tmp_path):
+    values = config_of("channels A and B", tmp_path).model_dump()
+    values["environment"] = {"num_actors": 1, "cpus_per_actor": 0}
+    for key in MAY_CHANGE:
+        section = values
+        for name in key.split("."):
+            section = section[name]
+
+
+def test_the_page_shows_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "recovery.md").read_text()
+    assert all(f"| `{key}` | {meaning} |\n" in page for key, meaning in MAY_CHANGE.items())
