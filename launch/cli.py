@@ -175,8 +175,8 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
 def as_schema_overrides(arguments: list[str]) -> list[str]:
     """Turn `a.b=c` into `++a.b=c`, so that the schema, not Hydra, judges the key.
 
-    Options, config groups (`model=...`), Hydra's keys and overrides with a prefix stay; `resume=RUN`
-    stands for `resume.run=RUN`.
+    Options, config groups (`model=...`), Hydra's keys and overrides with a prefix stay.
+    `resume=RUN` stands for `resume.run=RUN`.
 
     Raises:
         ConfigError: a key lies inside a list, which Hydra cannot read.

@@ -270,9 +270,11 @@ class Learner:
         )
         if refused := [key for key in changed if key not in self._config.resume.allow]:
             raise ConfigError(
-                f"{key}: its content is not what the run in {checkpoint} began with; restore it,"
-                f" or insist with 'resume.allow=[{key}]'"
-                for key in refused
+                [
+                    f"{key}: its content is not what the run of {checkpoint} was given; restore it,"
+                    f" or insist with 'resume.allow=[{key}]'"
+                    for key in refused
+                ]
             )
         self.optimizer.load_tensors(tensors)
         self.optimizer.num_skipped = state.num_skipped

@@ -96,7 +96,13 @@ class RankState:
         try:
             state = pickle.loads(path.read_bytes())
             tensors = load_file(_path(folder, rank if has_own_tensors else 0, "safetensors"))
-        except (OSError, SafetensorError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+        except (
+            OSError,
+            SafetensorError,
+            EOFError,
+            pickle.UnpicklingError,
+            AttributeError,
+        ) as error:
             raise ConfigError(
                 f"resume.run: {path.parent} cannot be read ({error}); every learner rank reads it:"
                 " it has to be whole, written by this version, and on a disk that all nodes share"

@@ -92,11 +92,15 @@ class TraceWriter:
     bracket, so the file of a killed run opens as well.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Begin the file, or go on with what `cut_timeline` has left of it. Raises StorageError."""
-        self._tracks = _tracks_in(path)
-        self._file = RunFile(path, mode="ab")
-        if not self._file.file.tell():
+    def __init__(self, path: Path, *, mode: str = "wb") -> None:
+        """Begin the file or, with "ab", go on with what `cut_timeline` has left of it.
+
+        Raises StorageError.
+        """
+        goes_on = mode == "ab" and path.exists()
+        self._tracks = _tracks_in(path) if goes_on else {}
+        self._file = RunFile(path, mode=mode)
+        if not goes_on:
             self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
 
     def write(self, spans: Iterable[Span]) -> None:
@@ -171,7 +175,5 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _tracks_in(path: Path) -> dict[str, int]:
-    if not path.exists():
-        return {}
     named = (event for event in _events(path) if event["name"] == "thread_name")
     return {event["args"]["name"]: event["tid"] for event in named}

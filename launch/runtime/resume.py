@@ -104,10 +104,9 @@ class ResumePoint:
         schedule = RunSchedule(config)
         if self.step < schedule.max_steps:
             return False
-        run = config.telemetry.run_dir
-        if config.checkpoint.save_final and not (run / "checkpoint").is_dir():
+        if config.checkpoint.save_final and self.checkpoint.name != "checkpoint":
             return False
-        reports = run / "evaluations.jsonl"
+        reports = config.telemetry.run_dir / "evaluations.jsonl"
         lines = reports.read_text().splitlines() if reports.exists() else ()
         is_reported = any(json.loads(line)["step"] == self.step for line in lines)
         return is_reported or not schedule.evaluates_before(self.step)
@@ -182,7 +181,10 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
                 f"resume.run: {run} has no full checkpoint, so nothing is lost but time; start a"
                 " new run, and save more often (checkpoint.save_steps, save_minutes)"
             )
-        checkpoint = max(states, key=lambda folder: states[folder].step)
+        # Of the last step the final one.
+        checkpoint = max(
+            states, key=lambda folder: (states[folder].step, folder.name == "checkpoint")
+        )
     else:
         checkpoint = path.resolve()
     state = states.get(checkpoint)
@@ -224,8 +226,9 @@ def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
         is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
         if was != is_now and not is_allowed:
             yield (
-                f"{key}: was {was!r} when the checkpoint was saved, and is {is_now!r}, which changes"
-                f" what is computed; leave it as it was, or insist with 'resume.allow=[{key}]'"
+                f"{key}: was {was!r} when the checkpoint was saved, and is {is_now!r}, which"
+                " changes what is computed; leave it as it was, or insist with"
+                f" 'resume.allow=[{key}]'"
             )
 
 

@@ -130,16 +130,20 @@ class Telemetry:
         self._console = console
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._num_written = 0
             if point is not None or (folder / FAILED_CONFIG).exists():
+                self._num_written = cut_run_files(folder, 0 if point is None else point.step)
                 for name in (ERROR, FAILED_CONFIG):
                     (folder / name).unlink(missing_ok=True)
-            self._num_written = cut_run_files(folder, 0 if point is None else point.step)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        self._metrics = RunFile(folder / "metrics.jsonl", mode="ab")
-        self._plans = RunFile(folder / "plan.jsonl", mode="ab")
-        self._evaluations = RunFile(folder / "evaluations.jsonl", mode="ab")
-        self._trace = TraceWriter(folder / "timeline.json") if config.telemetry.timeline else None
+        mode = "wb" if point is None else "ab"
+        self._metrics = RunFile(folder / "metrics.jsonl", mode=mode)
+        self._plans = RunFile(folder / "plan.jsonl", mode=mode)
+        self._evaluations = RunFile(folder / "evaluations.jsonl", mode=mode)
+        self._trace: TraceWriter | None = None
+        if config.telemetry.timeline:
+            self._trace = TraceWriter(folder / "timeline.json", mode=mode)
         # Last: a folder with this file holds a run, and the next start is refused it.
         write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
         self._algebra: BatchAlgebra | None = None
@@ -152,7 +156,7 @@ class Telemetry:
         self._sync_mode = "full" if self.sync_fallback else resolved_sync_mode(config)
         section = rollout_servers(config)
         self._servers = [] if section is None else [entry.model_dump() for entry in section.servers]
-        self.evaluations = read_evaluations(folder)
+        self.evaluations = [] if point is None else read_evaluations(folder)
         self._uncalled_tools = UncalledTools()
 
     def __enter__(self) -> Telemetry:

@@ -226,15 +226,14 @@ class Optimizer:
         for name, master in zip(self._names, self.masters, strict=True):
             values = saved.pop(name)
             part = _local(master)
-            value = values.pop("master", None)
-            if value is None or value.shape != part.shape:
-                shape = None if value is None else list(value.shape)
+            if "master" not in values or values["master"].shape != part.shape:
+                shape = list(values["master"].shape) if values else "none"
                 raise ConfigError(
                     f"resume.run: {name} has the shape {list(part.shape)} on this rank, and"
                     f" {shape} in the checkpoint; resume with the same model, trained parts and"
                     " learner ranks"
                 )
-            part.copy_(value)
+            part.copy_(values.pop("master"))
             if values:
                 state = self.optimizer.state[master]
                 for kind, moment in values.items():

@@ -166,3 +166,18 @@ def test_a_killed_actor_ends_the_run_with_its_name_and_leaves_no_process(command
     assert re.search(r"on rollout-actor-\d: its process has ended", run.output)
     assert "Traceback" not in run.output
     assert "Traceback" in (run.run_dir / "error.txt").read_text()
+    (checkpoint,) = run.run_dir.glob("checkpoint_interrupted_*")
+    num_steps = int(checkpoint.name.rpartition("_")[2])
+    again = command(
+        "resume=auto",
+        f"training.max_steps={num_steps + 1}",
+        "rollout_matching.vllm.actors.num_actors=1",
+        "stage2_ab.schedule.warmup_steps=0",
+        "data.val=null",
+    )
+    assert again.process.wait(timeout=240) == 0, again.output
+    again.assert_nothing_left()
+    steps = [line["step"] for line in again.lines("metrics.jsonl")]
+    assert steps == list(range(1, num_steps + 2))
+    assert not checkpoint.exists(), "the final one takes its place"
+    assert not (run.run_dir / "error.txt").exists()

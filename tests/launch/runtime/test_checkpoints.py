@@ -68,7 +68,7 @@ def world(tmp_path, demo_checkpoint, demo_data):
 
     make.run_dir = tmp_path / "run"
     make.writer = Writer()
-    make.telemetry = Mock()
+    make.telemetry = Mock(sync_fallback=None)
     return make
 
 

@@ -5,18 +5,22 @@ n - k (docs/recovery.md).
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
+import signal
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from config_support import configuration, trajectory_config
-from resumable_run import Interruption, differences, ledger, start
+from resumable_run import Interruption, differences, ledger, lines, start
 
-from launch.runtime.resume import MAY_CHANGE, RunState, resumed
+from launch.runtime.resume import MAY_CHANGE, RunState, config_of_run, resumed
 from shared.errors import ConfigError, RolloutError
 
 STEPS = 6
+TIMEOUT_S = 120.0
 GROUNDING = {
     "global_max_length": 512,
     "training__max_steps": STEPS,
@@ -69,7 +73,11 @@ def config_of(demo_checkpoint, demo_data, demo_lm):
                 if key.startswith(("checkpoint", "telemetry")) and "best" not in key
             }
             return trajectory_config(
-                demo_lm, folder, training__max_steps=STEPS, environment__num_eval_examples=0, **keys | changes
+                demo_lm,
+                folder,
+                training__max_steps=STEPS,
+                environment__num_eval_examples=0,
+                **keys | changes,
             )
         data = changes.pop("samples", demo_data)
         return configuration(
@@ -107,8 +115,17 @@ def test_a_run_that_is_interrupted_anywhere_and_resumed_has_the_ledger_of_one_th
     assert_same(weights, resumed_weights)
     assert differences(ledger(parts), ledger(whole)) == []
     assert not (parts / "error.txt").exists()
-    kept = [json.loads((folder / "checkpoints.json").read_text()) for folder in (whole, parts)]
-    assert kept[0] == kept[1]
+    # Where the run was interrupted the periodic ones are of other steps.
+    best = [
+        [(kept["step"], kept["score"]) for kept in index(folder) if "best" in kept["reasons"]]
+        for folder in (whole, parts)
+    ]
+    assert best[0] == best[1]
+    assert "interrupted" not in {reason for kept in index(parts) for reason in kept["reasons"]}
+
+
+def index(folder: Path) -> list[dict]:
+    return json.loads((folder / "checkpoints.json").read_text())
 
 
 @pytest.mark.slow
@@ -165,6 +182,21 @@ def test_what_changes_the_computation_is_refused_by_its_key(saved, config_of):
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_its_own_configuration_and_single_keys_changed(saved):
+    (*_, checkpoint) = sorted((saved / "checkpoints").glob("step_*"))
+    for path in (saved, checkpoint):
+        config = config_of_run(path, ["++training.max_steps=40", "++telemetry.name=longer"])
+        assert (config.training.max_steps, config.telemetry.name) == (40, "longer")
+        assert config.telemetry.run_dir == saved
+        at, point = resumed(config)
+        assert point is not None and at.resume.run == point.checkpoint
+    assert point.checkpoint == checkpoint
+    for override in ("+experiment=stage2_3v1", "~training.max_steps"):
+        with pytest.raises(ConfigError, match="goes on with its own configuration; leave"):
+            config_of_run(saved, [override])
+
+
+@pytest.mark.slow
 def test_other_data_under_the_same_name_are_refused(saved, config_of, demo_data, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(demo_data, data)
@@ -173,7 +205,7 @@ def test_other_data_under_the_same_name_are_refused(saved, config_of, demo_data,
     config = config_of("channels A and B", run, resume={"run": "auto"}, samples=data)
     lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
     (data / "train.jsonl").write_text("".join([*lines[1:], lines[0]]))
-    with pytest.raises(ConfigError, match=r"data\.train: its content is not what the run in"):
+    with pytest.raises(ConfigError, match=r"data\.train: its content is not what the run of"):
         start(config)
 
 
@@ -219,3 +251,55 @@ def test_the_table_of_what_may_change_names_keys_of_the_configuration(config_of,
 def test_the_page_shows_the_table():
     page = (Path(__file__).parents[3] / "docs" / "recovery.md").read_text()
     assert all(f"| `{key}` | {meaning} |\n" in page for key, meaning in MAY_CHANGE.items())
+
+
+KILLS = 30
+SMALL = {
+    "training__max_steps": 4,
+    "training__eval_steps": None,
+    "training__effective_batch_size": 4,
+    "stage2_ab__channel_b__rollouts_per_step": 4,
+    "data__max_val_samples": 1,
+    "evaluation__worst_scenes": 0,
+}
+MODEL_MODULES = (
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "transformers.models.qwen3_vl.processing_qwen3_vl",
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
+)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_run_that_is_killed_at_any_moment_and_resumed_has_the_ledger_of_one_that_was_not(
+    config_of, tmp_path
+):
+    """By SIGKILL, at 30 random moments. `save_steps` is 1."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "resumable_run", *MODEL_MODULES])
+    random = Random(19)
+
+    def life(folder: Path, killed_after_s: float | None) -> int | None:
+        """Start or go on until the end or the kill; return the exit status."""
+        config = config_of("staleness", folder, resume={"run": "auto"}, **SMALL)
+        interruption = Interruption(killed_after_s=killed_after_s)
+        process = context.Process(target=start, args=(config, interruption, 2))
+        process.start()
+        process.join(TIMEOUT_S)
+        return process.exitcode
+
+    assert life(tmp_path / "whole", None) == 0
+    whole = ledger(tmp_path / "whole")
+    # On a busy machine the run is slower, and the kills come later.
+    run_s = sum(line["time/step_s"] for line in lines(tmp_path / "whole" / "metrics.jsonl"))
+    killed = 0
+    number = 0
+    while killed < KILLS:
+        number += 1
+        folder = tmp_path / f"killed {number}"
+        while (exit_code := life(folder, run_s * random.random())) == -signal.SIGKILL:
+            killed += 1
+            assert killed < 4 * KILLS, "it comes no further"
+        assert exit_code == 0
+        assert differences(ledger(folder), whole) == []
+        assert not list(folder.glob("**/*.partial"))
