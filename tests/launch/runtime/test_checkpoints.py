@@ -294,8 +294,8 @@ def trained(tmp_path, demo_checkpoint, demo_data):
     config = configuration(demo_checkpoint, demo_data, tmp_path / "run", **changes)
     (tmp_path / "run").mkdir()
     learner = make_learner(config)
-    saves = Mock(save=lambda folder, timeout_s=None: learner.publisher.save(folder))
-    return learner, config, Checkpoints(config, saves, Mock())
+    saves = Mock(save=lambda folder, run, ahead, timeout_s: learner.save(folder, run))
+    return learner, config, Checkpoints(config, saves, Mock(sync_fallback=None))
 
 
 @pytest.mark.slow
