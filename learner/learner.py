@@ -37,7 +37,7 @@ from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
 from learner.packing import Row, packing_policy
-from learner.run_state import RUN_FILE, STATE_FOLDER, RandomState, RankState
+from learner.run_state import RandomState, RankState
 from learner.segments import Segment
 from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
@@ -47,7 +47,7 @@ from shared.config.derive import is_sharded, rank_name
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
 from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
-from shared.run_files import write_run_file
+from shared.run_files import RUN_FILE, STATE_FOLDER, write_run_file
 from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import ExampleCounts
 from shared.weight_sync.checksum import BucketChecksum

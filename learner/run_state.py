@@ -26,9 +26,7 @@ from safetensors.torch import load_file, save_file
 from learner.segments import Segment
 from shared.errors import ConfigError, StorageError
 from shared.metrics import RankReport
-
-STATE_FOLDER = "run_state"
-RUN_FILE = "run.json"
+from shared.run_files import STATE_FOLDER
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,11 @@ class Checkpoints:
     def _take_up(self, point: ResumePoint) -> None:
         """Go on with what the run had saved up to the point; what is later is put aside."""
         kept = [entry for entry in read_index(self._run_dir) if entry.folder.is_dir()]
+        if point.checkpoint not in [entry.folder for entry in kept]:
+            # The run ended between the checkpoint and the index.
+            is_periodic = point.checkpoint.parent == self._run_dir / "checkpoints"
+            reason = RetentionReason.PERIODIC if is_periodic else RetentionReason.INTERRUPTED
+            kept.append(KeptCheckpoint(point.step, point.checkpoint, reasons=(reason,)))
         for entry in kept:
             if entry.step > point.step:
                 aside = entry.folder.with_name(f"{entry.folder.name}.replaced")

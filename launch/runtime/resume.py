@@ -17,12 +17,11 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from launch.runtime.saved_run import load_run
-from learner.run_state import RUN_FILE, STATE_FOLDER
 from shared.config import RunConfig
 from shared.config.base import dotted
 from shared.errors import ConfigError
 from shared.records import read_record
-from shared.run_files import CONFIG, FAILED_CONFIG
+from shared.run_files import CONFIG, FAILED_CONFIG, RUN_FILE, STATE_FOLDER
 from shared.schedule import RunSchedule
 
 AUTO = "auto"
