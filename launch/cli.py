@@ -11,12 +11,13 @@ from types import FrameType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from rich.console import Console
 
-from shared.config import RunConfig
+from shared.config import RunConfig, load_config
 from shared.config.base import Section
 from shared.config.explain import as_yaml, explain
 from shared.errors import (
@@ -170,6 +171,21 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
         ) from error
     assert isinstance(mapping, dict)
     return {str(key): value for key, value in mapping.items()}
+
+
+def config_of_command(composed: DictConfig) -> RunConfig:
+    """Return the configuration: as composed, or with `resume=RUN` that run's own, changed.
+
+    Raises ConfigError.
+    """
+    overrides = HydraConfig.get().overrides.task
+    resumed = [one for one in overrides if one.startswith("++resume.run=")]
+    path = resumed[-1].partition("=")[2] if resumed else "auto"
+    if path in ("auto", "null"):
+        return load_config(as_mapping(composed))
+    from launch.runtime.resume import config_of_run
+
+    return config_of_run(Path(path), [one for one in overrides if one not in resumed])
 
 
 def as_schema_overrides(arguments: list[str]) -> list[str]:

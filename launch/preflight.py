@@ -34,15 +34,22 @@ from launch.checks.memory import (
     synced_bytes,
 )
 from launch.checks.servers import ask_servers, port_problems
-from launch.cli import CONF, as_mapping, as_schema_overrides, explained, with_absolute_paths
+from launch.cli import (
+    CONF,
+    as_schema_overrides,
+    config_of_command,
+    explained,
+    with_absolute_paths,
+)
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import cluster_nodes
+from launch.runtime.resume import resumed
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens
 from learner.model.parts import model_part
-from shared.config import RunConfig, load_config
+from shared.config import RunConfig
 from shared.config.derive import (
     actor_name,
     engine_devices,
@@ -89,7 +96,11 @@ class PreflightReport:
 def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
     with explained(console):
-        findings = preflight(with_absolute_paths(load_config(as_mapping(composed))))
+        config, point = resumed(with_absolute_paths(config_of_command(composed)))
+        if point is not None:
+            for line in point.describe(config):
+                console.print(line, markup=False, highlight=False)
+        findings = preflight(config)
     for line in findings.lines:
         console.print(line, markup=False, highlight=False)
     if not findings.problems:

@@ -14,17 +14,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
 from launch.cli import (
     CONF,
-    as_mapping,
     as_schema_overrides,
+    config_of_command,
     end_on_signals,
     explained,
     with_absolute_paths,
@@ -32,7 +30,7 @@ from launch.cli import (
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.start_up import StartUp
 from launch.runtime.sweep import is_sweep, run_trial
-from shared.config import RunConfig, load_config
+from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
 from shared.errors import ConfigError
 
@@ -44,19 +42,7 @@ def main(composed: DictConfig) -> None:
         if is_sweep():
             run_trial(composed, console)
             return
-        run(_config_of(composed), console)
-
-
-def _config_of(composed: DictConfig) -> RunConfig:
-    """Return the configuration: as composed, or with `resume=RUN` that run's own, changed."""
-    overrides = HydraConfig.get().overrides.task
-    resumed = [one for one in overrides if one.startswith("++resume.run=")]
-    path = resumed[-1].partition("=")[2] if resumed else "auto"
-    if path in ("auto", "null"):
-        return load_config(as_mapping(composed))
-    from launch.runtime.resume import config_of_run
-
-    return config_of_run(Path(path), [one for one in overrides if one not in resumed])
+        run(config_of_command(composed), console)
 
 
 def run(config: RunConfig, console: Console) -> None:

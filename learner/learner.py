@@ -126,8 +126,8 @@ class Learner:
         """The state after the last update, or of the checkpoint that was resumed."""
         with self._ranks.of_phase("start"):
             self.algorithm.require_same()
-            if config.resume.run is not None:
-                self._restore(config.resume.run)
+            if config.resume.checkpoint is not None:
+                self._restore(config.resume.checkpoint)
             else:
                 self._state = self._state_now(None)
 

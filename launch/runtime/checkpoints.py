@@ -18,6 +18,7 @@ from shared.config import RunConfig
 from shared.config.training import CheckpointSection
 from shared.errors import RolloutError, StorageError, WeightSyncError
 from shared.protocols import PerRank
+from shared.run_files import FINAL_FOLDER
 
 if TYPE_CHECKING:
     from launch.runtime.learner_client import RayLearner
@@ -113,7 +114,7 @@ class Checkpoints:
     def at_end(self, num_steps: int) -> None:
         """Save the final weights, after the last update."""
         if self._config.checkpoint.save_final:
-            folder = self._run_dir / "checkpoint"
+            folder = self._run_dir / FINAL_FOLDER
             self._save_lasting(folder, num_steps, RetentionReason.FINAL)
 
     @contextmanager
@@ -207,8 +208,11 @@ class Checkpoints:
         kept = [entry for entry in read_index(self._run_dir) if entry.folder.is_dir()]
         if point.checkpoint not in [entry.folder for entry in kept]:
             # The run ended between the checkpoint and the index.
-            is_periodic = point.checkpoint.parent == self._run_dir / "checkpoints"
-            reason = RetentionReason.PERIODIC if is_periodic else RetentionReason.INTERRUPTED
+            reason = RetentionReason.INTERRUPTED
+            if point.checkpoint.parent == self._run_dir / "checkpoints":
+                reason = RetentionReason.PERIODIC
+            elif point.checkpoint.name == FINAL_FOLDER:
+                reason = RetentionReason.FINAL
             kept.append(KeptCheckpoint(point.step, point.checkpoint, reasons=(reason,)))
         for entry in kept:
             if entry.step > point.step:
@@ -223,8 +227,7 @@ class Checkpoints:
                 if RetentionReason.FINAL not in entry.reasons:
                     self._superseded.append(entry.folder)
         self._replaceable = {entry.folder: entry for entry in self._retention.kept}
-        if kept:
-            self._write_index()
+        self._write_index()
 
     def _save_lasting(
         self, folder: Path, num_steps: int, reason: RetentionReason, timeout_s: float | None = None

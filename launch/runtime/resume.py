@@ -21,10 +21,8 @@ from shared.config import RunConfig
 from shared.config.base import dotted
 from shared.errors import ConfigError
 from shared.records import read_record
-from shared.run_files import CONFIG, FAILED_CONFIG, RUN_FILE, STATE_FOLDER
+from shared.run_files import FINAL_FOLDER, RUN_FILE, STATE_FOLDER
 from shared.schedule import RunSchedule
-
-AUTO = "auto"
 
 MAY_CHANGE = {
     "training.max_steps": "the run becomes longer or shorter; a decaying learning rate follows it",
@@ -103,7 +101,7 @@ class ResumePoint:
         schedule = RunSchedule(config)
         if self.step < schedule.max_steps:
             return False
-        if config.checkpoint.save_final and self.checkpoint.name != "checkpoint":
+        if config.checkpoint.save_final and self.checkpoint.name != FINAL_FOLDER:
             return False
         reports = config.telemetry.run_dir / "evaluations.jsonl"
         lines = reports.read_text().splitlines() if reports.exists() else ()
@@ -159,8 +157,8 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
 def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     """Find where the run goes on; None where it is a new one.
 
-    In the configuration that is returned `resume.run` is the checkpoint. With `auto` a run that
-    ended before its first checkpoint makes place for a new one.
+    In the configuration that is returned `resume.run` is the checkpoint, and still `auto` where
+    there is none yet.
 
     Raises ConfigError for a run without a full checkpoint, and for every key that must not change.
     """
@@ -168,12 +166,10 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     if path is None:
         return config, None
     run = config.telemetry.run_dir
-    is_auto = str(path) == AUTO
+    is_auto = config.resume.is_auto
     states = dict(_full_checkpoints(run))
     if is_auto and not states:
-        if (run / CONFIG).exists():
-            (run / CONFIG).replace(run / FAILED_CONFIG)
-        return _at(config, None), None
+        return config, None
     if is_auto or path.resolve() == run.resolve():
         if not states:
             raise ConfigError(
@@ -182,7 +178,7 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
             )
         # Of the last step the final one.
         checkpoint = max(
-            states, key=lambda folder: (states[folder].step, folder.name == "checkpoint")
+            states, key=lambda folder: (states[folder].step, folder.name == FINAL_FOLDER)
         )
     else:
         checkpoint = path.resolve()
@@ -194,18 +190,14 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
         )
     if problems := list(_changes(state, config)):
         raise ConfigError(problems)
-    return _at(config, checkpoint), ResumePoint(checkpoint, state)
-
-
-def _at(config: RunConfig, checkpoint: Path | None) -> RunConfig:
     section = config.resume.model_copy(update={"run": checkpoint})
-    return config.model_copy(update={"resume": section})
+    return config.model_copy(update={"resume": section}), ResumePoint(checkpoint, state)
 
 
 def _full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
     """Yield the full checkpoints of a run; a folder has its name when it is whole."""
     run = run.resolve()
-    patterns = ("checkpoint", "checkpoint.old", "checkpoint_*", "checkpoints/step_*")
+    patterns = (FINAL_FOLDER, f"{FINAL_FOLDER}.old", "checkpoint_*", "checkpoints/step_*")
     for folder in sorted({folder for pattern in patterns for folder in run.glob(pattern)}):
         if folder.suffix in ("", ".old"):
             file = folder / STATE_FOLDER / RUN_FILE

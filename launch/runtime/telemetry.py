@@ -131,7 +131,9 @@ class Telemetry:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._num_written = 0
-            if point is not None or (folder / FAILED_CONFIG).exists():
+            # Under `resume=auto` a run that ended before its first checkpoint is begun anew.
+            begun = (FAILED_CONFIG, CONFIG) if config.resume.is_auto else (FAILED_CONFIG,)
+            if point is not None or any((folder / name).exists() for name in begun):
                 self._num_written = cut_run_files(folder, 0 if point is None else point.step)
                 for name in (ERROR, FAILED_CONFIG):
                     (folder / name).unlink(missing_ok=True)

@@ -57,6 +57,15 @@ class ResumeSection(Section):
     allow: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Keys that may differ from the run's, though they change what is computed."""
 
+    @property
+    def is_auto(self) -> bool:
+        return str(self.run) == "auto"
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint that the learner loads, once the start has found it; None: a new run."""
+        return None if self.is_auto else self.run
+
 
 class TelemetrySection(Section):
     """The files that a run writes, and where."""

@@ -216,7 +216,7 @@ def test_the_minutes_are_counted_from_the_end_of_the_last_save(world):
     """Or a disk that takes as long as that for every one would be written to after every step."""
     minutes = [0.0]
 
-    def save(folder, *, timeout_s=None):
+    def save(folder, run, answers_ahead=None, *, timeout_s=None):
         minutes[0] += 20.0
         folder.mkdir(parents=True)
 
