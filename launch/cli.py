@@ -180,8 +180,15 @@ def config_of_command(composed: DictConfig) -> RunConfig:
     """
     overrides = HydraConfig.get().overrides.task
     resumed = [one for one in overrides if one.startswith("++resume.run=")]
-    path = resumed[-1].partition("=")[2] if resumed else "auto"
-    if path in ("auto", "null"):
+    path = resumed[-1].partition("=")[2] if resumed else None
+    if path in (None, "null"):
+        return load_config(as_mapping(composed))
+    if path == "auto":
+        if "${now" in OmegaConf.to_yaml(composed.telemetry):
+            raise ConfigError(
+                "resume.run: auto looks for the run in telemetry.run_dir, which has a new name at"
+                " every start; set telemetry.run_dir=FOLDER"
+            )
         return load_config(as_mapping(composed))
     from launch.runtime.resume import config_of_run
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from launch.pipeline import Queue, RoundStream
 from launch.runtime.checkpoints import Checkpoints
+from launch.runtime.resume import ResumePoint
 from launch.runtime.rollout_client import RolloutClient
 from launch.runtime.telemetry import Telemetry
 from shared.grounding.evaluation import Evaluation
@@ -41,6 +42,9 @@ class LearnerClient(HeldOutClient, SendingLearner, Protocol):
     def last_report(self) -> StepReport:
         """Return the report of the last step before the run was resumed."""
 
+    def answers_ahead(self) -> PerRank:
+        """Return the answers that a resumed run has of its first step."""
+
 
 def train(
     learner: LearnerClient,
@@ -49,17 +53,20 @@ def train(
     queue: Queue,
     telemetry: Telemetry,
     checkpoints: Checkpoints,
-    first_step: int = 0,
-    answers_ahead: PerRank | None = None,
+    point: ResumePoint | None = None,
 ) -> None:
-    """Run every step from `first_step` on.
+    """Run every step, of a resumed run those behind its point.
 
     Engines take weights while nothing is generated: `sync_weights` first waits
     (`RolloutClient.wait_idle`) for a round that `max_staleness` lets run beside an update.
-
-    Args:
-        answers_ahead: a round of the first step that was generated before the run was resumed.
     """
+    first_step = 0
+    answers_ahead: PerRank | None = None
+    if point is not None:
+        first_step = point.step
+        if point.state.has_answers_ahead:
+            # A round of the first step, generated before the run ended by weights that are gone.
+            answers_ahead = learner.answers_ahead()
 
     def rounds_of(plan: StepPlan) -> list[PerRank]:
         rounds = rollouts.split(learner.next_requests(plan))
@@ -68,16 +75,16 @@ def train(
         return rounds
 
     def generate(round_: PerRank) -> Future[PerRank]:
-        if round_ is not answers_ahead:
-            return rollouts.generate(round_)
-        done: Future[PerRank] = Future()
-        done.set_result(round_)
-        return done
+        return done_before if round_ is answers_ahead else rollouts.generate(round_)
 
     def report_held_out(step: int) -> None:
         evaluation = evaluate(learner, rollouts, step, queue)
         checkpoints.after_report(step, telemetry.evaluation(evaluation))
 
+    done_before: Future[PerRank] = Future()
+    if answers_ahead is not None:
+        done_before.set_result(answers_ahead)
+        checkpoints.round_ahead(first_step, done_before)
     sync = sync_weights(learner, rollouts)
     telemetry.sync(sync)
     if first_step and not telemetry.has_written(first_step):

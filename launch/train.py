@@ -102,21 +102,10 @@ def run(config: RunConfig, console: Console) -> None:
         folder = config.telemetry.run_dir
         _print(console, [f"ready     {who} after {wall_s:.0f} s; run folder {folder}"])
         checkpoints = Checkpoints(config, learner, telemetry, point)
-        first_step = 0 if point is None else point.step
-        ahead = None
-        if point is not None and point.state.has_answers_ahead:
-            ahead = learner.answers_ahead()
+        if point is not None:
+            telemetry.go_on(point)
         with checkpoints.saved_at_an_early_end():
-            train(
-                learner,
-                rollouts,
-                schedule,
-                queue,
-                telemetry,
-                checkpoints,
-                first_step=first_step,
-                answers_ahead=ahead,
-            )
+            train(learner, rollouts, schedule, queue, telemetry, checkpoints, point)
     if (improvement := telemetry.improvement()) is not None:
         effort = f"B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s"
         _print(console, [f"{config.telemetry.name}: {improvement} ({effort})"])

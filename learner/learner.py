@@ -37,14 +37,20 @@ from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
 from learner.packing import Row, packing_policy
-from learner.run_state import RandomState, RankState
+from learner.run_state import RandomState, RankState, missing_parts
 from learner.segments import Segment
 from learner.step import RowTrainer
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
 from shared.config.derive import is_sharded, rank_name
-from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
+from shared.errors import (
+    CollectiveError,
+    ConfigError,
+    LearnerError,
+    RolloutError,
+    StorageError,
+)
 from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
 from shared.run_files import RUN_FILE, STATE_FOLDER, write_run_file
@@ -118,8 +124,8 @@ class Learner:
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
         self._stopping = threading.Event()
-        self._frozen = ""
-        """Checksum of the weights that are not trained, once it was needed."""
+        self._fingerprints_of_start: dict[str, str] = {}
+        """The result of `_fingerprints`, once it was needed."""
         self._answers_ahead: tuple[Any, ...] = ()
         """Answers of a resumed run's first positions, until they are asked for."""
         self._state: RankState
@@ -241,7 +247,12 @@ class Learner:
             )
             tensors = self.optimizer.tensors() if has_own_tensors else None
             state.save(partial, self._ranks.rank, tensors)
+            self._ranks.barrier()
             if self._ranks.rank == 0:
+                if missing := missing_parts(partial, self._ranks.world_size):
+                    reason = "another rank's part, written on its node, is not seen by rank 0"
+                    remedy = "put telemetry.run_dir on a disk that all nodes share"
+                    raise StorageError(missing[0], reason, remedy=remedy)
                 write_run_file(partial / STATE_FOLDER / RUN_FILE, run)
 
         self.publisher.save(folder, write_state if self._config.checkpoint.full else None)
@@ -271,8 +282,9 @@ class Learner:
         if refused := [key for key in changed if key not in self._config.resume.allow]:
             raise ConfigError(
                 [
-                    f"{key}: its content is not what the run of {checkpoint} was given; restore it,"
-                    f" or insist with 'resume.allow=[{key}]'"
+                    f"{key}: is {fingerprints.get(key, 'nothing')[:12]} here, and was"
+                    f" {state.fingerprints[key][:12]} (of contents digests) when {checkpoint} was"
+                    f" saved; restore it, or insist with 'resume.allow=[{key}]'"
                     for key in refused
                 ]
             )
@@ -290,15 +302,21 @@ class Learner:
         state.random.restore(self.loaded.device)
 
     def _fingerprints(self) -> dict[str, str]:
-        """Return digests of the data and of the weights that are not trained, by their keys."""
-        if not self._frozen:
+        """Return what has to be the same on resume and no key tells, by the nearest key: digests of
+        the data and of the weights that are not trained, and the threads that share a sum.
+        """
+        if not self._fingerprints_of_start:
             checksum = BucketChecksum()
             for parameter in self.loaded.model.parameters():
                 if not parameter.requires_grad:
                     part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                     checksum.add(part.detach())
-            self._frozen = f"{checksum.value():x}"
-        return {**self.algorithm.fingerprints(), "model.path": self._frozen}
+            self._fingerprints_of_start = {
+                **self.algorithm.fingerprints(),
+                "model.path": f"{checksum.value():x}",
+                "learner.cpu_threads": str(torch.get_num_threads()),
+            }
+        return self._fingerprints_of_start
 
     def stop(self) -> None:
         """Leave the round or step after the present row, with a LearnerError; weights stay."""

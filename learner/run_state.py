@@ -31,7 +31,10 @@ from shared.run_files import STATE_FOLDER
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of torch's random generators, of this process and of its device."""
+    """The states of torch's random generators, of this process and of its device.
+
+    Nothing here draws from them in a step; an objective of a user's own may.
+    """
 
     cpu: torch.Tensor
     device: torch.Tensor | None
@@ -94,19 +97,19 @@ class RankState:
         try:
             state = pickle.loads(path.read_bytes())
             tensors = load_file(_path(folder, rank if has_own_tensors else 0, "safetensors"))
-        except (
-            OSError,
-            SafetensorError,
-            EOFError,
-            pickle.UnpicklingError,
-            AttributeError,
-        ) as error:
+        except Exception as error:  # what a damaged pickle raises is of any kind
             raise ConfigError(
                 f"resume.run: {path.parent} cannot be read ({error}); every learner rank reads it:"
                 " it has to be whole, written by this version, and on a disk that all nodes share"
             ) from error
         assert isinstance(state, cls)
         return state, tensors
+
+
+def missing_parts(folder: Path, world_size: int) -> list[str]:
+    """Name the ranks' parts that are not in the folder of a checkpoint."""
+    paths = [_path(folder, rank, "pkl") for rank in range(world_size)]
+    return [str(path) for path in paths if not path.is_file()]
 
 
 def _path(folder: Path, rank: int, suffix: str) -> Path:

@@ -140,17 +140,25 @@ def _name_event(kind: str, thread: int, name: str) -> str:
     return json.dumps(event)
 
 
-def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Keep the lines of JSON, if the file is there, that `keeps`; half a line is dropped.
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of JSON of a file that grows; none where it is not there.
 
-    Returns the number of lines that are left. Raises OSError.
+    The last line of a run that was killed, or whose disk was full, may be half: it is left out.
+    Raises OSError.
     """
-    if not path.exists():
-        return 0
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
-    kept = [line for line in whole if keeps(json.loads(line))]
-    _replace(path, "".join(kept))
-    return len(kept)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+
+
+def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Keep the lines of JSON that `keeps`, if there are any, and return them. Raises OSError."""
+    kept = [line for line in read_lines(path) if keeps(line)]
+    if path.exists():
+        replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def cut_timeline(path: Path, last: str) -> None:
@@ -163,10 +171,14 @@ def cut_timeline(path: Path, last: str) -> None:
         ends = [one["ts"] + one["dur"] for one in events if one["name"].startswith(last)]
         end = max(ends, default=0)
         kept = [one for one in events if one["ph"] == "M" or one["ts"] + one["dur"] <= end]
-        _replace(path, "[\n" + ",\n".join(json.dumps(event) for event in kept))
+        replace_file(path, "[\n" + ",\n".join(json.dumps(event) for event in kept))
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Replace the content of a file, which holds the old or the new one at any moment.
+
+    Raises OSError.
+    """
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

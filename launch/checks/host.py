@@ -60,6 +60,10 @@ def _run_folder_problems(config: RunConfig) -> Iterator[str]:
         )
         return
     needed = _checkpoint_bytes(config)
+    if config.resume.run is not None:
+        # A run that goes on has some of them already.
+        there = (path for path in folder.glob("checkpoint*/**/*") if path.is_file())
+        needed -= sum(path.stat().st_size for path in there)
     free = shutil.disk_usage(existing).free
     if needed > free:
         yield (

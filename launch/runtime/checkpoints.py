@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.runtime.resume import ResumePoint, RunState
+from launch.runtime.resume import ResumePoint, RunState, checkpoint_folders, read_state
 from shared.config import RunConfig
 from shared.config.training import CheckpointSection
 from shared.errors import RolloutError, StorageError, WeightSyncError
@@ -144,14 +144,15 @@ class Checkpoints:
             # A save that was interrupted here went on in the learner, which is free now: it is
             # complete, or not there at all.
             complete = [
-                kept for kept in self._lasting if kept.step == num_updates and kept.folder.is_dir()
+                kept
+                for kept in self._entries()
+                if kept.step == num_updates and kept.folder.is_dir()
             ]
             if complete:
                 self._telemetry.saved(complete[0].folder)
             elif num_updates and saves:
                 folder = self._run_dir / f"checkpoint_interrupted_{num_updates:06d}"
-                left_s = max(0.0, limit_s - (time.monotonic() - started_s))
-                self._save_lasting(folder, num_updates, reason, left_s)
+                self._save_lasting(folder, num_updates, reason, started_s + limit_s)
             if self._entries():
                 self._write_index()
         # Of any kind: it must not hide why the run ends.
@@ -174,14 +175,21 @@ class Checkpoints:
         if change.save is not None:
             self._delete_superseded()
 
-    def _save(self, folder: Path, num_steps: int, timeout_s: float | None = None) -> None:
-        """Save the present weights, those of `num_steps` updates, and what a resumed run needs."""
+    def _save(self, folder: Path, num_steps: int, deadline: float | None = None) -> None:
+        """Save the present weights, those of `num_steps` updates, and what a resumed run needs.
+
+        `deadline` is by the monotonic clock.
+        """
+
+        def left_s() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
         handle = self._rounds_ahead.get(num_steps)
         answers = None
         is_lost = False
         if handle is not None:
             try:
-                answers = handle.result(timeout=timeout_s)
+                answers = handle.result(timeout=left_s())
             # of any kind: the run ends for it, and the weights are worth saving without the round
             except Exception:
                 is_lost = True
@@ -192,7 +200,7 @@ class Checkpoints:
             has_answers_ahead=answers is not None,
             lost_answers_ahead=is_lost,
         )
-        self._learner.save(folder, state.as_json(), answers, timeout_s=timeout_s)
+        self._learner.save(folder, state.as_json(), answers, timeout_s=left_s())
 
     def _delete_superseded(self) -> None:
         superseded = self._superseded
@@ -204,23 +212,37 @@ class Checkpoints:
             _delete(folder)
 
     def _take_up(self, point: ResumePoint) -> None:
-        """Go on with what the run had saved up to the point; what is later is put aside."""
-        kept = [entry for entry in read_index(self._run_dir) if entry.folder.is_dir()]
-        if point.checkpoint not in [entry.folder for entry in kept]:
-            # The run ended between the checkpoint and the index.
-            reason = RetentionReason.INTERRUPTED
-            if point.checkpoint.parent == self._run_dir / "checkpoints":
-                reason = RetentionReason.PERIODIC
-            elif point.checkpoint.name == FINAL_FOLDER:
-                reason = RetentionReason.FINAL
-            kept.append(KeptCheckpoint(point.step, point.checkpoint, reasons=(reason,)))
-        for entry in kept:
-            if entry.step > point.step:
-                aside = entry.folder.with_name(f"{entry.folder.name}.replaced")
+        """Go on with what the run had saved up to the point; what is later is put aside.
+
+        What the index does not name is of a run that ended between a checkpoint and the index.
+        """
+        checkpoint = point.checkpoint
+        if checkpoint.suffix == ".old":
+            checkpoint = checkpoint.with_suffix("")
+            point.checkpoint.replace(checkpoint)
+        indexed = {entry.folder: entry for entry in read_index(self._run_dir)}
+        kept = []
+        for folder in checkpoint_folders(self._run_dir):
+            if folder.suffix in (".partial", ".old"):
+                _delete(folder)
+                continue
+            state = read_state(folder)
+            if folder.suffix or not (folder in indexed or state):
+                continue
+            step = state.step if state else indexed[folder].step
+            if step > point.step:
+                aside = folder.with_name(f"{folder.name}.replaced")
                 shutil.rmtree(aside, ignore_errors=True)
-                entry.folder.replace(aside)
-                self._telemetry.put_aside(entry.folder, aside)
-            elif set(entry.reasons) <= {RetentionReason.PERIODIC, RetentionReason.BEST}:
+                folder.replace(aside)
+                self._telemetry.put_aside(folder, aside)
+            elif folder in indexed:
+                kept.append(indexed[folder])
+            elif folder == checkpoint:
+                kept.append(KeptCheckpoint(step, folder, reasons=(self._reason_of(folder),)))
+            else:
+                _delete(folder)
+        for entry in kept:
+            if set(entry.reasons) <= {RetentionReason.PERIODIC, RetentionReason.BEST}:
                 self._retention.take_up(entry)
             else:
                 self._lasting.append(entry)
@@ -229,14 +251,20 @@ class Checkpoints:
         self._replaceable = {entry.folder: entry for entry in self._retention.kept}
         self._write_index()
 
+    def _reason_of(self, folder: Path) -> RetentionReason:
+        if folder.parent == self._run_dir / "checkpoints":
+            return RetentionReason.PERIODIC
+        is_final = folder.name == FINAL_FOLDER
+        return RetentionReason.FINAL if is_final else RetentionReason.INTERRUPTED
+
     def _save_lasting(
-        self, folder: Path, num_steps: int, reason: RetentionReason, timeout_s: float | None = None
+        self, folder: Path, num_steps: int, reason: RetentionReason, deadline: float | None = None
     ) -> None:
         """Save a checkpoint that no later one replaces."""
         self._lasting = [kept for kept in self._lasting if kept.folder != folder]
         self._lasting.append(KeptCheckpoint(num_steps, folder, reasons=(reason,)))
         self._superseded = [other for other in self._superseded if other != folder]
-        self._save(folder, num_steps, timeout_s)
+        self._save(folder, num_steps, deadline)
         self._telemetry.saved(folder)
         self._write_index()
         self._delete_superseded()

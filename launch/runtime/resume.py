@@ -21,12 +21,11 @@ from shared.config import RunConfig
 from shared.config.base import dotted
 from shared.errors import ConfigError
 from shared.records import read_record
-from shared.run_files import FINAL_FOLDER, RUN_FILE, STATE_FOLDER
+from shared.run_files import FINAL_FOLDER, RUN_FILE, STATE_FOLDER, read_lines
 from shared.schedule import RunSchedule
 
 MAY_CHANGE = {
     "training.max_steps": "the run becomes longer or shorter; a decaying learning rate follows it",
-    "training.eval_steps": "reports are made at other steps, and weights are sent for them",
     "rollout_matching.rollout_backend": "engines of another kind generate",
     "rollout_matching.vllm": "engines elsewhere, of another number, with other limits",
     "rollout_matching.decode_batch_size": "a step is cut into other rounds",
@@ -39,12 +38,10 @@ MAY_CHANGE = {
     "model.path": "the files may have moved; weights that are not trained are compared",
     "data.train": "the file may have moved; its content is compared",
     "data.val": "the file may have moved; its content is compared",
-    "data.check_images": "what is checked before the start",
     "cluster": "the run is on another cluster",
     "timeouts": "waits end at other times",
     "telemetry": "other files are written",
     "checkpoint": "other checkpoints are kept",
-    "evaluation": "reports have other figures",
     "resume": "of this start alone",
 }
 """Keys, or sections, that may differ between a run and its resumption, and what happens then. Any
@@ -75,8 +72,23 @@ class RunState:
     """Whether there were such answers, and they could not be saved."""
 
     @classmethod
-    def of_run(cls, config: RunConfig, step: int, **parts: Any) -> RunState:
-        return cls(step, config.model_dump(mode="json"), installed_versions(), **parts)
+    def of_run(
+        cls,
+        config: RunConfig,
+        step: int,
+        *,
+        sync_fallback: str | None,
+        has_answers_ahead: bool,
+        lost_answers_ahead: bool,
+    ) -> RunState:
+        return cls(
+            step,
+            config.model_dump(mode="json"),
+            installed_versions(),
+            sync_fallback,
+            has_answers_ahead,
+            lost_answers_ahead,
+        )
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -103,9 +115,8 @@ class ResumePoint:
             return False
         if config.checkpoint.save_final and self.checkpoint.name != FINAL_FOLDER:
             return False
-        reports = config.telemetry.run_dir / "evaluations.jsonl"
-        lines = reports.read_text().splitlines() if reports.exists() else ()
-        is_reported = any(json.loads(line)["step"] == self.step for line in lines)
+        reports = read_lines(config.telemetry.run_dir / "evaluations.jsonl")
+        is_reported = any(report["step"] == self.step for report in reports)
         return is_reported or not schedule.evaluates_before(self.step)
 
     def describe(self, config: RunConfig) -> list[str]:
@@ -138,19 +149,26 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
 
     `path` is a run's folder or a full checkpoint of one. Raises ConfigError.
     """
-    run = path.resolve()
-    if (run / STATE_FOLDER / RUN_FILE).exists():
-        run = run.parent.parent if run.parent.name == "checkpoints" else run.parent
-    changes: dict[str, Any] = {}
+    path = path.resolve()
+    folders = (path, path.parent, path.parent.parent)
+    # A checkpoint has a config.json too, that of its model.
+    run = next((folder for folder in folders if (folder / "metrics.jsonl").exists()), path)
+    # Whoever insisted once has to insist again.
+    changes: dict[str, Any] = {"resume.allow": []}
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
-        if override.is_delete() or "." not in key:
+        if override.is_delete() or not override.is_force_add():
             raise ConfigError(
                 f"resume.run: the run in {run} goes on with its own configuration; leave"
                 f" {override.input_line} out, and change single keys as section.key=value"
             )
+        if key == "telemetry.run_dir":
+            raise ConfigError(
+                f"telemetry.run_dir: resume.run goes on in the run's own folder, {run}; leave the"
+                " key out, and to go on elsewhere copy the folder and resume the copy"
+            )
         changes[key] = override.value()
-    changes |= {"resume.run": str(path.resolve()), "telemetry.run_dir": str(run)}
+    changes |= {"resume.run": str(path), "telemetry.run_dir": str(run)}
     return load_run(run, changes)
 
 
@@ -169,6 +187,11 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     is_auto = config.resume.is_auto
     states = dict(_full_checkpoints(run))
     if is_auto and not states:
+        if others := [folder for folder in checkpoint_folders(run) if not folder.suffix]:
+            raise ConfigError(
+                f"resume.run: {others[0]} is no full checkpoint, so auto cannot go on from it and"
+                " would begin the run anew over it; choose another telemetry.run_dir, or move it"
+            )
         return config, None
     if is_auto or path.resolve() == run.resolve():
         if not states:
@@ -188,7 +211,13 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
             f"resume.run: {checkpoint} is no full checkpoint of {run}; give the run's folder, or"
             f" one of {', '.join(str(folder.relative_to(run)) for folder in states) or 'none'}"
         )
-    if problems := list(_changes(state, config)):
+    problems = list(_changes(state, config))
+    if state.step > config.training.max_steps:
+        problems.append(
+            f"training.max_steps: is {config.training.max_steps}, and {checkpoint} has"
+            f" {state.step} steps behind it; raise it, or resume an earlier checkpoint"
+        )
+    if problems:
         raise ConfigError(problems)
     section = config.resume.model_copy(update={"run": checkpoint})
     return config.model_copy(update={"resume": section}), ResumePoint(checkpoint, state)
@@ -196,15 +225,28 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
 
 def _full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
     """Yield the full checkpoints of a run; a folder has its name when it is whole."""
-    run = run.resolve()
-    patterns = (FINAL_FOLDER, f"{FINAL_FOLDER}.old", "checkpoint_*", "checkpoints/step_*")
-    for folder in sorted({folder for pattern in patterns for folder in run.glob(pattern)}):
+    for folder in checkpoint_folders(run.resolve()):
         if folder.suffix in ("", ".old"):
-            file = folder / STATE_FOLDER / RUN_FILE
-            remedy = "remove the checkpoint to resume from the one before it"
-            state = read_record(file, RunState, key="resume.run", remedy=remedy)
+            state = read_state(folder)
             if state is not None:
                 yield folder, state
+
+
+def read_state(checkpoint: Path) -> RunState | None:
+    """Read the driver's part of a checkpoint; None where it is not full. Raises ConfigError."""
+    file = checkpoint / STATE_FOLDER / RUN_FILE
+    remedy = "remove the checkpoint to resume from the one before it"
+    return read_record(file, RunState, key="resume.run", remedy=remedy)
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """List what a run has saved or begun to save: with the suffix `.partial` those that are not
+    whole, `.old` one whose successor was about to get its name, `.replaced` those that were put
+    aside.
+    """
+    patterns = (FINAL_FOLDER, f"{FINAL_FOLDER}.*", "checkpoint_interrupted_*", "checkpoints/step_*")
+    folders = {folder for pattern in patterns for folder in run.glob(pattern)}
+    return sorted(folder for folder in folders if folder.is_dir())
 
 
 def _changes(state: RunState, config: RunConfig) -> Iterator[str]:

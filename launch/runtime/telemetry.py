@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import re
 import shutil
 import time
 import traceback
@@ -11,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -41,11 +44,15 @@ from shared.run_files import (
     cannot_write,
     cut_lines,
     cut_timeline,
+    read_lines,
+    replace_file,
     write_run_file,
 )
-from shared.schedule import StepPlan
+from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
 from shared.weight_sync.canary import NOISE_FILE
+
+_LOGGER = logging.getLogger(__name__)
 
 TRACK = "driver"
 ERROR = "error.txt"
@@ -81,31 +88,60 @@ class EvaluationRecord:
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
     """Return the reports that a run has made so far; none where there is no such file."""
-    try:
-        lines = (folder / "evaluations.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return []
     names = [field.name for field in fields(EvaluationRecord)]
-    return [EvaluationRecord(**{name: json.loads(line)[name] for name in names}) for line in lines]
+    lines = read_lines(folder / "evaluations.jsonl")
+    return [EvaluationRecord(**{name: line[name] for name in names}) for line in lines]
 
 
-def cut_run_files(folder: Path, step: int) -> int:
+def cut_run_files(folder: Path, step: int, *, reports_again: bool) -> int:
     """Leave what a run had written when `step` updates were done and nothing further was begun.
 
-    Returns the last step whose metrics are there. Raises OSError.
+    Args:
+        reports_again: the report of the weights after these updates is going to be made again.
+
+    Returns:
+        The last step whose metrics are there; 0 where there is none.
+
+    Raises OSError.
     """
-    num_written = cut_lines(folder / "metrics.jsonl", lambda line: line["step"] <= step)
+    metrics = cut_lines(folder / "metrics.jsonl", lambda line: line["step"] <= step)
+    last = int(metrics[-1]["step"]) if metrics else 0
     cut_lines(folder / "plan.jsonl", lambda line: line["step"] <= step)
-    # The report of the weights after these updates is made again.
-    cut_lines(folder / "evaluations.jsonl", lambda line: line["step"] < step)
+    last_report = step - int(reports_again)
+    cut_lines(folder / "evaluations.jsonl", lambda line: line["step"] <= last_report)
     for report in (folder / "evaluations").glob("step_*"):
-        if int(report.name[5:11]) >= step:
+        # Not those of `launch.evaluate`, such as step_000020_val.
+        name = re.fullmatch(r"step_(\d{6,})(\.partial)?", report.name)
+        if name is not None and int(name[1]) > last_report:
             shutil.rmtree(report)
     for log in (folder / "rollouts").glob("step_*.jsonl"):
-        if int(log.name[5:11]) > step:
+        name = re.fullmatch(r"step_(\d{6,})(\.rank\d+)?\.jsonl", log.name)
+        if name is not None and int(name[1]) > step:
             log.unlink()
-    cut_timeline(folder / "timeline.json", f"step {num_written} (")
-    return num_written
+    cut_timeline(folder / "timeline.json", f"step {last} (")
+    return last
+
+
+def only_writer(folder: Path) -> IO[bytes]:
+    """Lock the run's folder until the file that is returned is closed, or this process ends.
+
+    Raises:
+        ConfigError: another process has it.
+        OSError: no file can be made there.
+    """
+    file = (folder / ".lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"telemetry.run_dir: another process writes to {folder}; wait until that run has ended,"
+            " or end it"
+        ) from error
+    except OSError as error:
+        # A network disk without locks: two runs in a folder are then not told.
+        _LOGGER.warning("%s cannot be locked (%s)", folder, error)
+    return file
 
 
 class Telemetry:
@@ -130,24 +166,19 @@ class Telemetry:
         self._console = console
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._num_written = 0
+            self._lock = only_writer(folder)
             # Under `resume=auto` a run that ended before its first checkpoint is begun anew.
             begun = (FAILED_CONFIG, CONFIG) if config.resume.is_auto else (FAILED_CONFIG,)
-            if point is not None or any((folder / name).exists() for name in begun):
-                self._num_written = cut_run_files(folder, 0 if point is None else point.step)
-                for name in (ERROR, FAILED_CONFIG):
-                    (folder / name).unlink(missing_ok=True)
+            if point is None and any((folder / name).exists() for name in begun):
+                self._cut(0, reports_again=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
-        mode = "wb" if point is None else "ab"
-        self._metrics = RunFile(folder / "metrics.jsonl", mode=mode)
-        self._plans = RunFile(folder / "plan.jsonl", mode=mode)
-        self._evaluations = RunFile(folder / "evaluations.jsonl", mode=mode)
-        self._trace: TraceWriter | None = None
-        if config.telemetry.timeline:
-            self._trace = TraceWriter(folder / "timeline.json", mode=mode)
-        # Last: a folder with this file holds a run, and the next start is refused it.
-        write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
+        self._open("wb" if point is None else "ab")
+        if point is None:
+            # Last: a folder with this file holds a run, and the next start is refused it.
+            write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
+        self._num_written = 0
+        """The last step whose metrics a resumed run has found."""
         self._algebra: BatchAlgebra | None = None
         self._engines: tuple[str, ...] = ()
         self._has_begun = point is not None
@@ -158,8 +189,44 @@ class Telemetry:
         self._sync_mode = "full" if self.sync_fallback else resolved_sync_mode(config)
         section = rollout_servers(config)
         self._servers = [] if section is None else [entry.model_dump() for entry in section.servers]
-        self.evaluations = [] if point is None else read_evaluations(folder)
+        self.evaluations: list[EvaluationRecord] = []
         self._uncalled_tools = UncalledTools()
+
+    def go_on(self, point: ResumePoint) -> None:
+        """Cut the files of a run to what had happened at the point, and go on behind it.
+
+        Not before the learner has taken the checkpoint: a start that fails changes nothing. Raises
+        StorageError.
+        """
+        self._close()
+        reports_again = RunSchedule(self._config).evaluates_before(point.step)
+        try:
+            self._num_written = self._cut(point.step, reports_again=reports_again)
+            replace_file(self._folder / CONFIG, self._config.model_dump_json(indent=2) + "\n")
+            self.evaluations = read_evaluations(self._folder)
+        except OSError as error:
+            raise cannot_write(self._folder, error) from error
+        self._open("ab")
+
+    def _cut(self, step: int, *, reports_again: bool) -> int:
+        last = cut_run_files(self._folder, step, reports_again=reports_again)
+        for name in (ERROR, FAILED_CONFIG):
+            (self._folder / name).unlink(missing_ok=True)
+        return last
+
+    def _open(self, mode: str) -> None:
+        folder = self._folder
+        self._metrics = RunFile(folder / "metrics.jsonl", mode=mode)
+        self._plans = RunFile(folder / "plan.jsonl", mode=mode)
+        self._evaluations = RunFile(folder / "evaluations.jsonl", mode=mode)
+        self._trace: TraceWriter | None = None
+        if self._config.telemetry.timeline:
+            self._trace = TraceWriter(folder / "timeline.json", mode=mode)
+
+    def _close(self) -> None:
+        for file in (self._metrics, self._plans, self._evaluations, self._trace):
+            if file is not None:
+                file.close()
 
     def __enter__(self) -> Telemetry:
         return self
@@ -185,9 +252,8 @@ class Telemetry:
             # Not raised: what ended the run is what its user has to know.
             self._warn(str(unwritten))
         finally:
-            for file in (self._metrics, self._plans, self._evaluations, self._trace):
-                if file is not None:
-                    file.close()
+            self._close()
+            self._lock.close()
 
     def _keep(self, error: Exception) -> None:
         """Keep the error's whole story in a file, or else show it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,10 +95,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         yield partial
+        _flush(partial)
         # One of them is whole at every moment.
         old = folder.with_name(f"{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
             folder.replace(old)
         partial.replace(folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -107,6 +109,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         if isinstance(error, OSError | SafetensorError):
             raise StorageError(str(folder), str(error)) from error
         raise
+
+
+def _flush(folder: Path) -> None:
+    """Have the folder's files on the disk: a name must not outlive a power failure without them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def write_checkpoint(
