@@ -178,7 +178,9 @@ def config_of_command(composed: DictConfig) -> RunConfig:
 
     Raises ConfigError.
     """
-    overrides = HydraConfig.get().overrides.task
+    # Not resolved: an override may be an interpolation, whose problem `as_mapping` tells.
+    overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(overrides, list)
     resumed = [one for one in overrides if one.startswith("++resume.run=")]
     path = resumed[-1].partition("=")[2] if resumed else None
     if path in (None, "null"):

@@ -22,7 +22,7 @@ from learner.model.adapters import (
     embeddings_with_trained_rows,
     without_adapter,
 )
-from learner.model.checkpoint import CheckpointWeights, save_checkpoint
+from learner.model.checkpoint import CheckpointWeights, write_checkpoint
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.tokens.fresh import FreshTokens
@@ -211,7 +211,8 @@ def test_gradients_are_the_same_with_activations_recomputed(demo_checkpoint, kin
 def save(model, checkpoint, folder, **options):
     """Save a model with its adapter; return what transformers loads of it."""
     processor = AutoProcessor.from_pretrained(checkpoint)
-    save_checkpoint(model, processor, folder, adapter=adapter_files(model), **options)
+    folder.mkdir()
+    write_checkpoint(model, processor, folder, adapter=adapter_files(model), **options)
     saved, information = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
