@@ -142,7 +142,7 @@ MUTANTS = (
         "torch._foreach_div_(gradients, denominator)", "pass",
         ("tests/learner/model/test_optimizer.py",)),
     Mutant("run-ended-one-bad-gradient-early", "learner/model/optimizer.py",
-        "if self._num_skipped > config.max_", "if self._num_skipped >= config.max_",
+        "if self.num_skipped > config.max_", "if self.num_skipped >= config.max_",
         ("tests/learner/model/test_optimizer.py",)),
     Mutant("bfloat16-gradients-of-rows-not-summed", "learner/model/optimizer.py",
         "master.grad.add_(gradient)", "master.grad = gradient.float()",

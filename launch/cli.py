@@ -11,7 +11,6 @@ from types import FrameType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -178,6 +177,9 @@ def config_of_command(composed: DictConfig) -> RunConfig:
 
     Raises ConfigError.
     """
+    # Here: commands without Hydra import this module.
+    from hydra.core.hydra_config import HydraConfig
+
     # Not resolved: an override may be an interpolation, whose problem `as_mapping` tells.
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(overrides, list)
