@@ -123,7 +123,7 @@ def test_an_error_on_one_rank_ends_all_of_them_with_that_ranks_message(two_ranks
 def test_a_rank_that_does_not_answer_is_named(two_ranks):
     message = r"save on the learner: no answer from rank 1 after timeouts\.learn_s = 1 s; "
     with pytest.raises(LearnerError, match=message):
-        two_ranks(learn_s=1.0).save(None, "{}")
+        two_ranks(learn_s=1.0).save(Path("checkpoint"), "{}")
 
 
 def test_answers_come_in_rank_order(two_ranks):
