@@ -1,0 +1,222 @@
+"""Says where two runs part: the first step, the stage, and the sample.
+
+    python -m launch.diff_runs outputs/a outputs/b
+
+Compares what the runs have written, `metrics.jsonl` and `rollouts/`, bit by bit, but for times and
+places (which engine answered, at which try). Where one run is longer, as far as both go. Exit
+status 0 where nothing differs, 1 where the runs part.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launch.cli import explained
+from launch.runtime.saved_run import load_run
+from learner.rollout_logs.writer import step_path
+from shared.config import RunConfig
+from shared.errors import ConfigError
+from shared.run_files import read_lines
+
+SAMPLE_STAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "draw": lambda line: _of(line, "sample_id", "ground_truth", "example"),
+    "request": lambda line: (
+        _of(line["rollout"], "seed", "num_prompt_tokens")
+        if "rollout" in line
+        else [_of(call, "path", "turn", "seed") for call in line["calls"]]
+    ),
+    "rollout": lambda line: (
+        _without(line["rollout"], "actor", "attempt", "seed", "num_prompt_tokens")
+        if "rollout" in line
+        else {
+            "error": line["error"],
+            "completion": line["completion"],
+            "examples": [
+                _of(one, "token_ids", "mask", "logprobs", "weight_version")
+                for one in line["examples"]
+            ],
+        }
+    ),
+    "parse": lambda line: _without(line.get("reading"), *_MATCHED),
+    "match": lambda line: _of(line.get("reading"), *_MATCHED),
+    "reward": lambda line: _of(line, "reward", "metrics", "reward_errors"),
+    "target": lambda line: (
+        line["target"]
+        if "target" in line
+        else [_of(one, "advantage", "token_advantages") for one in line["examples"]]
+    ),
+}
+"""What decides each stage of a sample, in the order of a step, out of its line in `rollouts/`."""
+_MATCHED = (
+    *("pairs", "excluded", "unmatched_predictions", "gating_rejections"),
+    *("appended", "appended_text"),
+)
+METRIC_STAGES = {
+    "row": ("packing/",),
+    "loss": ("loss/", "policy/"),
+    "gradient": ("optim/grad_norm", "optim/num_skipped"),
+    "update": ("optim/",),
+    "sync": ("weight_version", "sync/version", "sync/mode", "sync/bytes"),
+    "other": ("",),
+}
+"""Beginnings of the names of the metrics that tell of each stage after the samples'."""
+PLACES = ("time/", "sync/canary", "sync/wire_gb", "sync/adapter_effect")
+"""Metrics of how a run was made, beside those that end in _s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first place at which two runs differ.
+
+    Example: `Parting(7, "rollout", "position 3 (scene_12)", "response_token_ids[41]", 17, 96)`.
+    """
+
+    step: int
+    stage: str
+    where: str
+    """The sample; empty for what is of the whole step."""
+    field: str
+    a: Any
+    b: Any
+
+    def describe(self) -> list[str]:
+        place = f", {self.where}" if self.where else ""
+        return [
+            f"part      at step {self.step}, stage {self.stage}{place}: {self.field}",
+            f"          A {_shown(self.a)}",
+            f"          B {_shown(self.b)}",
+        ]
+
+
+def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
+    """Compare two runs' folders. Returns lines about it, and whether they part.
+
+    Raises:
+        ConfigError: a folder that holds no run.
+    """
+    runs = (a, b)
+    configs = [load_run(run) for run in runs]
+    lines = [f"A         {a}", f"B         {b}"]
+    lines += [
+        f"changed   {field}: A {_shown(one)}, B {_shown(other)}"
+        for field, one, other in _differences(*map(_computed, configs))
+    ]
+    metrics = [read_lines(run / "metrics.jsonl") for run in runs]
+    parting = first_difference(runs, metrics)
+    if parting is not None:
+        equal = f"equal     the {parting.step - 1} steps before, to the bit"
+        return [*lines, *parting.describe(), equal], True
+    lengths = [len(one) for one in metrics]
+    both = f"equal     {min(lengths)} steps, to the bit"
+    if lengths[0] != lengths[1]:
+        longer = "A" if lengths[0] > lengths[1] else "B"
+        both += f"; {longer} goes on to step {max(lengths)}, and is not compared there"
+    return [*lines, both], False
+
+
+def first_difference(
+    runs: Sequence[Path], metrics: Sequence[list[dict[str, Any]]]
+) -> Parting | None:
+    """Return the first difference in the steps that both runs have."""
+    for one, other in zip(*metrics, strict=False):
+        step = one["step"]
+        logs = [_samples(run, step) for run in runs]
+        if all(logs):
+            for parting in _of_samples(step, *logs):
+                return parting
+        for stage, names in METRIC_STAGES.items():
+            values = [
+                {
+                    name: value
+                    for name, value in line.items()
+                    if name.startswith(names) and not name.startswith(PLACES) and name[-2:] != "_s"
+                }
+                for line in (one, other)
+            ]
+            for field, a, b in _differences(*values):
+                return Parting(step, stage, "", field, a, b)
+    return None
+
+
+def _of_samples(
+    step: int, one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]
+) -> Iterator[Parting]:
+    """Yield the differences of a step's samples: stage by stage, and in each by position."""
+    if one.keys() != other.keys():
+        positions = [sorted(one), sorted(other)]
+        yield Parting(step, "draw", "", "positions in the log", *positions)
+        return
+    for stage, part in SAMPLE_STAGES.items():
+        for position in sorted(one):
+            for field, a, b in _differences(part(one[position]), part(other[position])):
+                name = one[position].get("sample_id", one[position].get("example"))
+                yield Parting(step, stage, f"position {position} ({name})", field, a, b)
+
+
+def _samples(run: Path, step: int) -> dict[int, dict[str, Any]]:
+    """Return a step's lines of all ranks by position; none where the run keeps no such log."""
+    path = step_path(run / "rollouts", step)
+    files = [path, *path.parent.glob(f"{path.stem}.rank*.jsonl")]
+    return {line["position"]: line for file in files for line in read_lines(file)}
+
+
+def _computed(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration without what says where a run is and what it writes."""
+    values = config.model_dump(mode="json")
+    for section in ("telemetry", "cluster", "timeouts", "checkpoint", "resume"):
+        del values[section]
+    return values
+
+
+def _differences(a: Any, b: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield path and both values of whatever differs, in order."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for name in (*a, *(name for name in b if name not in a)):
+            path = f"{field}.{name}" if field else name
+            yield from _differences(a.get(name), b.get(name), path)
+    elif isinstance(a, list) and isinstance(b, list):
+        for index, (one, other) in enumerate(zip(a, b, strict=False)):
+            yield from _differences(one, other, f"{field}[{index}]")
+        if len(a) != len(b):
+            yield f"length of {field}", len(a), len(b)
+    elif a != b and not (a != a and b != b):  # two NaN are the same
+        yield field, a, b
+
+
+def _of(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any]:
+    return {name: line[name] for name in names if name in line} if line is not None else {}
+
+
+def _without(line: Mapping[str, Any] | None, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in (line or {}).items() if name not in names}
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return
+    with explained(Console(stderr=True, soft_wrap=True)):
+        if len(words) != 2:
+            raise ConfigError(
+                "diff_runs: needs the folders of two runs; write `python -m launch.diff_runs A B`"
+            )
+        lines, parts = diff_runs(*map(Path, words))
+    print("\n".join(lines))
+    sys.exit(int(parts))
+
+
+if __name__ == "__main__":
+    main()
