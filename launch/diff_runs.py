@@ -64,11 +64,9 @@ METRIC_STAGES = {
     "gradient": ("optim/grad_norm", "optim/num_skipped"),
     "update": ("optim/",),
     "sync": ("weight_version", "sync/version", "sync/mode", "sync/bytes"),
-    "other": ("",),
+    "other": ("channel", "rollout/", "coord_diag/"),
 }
 """Beginnings of the names of the metrics that tell of each stage after the samples'."""
-PLACES = ("time/", "sync/canary", "sync/wire_gb", "sync/adapter_effect")
-"""Metrics of how a run was made, beside those that end in _s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +99,13 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     Raises:
         ConfigError: a folder that holds no run.
     """
-    runs = (a, b)
-    configs = [load_run(run) for run in runs]
     lines = [f"A         {a}", f"B         {b}"]
     lines += [
         f"changed   {field}: A {_shown(one)}, B {_shown(other)}"
-        for field, one, other in _differences(*map(_computed, configs))
+        for field, one, other in _differences(_computed(load_run(a)), _computed(load_run(b)))
     ]
-    metrics = [read_lines(run / "metrics.jsonl") for run in runs]
-    parting = first_difference(runs, metrics)
+    metrics = [read_lines(run / "metrics.jsonl") for run in (a, b)]
+    parting = first_difference((a, b), (metrics[0], metrics[1]))
     if parting is not None:
         equal = f"equal     the {parting.step - 1} steps before, to the bit"
         return [*lines, *parting.describe(), equal], True
@@ -122,25 +118,24 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
 
 
 def first_difference(
-    runs: Sequence[Path], metrics: Sequence[list[dict[str, Any]]]
+    runs: tuple[Path, Path], metrics: tuple[list[dict[str, Any]], list[dict[str, Any]]]
 ) -> Parting | None:
     """Return the first difference in the steps that both runs have."""
     for one, other in zip(*metrics, strict=False):
         step = one["step"]
-        logs = [_samples(run, step) for run in runs]
-        if all(logs):
-            for parting in _of_samples(step, *logs):
-                return parting
-        for stage, names in METRIC_STAGES.items():
-            values = [
-                {
-                    name: value
-                    for name, value in line.items()
-                    if name.startswith(names) and not name.startswith(PLACES) and name[-2:] != "_s"
-                }
-                for line in (one, other)
+        logs = _samples(runs[0], step), _samples(runs[1], step)
+        if all(logs) and (parting := next(_of_samples(step, *logs), None)) is not None:
+            return parting
+        for stage, beginnings in METRIC_STAGES.items():
+            names = [
+                name
+                for name in (*one, *(name for name in other if name not in one))
+                if name.startswith(beginnings)
+                and not name.endswith("_s")
+                # No sync follows a run's last step.
+                and (stage != "sync" or (name in one and name in other))
             ]
-            for field, a, b in _differences(*values):
+            for field, a, b in _differences(_of(one, *names), _of(other, *names)):
                 return Parting(step, stage, "", field, a, b)
     return None
 
