@@ -25,6 +25,10 @@ from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.run_files import read_lines
 
+_MATCHED = (
+    *("pairs", "excluded", "unmatched_predictions", "gating_rejections"),
+    *("appended", "appended_text"),
+)
 SAMPLE_STAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "draw": lambda line: _of(line, "sample_id", "ground_truth", "example"),
     "request": lambda line: (
@@ -54,10 +58,6 @@ SAMPLE_STAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
 }
 """What decides each stage of a sample, in the order of a step, out of its line in `rollouts/`."""
-_MATCHED = (
-    *("pairs", "excluded", "unmatched_predictions", "gating_rejections"),
-    *("appended", "appended_text"),
-)
 METRIC_STAGES = {
     "row": ("packing/",),
     "loss": ("loss/", "policy/"),
