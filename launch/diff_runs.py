@@ -19,9 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from launch.cli import explained
-from launch.runtime.saved_run import load_run
+from launch.runtime.saved_run import read_run
 from learner.rollout_logs.writer import step_path
-from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.run_files import read_lines
 
@@ -102,7 +101,7 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     lines = [f"A         {a}", f"B         {b}"]
     lines += [
         f"changed   {field}: A {_shown(one)}, B {_shown(other)}"
-        for field, one, other in _differences(_computed(load_run(a)), _computed(load_run(b)))
+        for field, one, other in _differences(_computed(read_run(a)), _computed(read_run(b)))
     ]
     metrics = [read_lines(run / "metrics.jsonl") for run in (a, b)]
     parting = first_difference((a, b), (metrics[0], metrics[1]))
@@ -162,12 +161,9 @@ def _samples(run: Path, step: int) -> dict[int, dict[str, Any]]:
     return {line["position"]: line for file in files for line in read_lines(file)}
 
 
-def _computed(config: RunConfig) -> dict[str, Any]:
+def _computed(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration without what says where a run is and what it writes."""
-    values = config.model_dump(mode="json")
-    for section in ("telemetry", "cluster", "timeouts", "checkpoint", "resume"):
-        del values[section]
-    return values
+    return _without(config, "telemetry", "cluster", "timeouts", "checkpoint", "resume")
 
 
 def _differences(a: Any, b: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:

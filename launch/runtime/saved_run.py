@@ -13,11 +13,11 @@ from shared.errors import ConfigError
 _FROM_A_COPY = "restore it from another copy of the run's folder"
 
 
-def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """Load the configuration in the run's folder, with the values at dotted keys set to `changes`.
+def read_run(run: Path) -> dict[str, Any]:
+    """Read the configuration in the run's folder as it was saved, by whatever version.
 
     Raises:
-        ConfigError: no run, a damaged configuration or one of another version, or wrong changes.
+        ConfigError: no run, or a damaged configuration.
     """
     file = run / "config.json"
     try:
@@ -35,11 +35,21 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
         raise ConfigError(f"run: {file} is damaged ({error}); {_FROM_A_COPY}") from error
     if not isinstance(saved, dict):
         raise ConfigError(f"run: {file} holds no configuration; {_FROM_A_COPY}")
+    return saved
+
+
+def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
+    """Load the configuration in the run's folder, with the values at dotted keys set to `changes`.
+
+    Raises:
+        ConfigError: what `read_run` raises, a configuration of another version, or wrong changes.
+    """
+    saved = read_run(run)
     try:
         # Unchanged at first: problems of another version are not those of the changes.
         config = load_config(saved)
     except ConfigError as error:
-        version = f"run: {file} was written by another version; check that version out"
+        version = f"run: {run / 'config.json'} was written by another version; check that version out"
         raise ConfigError((version, *error.problems)) from error
     return load_config(_changed(saved, changes)) if changes else config
 
