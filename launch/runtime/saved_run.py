@@ -49,7 +49,9 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
         # Unchanged at first: problems of another version are not those of the changes.
         config = load_config(saved)
     except ConfigError as error:
-        version = f"run: {run / 'config.json'} was written by another version; check that version out"
+        version = (
+            f"run: {run / 'config.json'} was written by another version; check that version out"
+        )
         raise ConfigError((version, *error.problems)) from error
     return load_config(_changed(saved, changes)) if changes else config
 
