@@ -62,7 +62,7 @@ METRIC_STAGES = {
     "loss": ("loss/", "policy/"),
     "gradient": ("optim/grad_norm", "optim/num_skipped"),
     "update": ("optim/",),
-    "sync": ("weight_version", "sync/version", "sync/mode", "sync/bytes"),
+    "sync": ("weight_version", "sync/version"),
     "other": ("channel", "rollout/", "coord_diag/"),
 }
 """Beginnings of the names of the metrics that tell of each stage after the samples'."""

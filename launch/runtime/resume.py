@@ -185,7 +185,7 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
         return config, None
     run = config.telemetry.run_dir
     is_auto = config.resume.is_auto
-    states = dict(_full_checkpoints(run))
+    states = dict(full_checkpoints(run))
     if is_auto and not states:
         if others := [folder for folder in checkpoint_folders(run) if not folder.suffix]:
             raise ConfigError(
@@ -223,7 +223,7 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     return config.model_copy(update={"resume": section}), ResumePoint(checkpoint, state)
 
 
-def _full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
+def full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
     """Yield the full checkpoints of a run; a folder has its name when it is whole."""
     for folder in checkpoint_folders(run.resolve()):
         if folder.suffix in ("", ".old"):
