@@ -35,8 +35,11 @@ from shared.run_files import read_lines
 from shared.schedule import RunSchedule, StepPlan
 from shared.weight_sync.transports import TransportKind
 
-NOT_RECORDED = ("time/", "sync/", "rollout/logprob", "rollout/num_logprob", "rollout/num_compared")
-"""Metrics of the clock, of syncs, and of the engines' log-probabilities, which are not logged."""
+NOT_LEARNED = (
+    *("time/", "sync/", "rollout/decode_mode"),
+    *("rollout/logprob", "rollout/num_logprob", "rollout/num_compared"),
+)
+"""Metrics of the clock and the driver, and of the engines' log-probabilities, which no log has."""
 
 
 class ReplayOptions(Section):
@@ -98,6 +101,8 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> RunConfig:
 
 def _learn(learner: Learner, plan: StepPlan, logs: Path) -> Mapping[str, float]:
     """Take one step with the recorded rollouts; return its metrics."""
+    # A checkpoint has those that the run had generated ahead.
+    answers = learner.answers_ahead()
     requests = learner.next_requests(plan)
     if requests:
         path = step_path(logs, plan.number)
@@ -108,7 +113,9 @@ def _learn(learner: Learner, plan: StepPlan, logs: Path) -> Mapping[str, float]:
                 f"run: {path} is not there; a run is replayed from its rollouts"
                 " (telemetry.rollouts=true)"
             ) from error
-        learner.accumulate([_recorded(learner, request, lines) for request in requests])
+        answers += [_recorded(learner, request, lines) for request in requests]
+    if answers:
+        learner.accumulate(answers)
     return merge_reports([learner.finish_step()]).metrics
 
 
@@ -161,7 +168,7 @@ def _differences(recorded: Mapping[str, Any], learned: Mapping[str, float]) -> l
     names = [
         name
         for name in dict.fromkeys((*recorded, *learned))
-        if "/" in name and not name.startswith(NOT_RECORDED) and not name.endswith("_s")
+        if "/" in name and not name.startswith(NOT_LEARNED) and not name.endswith("_s")
     ]
     return [
         f"{name}: {recorded.get(name)} recorded, {learned.get(name)} now"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from config_support import configuration
+from edited_lines import edit_line
 from resumable_run import Interruption, start
 
 from launch.diff_runs import diff_runs, main
@@ -55,15 +55,6 @@ def copy(whole, tmp_path):
     return tmp_path / "copy"
 
 
-def edit(file: Path, line: int, change) -> None:
-    """Change one line of JSON, counted from 0."""
-    lines = file.read_text().splitlines()
-    entry = json.loads(lines[line])
-    change(entry)
-    lines[line] = json.dumps(entry)
-    file.write_text("\n".join(lines) + "\n")
-
-
 def test_a_resumed_run_is_equal_to_one_that_was_not_interrupted_and_a_longer_one_says_so(
     run, whole
 ):
@@ -88,8 +79,8 @@ def test_another_seed_is_seen_in_the_draw_of_the_first_step(run, whole):
 
 def test_the_first_stage_that_differs_is_named_with_its_sample(whole, copy):
     log = copy / "rollouts" / "step_000002.jsonl"
-    edit(log, 1, lambda line: line["target"]["coord_targets"].append(7.0))
-    edit(log, 3, lambda line: line["rollout"]["response_token_ids"].__setitem__(2, 5))
+    edit_line(log, 1, lambda line: line["target"]["coord_targets"].append(7.0))
+    edit_line(log, 3, lambda line: line["rollout"]["response_token_ids"].__setitem__(2, 5))
     lines, _ = diff_runs(whole, copy)
     (parting,) = [line for line in lines if line.startswith("part ")]
     assert parting.startswith("part      at step 2, stage rollout, position 3 (")
@@ -109,16 +100,16 @@ def test_the_first_stage_that_differs_is_named_with_its_sample(whole, copy):
     ],
 )
 def test_what_no_sample_shows_is_named_by_its_metric(whole, copy, metric, stage):
-    edit(copy / "metrics.jsonl", 2, lambda line: line.update({metric: 0.125}))
+    edit_line(copy / "metrics.jsonl", 2, lambda line: line.update({metric: 0.125}))
     lines, parts = diff_runs(whole, copy)
     assert parts
     assert f"part      at step 3, stage {stage}: {metric}" in lines
 
 
 def test_times_and_engines_do_not_count(whole, copy):
-    edit(copy / "metrics.jsonl", 2, lambda line: line.update({"time/step_s": 99.0}))
+    edit_line(copy / "metrics.jsonl", 2, lambda line: line.update({"time/step_s": 99.0}))
     log = copy / "rollouts" / "step_000003.jsonl"
-    edit(log, 0, lambda line: line["rollout"].update(actor="actor-7", attempt=2))
+    edit_line(log, 0, lambda line: line["rollout"].update(actor="actor-7", attempt=2))
     assert diff_runs(whole, copy)[1] is False
 
 
@@ -127,7 +118,7 @@ def test_the_command_ends_as_diff_does(whole, copy, tmp_path, capsys):
         main([str(whole), str(copy)])
     assert ended.value.code == 0
     assert "equal     3 steps, to the bit" in capsys.readouterr().out
-    edit(copy / "metrics.jsonl", 0, lambda line: line.update({"loss/total": 0.0}))
+    edit_line(copy / "metrics.jsonl", 0, lambda line: line.update({"loss/total": 0.0}))
     with pytest.raises(SystemExit) as ended:
         main([str(whole), str(copy)])
     assert ended.value.code == 1
