@@ -86,6 +86,11 @@ class RolloutEngine(Protocol):
         """Tell whether the engine's process has died."""
         ...
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled since the start, those of unfinished answers included."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,14 +12,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 
 from launch.runtime.learner_client import RayLearner
+from launch.runtime.replacements import Replacement, Replacements, StallWatch
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of, wait_for_all
 from shared.chunking import RoundPart, cut_rounds, round_chunk, round_parts
 from shared.config.derive import rank_name
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
-from shared.errors import ConfigError, RolloutError, Timeout, UnreachableError, WeightSyncError
+from shared.errors import (
+    ConfigError,
+    LostRoundError,
+    RolloutError,
+    Timeout,
+    UnreachableError,
+    WeightSyncError,
+)
 from shared.protocols import CLOSED_S, PerRank
 from shared.rollouts import TRIES, SyncReport, WeightOffer
 from shared.sent_requests import in_objects
@@ -26,6 +36,8 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SyncPhase
 
 _LOGGER = logging.getLogger(__name__)
 
+ALIVE_S = 10.0
+"""Seconds for an actor to show, after a sync has failed, that its process is not stopped."""
 HTTP_CLIENT_MARGIN_S = 60.0
 """Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
 
@@ -39,6 +51,8 @@ class RolloutTimeouts:
     """None: the actors keep a limit of their own."""
     sync_phase: Timeout
     """Limit of each phase of a sync."""
+    stall: Timeout | None = None
+    """Limit without a token from an engine that owes answers; None: it is not watched."""
     join: Timeout | None = None
     """Limit of the phase that joins the engines to the sender; None: as of any other."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
@@ -49,7 +63,10 @@ class RolloutTimeouts:
     @classmethod
     def for_actors(cls, timeouts: TimeoutsSection) -> RolloutTimeouts:
         return cls(
-            timeouts.limit("start_s"), timeouts.limit("generate_s"), timeouts.limit("sync_phase_s")
+            timeouts.limit("start_s"),
+            timeouts.limit("generate_s"),
+            timeouts.limit("sync_phase_s"),
+            stall=timeouts.limit("stall_s"),
         )
 
     @classmethod
@@ -76,6 +93,7 @@ class RolloutTimeouts:
         return replace(
             cls.for_actors(timeouts),
             generate=Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s"),
+            stall=None,
             check="what the environment waits for (`py-spy dump`), and whether its rollouts, with"
             " their tools and rewards, fit the time",
         )
@@ -114,6 +132,7 @@ class RolloutClient:
         learner_ranks: int = 1,
         devices: Sequence[int] = (),
         asks_next_on_failure: bool = False,
+        replacements: Replacements | None = None,
     ) -> None:
         """Take over the Ray actors.
 
@@ -122,6 +141,8 @@ class RolloutClient:
             devices: rollout devices of each engine; empty: they are asked at the start.
             asks_next_on_failure: an UnreachableError's requests are asked of the next engine,
                 behind its own: for servers launched elsewhere.
+            replacements: starts new actors in place of those that are lost, whose requests others
+                take; None: a lost actor is an error.
         """
         self.actors = tuple(actors)
         self.names = tuple(names)
@@ -132,7 +153,8 @@ class RolloutClient:
         """The version that every engine serves; 0 before the first sync."""
         self._decode_batch_size = decode_batch_size
         self._learner_ranks = learner_ranks
-        self._asks_next_on_failure = asks_next_on_failure
+        self._replacements = replacements
+        self._asks_next_on_failure = asks_next_on_failure or replacements is not None
         self._generators = self
         self._group_size = 1
         self._round: Future[Any] | None = None
@@ -185,6 +207,56 @@ class RolloutClient:
         """Begin one sync while nothing is generated. Where it fails, engines serve no rollouts."""
         return self._threads.submit(self._receive, offer)
 
+    @property
+    def replaces_lost(self) -> bool:
+        return self._replacements is not None
+
+    def join_replacements(self) -> bool:
+        """Wait for the actors that are being started in place of others, while nothing runs.
+
+        Returns whether there is a new engine, which needs a group and weights. Raises RolloutError.
+        """
+        has_new_engine = self._join()
+        if self._generators is not self:
+            has_new_environment = self._generators._join()
+            if has_new_engine or has_new_environment:
+                self._generators._tell_engines(self.actors)
+        return has_new_engine
+
+    def replace_ended(self, error: WeightSyncError) -> bool:
+        """After a failed sync, replace the engines whose processes have ended or are stopped.
+
+        Returns whether there were any. Raises the error where no more may be replaced.
+        """
+        if self._replacements is None:
+            return False
+        answers = [actor.num_tokens.remote() for actor in self.actors]
+        ray.wait(answers, num_returns=len(answers), timeout=ALIVE_S)
+        ended = [index for index, answer in enumerate(answers) if not _is_alive(answer)]
+        for index in ended:
+            self._replacements.lose(index, self.actors[index], error)
+        return bool(ended)
+
+    def replace_named(self, error: WeightSyncError) -> bool:
+        """After a sync that failed again, replace the engine that the error names.
+
+        Returns whether it names one. Raises the error where no more may be replaced.
+        """
+        if self._replacements is None or error.actor not in self.names:
+            return False
+        index = self.names.index(error.actor)
+        self._replacements.lose(index, self.actors[index], error)
+        return True
+
+    def pop_replaced(self) -> list[Replacement]:
+        """Return the replacements that were completed since the last call."""
+        replaced: list[Replacement] = []
+        for client in dict.fromkeys((self, self._generators)):
+            if client._replacements is not None:
+                replaced += client._replacements.done
+                client._replacements.done = []
+        return replaced
+
     def close(self) -> None:
         """Tell all actors to end, and kill what is left of them after `closed_s`.
 
@@ -193,6 +265,8 @@ class RolloutClient:
         # One that is loading does not listen.
         closing = [actor.close.remote() for actor in self.actors if self.devices]
         ray.wait(closing, num_returns=len(closing), timeout=self.timeouts.closed_s)
+        if self._replacements is not None:
+            self._replacements.close()
         for actor in self.actors:
             ray.kill(actor)
         self._threads.shutdown(wait=True)
@@ -206,7 +280,10 @@ class RolloutClient:
         return chunk // size
 
     def _collect(self, round_: PerRank) -> PerRank:
-        call = RayCall("generate", self.timeouts.generate, self.timeouts.check, RolloutError)
+        gone = None if self._replacements is None else UnreachableError
+        check = self.timeouts.check
+        call = RayCall("generate", self.timeouts.generate, check, RolloutError, gone=gone)
+        watch = None if self.timeouts.stall is None else StallWatch(self.timeouts.stall)
         sizes = [len(requests) for requests in round_]
         queue = RoundQueue(sizes, self.devices, decode_batch_size=self._decode_batch_size)
         waiting: dict[Any, _SentPart] = {}
@@ -218,7 +295,15 @@ class RolloutClient:
                 waiting[sent.count] = sent
             if not waiting:
                 break
-            answer = next_ready({count: sent.deadline for count, sent in waiting.items()})
+            deadlines = {count: sent.deadline for count, sent in waiting.items()}
+            answer = next_ready(deadlines, within_s=watch and watch.interval_s)
+            if answer is None and watch is not None and time.monotonic() < min(deadlines.values()):
+                owing = {sent.part.engine for sent in waiting.values()}
+                for engine in watch.look({engine: self.actors[engine] for engine in sorted(owing)}):
+                    stalled = watch.error(self.names[engine])
+                    for sent in self._owed_by(engine, waiting):
+                        self._give_on(queue, sent, stalled)
+                continue
             if answer is None:
                 first = min(sent.deadline for sent in waiting.values())
                 late = [sent.part for sent in waiting.values() if sent.deadline == first]
@@ -231,10 +316,9 @@ class RolloutClient:
                 count = result_of(call, name, answer)
             except UnreachableError as error:
                 # What a server answered and is wrong would be no better elsewhere.
-                engine = queue.failed(sent.part) if self._asks_next_on_failure else None
-                if engine is None:
+                if not self._asks_next_on_failure:
                     raise
-                _LOGGER.warning("%s; its %d requests go to %s", error, num, self.names[engine])
+                self._give_on(queue, sent, error)
                 continue
             queue.answered(sent.part)
             if count != num:
@@ -247,6 +331,48 @@ class RolloutClient:
             [sent.rollouts for sent in done if sent.part.rank == rank]
             for rank in range(len(round_))
         ]
+
+    @staticmethod
+    def _owed_by(engine: int, waiting: dict[Any, _SentPart]) -> list[_SentPart]:
+        """Take this engine's parts out of those that are waited for."""
+        counts = [count for count, sent in waiting.items() if sent.part.engine == engine]
+        return [waiting.pop(count) for count in counts]
+
+    def _give_on(self, queue: RoundQueue, sent: _SentPart, error: RolloutError) -> None:
+        """Give what an actor failed to answer to the next one, and replace it where that is ours.
+
+        Raises the error, or LostRoundError where nobody is left and new ones are starting.
+        """
+        name = self.names[sent.part.engine]
+        if self._replacements is not None:
+            # An environment's actor passes on that all engines are lost, which is not its end.
+            if error.actor != name:
+                raise LostRoundError(error.message, actor=error.actor, phase=error.phase) from error
+            self._replacements.lose(sent.part.engine, self.actors[sent.part.engine], error)
+        elif not self._asks_next_on_failure:
+            raise error
+        engine = queue.failed(sent.part)
+        if engine is not None:
+            num = len(sent.part.requests)
+            _LOGGER.warning("%s; its %d requests go to %s", error, num, self.names[engine])
+        elif self._replacements is None:
+            raise error
+        else:
+            raise LostRoundError(error.message, actor=name, phase=error.phase) from error
+
+    def _join(self) -> bool:
+        joined = {} if self._replacements is None else self._replacements.join()
+        actors, devices = list(self.actors), list(self.devices)
+        for index, (actor, num_devices) in joined.items():
+            actors[index], devices[index] = actor, num_devices
+        self.actors, self.devices = tuple(actors), tuple(devices)
+        return bool(joined)
+
+    def _tell_engines(self, engines: Sequence[Any]) -> None:
+        """Give environments the handles of the present engines."""
+        call = RayCall("start", self.timeouts.start, self.timeouts.check, RolloutError)
+        told = [(name, actor.use_engines.remote(engines)) for name, actor in self._named()]
+        wait_for_all(call, told)
 
     def _send(self, part: RoundPart, round_: PerRank, deadline: float) -> _SentPart:
         objects, places = in_objects(round_[part.rank][part.requests.start : part.requests.stop])
@@ -277,6 +403,15 @@ class RolloutClient:
 
     def _named(self) -> list[tuple[str, Any]]:
         return list(zip(self.names, self.actors, strict=True))
+
+
+def _is_alive(answer: Any) -> bool:
+    """Tell whether an actor has answered, by the reference to its answer."""
+    try:
+        ray.get(answer, timeout=0)
+    except (RayError, GetTimeoutError):
+        return False
+    return True
 
 
 def _require_several(processes: Sequence[str]) -> None:

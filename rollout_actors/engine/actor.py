@@ -89,6 +89,10 @@ class EngineActor:
             rollouts = [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts]
         return rollouts, len(rollouts)
 
+    async def num_tokens(self) -> int:
+        """Return the tokens sampled since the start: while an answer is owed, they grow."""
+        return self._engine.num_tokens
+
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))
 
