@@ -11,13 +11,16 @@ A step of channel A has no rounds: the learner learns the ground truth in `finis
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from launch.pipeline import Queue, RoundStream
 from launch.runtime.checkpoints import Checkpoints
 from launch.runtime.rollout_client import RolloutClient
 from launch.runtime.telemetry import Telemetry
+from shared.errors import LostRoundError
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport
 from shared.protocols import PerRank
@@ -40,6 +43,31 @@ class LearnerClient(HeldOutClient, SendingLearner, Protocol):
     def finish_step(self) -> StepReport: ...
     def last_report(self) -> StepReport:
         """Return the report of the last step before the run was resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A round in production. Where everybody who could answer it is lost it is asked once more."""
+
+    learner: LearnerClient
+    rollouts: RolloutClient
+    requests: PerRank
+    future: Future[PerRank]
+    version: int
+    """Version of the weights when it was submitted."""
+
+    def result(self) -> PerRank:
+        """Wait for the answers. The learner has to be idle: new engines may need its weights.
+
+        Raises LostRoundError where the learner has no such weights any more, or for a second time.
+        """
+        try:
+            return self.future.result()
+        except LostRoundError:
+            if self.rollouts.version != self.version:
+                raise
+        sync_weights(self.learner, self.rollouts, again=True)
+        return self.rollouts.generate(self.requests).result()
 
 
 def train(
@@ -67,15 +95,16 @@ def train(
             rounds.insert(0, answers_ahead)
         return rounds
 
-    def generate(round_: PerRank) -> Future[PerRank]:
-        if round_ is not answers_ahead:
-            return rollouts.generate(round_)
-        done: Future[PerRank] = Future()
-        done.set_result(round_)
-        return done
+    def generate(round_: PerRank) -> _Round:
+        if round_ is answers_ahead:
+            future: Future[PerRank] = Future()
+            future.set_result(round_)
+        else:
+            future = rollouts.generate(round_)
+        return _Round(learner, rollouts, round_, future, rollouts.version)
 
     def report_held_out(step: int) -> None:
-        evaluation = evaluate(learner, rollouts, step, queue)
+        evaluation = evaluate(learner, rollouts, step, queue, generate)
         checkpoints.after_report(step, telemetry.evaluation(evaluation))
 
     sync = sync_weights(learner, rollouts)
@@ -95,10 +124,12 @@ def train(
                     learner.accumulate(done)
                 record.queue_wait_s = rounds.pop_wait_s()
                 # From here on the update may be over.
-                checkpoints.round_ahead(plan.number, rounds.ahead)
+                ahead: _Round | None = rounds.ahead
+                checkpoints.round_ahead(plan.number, None if ahead is None else ahead.future)
                 record.report = learner.finish_step()
                 if plan.sync_after:
                     record.sync = sync_weights(learner, rollouts)
+                record.replaced = rollouts.pop_replaced()
             checkpoints.after_step(plan.number)
     # Saved before the last report: what can go wrong there must not cost the run.
     checkpoints.at_end(schedule.max_steps)
@@ -107,12 +138,20 @@ def train(
 
 
 def evaluate(
-    held_out: HeldOutClient, rollouts: RolloutClient, step: int, queue: Queue
+    held_out: HeldOutClient,
+    rollouts: RolloutClient,
+    step: int,
+    queue: Queue,
+    generate: Callable[[PerRank], Any] | None = None,
 ) -> Evaluation[Any]:
-    """Generate and score the held-out samples with the weights that the engines have now."""
+    """Generate and score the held-out samples with the weights that the engines have now.
+
+    `generate` begins a round; None: `rollouts.generate`.
+    """
     outcomes: list[Any] = []
     started_s = time.monotonic()
-    for done in queue(rollouts.generate, rollouts.split(held_out.held_out_requests(step))):
+    rounds = rollouts.split(held_out.held_out_requests(step))
+    for done in queue(generate or rollouts.generate, rounds):
         outcomes += held_out.score(done)
     return Evaluation(
         step,

@@ -87,6 +87,11 @@ class RolloutEngine(Protocol):
         ...
 
     @property
+    def why_dead(self) -> str:
+        """Reason why the engine's process ended, where `is_dead`."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
         """Tokens sampled since the start, those of unfinished answers included."""
         ...

@@ -158,9 +158,13 @@ class RayLearner:
         self._wait("fall_back_to_full", self._timeouts.limit("sync_phase_s"), [answer])
 
     def leave_groups(self) -> None:
-        """Have rank 0 offer new process groups next time."""
+        """Have rank 0 leave its process groups, so that the next offer is of new ones."""
+        # Behind a send that waits for a receiver which will not come.
+        limit = Timeout(
+            all_phases_s(self._timeouts.sync_phase_s), f"{len(SyncPhase)} x timeouts.sync_phase_s"
+        )
         answer = self._actors[0].call.remote("publisher.close")
-        self._wait("leave_groups", self._timeouts.limit("sync_phase_s"), [answer])
+        self._wait("leave_groups", limit, [answer])
 
     def stop(self, *, timeout_s: float) -> int:
         """End what the ranks are doing, and return the number of updates that their weights have.

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
 from shared.config.rollout import ActorsSection
-from shared.errors import RolloutError, Timeout
+from shared.errors import RolloutError, Timeout, WeightSyncError, late
 
 _LOGGER = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""Longest time between two looks at the same actor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Replacement:
     lost_s: float
     """Unix time at which it was found to be gone."""
     started_s: float
-    """Unix time at which the new one had started."""
+    """Unix time at which the new one was ready."""
 
 
 class RestartBudget:
@@ -43,26 +48,27 @@ class RestartBudget:
         self._clock_s = clock_s
         self._taken_s = deque[float]()
 
-    @property
-    def is_none(self) -> bool:
-        return self._section.max_restarts == 0
-
-    def take(self) -> str | None:
-        """Take one restart; return what to say where none is left."""
-        now = self._clock_s()
-        window_s = self._section.restart_window_s
-        while self._taken_s and self._taken_s[0] <= now - window_s:
+    def take(self) -> bool:
+        """Take one restart; return whether there was one left."""
+        now_s = self._clock_s()
+        while self._taken_s and self._taken_s[0] <= now_s - self._section.restart_window_s:
             self._taken_s.popleft()
-        if len(self._taken_s) < self._section.max_restarts:
-            self._taken_s.append(now)
-            return None
+        if len(self._taken_s) == self._section.max_restarts:
+            return False
+        self._taken_s.append(now_s)
+        return True
+
+    @property
+    def refusal(self) -> str:
+        """What to say where none is left."""
         return (
-            f"{len(self._taken_s)} actors were replaced in the last {window_s:g} s, as many as"
+            f"{len(self._taken_s)} actors were replaced in the last"
+            f" {self._section.restart_window_s:g} s, as many as"
             " rollout_matching.vllm.actors.max_restarts permits; find out why they end"
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Starting:
     """A new actor that is being started."""
 
@@ -70,50 +76,61 @@ class _Starting:
     answer: Any
     """Reference to what its `start` returns."""
     deadline: float
+    """End of the wait, by the monotonic clock."""
     reason: str
     lost_s: float
 
 
 class Replacements:
-    """The actors of one client that are being started in place of others."""
+    """The actors that are being started in place of a client's.
+
+    Rounds use it from their thread, syncs from the driver's, never both at a time; `close` may come
+    at any moment.
+    """
 
     def __init__(
         self,
-        create: Callable[[int], Any],
-        names: tuple[str, ...],
+        create: Callable[[int, int], Any],
+        names: Sequence[str],
         start: Timeout,
         budget: RestartBudget,
     ) -> None:
-        """`create(index)` makes the Ray actor that takes this place."""
+        """`create(index, number)` makes the Ray actor of a place; its first actor was number 1."""
         self._create = create
-        self._names = names
+        self._names = tuple(names)
         check = "the engine's log for what it is loading, and the machine's free memory"
         self._call = RayCall("start", start, check, RolloutError)
         self._budget = budget
         self._starting: dict[int, _Starting] = {}
-        self.done: list[Replacement] = []
-        """Those that are complete and were not yet asked for."""
+        self._numbers = Counter[int]()
+        self._done: list[Replacement] = []
+        # Whoever closes must not miss an actor that is being created.
+        self._lock = threading.Lock()
+        self._is_closed = False
 
-    def lose(self, index: int, actor: Any, error: Exception) -> None:
-        """Kill the actor of this place and start another one. Does nothing where that was done.
+    def lose(self, index: int, actor: Any, error: RolloutError | WeightSyncError) -> None:
+        """Kill the actor of this place and start another. Does nothing where that was done.
 
-        Raises the error, with what is to be said, where the budget is used up.
+        Raises the error where the run is ending, and with what is to be said where the budget is
+        used up.
         """
-        if index in self._starting:
-            return
-        if (refusal := self._budget.take()) is not None:
-            error.add_note(refusal)
-            _LOGGER.warning("%s; it is not replaced: %s", error, refusal)
-            raise error
-        name = self._names[index]
-        _LOGGER.warning("%s; a new %s is being started in its place", error, name)
-        lost_s = time.time()
-        ray.kill(actor)
-        new = self._create(index)
-        deadline = self._call.deadline()
-        self._starting[index] = _Starting(
-            new, new.start.remote(), deadline, str(error), lost_s
-        )
+        with self._lock:
+            if self._is_closed:
+                raise error
+            if index in self._starting:
+                return
+            if not self._budget.take():
+                message = f"{error.message}; {self._budget.refusal}"
+                raise type(error)(message, actor=error.actor, phase=error.phase) from error
+            name = self._names[index]
+            _LOGGER.warning("%s; another %s is being started in its place", error, name)
+            lost_s = time.time()
+            ray.kill(actor)
+            self._numbers[index] += 1
+            new = self._create(index, 1 + self._numbers[index])
+            self._starting[index] = _Starting(
+                new, new.start.remote(), self._call.deadline(), str(error), lost_s
+            )
 
     def join(self) -> dict[int, tuple[Any, int]]:
         """Wait for all that are being started; return actors and their devices, by place.
@@ -122,84 +139,107 @@ class Replacements:
         """
         joined = {}
         while self._starting:
-            waiting = {one.answer: one.deadline for one in self._starting.values()}
-            answer = next_ready(waiting)
-            if answer is None:
-                answer = min(waiting, key=lambda late: waiting[late])
-            index = next(place for place, one in self._starting.items() if one.answer == answer)
-            one = self._starting.pop(index)
+            index, one = next(iter(self._starting.items()))
             name = self._names[index]
             try:
-                if waiting[answer] <= time.monotonic() and not _is_ready(answer):
+                if next_ready({one.answer: one.deadline}) is None:
                     raise self._call.timeout_error([name])
-                devices, _ = result_of(self._call, name, answer)
+                devices, _ = result_of(self._call, name, one.answer)
             except RolloutError as error:
+                del self._starting[index]
                 self.lose(index, one.actor, error)
                 continue
+            del self._starting[index]
             joined[index] = (one.actor, devices)
-            self.done.append(Replacement(name, one.reason, one.lost_s, time.time()))
-            _LOGGER.warning("%s is back after %.0f s", name, time.time() - one.lost_s)
+            done = Replacement(name, one.reason, one.lost_s, time.time())
+            self._done.append(done)
+            _LOGGER.warning("%s is back after %.0f s", name, done.started_s - done.lost_s)
         return joined
 
+    def pop_done(self) -> list[Replacement]:
+        """Return those that have joined since the last call."""
+        done = self._done
+        self._done = []
+        return done
+
     def close(self) -> None:
-        """Kill what is being started."""
-        for one in self._starting.values():
-            ray.kill(one.actor)
+        """Kill what is being started, and start nothing more. Twice is harmless."""
+        with self._lock:
+            self._is_closed = True
+            for one in self._starting.values():
+                ray.kill(one.actor)
+
+
+def ended_error(name: str, error: RayError) -> RolloutError:
+    """Say why the actor of this name could not answer a call of `progress`."""
+    translated = RayCall("generate", None, "its log", RolloutError).translate_error(name, error)
+    assert isinstance(translated, RolloutError)
+    return translated
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What is known of one actor."""
+
+    answer: Any
+    """Reference to what `progress` returns."""
+    alive_s: float
+    """The clock when its last answer was seen."""
+    moved_s: float
+    """The clock when it was last seen to sample a token, or to owe none."""
+    progress: int | None = None
 
 
 class StallWatch:
-    """Watches the tokens of engines that owe answers, for one round."""
+    """Looks for actors that have ended, are stopped, or owe tokens and sample none."""
 
-    def __init__(self, limit: Timeout, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        limit: Timeout,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._names = tuple(names)
         self._limit = limit
         self._clock_s = clock_s
-        self._asked: dict[int, Any] = {}
-        self._seen: dict[int, tuple[int, float]] = {}
-        """By engine: its tokens, and since when they are as many."""
+        self._watched: dict[int, _Watched] = {}
 
     @property
     def interval_s(self) -> float:
         """Seconds between two looks."""
-        return min(5.0, self._limit.seconds / 4)
+        return min(LOOK_S, self._limit.seconds / 4)
 
-    def look(self, engines: dict[int, Any]) -> list[int]:
-        """Ask the engines that owe answers, by index; return those that have stalled.
-
-        An engine that answers nothing has stalled too: its process may be stopped.
-        """
-        now = self._clock_s()
-        stalled = []
-        for engine, actor in engines.items():
-            tokens, since = self._seen.setdefault(engine, (-1, now))
-            answer = self._asked.get(engine)
-            if answer is None or _is_ready(answer):
-                if answer is not None and (count := _tokens(answer)) != tokens:
-                    since = now
-                    self._seen[engine] = (count, now)
-                self._asked[engine] = actor.num_tokens.remote()
-            if now - since > self._limit.seconds:
-                stalled.append(engine)
-        for engine in self._seen.keys() - engines.keys():
-            del self._seen[engine]
-            self._asked.pop(engine, None)
-        return stalled
-
-    def error(self, name: str) -> RolloutError:
-        message = (
-            f"no token in {self._limit.key} = {self._limit.seconds:g} s, with requests to answer;"
-            " check its log, and whether its process or the GPU hangs"
-        )
-        return RolloutError(message, actor=name, phase="generate")
-
-
-def _is_ready(answer: Any) -> bool:
-    ready, _ = ray.wait([answer], timeout=0)
-    return bool(ready)
-
-
-def _tokens(answer: Any) -> int:
-    """Return the answer of `num_tokens`; -1 of an actor that has ended, which its calls tell."""
-    try:
-        return int(ray.get(answer))
-    except ray.exceptions.RayError:
-        return -1
+    def look(self, actors: Sequence[Any]) -> dict[int, RolloutError]:
+        """Ask all actors how far they are, without waiting; return those to give up, and why."""
+        now_s = self._clock_s()
+        given_up: dict[int, RolloutError] = {}
+        for index, actor in enumerate(actors):
+            if index not in self._watched:
+                self._watched[index] = _Watched(actor.progress.remote(), now_s, now_s)
+                continue
+            watched = self._watched[index]
+            name = self._names[index]
+            ready, _ = ray.wait([watched.answer], timeout=0)
+            if ready:
+                try:
+                    progress = ray.get(watched.answer)
+                except RayError as error:
+                    given_up[index] = ended_error(name, error)
+                    continue
+                watched.alive_s = now_s
+                if progress is None or progress != watched.progress:
+                    watched.moved_s = now_s
+                watched.progress = progress
+                watched.answer = actor.progress.remote()
+            if now_s - watched.alive_s > self._limit.seconds:
+                message = late(name, self._limit, "whether its process is stopped or blocked")
+            elif now_s - watched.moved_s > self._limit.seconds:
+                message = (
+                    f"no token in {self._limit.key} = {self._limit.seconds:g} s, with requests to"
+                    " answer; check its log, and whether its engine's process or the GPU hangs"
+                )
+            else:
+                continue
+            given_up[index] = RolloutError(message, actor=name, phase="generate")
+        return given_up

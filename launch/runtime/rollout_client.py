@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from launch.runtime.learner_client import RayLearner
-from launch.runtime.replacements import Replacement, Replacements, StallWatch
+from launch.runtime.replacements import Replacement, Replacements, StallWatch, ended_error
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of, wait_for_all
 from shared.chunking import RoundPart, cut_rounds, round_chunk, round_parts
 from shared.config.derive import rank_name
@@ -37,7 +38,7 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SyncPhase
 _LOGGER = logging.getLogger(__name__)
 
 ALIVE_S = 10.0
-"""Seconds for an actor to show, after a sync has failed, that its process is not stopped."""
+"""Seconds for an actor that has nothing to do to show that its process is not stopped."""
 HTTP_CLIENT_MARGIN_S = 60.0
 """Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
 
@@ -52,7 +53,8 @@ class RolloutTimeouts:
     sync_phase: Timeout
     """Limit of each phase of a sync."""
     stall: Timeout | None = None
-    """Limit without a token from an engine that owes answers; None: it is not watched."""
+    """Limit without a token from an engine that owes some, or without any answer; None: the actors
+    are not watched."""
     join: Timeout | None = None
     """Limit of the phase that joins the engines to the sender; None: as of any other."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
@@ -93,7 +95,6 @@ class RolloutTimeouts:
         return replace(
             cls.for_actors(timeouts),
             generate=Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s"),
-            stall=None,
             check="what the environment waits for (`py-spy dump`), and whether its rollouts, with"
             " their tools and rewards, fit the time",
         )
@@ -141,8 +142,8 @@ class RolloutClient:
             devices: rollout devices of each engine; empty: they are asked at the start.
             asks_next_on_failure: an UnreachableError's requests are asked of the next engine,
                 behind its own: for servers launched elsewhere.
-            replacements: starts new actors in place of those that are lost, whose requests others
-                take; None: a lost actor is an error.
+            replacements: starts new actors in place of those that are lost, and others take their
+                requests; None: a lost actor is an error.
         """
         self.actors = tuple(actors)
         self.names = tuple(names)
@@ -193,15 +194,20 @@ class RolloutClient:
         """Begin one round.
 
         The future holds, for each learner rank, references to `list[Rollout]`s in position order:
-        the payload stays where it was made. It fails with RolloutError naming the actor.
+        the payload stays where it was made. It fails with RolloutError naming the actor;
+        LostRoundError where nobody is left, and others are being started.
         """
-        self._round = self._threads.submit(self._generators._collect, round_)
+        self._round = self._threads.submit(self._generators._collect, round_, self)
         return self._round
 
     def wait_idle(self) -> None:
-        """Wait for the round that is being generated, if there is one. Raises its RolloutError."""
+        """Wait for the round that is being generated, if there is one.
+
+        Raises its RolloutError, but for a round that was lost: whoever asked for it may ask again.
+        """
         if self._round is not None:
-            self._round.result()
+            with suppress(LostRoundError):
+                self._round.result()
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         """Begin one sync while nothing is generated. Where it fails, engines serve no rollouts."""
@@ -209,53 +215,44 @@ class RolloutClient:
 
     @property
     def replaces_lost(self) -> bool:
+        """Whether new engines are started in place of lost ones."""
         return self._replacements is not None
 
     def join_replacements(self) -> bool:
-        """Wait for the actors that are being started in place of others, while nothing runs.
+        """Replace who has ended or is stopped, and wait for all new actors, while nothing runs.
 
-        Returns whether there is a new engine, which needs a group and weights. Raises RolloutError.
+        Returns whether there is a new engine, which has neither group nor weights. Raises
+        RolloutError where no more may be replaced.
         """
+        environments = self._generators if self._generators is not self else None
+        self._lose_ended()
+        if environments is not None:
+            environments._lose_ended()
         has_new_engine = self._join()
-        if self._generators is not self:
-            has_new_environment = self._generators._join()
-            if has_new_engine or has_new_environment:
-                self._generators._tell_engines(self.actors)
+        if environments is not None and (environments._join() or has_new_engine):
+            call = RayCall("start", self.timeouts.start, environments.timeouts.check, RolloutError)
+            told = [
+                (name, actor.use_engines.remote(self.actors))
+                for name, actor in environments._named()
+            ]
+            wait_for_all(call, told)
         return has_new_engine
 
-    def replace_ended(self, error: WeightSyncError) -> bool:
-        """After a failed sync, replace the engines whose processes have ended or are stopped.
-
-        Returns whether there were any. Raises the error where no more may be replaced.
-        """
-        if self._replacements is None:
-            return False
-        answers = [actor.num_tokens.remote() for actor in self.actors]
-        ray.wait(answers, num_returns=len(answers), timeout=ALIVE_S)
-        ended = [index for index, answer in enumerate(answers) if not _is_alive(answer)]
-        for index in ended:
-            self._replacements.lose(index, self.actors[index], error)
-        return bool(ended)
-
     def replace_named(self, error: WeightSyncError) -> bool:
-        """After a sync that failed again, replace the engine that the error names.
+        """Replace the engine that the error of a sync names; return whether it names one.
 
-        Returns whether it names one. Raises the error where no more may be replaced.
+        Raises the error where no more may be replaced.
         """
-        if self._replacements is None or error.actor not in self.names:
+        if error.actor not in self.names:
             return False
-        index = self.names.index(error.actor)
-        self._replacements.lose(index, self.actors[index], error)
-        return True
+        self._lose(self.names.index(error.actor), error)
+        return self.join_replacements()
 
     def pop_replaced(self) -> list[Replacement]:
-        """Return the replacements that were completed since the last call."""
-        replaced: list[Replacement] = []
-        for client in dict.fromkeys((self, self._generators)):
-            if client._replacements is not None:
-                replaced += client._replacements.done
-                client._replacements.done = []
-        return replaced
+        """Return the replacements that have joined since the last call."""
+        clients = dict.fromkeys((self, self._generators))
+        of_each = [client._replacements for client in clients]
+        return [done for one in of_each if one is not None for done in one.pop_done()]
 
     def close(self) -> None:
         """Tell all actors to end, and kill what is left of them after `closed_s`.
@@ -279,11 +276,18 @@ class RolloutClient:
         )
         return chunk // size
 
-    def _collect(self, round_: PerRank) -> PerRank:
+    def _collect(self, round_: PerRank, engines: RolloutClient) -> PerRank:
+        """Generate one round. `engines`: this client, or that of the engines behind it."""
         gone = None if self._replacements is None else UnreachableError
         check = self.timeouts.check
         call = RayCall("generate", self.timeouts.generate, check, RolloutError, gone=gone)
-        watch = None if self.timeouts.stall is None else StallWatch(self.timeouts.stall)
+        # Environments outlive an engine's end, and would not tell of it.
+        watches = {
+            client: StallWatch(client.names, client.timeouts.stall)
+            for client in dict.fromkeys((self, engines))
+            if client.timeouts.stall is not None
+        }
+        interval_s = min((watch.interval_s for watch in watches.values()), default=None)
         sizes = [len(requests) for requests in round_]
         queue = RoundQueue(sizes, self.devices, decode_batch_size=self._decode_batch_size)
         waiting: dict[Any, _SentPart] = {}
@@ -296,16 +300,15 @@ class RolloutClient:
             if not waiting:
                 break
             deadlines = {count: sent.deadline for count, sent in waiting.items()}
-            answer = next_ready(deadlines, within_s=watch and watch.interval_s)
-            if answer is None and watch is not None and time.monotonic() < min(deadlines.values()):
-                owing = {sent.part.engine for sent in waiting.values()}
-                for engine in watch.look({engine: self.actors[engine] for engine in sorted(owing)}):
-                    stalled = watch.error(self.names[engine])
-                    for sent in self._owed_by(engine, waiting):
-                        self._give_on(queue, sent, stalled)
+            answer = next_ready(deadlines, within_s=interval_s)
+            if answer is None and time.monotonic() < min(deadlines.values()):
+                for client, watch in watches.items():
+                    for index, given_up in watch.look(client.actors).items():
+                        # Killed, it fails what it was asked for.
+                        client._lose(index, given_up)
                 continue
             if answer is None:
-                first = min(sent.deadline for sent in waiting.values())
+                first = min(deadlines.values())
                 late = [sent.part for sent in waiting.values() if sent.deadline == first]
                 names = dict.fromkeys(self.names[part.engine] for part in late)
                 raise call.timeout_error(list(names))
@@ -315,10 +318,7 @@ class RolloutClient:
             try:
                 count = result_of(call, name, answer)
             except UnreachableError as error:
-                # What a server answered and is wrong would be no better elsewhere.
-                if not self._asks_next_on_failure:
-                    raise
-                self._give_on(queue, sent, error)
+                self._give_on(queue, sent.part, error, engines)
                 continue
             queue.answered(sent.part)
             if count != num:
@@ -332,47 +332,57 @@ class RolloutClient:
             for rank in range(len(round_))
         ]
 
-    @staticmethod
-    def _owed_by(engine: int, waiting: dict[Any, _SentPart]) -> list[_SentPart]:
-        """Take this engine's parts out of those that are waited for."""
-        counts = [count for count, sent in waiting.items() if sent.part.engine == engine]
-        return [waiting.pop(count) for count in counts]
-
-    def _give_on(self, queue: RoundQueue, sent: _SentPart, error: RolloutError) -> None:
-        """Give what an actor failed to answer to the next one, and replace it where that is ours.
-
-        Raises the error, or LostRoundError where nobody is left and new ones are starting.
+    def _give_on(
+        self, queue: RoundQueue, part: RoundPart, error: UnreachableError, engines: RolloutClient
+    ) -> None:
+        """Give what an actor failed to answer to the next one. Raises the error where nobody is
+        left, as a LostRoundError where others are being started.
         """
-        name = self.names[sent.part.engine]
+        name = self.names[part.engine]
+        lost = LostRoundError(error.message, actor=error.actor, phase=error.phase)
+        if error.actor != name:
+            # An environment's actor says that it reached no engine: another would reach none.
+            raise lost if engines.replaces_lost else error
         if self._replacements is not None:
-            # An environment's actor passes on that all engines are lost, which is not its end.
-            if error.actor != name:
-                raise LostRoundError(error.message, actor=error.actor, phase=error.phase) from error
-            self._replacements.lose(sent.part.engine, self.actors[sent.part.engine], error)
+            self._lose(part.engine, error)
         elif not self._asks_next_on_failure:
+            # What a server answered and is wrong would be no better elsewhere.
             raise error
-        engine = queue.failed(sent.part)
-        if engine is not None:
-            num = len(sent.part.requests)
-            _LOGGER.warning("%s; its %d requests go to %s", error, num, self.names[engine])
-        elif self._replacements is None:
+        engine = queue.failed(part)
+        if engine is None:
+            raise error if self._replacements is None else lost
+        num = len(part.requests)
+        _LOGGER.warning("%s; its %d requests go to %s", error, num, self.names[engine])
+
+    def _lose(self, index: int, error: RolloutError | WeightSyncError) -> None:
+        """Replace this actor. Raises the error where that is not ours to do, or not any more."""
+        if self._replacements is None:
             raise error
-        else:
-            raise LostRoundError(error.message, actor=name, phase=error.phase) from error
+        self._replacements.lose(index, self.actors[index], error)
+
+    def _lose_ended(self) -> None:
+        """Replace the actors that have ended, or do not answer though they have nothing to do."""
+        if self._replacements is None:
+            return
+        answers = [actor.progress.remote() for actor in self.actors]
+        ray.wait(answers, num_returns=len(answers), timeout=ALIVE_S)
+        for index, (name, answer) in enumerate(zip(self.names, answers, strict=True)):
+            try:
+                ray.get(answer, timeout=0)
+            except GetTimeoutError:
+                message = f"no answer in {ALIVE_S:g} s; check whether its process is stopped"
+                self._lose(index, RolloutError(message, actor=name, phase="generate"))
+            except RayError as error:
+                self._lose(index, ended_error(name, error))
 
     def _join(self) -> bool:
+        """Take the new actors over, once they are ready; return whether there are any."""
         joined = {} if self._replacements is None else self._replacements.join()
         actors, devices = list(self.actors), list(self.devices)
         for index, (actor, num_devices) in joined.items():
             actors[index], devices[index] = actor, num_devices
         self.actors, self.devices = tuple(actors), tuple(devices)
         return bool(joined)
-
-    def _tell_engines(self, engines: Sequence[Any]) -> None:
-        """Give environments the handles of the present engines."""
-        call = RayCall("start", self.timeouts.start, self.timeouts.check, RolloutError)
-        told = [(name, actor.use_engines.remote(engines)) for name, actor in self._named()]
-        wait_for_all(call, told)
 
     def _send(self, part: RoundPart, round_: PerRank, deadline: float) -> _SentPart:
         objects, places = in_objects(round_[part.rank][part.requests.start : part.requests.stop])
@@ -403,15 +413,6 @@ class RolloutClient:
 
     def _named(self) -> list[tuple[str, Any]]:
         return list(zip(self.names, self.actors, strict=True))
-
-
-def _is_alive(answer: Any) -> bool:
-    """Tell whether an actor has answered, by the reference to its answer."""
-    try:
-        ray.get(answer, timeout=0)
-    except (RayError, GetTimeoutError):
-        return False
-    return True
 
 
 def _require_several(processes: Sequence[str]) -> None:

@@ -80,7 +80,7 @@ class WeightPublisher:
         sender = make_sender(config, place, parallel)
         return cls(ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter)
 
-    def offer(self, *, again: bool = False) -> WeightOffer | None:
+    def offer(self, again: bool = False) -> WeightOffer | None:
         """Offer the next version, with the probe that proves its arrival; None but on rank 0.
 
         `again`: the present version, whose weights have not changed.

@@ -128,10 +128,10 @@ class ReceivingEngines(Protocol):
         """True where new engines are started in place of lost ones."""
 
     def join_replacements(self) -> bool:
-        """Wait for engines that are being started; return whether there is a new one."""
+        """Replace engines that have ended, and wait for all new ones; return whether there are any.
 
-    def replace_ended(self, error: WeightSyncError) -> bool:
-        """Replace the engines that have ended or are stopped; return whether there are any."""
+        Raises RolloutError where no more may be replaced.
+        """
 
     def replace_named(self, error: WeightSyncError) -> bool:
         """Replace the engine that the error names; return whether it names one."""
@@ -142,32 +142,33 @@ def sync_weights(
 ) -> SyncReport:
     """Run one verified sync; afterwards every engine serves the offered version.
 
-    Engines that are being started in place of lost ones are waited for. Where new ones may be, a
-    sync that fails is tried again, as `_is_mended` says.
+    Engines that are being started in place of lost ones are waited for. Where they may be replaced,
+    a sync that fails is tried again, as `_is_mended` says.
 
     Where an offered adapter fails in any way, a full sync takes its place, now and for the rest of
     the run, if the configuration permits it (decision 20); the report says why.
 
     Args:
-        again: the engines have lost the present version; the learner's weights are still of it.
+        again: some engines have lost the present version, and the learner's weights are still its.
 
     Raises:
         WeightSyncError: naming phase and engine.
         LearnerError: the learner failed by itself.
-        RolloutError: a new engine did not start.
+        RolloutError: no more engines may be replaced.
     """
     rollouts.wait_idle()
     fell_back: str | None = None
     num_failed = 0
+    if rollouts.join_replacements():
+        learner.leave_groups()
     while True:
-        if rollouts.join_replacements() or num_failed:
-            learner.leave_groups()
         try:
             return replace(_sync(learner, rollouts, again=again), fell_back=fell_back)
-        # of any kind: what the engines hold after it is proved by the full sync that follows
+        # of any kind: what the engines hold after it is proved by the sync that follows
         except Exception as error:
             num_failed += 1
             if _is_mended(learner, rollouts, error, num_failed):
+                learner.leave_groups()
                 continue
             if not learner.offers_adapter:
                 raise
@@ -181,6 +182,7 @@ def sync_weights(
             named = isinstance(error, WeightSyncError)
             fell_back = str(error) if named else f"{type(error).__name__}: {error}"
             learner.fall_back_to_full()
+            num_failed = 0
 
 
 def _is_mended(
@@ -189,16 +191,16 @@ def _is_mended(
     """Replace what made a sync fail, where that is permitted; return whether to try again.
 
     A difference is not tried again: what differed once is not to be trusted. Otherwise engines that
-    have ended are replaced. Where there are none a sync of full weights is tried once more on a
-    fresh group, and then with a new engine in place of the one that the error names.
+    have ended are replaced. Where none has, full weights are sent once more to a fresh group, and
+    then with a new engine in place of the one that the error names.
     """
     if not rollouts.replaces_lost or not isinstance(error, WeightSyncError) or error.quantity:
         return False
-    if rollouts.replace_ended(error):
+    if rollouts.join_replacements():
         return True
-    if learner.offers_adapter or num_failed > 2:
+    if learner.offers_adapter:
         return False
-    return num_failed == 1 or rollouts.replace_named(error)
+    return num_failed == 1 or (num_failed == 2 and rollouts.replace_named(error))
 
 
 def _adapter_error(error: Exception) -> WeightSyncError:
@@ -215,9 +217,7 @@ def _adapter_error(error: Exception) -> WeightSyncError:
     )
 
 
-def _sync(
-    learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool
-) -> SyncReport:
+def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -> SyncReport:
     """Make one offer and wait for both sides of it.
 
     When one side fails it leaves the group, which ends the other side's wait: a few seconds are

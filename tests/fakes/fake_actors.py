@@ -18,7 +18,7 @@ from shared.weight_sync.phases import SyncPhase
 
 
 class FakeActor:
-    """`trouble` is `slow`, `sleep`, `die`, `fail`, `fail late`, `lose peer`, `surprise`,
+    """`trouble` is `slow`, `sleep`, `stall`, `die`, `fail`, `fail late`, `lose peer`, `surprise`,
     `unreachable` or nothing.
 
     `phase` is where it comes: `start`, `generate`, `close` or one of a sync.
@@ -48,6 +48,10 @@ class FakeActor:
         requests = SentRequests.chosen(objects, places).requests
         return [(self._name, request) for request in requests], len(requests)
 
+    async def progress(self) -> int | None:
+        await self._reach("progress")
+        return 0 if self._trouble == "stall" else None
+
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         await self._reach(phase)
         if phase is not SyncPhase.CANARY:
@@ -64,7 +68,7 @@ class FakeActor:
         match self._trouble:
             case "slow":
                 await asyncio.sleep(0.3)
-            case "sleep":
+            case "sleep" | "stall":
                 await self._woken.wait()
             case "die":
                 os._exit(1)
@@ -93,6 +97,7 @@ class EchoEngine:
 
     process = ""
     is_dead = False
+    num_tokens = 0
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         return list(requests)

@@ -86,6 +86,14 @@ class Rollouts:
         if self.round is not None:
             self.world.now = max(self.world.now, self.round.end)
 
+    replaces_lost = False
+
+    def join_replacements(self):
+        return False
+
+    def pop_replaced(self):
+        return []
+
     def receive_weights(self, offer):
         self.world.version = offer.version
         return done(SyncReport(offer.version, 1, {"wire": 0.0}, 0.0))
@@ -127,8 +135,8 @@ class LearnerOfFixedLatency:
         (done,) = done
         return [SceneOf(request[2], f"scene of {request}") for request in done]
 
-    def offer_weights(self):
-        self.offered += 1
+    def offer_weights(self, *, again=False):
+        self.offered += not again
         terms = FullOffer(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
         probe = CanaryProbe((1,), (), (1,), (), 1e-4)
         return WeightOffer(self.offered, "rollmatch_gloo", terms, probe)

@@ -119,7 +119,7 @@ class EnvironmentActor:
         limit: Timeout | None,
         outlives_engines: bool = False,
     ) -> None:
-        """Take the engines, as `RayEngines` does."""
+        """Take the engines, as `RayEngines` does. `outlives_engines`: its `outlived`."""
         self._name = name
         self._settings = settings
         self._engines = RayEngines(engines, engine_names, limit, outlived=outlives_engines)
@@ -182,6 +182,9 @@ class EnvironmentActor:
     async def use_engines(self, engines: Sequence[Any]) -> None:
         """Ask these engines from now on; no rollout is under way."""
         self._engines.use(engines)
+
+    async def progress(self) -> None:
+        """Answer, by which the driver knows that this process is not stopped."""
 
     async def close(self) -> None:
         """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`)."""

@@ -79,7 +79,18 @@ class Side:
         self.is_idle = False
         self.noise: Differences | None = None
 
-    def offer_weights(self) -> WeightOffer:
+    replaces_lost = False
+
+    def join_replacements(self) -> bool:
+        return False
+
+    def replace_named(self, error: WeightSyncError) -> bool:
+        raise AssertionError("nobody is replaced")
+
+    def leave_groups(self) -> None:
+        raise AssertionError("the groups are whole")
+
+    def offer_weights(self, *, again: bool = False) -> WeightOffer:
         if not self.offers_adapter:
             return WeightOffer(4, "rollmatch_gloo", TERMS, None)
         if self._adapter is UNWRITABLE:
