@@ -254,6 +254,7 @@ class ActorsSection(Section):
     """Rollout and environment actors that may be replaced, once lost, in any `restart_window_s`; 0:
     a lost actor ends the run."""
     restart_window_s: PositiveFloat = 3600.0
+    """The time of `max_restarts`: a replacement that is older is not counted."""
 
 
 class SyncSection(Section):

@@ -97,12 +97,13 @@ def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves
     AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoint")
 
 
-def test_a_killed_environment_actor_ends_the_run_with_its_name_and_leaves_no_process(command):
+def test_where_nobody_is_replaced_a_killed_environment_actor_ends_the_run_with_its_name(command):
     run = command(
         "training.max_steps=500",
         "training.eval_steps=null",
         "training.effective_batch_size=32",
         "environment.num_eval_examples=0",
+        "rollout_matching.vllm.actors.max_restarts=0",
     )
     run.wait_for("step    2/500")
     os.kill(run.process_called("EnvironmentActor"), signal.SIGKILL)
