@@ -123,13 +123,15 @@ class Replacements:
                 message = f"{error.message}; {self._budget.refusal}"
                 raise type(error)(message, actor=error.actor, phase=error.phase) from error
             name = self._names[index]
-            _LOGGER.warning("%s; another %s is being started in its place", error, name)
+            # Ray's own words are of several lines.
+            reason = " ".join(str(error).split())
+            _LOGGER.warning("%s; another %s is being started in its place", reason, name)
             lost_s = time.time()
             ray.kill(actor)
             self._numbers[index] += 1
             new = self._create(index, 1 + self._numbers[index])
             self._starting[index] = _Starting(
-                new, new.start.remote(), self._call.deadline(), str(error), lost_s
+                new, new.start.remote(), self._call.deadline(), reason, lost_s
             )
 
     def join(self) -> dict[int, tuple[Any, int]]:

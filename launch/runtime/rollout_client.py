@@ -351,8 +351,9 @@ class RolloutClient:
         engine = queue.failed(part)
         if engine is None:
             raise error if self._replacements is None else lost
-        num = len(part.requests)
-        _LOGGER.warning("%s; its %d requests go to %s", error, num, self.names[engine])
+        # Of an actor that is replaced it was said why.
+        why = error if self._replacements is None else f"{name} is lost"
+        _LOGGER.warning("%s; its %d requests go to %s", why, len(part.requests), self.names[engine])
 
     def _lose(self, index: int, error: RolloutError | WeightSyncError) -> None:
         """Replace this actor. Raises the error where that is not ours to do, or not any more."""

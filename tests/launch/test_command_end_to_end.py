@@ -182,6 +182,10 @@ def test_a_killed_engine_and_a_stopped_actor_are_replaced_and_the_losses_are_the
     os.kill(engines[0], signal.SIGKILL)
     run.wait_for("step    2/4")
     os.kill(run.process_called("EngineActor"), signal.SIGSTOP)
+    run.wait_for("step    3/4")
+    assert len([line for line in run.processes().values() if is_engine(line)]) <= 3, (
+        "the stopped actor's engine has ended with it"
+    )
     assert run.process.wait(timeout=200) == 0, run.output
     run.assert_nothing_left()
     steps = run.lines("metrics.jsonl")
