@@ -61,10 +61,11 @@ class RestartBudget:
     @property
     def refusal(self) -> str:
         """What to say where none is left."""
+        section = self._section
         return (
-            f"{len(self._taken_s)} actors were replaced in the last"
-            f" {self._section.restart_window_s:g} s, as many as"
-            " rollout_matching.vllm.actors.max_restarts permits; find out why they end"
+            f"it is not replaced, for rollout_matching.vllm.actors.max_restarts permits"
+            f" {section.max_restarts} in {section.restart_window_s:g} s (restart_window_s); find"
+            " out why actors end"
         )
 
 

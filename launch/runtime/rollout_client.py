@@ -37,7 +37,7 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SyncPhase
 
 _LOGGER = logging.getLogger(__name__)
 
-ALIVE_S = 10.0
+ALIVE_S = 30.0
 """Seconds for an actor that has nothing to do to show that its process is not stopped."""
 HTTP_CLIENT_MARGIN_S = 60.0
 """Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
