@@ -151,7 +151,8 @@ class Cluster:
         """Place and start the rollout actors alone, on `model.path`. Raises as `start`."""
         placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config, placement.transport)
-        engines = self._place_actors(placement, self._reserve(placement))
+        # A new one would wait for a sync, which is not to come.
+        engines = self._place_actors(placement, self._reserve(placement), replaces_lost=False)
         self._start(engines)
         return engines
 
@@ -184,7 +185,9 @@ class Cluster:
         self._ends.callback(learner.close)
         return learner
 
-    def _place_actors(self, placement: Placement, group: PlacementGroup) -> RolloutClient:
+    def _place_actors(
+        self, placement: Placement, group: PlacementGroup, *, replaces_lost: bool = True
+    ) -> RolloutClient:
         settings = settings_of_run(self._config, placement, self._images)
         runtime_env = engine_runtime_env(settings)
         shell = ray.remote(EngineActor)
@@ -199,7 +202,8 @@ class Cluster:
 
         actors = {name: create(index) for index, name in enumerate(names)}
         timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
-        return self._engines(actors, timeouts, replacements=self._replacements(create, names))
+        replacements = self._replacements(create, names) if replaces_lost else None
+        return self._engines(actors, timeouts, replacements=replacements)
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in."""

@@ -155,7 +155,7 @@ class RolloutClient:
         self._decode_batch_size = decode_batch_size
         self._learner_ranks = learner_ranks
         self._replacements = replacements
-        self._asks_next_on_failure = asks_next_on_failure or replacements is not None
+        self._asks_next_on_failure = asks_next_on_failure
         self._generators = self
         self._group_size = 1
         self._round: Future[Any] | None = None
@@ -259,11 +259,11 @@ class RolloutClient:
 
         Pending waits fail. Twice is harmless.
         """
+        if self._replacements is not None:
+            self._replacements.close()
         # One that is loading does not listen.
         closing = [actor.close.remote() for actor in self.actors if self.devices]
         ray.wait(closing, num_returns=len(closing), timeout=self.timeouts.closed_s)
-        if self._replacements is not None:
-            self._replacements.close()
         for actor in self.actors:
             ray.kill(actor)
         self._threads.shutdown(wait=True)
