@@ -150,12 +150,16 @@ class Learner:
             for parameter in self._model.parameters():
                 parameter.mul_(1.0 + 0.02 * float(torch.randn(())))
 
-    def offer_weights(self) -> WeightOffer:
+    def offer_weights(self, *, again: bool = False) -> WeightOffer:
+        assert not again, "no engine is replaced"
         self._version += 1
         return self.sender.offer(self._version, self.question(), self.logprobs)
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
         return self._threads.submit(self.sender.send, offer)
+
+    def leave_groups(self) -> None:
+        self.sender.close()
 
     def sync_done(self, noise: Differences | None) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.learner_client import RayLearner
 from launch.runtime.placement import Placement, Resources, plan_placement
 from launch.runtime.ray_connection import connect, connected_nodes
+from launch.runtime.replacements import Replacements, RestartBudget
 from launch.runtime.rollout_client import RankRolloutClient, RolloutClient, RolloutTimeouts
 from launch.runtime.start_up import StartUp
 from learner.actor import STOPPING, LearnerActor
@@ -69,6 +70,7 @@ class Cluster:
         self._images = images
         self._start_up = start_up
         self._examples = examples
+        self._budget = RestartBudget(config.rollout_matching.vllm.actors)
         # A stack, so that an end that fails does not keep the others from theirs.
         self._ends = ExitStack()
 
@@ -149,7 +151,8 @@ class Cluster:
         """Place and start the rollout actors alone, on `model.path`. Raises as `start`."""
         placement = plan_placement(self._config, connected_nodes(), learns=False)
         require_vllm(self._config, placement.transport)
-        engines = self._place_actors(placement, self._reserve(placement))
+        # A new one would wait for a sync, which is not to come.
+        engines = self._place_actors(placement, self._reserve(placement), replaces_lost=False)
         self._start(engines)
         return engines
 
@@ -182,16 +185,25 @@ class Cluster:
         self._ends.callback(learner.close)
         return learner
 
-    def _place_actors(self, placement: Placement, group: PlacementGroup) -> RolloutClient:
+    def _place_actors(
+        self, placement: Placement, group: PlacementGroup, *, replaces_lost: bool = True
+    ) -> RolloutClient:
         settings = settings_of_run(self._config, placement, self._images)
         runtime_env = engine_runtime_env(settings)
-        actors = {}
-        for index, resources in enumerate(placement.engines):
-            spec = VllmEngineSpec(actor_name(index), settings, index)
+        shell = ray.remote(EngineActor)
+        names = [actor_name(index) for index in range(len(placement.engines))]
+
+        def create(index: int, number: int = 1) -> Any:
+            spec = VllmEngineSpec(names[index], settings, index)
+            name = _ray_name(names[index], number)
             where = _bundle(group, index)
-            shell = ray.remote(EngineActor)
-            actors[spec.name] = self._create(shell, spec.name, resources, where, runtime_env, spec)
-        return self._engines(actors, RolloutTimeouts.for_actors(self._config.timeouts))
+            resources = placement.engines[index]
+            return self._create(shell, name, resources, where, runtime_env, spec)
+
+        actors = {name: create(index) for index, name in enumerate(names)}
+        timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
+        replacements = self._replacements(create, names) if replaces_lost else None
+        return self._engines(actors, timeouts, replacements=replacements)
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in."""
@@ -207,8 +219,22 @@ class Cluster:
         timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts)
         return self._engines(actors, timeouts, asks_next=True)
 
+    def _replacements(
+        self, create: Callable[[int, int], Any], names: Sequence[str]
+    ) -> Replacements | None:
+        """Return what starts new actors in place of lost ones, where the run permits any."""
+        if self._config.rollout_matching.vllm.actors.max_restarts == 0:
+            return None
+        start = self._config.timeouts.limit("start_s")
+        return Replacements(create, names, start, self._budget)
+
     def _engines(
-        self, actors: dict[str, Any], timeouts: RolloutTimeouts, *, asks_next: bool = False
+        self,
+        actors: dict[str, Any],
+        timeouts: RolloutTimeouts,
+        *,
+        asks_next: bool = False,
+        replacements: Replacements | None = None,
     ) -> RolloutClient:
         engines = RolloutClient(
             list(actors.values()),
@@ -217,6 +243,7 @@ class Cluster:
             decode_batch_size=self._config.rollout_matching.decode_batch_size,
             learner_ranks=self._config.learner.world_size,
             asks_next_on_failure=asks_next,
+            replacements=replacements,
         )
         self._ends.callback(engines.close)
         return engines
@@ -236,15 +263,26 @@ class Cluster:
             runtime_env = neighbour_env(config, placement, self._images, OMP_NUM_THREADS=threads)
         resources = Resources(cpus=section.cpus_per_actor, gpus=0.0)
         shell = ray.remote(EnvironmentActor)
-        asked = (engines.actors, engines.names, engines.timeouts.generate)
         names = [environment_name(index) for index in range(section.num_actors)]
-        actors = []
-        for index, name in enumerate(names):
-            settings = runner_settings(config, section, engines.devices, self._examples, index)
-            arguments = (name, settings, *asked)
-            actors.append(self._create(shell, name, resources, where, runtime_env, *arguments))
+        examples = self._examples
+
+        def create(index: int, number: int = 1) -> Any:
+            settings = runner_settings(config, section, engines.devices, examples, index)
+            asked = (
+                engines.actors,
+                engines.names,
+                engines.timeouts.generate,
+                engines.replaces_lost,
+            )
+            name = _ray_name(names[index], number)
+            return self._create(
+                shell, name, resources, where, runtime_env, names[index], settings, *asked
+            )
+
+        actors = [create(index) for index in range(section.num_actors)]
         timeouts = RolloutTimeouts.for_environments(config.timeouts)
-        environments = RolloutClient(actors, names, timeouts)
+        replacements = self._replacements(create, names)
+        environments = RolloutClient(actors, names, timeouts, replacements=replacements)
         self._ends.callback(environments.close)
         self._start(environments)
         engines.generate_through(environments, group_size=section.rollouts_per_example)
@@ -310,6 +348,11 @@ def here() -> NodeAffinitySchedulingStrategy:
 
 def _rank_names(placement: Placement) -> list[str]:
     return [rank_name(rank, len(placement.ranks)) for rank in range(len(placement.ranks))]
+
+
+def _ray_name(name: str, number: int) -> str:
+    """Return Ray's name for the actor of a place: that of a lost one is still taken."""
+    return name if number == 1 else f"{name}.{number}"
 
 
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:

@@ -130,7 +130,7 @@ def first_difference(
                 name
                 for name in (*one, *(name for name in other if name not in one))
                 if name.startswith(beginnings)
-                and not name.startswith("rollout/logprob")
+                and not name.startswith(("rollout/logprob", "rollout/num_replaced"))
                 and not name.endswith("_s")
                 # No sync follows a run's last step.
                 and (stage != "sync" or (name in one and name in other))

@@ -11,7 +11,9 @@ A step of channel A has no rounds: the learner learns the ground truth in `finis
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from launch.pipeline import Queue, RoundStream
@@ -19,6 +21,7 @@ from launch.runtime.checkpoints import Checkpoints
 from launch.runtime.resume import ResumePoint
 from launch.runtime.rollout_client import RolloutClient
 from launch.runtime.telemetry import Telemetry
+from shared.errors import LostRoundError
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport
 from shared.protocols import PerRank
@@ -44,6 +47,31 @@ class LearnerClient(HeldOutClient, SendingLearner, Protocol):
 
     def answers_ahead(self) -> PerRank:
         """Return the answers that a resumed run has of its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A round in production. Where everybody who could answer it is lost it is asked once more."""
+
+    learner: LearnerClient
+    rollouts: RolloutClient
+    requests: PerRank
+    future: Future[PerRank]
+    version: int
+    """Version of the weights when it was submitted."""
+
+    def result(self) -> PerRank:
+        """Wait for the answers. The learner has to be idle: new engines may need its weights.
+
+        Raises LostRoundError where the learner has no such weights any more, or for a second time.
+        """
+        try:
+            return self.future.result()
+        except LostRoundError:
+            if self.rollouts.version != self.version:
+                raise
+        sync_weights(self.learner, self.rollouts, again=True)
+        return self.rollouts.generate(self.requests).result()
 
 
 def train(
@@ -74,11 +102,12 @@ def train(
             rounds.insert(0, answers_ahead)
         return rounds
 
-    def generate(round_: PerRank) -> Future[PerRank]:
-        return done_before if round_ is answers_ahead else rollouts.generate(round_)
+    def generate(round_: PerRank) -> _Round:
+        future = done_before if round_ is answers_ahead else rollouts.generate(round_)
+        return _Round(learner, rollouts, round_, future, rollouts.version)
 
     def report_held_out(step: int) -> None:
-        evaluation = evaluate(learner, rollouts, step, queue)
+        evaluation = evaluate(learner, rollouts, step, queue, generate)
         checkpoints.after_report(step, telemetry.evaluation(evaluation))
 
     done_before: Future[PerRank] = Future()
@@ -102,10 +131,12 @@ def train(
                     learner.accumulate(done)
                 record.queue_wait_s = rounds.pop_wait_s()
                 # From here on the update may be over.
-                checkpoints.round_ahead(plan.number, rounds.ahead)
+                ahead: _Round | None = rounds.ahead
+                checkpoints.round_ahead(plan.number, None if ahead is None else ahead.future)
                 record.report = learner.finish_step()
                 if plan.sync_after:
                     record.sync = sync_weights(learner, rollouts)
+                record.replaced = rollouts.pop_replaced()
             checkpoints.after_step(plan.number)
     # Saved before the last report: what can go wrong there must not cost the run.
     checkpoints.at_end(schedule.max_steps)
@@ -114,12 +145,20 @@ def train(
 
 
 def evaluate(
-    held_out: HeldOutClient, rollouts: RolloutClient, step: int, queue: Queue
+    held_out: HeldOutClient,
+    rollouts: RolloutClient,
+    step: int,
+    queue: Queue,
+    generate: Callable[[PerRank], Any] | None = None,
 ) -> Evaluation[Any]:
-    """Generate and score the held-out samples with the weights that the engines have now."""
+    """Generate and score the held-out samples with the weights that the engines have now.
+
+    `generate` begins a round; None: `rollouts.generate`.
+    """
     outcomes: list[Any] = []
     started_s = time.monotonic()
-    for done in queue(rollouts.generate, rollouts.split(held_out.held_out_requests(step))):
+    rounds = rollouts.split(held_out.held_out_requests(step))
+    for done in queue(generate or rollouts.generate, rounds):
         outcomes += held_out.score(done)
     return Evaluation(
         step,

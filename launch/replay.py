@@ -36,7 +36,7 @@ from shared.schedule import RunSchedule, StepPlan
 from shared.weight_sync.transports import TransportKind
 
 NOT_LEARNED = (
-    *("time/", "sync/", "rollout/decode_mode"),
+    *("time/", "sync/", "rollout/decode_mode", "rollout/num_replaced"),
     *("rollout/logprob", "rollout/num_logprob", "rollout/num_compared"),
 )
 """Metrics of the clock and the driver, and of the engines' log-probabilities, which no log has."""

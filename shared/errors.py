@@ -147,6 +147,12 @@ class UnreachableError(RolloutError):
     """
 
 
+class LostRoundError(RolloutError):
+    """Nobody is left to answer a round. New engines are starting: it may be asked again behind a
+    sync of the weights that it is of.
+    """
+
+
 class WeightSyncError(PortableError, RuntimeError):
     """A weight transfer failed or could not be verified."""
 

@@ -109,6 +109,8 @@ reward/<function> | mean | What a reward function of the environment's rubric ga
 rollout/num_failed | sum | Rollouts that ended with an error, of which nothing is learned.
 rollout/num_reward_errors | sum | Reward functions that failed, each once for every rollout; the
     log of rollouts says of what.
+rollout/num_replaced | step | Rollout and environment actors that were lost, and replaced by new
+    ones; absent where none was (docs/recovery.md).
 rollout/num_given_up | sum | Plain tools and reward functions that still ran at a limit of time:
     their threads were given up and replaced.
 rollout/num_tool_calls | sum | Calls of tools by the model; absent where it is offered none.
@@ -190,6 +192,8 @@ time/reduce_s | max | Seconds in which a learner rank waited for the others at t
 time/sync_s | step | Seconds of the sync.
 time/queue_wait_s | step | Seconds in which the learner had nothing to do because the next round
     was not there.
+time/replace_s | step | Longest time for which the place of a lost actor was empty; absent where
+    none was lost.
 """
 """One metric per line: name, reduction (or numerator / denominator), meaning."""
 

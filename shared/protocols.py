@@ -86,6 +86,16 @@ class RolloutEngine(Protocol):
         """Tell whether the engine's process has died."""
         ...
 
+    @property
+    def why_dead(self) -> str:
+        """Reason why the engine's process ended, where `is_dead`."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled since the start, those of unfinished answers included."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -134,10 +134,10 @@ class RayLearner:
     def score(self, done: PerRank) -> list[Outcome]:
         return list(itertools.chain(*self._on_rollouts("score", done)))
 
-    def offer_weights(self) -> WeightOffer:
+    def offer_weights(self, *, again: bool = False) -> WeightOffer:
         """Return rank 0's offer. Every rank takes part: a sharded model is gathered by all."""
         limit = self._timeouts.limit("sync_phase_s")
-        offer: WeightOffer = self._all("offer_weights", "publisher.offer", limit=limit)[0]
+        offer: WeightOffer = self._all("offer_weights", "publisher.offer", again, limit=limit)[0]
         return offer
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
@@ -156,6 +156,15 @@ class RayLearner:
         self.offers_adapter = False
         answer = self._actors[0].call.remote("publisher.fall_back_to_full")
         self._wait("fall_back_to_full", self._timeouts.limit("sync_phase_s"), [answer])
+
+    def leave_groups(self) -> None:
+        """Have rank 0 leave its process groups, so that the next offer is of new ones."""
+        # Behind a send that waits for a receiver which will not come.
+        limit = Timeout(
+            all_phases_s(self._timeouts.sync_phase_s), f"{len(SyncPhase)} x timeouts.sync_phase_s"
+        )
+        answer = self._actors[0].call.remote("publisher.close")
+        self._wait("leave_groups", limit, [answer])
 
     def stop(self, *, timeout_s: float) -> int:
         """End what the ranks are doing, and return the number of updates that their weights have.

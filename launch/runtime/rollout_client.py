@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 
 from launch.runtime.learner_client import RayLearner
+from launch.runtime.replacements import Replacement, Replacements, StallWatch, ended_error
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of, wait_for_all
 from shared.chunking import RoundPart, cut_rounds, round_chunk, round_parts
 from shared.config.derive import rank_name
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
-from shared.errors import ConfigError, RolloutError, Timeout, UnreachableError, WeightSyncError
+from shared.errors import (
+    ConfigError,
+    LostRoundError,
+    RolloutError,
+    Timeout,
+    UnreachableError,
+    WeightSyncError,
+)
 from shared.protocols import CLOSED_S, PerRank
 from shared.rollouts import TRIES, SyncReport, WeightOffer
 from shared.sent_requests import in_objects
@@ -26,6 +37,8 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SyncPhase
 
 _LOGGER = logging.getLogger(__name__)
 
+ALIVE_S = 30.0
+"""Seconds for an actor that has nothing to do to show that its process is not stopped."""
 HTTP_CLIENT_MARGIN_S = 60.0
 """Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
 
@@ -39,6 +52,9 @@ class RolloutTimeouts:
     """None: the actors keep a limit of their own."""
     sync_phase: Timeout
     """Limit of each phase of a sync."""
+    stall: Timeout | None = None
+    """Limit without a token from an engine that owes some, or without any answer; None: the actors
+    are not watched."""
     join: Timeout | None = None
     """Limit of the phase that joins the engines to the sender; None: as of any other."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
@@ -49,7 +65,10 @@ class RolloutTimeouts:
     @classmethod
     def for_actors(cls, timeouts: TimeoutsSection) -> RolloutTimeouts:
         return cls(
-            timeouts.limit("start_s"), timeouts.limit("generate_s"), timeouts.limit("sync_phase_s")
+            timeouts.limit("start_s"),
+            timeouts.limit("generate_s"),
+            timeouts.limit("sync_phase_s"),
+            stall=timeouts.limit("stall_s"),
         )
 
     @classmethod
@@ -114,6 +133,7 @@ class RolloutClient:
         learner_ranks: int = 1,
         devices: Sequence[int] = (),
         asks_next_on_failure: bool = False,
+        replacements: Replacements | None = None,
     ) -> None:
         """Take over the Ray actors.
 
@@ -122,6 +142,8 @@ class RolloutClient:
             devices: rollout devices of each engine; empty: they are asked at the start.
             asks_next_on_failure: an UnreachableError's requests are asked of the next engine,
                 behind its own: for servers launched elsewhere.
+            replacements: starts new actors in place of those that are lost, and others take their
+                requests; None: a lost actor is an error.
         """
         self.actors = tuple(actors)
         self.names = tuple(names)
@@ -132,6 +154,7 @@ class RolloutClient:
         """The version that every engine serves; 0 before the first sync."""
         self._decode_batch_size = decode_batch_size
         self._learner_ranks = learner_ranks
+        self._replacements = replacements
         self._asks_next_on_failure = asks_next_on_failure
         self._generators = self
         self._group_size = 1
@@ -171,25 +194,73 @@ class RolloutClient:
         """Begin one round.
 
         The future holds, for each learner rank, references to `list[Rollout]`s in position order:
-        the payload stays where it was made. It fails with RolloutError naming the actor.
+        the payload stays where it was made. It fails with RolloutError naming the actor;
+        LostRoundError where nobody is left, and others are being started.
         """
-        self._round = self._threads.submit(self._generators._collect, round_)
+        self._round = self._threads.submit(self._generators._collect, round_, self)
         return self._round
 
     def wait_idle(self) -> None:
-        """Wait for the round that is being generated, if there is one. Raises its RolloutError."""
+        """Wait for the round that is being generated, if there is one.
+
+        Raises its RolloutError, but for a round that was lost: whoever asked for it may ask again.
+        """
         if self._round is not None:
-            self._round.result()
+            with suppress(LostRoundError):
+                self._round.result()
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         """Begin one sync while nothing is generated. Where it fails, engines serve no rollouts."""
         return self._threads.submit(self._receive, offer)
+
+    @property
+    def replaces_lost(self) -> bool:
+        """Whether new engines are started in place of lost ones."""
+        return self._replacements is not None
+
+    def join_replacements(self) -> bool:
+        """Replace who has ended or is stopped, and wait for all new actors, while nothing runs.
+
+        Returns whether there is a new engine, which has neither group nor weights. Raises
+        RolloutError where no more may be replaced.
+        """
+        environments = self._generators if self._generators is not self else None
+        self._lose_ended()
+        if environments is not None:
+            environments._lose_ended()
+        has_new_engine = self._join()
+        if environments is not None and (environments._join() or has_new_engine):
+            call = RayCall("start", self.timeouts.start, environments.timeouts.check, RolloutError)
+            told = [
+                (name, actor.use_engines.remote(self.actors))
+                for name, actor in environments._named()
+            ]
+            wait_for_all(call, told)
+        return has_new_engine
+
+    def replace_named(self, error: WeightSyncError) -> bool:
+        """Replace the engine that the error of a sync names; return whether it names one.
+
+        Raises the error where no more may be replaced.
+        """
+        if error.actor not in self.names:
+            return False
+        self._lose(self.names.index(error.actor), error)
+        return self.join_replacements()
+
+    def pop_replaced(self) -> list[Replacement]:
+        """Return the replacements that have joined since the last call."""
+        clients = dict.fromkeys((self, self._generators))
+        of_each = [client._replacements for client in clients]
+        return [done for one in of_each if one is not None for done in one.pop_done()]
 
     def close(self) -> None:
         """Tell all actors to end, and kill what is left of them after `closed_s`.
 
         Pending waits fail. Twice is harmless.
         """
+        if self._replacements is not None:
+            self._replacements.close()
         # One that is loading does not listen.
         closing = [actor.close.remote() for actor in self.actors if self.devices]
         ray.wait(closing, num_returns=len(closing), timeout=self.timeouts.closed_s)
@@ -205,8 +276,18 @@ class RolloutClient:
         )
         return chunk // size
 
-    def _collect(self, round_: PerRank) -> PerRank:
-        call = RayCall("generate", self.timeouts.generate, self.timeouts.check, RolloutError)
+    def _collect(self, round_: PerRank, engines: RolloutClient) -> PerRank:
+        """Generate one round. `engines`: this client, or that of the engines behind it."""
+        gone = None if self._replacements is None else UnreachableError
+        check = self.timeouts.check
+        call = RayCall("generate", self.timeouts.generate, check, RolloutError, gone=gone)
+        # Environments outlive an engine's end, and would not tell of it.
+        watches = {
+            client: StallWatch(client.names, client.timeouts.stall)
+            for client in dict.fromkeys((self, engines))
+            if client.timeouts.stall is not None
+        }
+        interval_s = min((watch.interval_s for watch in watches.values()), default=None)
         sizes = [len(requests) for requests in round_]
         queue = RoundQueue(sizes, self.devices, decode_batch_size=self._decode_batch_size)
         waiting: dict[Any, _SentPart] = {}
@@ -218,9 +299,16 @@ class RolloutClient:
                 waiting[sent.count] = sent
             if not waiting:
                 break
-            answer = next_ready({count: sent.deadline for count, sent in waiting.items()})
+            deadlines = {count: sent.deadline for count, sent in waiting.items()}
+            answer = next_ready(deadlines, within_s=interval_s)
+            if answer is None and time.monotonic() < min(deadlines.values()):
+                for client, watch in watches.items():
+                    for index, given_up in watch.look(client.actors).items():
+                        # Killed, it fails what it was asked for.
+                        client._lose(index, given_up)
+                continue
             if answer is None:
-                first = min(sent.deadline for sent in waiting.values())
+                first = min(deadlines.values())
                 late = [sent.part for sent in waiting.values() if sent.deadline == first]
                 names = dict.fromkeys(self.names[part.engine] for part in late)
                 raise call.timeout_error(list(names))
@@ -230,11 +318,7 @@ class RolloutClient:
             try:
                 count = result_of(call, name, answer)
             except UnreachableError as error:
-                # What a server answered and is wrong would be no better elsewhere.
-                engine = queue.failed(sent.part) if self._asks_next_on_failure else None
-                if engine is None:
-                    raise
-                _LOGGER.warning("%s; its %d requests go to %s", error, num, self.names[engine])
+                self._give_on(queue, sent.part, error, engines)
                 continue
             queue.answered(sent.part)
             if count != num:
@@ -247,6 +331,59 @@ class RolloutClient:
             [sent.rollouts for sent in done if sent.part.rank == rank]
             for rank in range(len(round_))
         ]
+
+    def _give_on(
+        self, queue: RoundQueue, part: RoundPart, error: UnreachableError, engines: RolloutClient
+    ) -> None:
+        """Give what an actor failed to answer to the next one. Raises the error where nobody is
+        left, as a LostRoundError where others are being started.
+        """
+        name = self.names[part.engine]
+        lost = LostRoundError(error.message, actor=error.actor, phase=error.phase)
+        if error.actor != name:
+            # An environment's actor says that it reached no engine: another would reach none.
+            raise lost if engines.replaces_lost else error
+        if self._replacements is not None:
+            self._lose(part.engine, error)
+        elif not self._asks_next_on_failure:
+            # What a server answered and is wrong would be no better elsewhere.
+            raise error
+        engine = queue.failed(part)
+        if engine is None:
+            raise error if self._replacements is None else lost
+        # Of an actor that is replaced it was said why.
+        why = error if self._replacements is None else f"{name} is lost"
+        _LOGGER.warning("%s; its %d requests go to %s", why, len(part.requests), self.names[engine])
+
+    def _lose(self, index: int, error: RolloutError | WeightSyncError) -> None:
+        """Replace this actor. Raises the error where that is not ours to do, or not any more."""
+        if self._replacements is None:
+            raise error
+        self._replacements.lose(index, self.actors[index], error)
+
+    def _lose_ended(self) -> None:
+        """Replace the actors that have ended, or do not answer though they have nothing to do."""
+        if self._replacements is None:
+            return
+        answers = [actor.progress.remote() for actor in self.actors]
+        ray.wait(answers, num_returns=len(answers), timeout=ALIVE_S)
+        for index, (name, answer) in enumerate(zip(self.names, answers, strict=True)):
+            try:
+                ray.get(answer, timeout=0)
+            except GetTimeoutError:
+                message = f"no answer in {ALIVE_S:g} s; check whether its process is stopped"
+                self._lose(index, RolloutError(message, actor=name, phase="generate"))
+            except RayError as error:
+                self._lose(index, ended_error(name, error))
+
+    def _join(self) -> bool:
+        """Take the new actors over, once they are ready; return whether there are any."""
+        joined = {} if self._replacements is None else self._replacements.join()
+        actors, devices = list(self.actors), list(self.devices)
+        for index, (actor, num_devices) in joined.items():
+            actors[index], devices[index] = actor, num_devices
+        self.actors, self.devices = tuple(actors), tuple(devices)
+        return bool(joined)
 
     def _send(self, part: RoundPart, round_: PerRank, deadline: float) -> _SentPart:
         objects, places = in_objects(round_[part.rank][part.requests.start : part.requests.stop])

@@ -25,6 +25,7 @@ from launch.reports.page import write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
+from launch.runtime.replacements import Replacement
 from launch.runtime.resume import ResumePoint
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.chunking import round_parts
@@ -67,6 +68,8 @@ class StepRecord:
     queue_wait_s: float = 0.0
     """Seconds in which the learner waited for the next round."""
     sync: SyncReport | None = None
+    replaced: Sequence[Replacement] = ()
+    """Actors that were lost and are back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +402,13 @@ class Telemetry:
             # What is left of the step when the learner is done is the sync.
             learned_s = max(done.end_s for done in report.spans)
             spans.append(Span(TRACK, f"sync v{version}", learned_s, span.end_s))
+        if record.replaced:
+            metrics["rollout/num_replaced"] = len(record.replaced)
+            metrics["time/replace_s"] = max(one.started_s - one.lost_s for one in record.replaced)
+            spans += [
+                Span(one.actor, "replace", one.lost_s, one.started_s, {"reason": one.reason})
+                for one in record.replaced
+            ]
         unknown = [name for name in metrics if not metric_of(name)]
         assert not unknown, f"not in shared/metrics.py: {unknown}"
         line: dict[str, Any] = {"step": report.number, "channel": report.channel}

@@ -51,6 +51,8 @@ class WeightPublisher:
     """Whether the adapter alone is offered, until `fall_back_to_full`."""
     version: int = field(init=False, default=0)
     """The version that the engines serve; 0 before the first sync."""
+    _offered: int = field(init=False, default=0)
+    """The version of the last offer."""
 
     @classmethod
     def from_config(
@@ -78,8 +80,10 @@ class WeightPublisher:
         sender = make_sender(config, place, parallel)
         return cls(ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter)
 
-    def offer(self) -> WeightOffer | None:
+    def offer(self, again: bool = False) -> WeightOffer | None:
         """Offer the next version, with the probe that proves its arrival; None but on rank 0.
+
+        `again`: the present version, whose weights have not changed.
 
         Raises:
             ConfigError: a configured port is taken.
@@ -96,10 +100,10 @@ class WeightPublisher:
             if self.parallel.holds_parts:
                 # Every rank computes it where none has the model alone.
                 probe = self.parallel.forward(self.canary.probe)
+            version = self._offered = self.version + (0 if again else 1)
             sender = self.sender
             if sender is None:
                 return None
-            version = self.version + 1
             if self.offers_adapter:
                 probe = probe or self.canary.probe()
                 model = self.loaded.model
@@ -123,7 +127,7 @@ class WeightPublisher:
         with self.ranks.of_phase("sync_done"):
             self.ranks.barrier()
         self.parallel.release()
-        self.version += 1
+        self.version = self._offered
         if noise is not None:
             self.canary.noise = noise
 

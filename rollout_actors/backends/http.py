@@ -193,6 +193,9 @@ class HttpEngine(RolloutEngine, ABC):
     process = ""
     # Never true: a server that ended may be started again, and its version or label tells.
     is_dead = False
+    why_dead = ""
+    # Its server's, which nobody here counts.
+    num_tokens = 0
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import ray
 
+from rollout_actors.engine.failure import EngineEndedError
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.engine.vllm_import import explained_import
 from shared.errors import RolloutError
@@ -61,6 +62,8 @@ class EngineActor:
         # Made here: vLLM is then imported while the learner loads. Its error is raised by `start`,
         # because of one in a constructor Ray tells the driver a traceback, and no type.
         self._failure: RolloutError | None = None
+        self._num_owed = 0
+        """Calls of `generate` that have not returned."""
         try:
             self._engine = make_engine()
         except RolloutError as error:
@@ -82,12 +85,27 @@ class EngineActor:
             places: indices of the requests that are meant, among those of all objects; None: all.
             attempt: tries of other engines that failed to answer these requests.
         """
-        # In a thread: the pictures may have to come from another node.
-        requests = await asyncio.to_thread(SentRequests.chosen(objects, places).with_data, ray.get)
-        rollouts = await self._or_exit(self._engine.generate(requests))
+        chosen = SentRequests.chosen(objects, places)
+        self._num_owed += 1
+        try:
+            # In a thread: the pictures may have to come from another node.
+            requests = await asyncio.to_thread(chosen.with_data, ray.get)
+            rollouts = await self._or_exit(self._engine.generate(requests))
+        finally:
+            self._num_owed -= 1
         if attempt:
             rollouts = [replace(rollout, attempt=rollout.attempt + attempt) for rollout in rollouts]
         return rollouts, len(rollouts)
+
+    async def progress(self) -> int | None:
+        """Return the tokens sampled since the start, which grow while an answer is owed; None where
+        none is.
+
+        Raises EngineEndedError where the engine's process is gone.
+        """
+        if self._engine.is_dead:
+            raise EngineEndedError(self._engine.why_dead)
+        return self._engine.num_tokens if self._num_owed else None
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))

@@ -36,6 +36,8 @@ class RayCall:
     """What to look at where an answer is late."""
     error: type[Any]
     """Built from a message, `actor` and `phase`."""
+    gone: type[Any] | None = None
+    """Built in place of `error` where the actor's process has ended; None: `error`."""
     margin_s: float = 0.0
     """Wait beyond the limit, where the actor keeps the same one and can say more."""
 
@@ -63,10 +65,12 @@ class RayCall:
                 "what it was asked for is lost, for the learner's process has ended; check its log"
                 f" and the machine's memory ({cause})"
             )
-        elif isinstance(cause, RayActorError):
-            message = ended("its", cause)
-        elif isinstance(cause, EngineEndedError):
-            message = ended("its", cause.args[0])
+        elif isinstance(cause, RayActorError | EngineEndedError):
+            reason = cause.args[0] if isinstance(cause, EngineEndedError) else cause
+            gone: Exception = (self.gone or self.error)(
+                ended("its", reason), actor=name, phase=self.phase
+            )
+            return gone
         elif isinstance(cause, ObjectLostError):
             message = f"a finished answer was lost ({cause}); check {self.check}"
         else:
@@ -109,12 +113,14 @@ def wait_for_all(call: RayCall, answers: Iterable[tuple[str, Any]]) -> list[Any]
     return [values[answer] for answer in names]
 
 
-def next_ready(waiting: Mapping[Any, float]) -> Any | None:
+def next_ready(waiting: Mapping[Any, float], *, within_s: float | None = None) -> Any | None:
     """Return the first that is ready of references with their deadlines by the monotonic clock.
 
-    None when a deadline passes before.
+    None when a deadline, or `within_s`, passes before.
     """
     deadline = min(waiting.values())
+    if within_s is not None:
+        deadline = min(deadline, time.monotonic() + within_s)
     timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
     ready, _ = ray.wait(list(waiting), timeout=timeout)
     return ready[0] if ready else None

@@ -177,14 +177,6 @@ class ServedEngine(RolloutEngine, Protocol):
     def shut(self) -> str:
         """Reason why it serves no rollouts; empty: it does."""
 
-    @property
-    def why_dead(self) -> str:
-        """Reason why the engine's process ended."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens sampled since the start."""
-
 
 @dataclass(eq=False, repr=False)
 class RolloutService:

@@ -28,9 +28,12 @@ class TimeoutsSection(Section):
 
     start_s: PositiveFloat = 300.0
     """Until the learner and every engine are ready."""
-    generate_s: PositiveFloat = 300.0
+    generate_s: PositiveFloat = 1800.0
     """One round of rollouts; with an environment one call of the model. An environment actor's
     whole part of a round may take twice as long."""
+    stall_s: PositiveFloat = 120.0
+    """A rollout or environment actor that does not answer for so long, or samples no token for an
+    answer that it owes, is given up."""
     learn_s: PositiveFloat = 600.0
     """Learning one round, or finishing a step. Also scoring, saving, and waits of ranks for each
     other."""
@@ -42,7 +45,8 @@ class TimeoutsSection(Section):
     running then: a row, a token, a sync."""
 
     def limit(
-        self, key: Literal["start_s", "generate_s", "learn_s", "sync_phase_s", "interrupt_s"]
+        self,
+        key: Literal["start_s", "generate_s", "stall_s", "learn_s", "sync_phase_s", "interrupt_s"],
     ) -> Timeout:
         """Return a key's limit with the key's name."""
         return Timeout(self.model_dump()[key], f"timeouts.{key}")

@@ -250,6 +250,11 @@ class ActorsSection(Section):
     """CPU cores that Ray reserves for each actor; null: 1."""
     tensor_parallel_size: PositiveInt = 1
     """Devices of one engine."""
+    max_restarts: NonNegativeInt = 3
+    """Rollout and environment actors that may be replaced, once lost, in any `restart_window_s`; 0:
+    a lost actor ends the run."""
+    restart_window_s: PositiveFloat = 3600.0
+    """The time of `max_restarts`: a replacement that is older is not counted."""
 
 
 class SyncSection(Section):

@@ -99,13 +99,18 @@ class SendingLearner(Protocol):
     def falls_back(self) -> bool:
         """True where full syncs follow a failed adapter sync (`sync.fallback_to_full`)."""
 
-    def offer_weights(self) -> WeightOffer: ...
+    def offer_weights(self, *, again: bool = False) -> WeightOffer:
+        """Offer the next version, or `again` the present one, to engines that have lost it."""
+
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]: ...
     def sync_done(self, noise: Differences | None) -> None:
         """Note on every rank that the version is served, and the noise that was measured."""
 
     def fall_back_to_full(self) -> None:
         """Offer full weights from now on, after an offer of an adapter."""
+
+    def leave_groups(self) -> None:
+        """Offer new process groups next time: an engine is new, or a sync has failed."""
 
 
 class ReceivingEngines(Protocol):
@@ -118,35 +123,84 @@ class ReceivingEngines(Protocol):
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]: ...
 
+    @property
+    def replaces_lost(self) -> bool:
+        """True where new engines are started in place of lost ones."""
 
-def sync_weights(learner: SendingLearner, rollouts: ReceivingEngines) -> SyncReport:
+    def join_replacements(self) -> bool:
+        """Replace engines that have ended, and wait for all new ones; return whether there are any.
+
+        Raises RolloutError where no more may be replaced.
+        """
+
+    def replace_named(self, error: WeightSyncError) -> bool:
+        """Replace the engine that the error names; return whether it names one."""
+
+
+def sync_weights(
+    learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool = False
+) -> SyncReport:
     """Run one verified sync; afterwards every engine serves the offered version.
+
+    Engines that are being started in place of lost ones are waited for. Where they may be replaced,
+    a sync that fails is tried again, as `_is_mended` says.
 
     Where an offered adapter fails in any way, a full sync takes its place, now and for the rest of
     the run, if the configuration permits it (decision 20); the report says why.
 
+    Args:
+        again: some engines have lost the present version, and the learner's weights are still its.
+
     Raises:
         WeightSyncError: naming phase and engine.
         LearnerError: the learner failed by itself.
+        RolloutError: no more engines may be replaced.
     """
     rollouts.wait_idle()
-    try:
-        return _sync(learner, rollouts)
-    # of any kind: what the engines hold after it is proved by the full sync that follows
-    except Exception as error:
-        if not learner.offers_adapter:
-            raise
-        # Full weights would be scored by the same canary.
-        if isinstance(error, LearnerError) and (
-            not learner.falls_back or error.phase == SyncPhase.CANARY
-        ):
-            raise
-        if not learner.falls_back:
-            raise _adapter_error(error) from error
-        named = isinstance(error, WeightSyncError)
-        reason = str(error) if named else f"{type(error).__name__}: {error}"
-        learner.fall_back_to_full()
-    return replace(_sync(learner, rollouts), fell_back=reason)
+    fell_back: str | None = None
+    num_failed = 0
+    if rollouts.join_replacements():
+        learner.leave_groups()
+    while True:
+        try:
+            return replace(_sync(learner, rollouts, again=again), fell_back=fell_back)
+        # of any kind: what the engines hold after it is proved by the sync that follows
+        except Exception as error:
+            num_failed += 1
+            if _is_mended(learner, rollouts, error, num_failed):
+                learner.leave_groups()
+                continue
+            if not learner.offers_adapter:
+                raise
+            # Full weights would be scored by the same canary.
+            if isinstance(error, LearnerError) and (
+                not learner.falls_back or error.phase == SyncPhase.CANARY
+            ):
+                raise
+            if not learner.falls_back:
+                raise _adapter_error(error) from error
+            named = isinstance(error, WeightSyncError)
+            fell_back = str(error) if named else f"{type(error).__name__}: {error}"
+            learner.fall_back_to_full()
+            num_failed = 0
+
+
+def _is_mended(
+    learner: SendingLearner, rollouts: ReceivingEngines, error: Exception, num_failed: int
+) -> bool:
+    """Replace what made a sync fail, where that is permitted; return whether to try again.
+
+    A difference is not tried again: what differed once is not to be trusted. Otherwise engines that
+    have ended are replaced. Where none has, full weights are sent once more to a fresh group, and
+    then with a new engine in place of the one that the error names.
+    """
+    if not rollouts.replaces_lost or not isinstance(error, WeightSyncError) or error.quantity:
+        return False
+    if rollouts.join_replacements():
+        return True
+    if learner.offers_adapter:
+        return False
+    return num_failed == 1 or (num_failed == 2 and rollouts.replace_named(error))
 
 
 def _adapter_error(error: Exception) -> WeightSyncError:
@@ -163,13 +217,13 @@ def _adapter_error(error: Exception) -> WeightSyncError:
     )
 
 
-def _sync(learner: SendingLearner, rollouts: ReceivingEngines) -> SyncReport:
+def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -> SyncReport:
     """Make one offer and wait for both sides of it.
 
     When one side fails it leaves the group, which ends the other side's wait: a few seconds are
     given to that, so that the error shown is the receiver's, with the sender's as its cause.
     """
-    offer = learner.offer_weights()
+    offer = learner.offer_weights(again=again)
     receiving = rollouts.receive_weights(offer)
     sending = learner.send_weights(offer)
     sides: tuple[Future[Any], Future[Any]] = (receiving, sending)

@@ -18,7 +18,9 @@ from shared.weight_sync.phases import SyncPhase
 
 
 class FakeActor:
-    """`trouble` is `slow`, `sleep`, `die`, `fail`, `fail late`, `lose peer`, `surprise`,
+    """While it sleeps in `generate` it samples tokens, but where it is to stall.
+
+    `trouble` is `slow`, `sleep`, `stall`, `die`, `fail`, `fail late`, `lose peer`, `surprise`,
     `unreachable` or nothing.
 
     `phase` is where it comes: `start`, `generate`, `close` or one of a sync.
@@ -29,10 +31,13 @@ class FakeActor:
         self._phase = phase
         self._trouble = trouble
         self._woken = asyncio.Event()
+        self._is_asked = False
+        self._num_tokens = 0
 
     async def become(self, phase: str = "", trouble: str = "") -> None:
         """Change for the next test. Whoever sleeps wakes up."""
         self._woken.set()
+        self._is_asked = False
         self._woken = asyncio.Event()
         self._phase = phase
         self._trouble = trouble
@@ -44,9 +49,16 @@ class FakeActor:
     async def generate(
         self, *objects: SentRequests, places: range | None = None, attempt: int = 0
     ) -> tuple[list[Any], int]:
+        self._is_asked = True
         await self._reach("generate")
+        self._is_asked = False
         requests = SentRequests.chosen(objects, places).requests
         return [(self._name, request) for request in requests], len(requests)
+
+    async def progress(self) -> int | None:
+        await self._reach("progress")
+        self._num_tokens += self._trouble != "stall"
+        return self._num_tokens if self._is_asked else None
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         await self._reach(phase)
@@ -64,7 +76,7 @@ class FakeActor:
         match self._trouble:
             case "slow":
                 await asyncio.sleep(0.3)
-            case "sleep":
+            case "sleep" | "stall":
                 await self._woken.wait()
             case "die":
                 os._exit(1)
@@ -93,6 +105,7 @@ class EchoEngine:
 
     process = ""
     is_dead = False
+    num_tokens = 0
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         return list(requests)

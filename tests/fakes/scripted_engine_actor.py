@@ -43,6 +43,9 @@ class ScriptedEngineActor:
         ]
         return rollouts, len(rollouts)
 
+    async def progress(self) -> int | None:
+        return None
+
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         self._version = offer.version
         if phase is not SyncPhase.CANARY:

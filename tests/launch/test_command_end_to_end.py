@@ -12,12 +12,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from command_support import commands
 from process_family import is_engine
 from transformers import AutoModelForImageTextToText
 
 from rollout_actors.engine import warm_python
 
 pytestmark = pytest.mark.engine
+
+
+SHORT = ["training.max_steps=4", "stage2_ab.schedule.warmup_steps=1"]
 
 
 @pytest.fixture
@@ -27,14 +31,29 @@ def command(start_command, tmp_path, warm_checkpoint, demo_data):
     )
 
 
+@pytest.fixture(scope="module")
+def undisturbed(orphans_are_adopted, tmp_path_factory, warm_checkpoint, demo_data):
+    """A run to its end, which left no process."""
+    with commands() as start:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        size = "rollout_matching.decode_batch_size=2"
+        run = start(folder, warm_checkpoint, demo_data, size, *SHORT)
+        assert run.process.wait(timeout=300) == 0, run.output
+        run.assert_nothing_left()
+    return run
+
+
 @pytest.mark.long
-def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(command):
-    run = command("training.max_steps=3", "stage2_ab.schedule.warmup_steps=1")
-    assert run.process.wait(timeout=300) == 0, run.output
-    run.assert_nothing_left()
+def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(undisturbed):
+    run = undisturbed
     folder = run.run_dir
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(step["step"], step["channel"]) for step in steps] == [(1, "A"), (2, "B"), (3, "B")]
+    steps = run.lines("metrics.jsonl")
+    assert [(step["step"], step["channel"]) for step in steps] == [
+        (1, "A"),
+        (2, "B"),
+        (3, "B"),
+        (4, "B"),
+    ]
     started = re.findall(
         r"^start     (.+): \d+\.\d s, \d+ s in all$", run.output, flags=re.MULTILINE
     )
@@ -51,12 +70,12 @@ def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(comman
     assert plans[1]["sync_mode"] == "full"
     assert plans[1]["rollout_seed_base"] > 0
     assert plans[1]["rounds"] == [[[0, 6]], [[6, 12]]]
-    assert json.loads((folder / "config.json").read_text())["training"]["max_steps"] == 3
+    assert json.loads((folder / "config.json").read_text())["training"]["max_steps"] == 4
     assert len((folder / "evaluations.jsonl").read_text().splitlines()) == 2
     events = json.loads((folder / "timeline.json").read_text())
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks == {"driver", "learner", *plans[1]["engines"]}
-    closing = r"demo: val F1@0\.5 warm-up \d\.\d\d -> final \d\.\d\d \(B steps: 2, wall: \d+ s\)"
+    closing = r"demo: val F1@0\.5 warm-up \d\.\d\d -> final \d\.\d\d \(B steps: 3, wall: \d+ s\)"
     assert re.fullmatch(closing, run.output.strip().splitlines()[-1])
     AutoModelForImageTextToText.from_pretrained(folder / "checkpoint")
 
@@ -153,8 +172,41 @@ def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_
 
 
 @pytest.mark.long
-def test_a_killed_actor_ends_the_run_with_its_name_and_leaves_no_process(command):
-    run = command("training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null")
+def test_a_killed_engine_and_a_stopped_actor_are_replaced_and_the_losses_are_the_same(
+    command, undisturbed
+):
+    limits = ["timeouts.stall_s=5.0", "timeouts.sync_phase_s=20.0"]
+    run = command(*SHORT, *limits, "rollout_matching.vllm.actors.max_restarts=6")
+    run.wait_for("held out  after 1 steps")
+    engines = [pid for pid, line in run.processes().items() if is_engine(line)]
+    os.kill(engines[0], signal.SIGKILL)
+    run.wait_for("step    2/4")
+    os.kill(run.process_called("EngineActor"), signal.SIGSTOP)
+    run.wait_for("step    3/4")
+    assert len([line for line in run.processes().values() if is_engine(line)]) <= 3, (
+        "the stopped actor's engine has ended with it"
+    )
+    assert run.process.wait(timeout=200) == 0, run.output
+    run.assert_nothing_left()
+    steps = run.lines("metrics.jsonl")
+    assert [step["loss/total"] for step in steps] == [
+        step["loss/total"] for step in undisturbed.lines("metrics.jsonl")
+    ]
+    assert sum(step.get("rollout/num_replaced", 0) for step in steps) >= 2, run.output
+    told = re.findall(r"(rollout-actor-\d) is back after \d+ s", run.output)
+    assert len(told) >= 2
+    events = json.loads((run.run_dir / "timeline.json").read_text())
+    assert len([event for event in events if event["name"] == "replace"]) >= 2
+
+
+@pytest.mark.long
+def test_where_nobody_is_replaced_a_killed_actor_ends_the_run_with_its_name(command):
+    run = command(
+        "training.max_steps=500",
+        "stage2_ab.schedule.warmup_steps=0",
+        "data.val=null",
+        "rollout_matching.vllm.actors.max_restarts=0",
+    )
     run.wait_for("step    2/500")
     processes = run.processes()
     assert len([pid for pid, line in processes.items() if is_engine(line)]) == 3, (

@@ -20,6 +20,7 @@ from launch.pipeline import one_ahead, one_at_a_time
 from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from shared.chunking import split_contiguous
 from shared.config.derive import engine_devices
+from shared.errors import LostRoundError
 from shared.metrics import StepReport
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import RunSchedule
@@ -50,8 +51,11 @@ class Round:
         self.world = world
         self.requests = requests
         self.end = world.now + world.generate_s
+        self.error = None
 
     def result(self):
+        if self.error is not None:
+            raise self.error
         self.world.now = max(self.world.now, self.end)
         self.world.note("generated", tuple(self.requests))
         return [self.requests]
@@ -85,6 +89,14 @@ class Rollouts:
     def wait_idle(self):
         if self.round is not None:
             self.world.now = max(self.world.now, self.round.end)
+
+    replaces_lost = False
+
+    def join_replacements(self):
+        return False
+
+    def pop_replaced(self):
+        return []
 
     def receive_weights(self, offer):
         self.world.version = offer.version
@@ -127,8 +139,8 @@ class LearnerOfFixedLatency:
         (done,) = done
         return [SceneOf(request[2], f"scene of {request}") for request in done]
 
-    def offer_weights(self):
-        self.offered += 1
+    def offer_weights(self, *, again=False):
+        self.offered += not again
         terms = FullOffer(groups=(), timeout_s=5.0, bucket_bytes=1, tensors=())
         probe = CanaryProbe((1,), (), (1,), (), 1e-4)
         return WeightOffer(self.offered, "rollmatch_gloo", terms, probe)
@@ -357,3 +369,72 @@ def test_eval_per_device_knobs_do_not_override_rollout_decode_batching(tmp_path)
     shares = [len(share) for round_ in logs[0] for share in split_contiguous(len(round_), 3)]
     assert max(shares) == 2
     assert len(logs[0]) == 7  # the fewest rounds of at most 6 that hold 40
+
+
+class LosingRollouts(Rollouts):
+    """Engines that are all lost in the submissions of these numbers, from 0."""
+
+    replaces_lost = True
+
+    def __init__(self, world, round_size, lost):
+        super().__init__(world, round_size)
+        self._lost = lost
+        self._num_submitted = 0
+
+    def generate(self, round_):
+        handle = super().generate(round_)
+        if self._num_submitted in self._lost:
+            handle.error = LostRoundError("nobody is left", actor="actor-0", phase="generate")
+        self._num_submitted += 1
+        return handle
+
+
+def losing_run(tmp_path, lost, **changes):
+    """Three steps of channel B with two rounds each, and no reports."""
+    steps = {
+        "training__max_steps": 3,
+        "stage2_ab__schedule__warmup_steps": 0,
+        "stage2_ab__channel_b__rollouts_per_step": 32,
+        "data__val": None,
+    }
+    world = World()
+    config = configuration(tmp_path, tmp_path, tmp_path / "run", **steps | changes)
+    checkpoints = Mock()
+    rollouts = LosingRollouts(world, 16, lost)
+    schedule = RunSchedule(config)
+    train(LearnerOfFixedLatency(world), rollouts, schedule, one_ahead, Notes(world), checkpoints)
+    return world, checkpoints
+
+
+def test_a_round_that_was_lost_is_asked_again_behind_a_sync_of_the_same_weights(tmp_path):
+    undisturbed, _ = losing_run(tmp_path, [])
+    world, _ = losing_run(tmp_path, [1, 4])
+    assert world.events("learn") == undisturbed.events("learn")
+    assert [version for (version,) in undisturbed.events("sync")] == [1, 2, 3]
+    assert [version for (version,) in world.events("sync")] == [1, 1, 2, 2, 3]
+    # Round 1 of step 0 is asked again, before anything later is.
+    assert submissions(world)[:4] == [(0, 1), (0, 1), (0, 1), (1, 2)]
+
+
+def test_a_round_that_is_lost_again_ends_the_run(tmp_path):
+    with pytest.raises(LostRoundError, match="nobody is left"):
+        losing_run(tmp_path, [1, 2])
+
+
+def test_a_round_of_weights_that_the_learner_no_longer_has_ends_the_run(tmp_path):
+    with pytest.raises(LostRoundError):
+        losing_run(tmp_path, [2], rollout_matching__max_staleness=1)
+
+
+def test_checkpoints_are_given_the_next_round_itself(tmp_path):
+    _, checkpoints = losing_run(tmp_path, [], rollout_matching__max_staleness=1)
+    ahead = [one.args[1] for one in checkpoints.mock_calls if one[0] == "round_ahead"]
+    assert [type(handle) for handle in ahead] == [Round, Round, type(None)]
+
+
+def test_a_held_out_report_whose_round_was_lost_is_the_same(tmp_path):
+    reports = []
+    for lost in ([], [0], [5]):
+        world, _ = losing_run(tmp_path, lost, data__val=str(tmp_path), training__max_steps=1)
+        reports.append(world.events("evaluate"))
+    assert reports[0] and reports[0] == reports[1] == reports[2]

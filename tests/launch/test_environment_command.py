@@ -97,18 +97,29 @@ def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves
     AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoint")
 
 
-def test_a_killed_environment_actor_ends_the_run_with_its_name_and_leaves_no_process(command):
+def test_a_killed_environment_actor_comes_back_and_where_it_may_not_the_run_ends_with_its_name(
+    command,
+):
     run = command(
         "training.max_steps=500",
         "training.eval_steps=null",
         "training.effective_batch_size=32",
         "environment.num_eval_examples=0",
+        "rollout_matching.vllm.actors.max_restarts=1",
     )
     run.wait_for("step    2/500")
+    # The only one: its round is asked again.
+    os.kill(run.process_called("EnvironmentActor"), signal.SIGKILL)
+    run.wait_for("environment-0 is back")
+    num_steps = len(run.lines("metrics.jsonl"))
+    run.wait_for(f"step {num_steps + 2:>4}/500")
     os.kill(run.process_called("EnvironmentActor"), signal.SIGKILL)
     assert run.process.wait(timeout=120) == 1, run.output
     run.assert_nothing_left()
-    assert re.search(r"on environment-0: its process has ended", run.output), run.output
+    last = run.output.rpartition("environment-0 is back")[2]
+    assert re.search(r"on environment-0: its process has ended", last), run.output
+    assert "max_restarts permits 1 in 3600 s" in last
+    assert sum(line.get("rollout/num_replaced", 0) for line in run.lines("metrics.jsonl")) == 1
     assert "Traceback" not in run.output
     assert "checkpoint_interrupted_" in run.output, "the weights of the last update are saved"
 

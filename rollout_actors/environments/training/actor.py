@@ -21,7 +21,7 @@ from rollout_actors.environments.training.runner import (
     SentRollouts,
     load_tokenizer,
 )
-from shared.errors import RolloutError, Timeout
+from shared.errors import RolloutError, Timeout, UnreachableError
 from shared.protocols import CLOSED_S
 from shared.rollouts import Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf, SentRequests
@@ -53,15 +53,33 @@ def collect_rarely() -> None:
 class RayEngines:
     """The run's engines as Ray actors, asked one request at a time from an event loop."""
 
-    def __init__(self, actors: Sequence[Any], names: Sequence[str], limit: Timeout | None) -> None:
-        """Take handles of started `EngineActor`s. `limit`: of one request; None: they keep one."""
-        self._engines = list(zip(names, actors, strict=True))
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        names: Sequence[str],
+        limit: Timeout | None,
+        *,
+        outlived: bool = False,
+    ) -> None:
+        """Take handles of started `EngineActor`s.
+
+        Args:
+            limit: of one request; None: they keep one.
+            outlived: what an engine that has ended was asked may be asked of another.
+        """
+        self._names = tuple(names)
+        self.use(actors)
         self._limit = limit
-        self._call = RayCall("generate", limit, CHECK, RolloutError)
+        gone = UnreachableError if outlived else None
+        self._call = RayCall("generate", limit, CHECK, RolloutError, gone=gone)
         self._shelf = PictureShelf(ray.put)
 
     def __len__(self) -> int:
         return len(self._engines)
+
+    def use(self, actors: Sequence[Any]) -> None:
+        """Ask these from now on: some are new, under the names of engines that were lost."""
+        self._engines = list(zip(self._names, actors, strict=True))
 
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
         """Ask one engine. A request that is late or cancelled is aborted there.
@@ -99,11 +117,12 @@ class EnvironmentActor:
         engines: Sequence[Any],
         engine_names: Sequence[str],
         limit: Timeout | None,
+        outlives_engines: bool = False,
     ) -> None:
-        """`limit` is that of one call of the model; None: the engines keep one."""
+        """Take the engines, as `RayEngines` does. `outlives_engines`: its `outlived`."""
         self._name = name
         self._settings = settings
-        self._engines = RayEngines(engines, engine_names, limit)
+        self._engines = RayEngines(engines, engine_names, limit, outlived=outlives_engines)
         self._rounds = set[asyncio.Task[list[SentRollouts]]]()
 
     async def start(self) -> tuple[int, str]:
@@ -159,6 +178,13 @@ class EnvironmentActor:
         finally:
             self._rounds.discard(round_)
         return answers, len(answers)
+
+    async def use_engines(self, engines: Sequence[Any]) -> None:
+        """Ask these engines from now on; no rollout is under way."""
+        self._engines.use(engines)
+
+    async def progress(self) -> None:
+        """Answer, by which the driver knows that this process is not stopped."""
 
     async def close(self) -> None:
         """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`)."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from scene_support import guess, png, scene, truth
 
 from launch.runtime.batch_algebra import batch_algebra
+from launch.runtime.replacements import Replacement
 from launch.runtime.telemetry import Telemetry
 from shared.config.pipeline import Channel
 from shared.errors import ConfigError, StorageError
@@ -119,6 +120,28 @@ def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
     placement = json.loads((config.telemetry.run_dir / "placement.json").read_text())
     assert has(placement, engines=["a", "b"], devices=[1, 1], servers=[], learner_threads=2)
     assert (config.telemetry.run_dir / "batch_algebra.txt").read_text().startswith("updates ")
+
+
+def test_a_step_in_which_an_actor_was_replaced_has_it_in_metrics_and_timeline(config):
+    with placed(config) as telemetry:
+        take_step(telemetry, config, 25)
+        plan = RunSchedule(config).plan(26)
+        with telemetry.step(plan) as record:
+            span = Span("learner", "learn round", 1.0, 2.0)
+            record.report = StepReport(26, plan.channel, 7, METRICS, (span,))
+            record.replaced = [
+                Replacement("a", "generate on a: its process has ended", 100.0, 131.5),
+                Replacement("b", "start on b: no room", 110.0, 120.0),
+            ]
+        before, after = lines(config, "metrics.jsonl")
+    assert "rollout/num_replaced" not in before
+    assert has(after, **{"rollout/num_replaced": 2, "time/replace_s": 31.5})
+    events = json.loads((config.telemetry.run_dir / "timeline.json").read_text())
+    spans = [event for event in events if event["name"] == "replace"]
+    assert [(event["dur"], event["args"]) for event in spans] == [
+        (31.5e6, {"reason": "generate on a: its process has ended"}),
+        (10e6, {"reason": "start on b: no room"}),
+    ]
 
 
 def test_a_step_has_one_number_in_every_file_and_on_the_console(config, output):

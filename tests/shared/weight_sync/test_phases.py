@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -79,7 +80,18 @@ class Side:
         self.is_idle = False
         self.noise: Differences | None = None
 
-    def offer_weights(self) -> WeightOffer:
+    replaces_lost = False
+
+    def join_replacements(self) -> bool:
+        return False
+
+    def replace_named(self, error: WeightSyncError) -> bool:
+        raise AssertionError("nobody is replaced")
+
+    def leave_groups(self) -> None:
+        raise AssertionError("the groups are whole")
+
+    def offer_weights(self, *, again: bool = False) -> WeightOffer:
         if not self.offers_adapter:
             return WeightOffer(4, "rollmatch_gloo", TERMS, None)
         if self._adapter is UNWRITABLE:
@@ -150,6 +162,100 @@ def test_an_adapter_sync_that_fails_in_any_way_is_followed_by_full_ones_and_says
     assert report.fell_back is not None and reason in report.fell_back
     again = sync_weights(side, side)
     assert (again.mode, again.fell_back) == ("full", None)
+
+
+class Mending(Side):
+    """Its engines are replaced; one sync after the other fails as told, until there is none left.
+
+    `log`: what was done about it.
+    """
+
+    replaces_lost = True
+
+    def __init__(self, *troubles: Exception, ended: Sequence[int] = (), **options: Any) -> None:
+        """`ended`: of these failures, an engine's end was the cause; 0: before the first sync."""
+        super().__init__(**options)
+        self._troubles = list(troubles)
+        self._ended = ended
+        self._num_failed = 0
+        self.log: list[str] = []
+
+    def join_replacements(self) -> bool:
+        has_new = self._num_failed in self._ended
+        if has_new:
+            self._ended = [number for number in self._ended if number != self._num_failed]
+            self.log.append("replaced the ended")
+        return has_new
+
+    def replace_named(self, error: WeightSyncError) -> bool:
+        self.log.append(f"replaced {error.actor}")
+        return error.actor != "learner"
+
+    def leave_groups(self) -> None:
+        self.log.append("left")
+
+    def offer_weights(self, *, again: bool = False) -> WeightOffer:
+        self.log.append("offered again" if again else "offered")
+        return super().offer_weights()
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        if self._troubles:
+            self._num_failed += 1
+            return self._future(self._troubles.pop(0))
+        return super().receive_weights(offer)
+
+
+def test_engines_that_ended_are_replaced_before_a_sync_and_join_a_new_group() -> None:
+    side = Mending(ended=[0])
+    sync_weights(side, side, again=True)
+    assert side.log == ["replaced the ended", "left", "offered again"]
+
+
+def test_a_sync_that_an_engines_end_broke_is_tried_again_with_a_new_engine() -> None:
+    side = Mending(RECEIVER_ERROR, RECEIVER_ERROR, RECEIVER_ERROR, ended=[1, 2, 3])
+    assert sync_weights(side, side).version == 4
+    assert side.log == ["offered", *["replaced the ended", "left", "offered"] * 3]
+    assert side.num_done == 1
+
+
+def test_a_sync_that_fails_without_an_end_is_tried_on_a_new_group_then_with_a_new_engine_then_no_more() -> (
+    None
+):
+    side = Mending(RECEIVER_ERROR, RECEIVER_ERROR)
+    sync_weights(side, side)
+    assert side.log == ["offered", "left", "offered", "replaced actor-1", "left", "offered"]
+    side = Mending(*[RECEIVER_ERROR] * 3)
+    with pytest.raises(WeightSyncError) as caught:
+        sync_weights(side, side)
+    assert caught.value is RECEIVER_ERROR
+    assert side.log.count("offered") == 3
+    side = Mending(SENDER_ERROR, SENDER_ERROR)
+    with pytest.raises(WeightSyncError, match="connection closed"):
+        sync_weights(side, side)
+    assert side.log.count("offered") == 2, "the learner is no engine"
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [WeightSyncError("no", actor="actor-1", phase="verify", quantity="q"), DIVERGED],
+    ids=["a difference", "the learner's own"],
+)
+def test_a_difference_and_the_learners_own_failure_are_not_tried_again(trouble: Exception) -> None:
+    side = Mending(trouble)
+    with pytest.raises(type(trouble)) as caught:
+        sync_weights(side, side)
+    assert caught.value is trouble
+    assert side.log == ["offered"]
+
+
+def test_an_adapter_sync_is_tried_again_with_a_new_engine_and_else_full_weights_follow() -> None:
+    adapted = replace(RECEIVED, mode="adapter")
+    side = Mending(RECEIVER_ERROR, ended=[1], adapter=adapted)
+    assert sync_weights(side, side).mode == "adapter"
+    side = Mending(RECEIVER_ERROR, RECEIVER_ERROR, adapter=adapted)
+    report = sync_weights(side, side)
+    assert (report.mode, side.log) == ("full", ["offered", "offered", "left", "offered"])
+    assert report.fell_back == str(RECEIVER_ERROR)
 
 
 KEY = r"; set rollout_matching.vllm.sync.fallback_to_full: true"

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +21,7 @@ from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor, says
 from scripted_engines import ScriptedEngines, demo_tokenizer, group_requests
 
+from launch.runtime.replacements import Replacements, RestartBudget
 from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.environments.training.actor import EnvironmentActor, RayEngines
 from rollout_actors.environments.training.runner import (
@@ -27,7 +30,8 @@ from rollout_actors.environments.training.runner import (
     load_tokenizer,
 )
 from shared.config.job import TimeoutsSection
-from shared.errors import RolloutError, Timeout, UnreachableError
+from shared.config.rollout import ActorsSection
+from shared.errors import LostRoundError, RolloutError, Timeout, UnreachableError
 from shared.protocols import PerRank
 from shared.rollouts import WeightOffer
 from shared.sent_requests import PictureShelf
@@ -218,15 +222,98 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
     assert isinstance(round_.exception(), RolloutError)
 
 
+# Who is lost, and replaced
+
+
+@pytest.fixture(scope="module")
+def mended(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClient]:
+    """Two environment actors before two engines; others take the places of those that are lost."""
+    budget = RestartBudget(ActorsSection(max_restarts=100))
+    limits = replace(timeouts(60.0), stall=Timeout(2.0, "timeouts.stall_s"))
+
+    def create_engine(index: int, _: int = 1) -> Any:
+        return create_scripted_actor(index, token_ids(WORDS))
+
+    engines = RolloutClient(
+        [create_engine(0), create_engine(1)],
+        ENGINES,
+        limits,
+        decode_batch_size=8,
+        replacements=Replacements(create_engine, ENGINES, limits.start, budget),
+    )
+
+    def create_environment(index: int, _: int = 1) -> Any:
+        asked = (engines.actors, ENGINES, engines.timeouts.generate, engines.replaces_lost)
+        return create_environment_actor(ENVIRONMENTS[index], settings, *asked)
+
+    environments = RolloutClient(
+        [create_environment(0), create_environment(1)],
+        ENVIRONMENTS,
+        limits,
+        decode_batch_size=64,
+        replacements=Replacements(create_environment, ENVIRONMENTS, limits.start, budget),
+    )
+    for pool in (engines, environments):
+        pool.start()
+    engines.generate_through(environments, group_size=SIZE)
+    yield engines
+    for pool in (environments, engines):
+        pool.close()
+
+
+def assert_answers(pool: RolloutClient, settings: RunnerSettings) -> None:
+    """Whoever is left answers what all would."""
+    requests = group_requests(4, 1, 2, 3)
+    (answers,) = rollouts(pool.generate(refs(requests)).result(timeout=60))
+    assert answers == in_process(settings, requests, 0)
+
+
+def test_what_a_lost_environment_owed_is_answered_by_the_other_and_it_comes_back(mended, settings):
+    environments = mended._generators
+    lost = environments.actors[1]
+    ray.kill(lost)
+    assert_answers(mended, settings)
+    assert not mended.join_replacements(), "no engine is new, and no group is left"
+    assert environments.actors[1] is not lost
+    assert [one.actor for one in mended.pop_replaced()] == ["environment-1"]
+    assert_answers(mended, settings)
+
+
+def test_what_a_lost_or_stopped_engine_was_asked_is_asked_of_the_other_and_it_comes_back(
+    mended, settings
+):
+    ray.kill(mended.actors[0])
+    assert_answers(mended, settings)
+    assert mended.join_replacements()
+    os.kill(ray.get(mended.actors[1].__ray_call__.remote(lambda _: os.getpid())), signal.SIGSTOP)
+    assert_answers(mended, settings)
+    assert mended.join_replacements()
+    first, second = mended.pop_replaced()
+    assert [first.actor, second.actor] == ENGINES
+    assert "no answer from rollout-actor-1 after timeouts.stall_s = 2 s" in second.reason
+    assert_answers(mended, settings)
+    assert not mended.join_replacements(), "environments ask the new ones"
+
+
+def test_where_no_engine_is_left_the_round_is_lost_and_may_be_asked_again(mended, settings):
+    for actor in mended.actors:
+        ray.kill(actor)
+    with pytest.raises(LostRoundError, match="its process has ended"):
+        assert_answers(mended, settings)
+    mended.wait_idle()
+    assert mended.join_replacements()
+    assert_answers(mended, settings)
+
+
 # The engines' actors, as an environment's actor asks them
 
 LIMIT = Timeout(0.5, "timeouts.generate_s")
 LONG = Timeout(60.0, "timeouts.generate_s")
 
 
-def asked(actors: list[Any], limit: Timeout = LONG) -> Any:
+def asked(actors: list[Any], limit: Timeout = LONG, *, outlived: bool = False) -> Any:
     """Ask the second of two engines. It answers with its name and the request."""
-    engines = RayEngines(actors, ["actor-0", "actor-1"], limit)
+    engines = RayEngines(actors, ["actor-0", "actor-1"], limit, outlived=outlived)
     assert len(engines) == 2
     request: Any = "request"
     return asyncio.run(engines.generate(1, request))
@@ -264,6 +351,8 @@ def test_an_engine_that_fails_or_is_late_is_named_with_what_to_check(
 
 def test_an_engine_that_dies_is_named_with_what_to_check(fake_actors):
     dies = create_fake_actor("actor-1", "generate", "die")
+    with pytest.raises(UnreachableError, match="its process has ended"):
+        asked([fake_actors[0], dies], outlived=True)
     message = r"(?s)on actor-1: its process has ended .*; check its log and the machine's memory"
     with pytest.raises(RolloutError, match=message) as caught:
         asked([fake_actors[0], dies])

@@ -1,0 +1,248 @@
+"""New actors in place of those that have ended or stalled, within a budget (docs/recovery.md)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
+from shared.config.rollout import ActorsSection
+from shared.errors import RolloutError, Timeout, WeightSyncError, late
+
+_LOGGER = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""Longest time between two looks at the same actor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """One actor that was lost, and how long its place was empty.
+
+    Example: `Replacement("actor-1", "generate on actor-1: its process has ended", 100.0, 131.5)`.
+    """
+
+    actor: str
+    reason: str
+    lost_s: float
+    """Unix time at which it was found to be gone."""
+    started_s: float
+    """Unix time at which the new one was ready."""
+
+
+class RestartBudget:
+    """The actors of a run that may still be replaced: `max_restarts` in any `restart_window_s`."""
+
+    def __init__(
+        self, section: ActorsSection, *, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._section = section
+        self._clock_s = clock_s
+        self._taken_s = deque[float]()
+
+    def take(self) -> bool:
+        """Take one restart; return whether there was one left."""
+        now_s = self._clock_s()
+        while self._taken_s and self._taken_s[0] <= now_s - self._section.restart_window_s:
+            self._taken_s.popleft()
+        if len(self._taken_s) == self._section.max_restarts:
+            return False
+        self._taken_s.append(now_s)
+        return True
+
+    @property
+    def refusal(self) -> str:
+        """What to say where none is left."""
+        section = self._section
+        return (
+            f"it is not replaced, for rollout_matching.vllm.actors.max_restarts permits"
+            f" {section.max_restarts} in {section.restart_window_s:g} s (restart_window_s); find"
+            " out why actors end"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Starting:
+    """A new actor that is being started."""
+
+    actor: Any
+    answer: Any
+    """Reference to what its `start` returns."""
+    deadline: float
+    """End of the wait, by the monotonic clock."""
+    reason: str
+    lost_s: float
+
+
+class Replacements:
+    """The actors that are being started in place of a client's.
+
+    Rounds use it from their thread, syncs from the driver's, never both at a time; `close` may come
+    at any moment.
+    """
+
+    def __init__(
+        self,
+        create: Callable[[int, int], Any],
+        names: Sequence[str],
+        start: Timeout,
+        budget: RestartBudget,
+    ) -> None:
+        """`create(index, number)` makes the Ray actor of a place; its first actor was number 1."""
+        self._create = create
+        self._names = tuple(names)
+        check = "the engine's log for what it is loading, and the machine's free memory"
+        self._call = RayCall("start", start, check, RolloutError)
+        self._budget = budget
+        self._starting: dict[int, _Starting] = {}
+        self._numbers = Counter[int]()
+        self._done: list[Replacement] = []
+        # Whoever closes must not miss an actor that is being created.
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def lose(self, index: int, actor: Any, error: RolloutError | WeightSyncError) -> None:
+        """Kill the actor of this place and start another. Does nothing where that was done.
+
+        Raises the error where the run is ending, and with what is to be said where the budget is
+        used up.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise error
+            if index in self._starting:
+                return
+            if not self._budget.take():
+                message = f"{error.message}; {self._budget.refusal}"
+                raise type(error)(message, actor=error.actor, phase=error.phase) from error
+            name = self._names[index]
+            # Ray's own words are of several lines.
+            reason = " ".join(str(error).split())
+            _LOGGER.warning("%s; another %s is being started in its place", reason, name)
+            lost_s = time.time()
+            ray.kill(actor)
+            self._numbers[index] += 1
+            new = self._create(index, 1 + self._numbers[index])
+            self._starting[index] = _Starting(
+                new, new.start.remote(), self._call.deadline(), reason, lost_s
+            )
+
+    def join(self) -> dict[int, tuple[Any, int]]:
+        """Wait for all that are being started; return actors and their devices, by place.
+
+        One that fails to start is replaced again. Raises RolloutError where the budget is used up.
+        """
+        joined = {}
+        while self._starting:
+            index, one = next(iter(self._starting.items()))
+            name = self._names[index]
+            try:
+                if next_ready({one.answer: one.deadline}) is None:
+                    raise self._call.timeout_error([name])
+                devices, _ = result_of(self._call, name, one.answer)
+            except RolloutError as error:
+                del self._starting[index]
+                self.lose(index, one.actor, error)
+                continue
+            del self._starting[index]
+            joined[index] = (one.actor, devices)
+            done = Replacement(name, one.reason, one.lost_s, time.time())
+            self._done.append(done)
+            _LOGGER.warning("%s is back after %.0f s", name, done.started_s - done.lost_s)
+        return joined
+
+    def pop_done(self) -> list[Replacement]:
+        """Return those that have joined since the last call."""
+        done = self._done
+        self._done = []
+        return done
+
+    def close(self) -> None:
+        """Kill what is being started, and start nothing more. Twice is harmless."""
+        with self._lock:
+            self._is_closed = True
+            for one in self._starting.values():
+                ray.kill(one.actor)
+
+
+def ended_error(name: str, error: RayError) -> RolloutError:
+    """Say why the actor of this name could not answer a call of `progress`."""
+    translated = RayCall("generate", None, "its log", RolloutError).translate_error(name, error)
+    assert isinstance(translated, RolloutError)
+    return translated
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What is known of one actor."""
+
+    answer: Any
+    """Reference to what `progress` returns."""
+    alive_s: float
+    """The clock when its last answer was seen."""
+    moved_s: float
+    """The clock when it was last seen to sample a token, or to owe none."""
+    progress: int | None = None
+
+
+class StallWatch:
+    """Looks for actors that have ended, are stopped, or owe tokens and sample none."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        limit: Timeout,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._names = tuple(names)
+        self._limit = limit
+        self._clock_s = clock_s
+        self._watched: dict[int, _Watched] = {}
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two looks."""
+        return min(LOOK_S, self._limit.seconds / 4)
+
+    def look(self, actors: Sequence[Any]) -> dict[int, RolloutError]:
+        """Ask all actors how far they are, without waiting; return those to give up, and why."""
+        now_s = self._clock_s()
+        given_up: dict[int, RolloutError] = {}
+        for index, actor in enumerate(actors):
+            if index not in self._watched:
+                self._watched[index] = _Watched(actor.progress.remote(), now_s, now_s)
+                continue
+            watched = self._watched[index]
+            name = self._names[index]
+            ready, _ = ray.wait([watched.answer], timeout=0)
+            if ready:
+                try:
+                    progress = ray.get(watched.answer)
+                except RayError as error:
+                    given_up[index] = ended_error(name, error)
+                    continue
+                watched.alive_s = now_s
+                if progress is None or progress != watched.progress:
+                    watched.moved_s = now_s
+                watched.progress = progress
+                watched.answer = actor.progress.remote()
+            if now_s - watched.alive_s > self._limit.seconds:
+                message = late(name, self._limit, "whether its process is stopped or blocked")
+            elif now_s - watched.moved_s > self._limit.seconds:
+                message = (
+                    f"no token in {self._limit.key} = {self._limit.seconds:g} s, with requests to"
+                    " answer; check its log, and whether its engine's process or the GPU hangs"
+                )
+            else:
+                continue
+            given_up[index] = RolloutError(message, actor=name, phase="generate")
+        return given_up

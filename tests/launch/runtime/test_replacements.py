@@ -1,0 +1,273 @@
+"""A lost actor's share goes to the others, and a new actor takes its place before the next sync."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from fake_actors import create_fake_actor
+
+from launch.runtime.replacements import Replacements, RestartBudget, StallWatch
+from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
+from shared.config.job import TimeoutsSection
+from shared.config.rollout import ActorsSection
+from shared.errors import LostRoundError, RolloutError, Timeout, WeightSyncError
+from shared.protocols import PerRank
+from shared.rollouts import WeightOffer
+from shared.sent_requests import PictureShelf
+
+LIMITS = RolloutTimeouts.for_actors(
+    TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=60.0)
+)
+OFFER = WeightOffer(version=1, transport="rollmatch_gloo", terms=None, canary=None)
+NAMES = ["actor-0", "actor-1"]
+Trouble = tuple[str, str]
+
+
+def test_so_many_actors_may_be_replaced_in_any_window():
+    now_s = [0.0]
+    section = ActorsSection(max_restarts=2, restart_window_s=100.0)
+    budget = RestartBudget(section, clock_s=lambda: now_s[0])
+    taken = []
+    for now_s[0] in (0.0, 60.0, 99.0, 100.0, 159.0, 160.0):
+        taken.append(budget.take())
+    assert taken == [True, True, False, True, False, True]
+    assert "max_restarts permits 2 in 100 s (restart_window_s)" in budget.refusal
+    assert not RestartBudget(ActorsSection(max_restarts=0)).take()
+
+
+GOOD = ("", "")
+DIES = ("generate", "die")
+STALLS = ("generate", "stall")
+
+
+@pytest.fixture
+def client(fake_actors: list[Any]) -> Iterator[Callable[..., RolloutClient]]:
+    """A client of actor-0 and actor-1 with these troubles, and with those of their successors."""
+    clients = []
+    created = []
+
+    def create(name: str, trouble: Trouble) -> Any:
+        created.append(create_fake_actor(name, *trouble))
+        return created[-1]
+
+    def make(
+        *troubles: Trouble,
+        then: Sequence[Trouble] = (),
+        stall_s: float = 60.0,
+        max_restarts: int = 3,
+    ) -> RolloutClient:
+        limits = replace(LIMITS, stall=Timeout(stall_s, "timeouts.stall_s"))
+        successors = iter(then)
+        budget = RestartBudget(ActorsSection(max_restarts=max_restarts))
+        replacements = Replacements(
+            lambda index, _: create(NAMES[index], next(successors, GOOD)),
+            NAMES,
+            limits.start,
+            budget,
+        )
+        # Whoever has no trouble lives on, for other tests.
+        actors = [
+            fake_actors[index] if trouble == GOOD else create(NAMES[index], trouble)
+            for index, trouble in enumerate(troubles)
+        ]
+        # so that no limit counts the start of a process
+        ray.get([actor.__ray_ready__.remote() for actor in actors])
+        client = RolloutClient(
+            actors,
+            NAMES,
+            limits,
+            decode_batch_size=2,
+            devices=(1, 1),
+            replacements=replacements if max_restarts else None,
+        )
+        clients.append(client)
+        return client
+
+    yield make
+    for one in clients:
+        if one.replaces_lost:
+            one._replacements.close()
+    for actor in created:
+        ray.kill(actor)
+
+
+def refs(number: int) -> PerRank:
+    return [PictureShelf(ray.put).put_each([f"request-{place}" for place in range(number)])]
+
+
+def answers(done: PerRank) -> list[Any]:
+    (shares,) = done
+    return [answer for share in ray.get(list(shares)) for answer in share]
+
+
+def who_answers(client: RolloutClient) -> list[str]:
+    """Generate four requests, which come back in order, and tell by whom."""
+    names, requests = zip(*answers(client.generate(refs(4)).result(timeout=60)), strict=True)
+    assert requests == ("request-0", "request-1", "request-2", "request-3")
+    return list(names)
+
+
+@pytest.mark.ray
+def test_what_a_dead_actor_owed_is_answered_by_the_next_and_it_is_back_before_the_sync(client):
+    pool = client(GOOD, DIES)
+    assert who_answers(pool) == ["actor-0"] * 4
+    assert who_answers(pool) == ["actor-0"] * 4, "it is not asked before it has weights"
+    assert pool.pop_replaced() == []
+    pool.wait_idle()
+    assert pool.join_replacements()
+    assert not pool.join_replacements()
+    pool.receive_weights(OFFER).result()
+    assert who_answers(pool) == ["actor-0"] * 2 + ["actor-1"] * 2
+    (replaced,) = pool.pop_replaced()
+    assert replaced.actor == "actor-1"
+    assert replaced.reason.startswith("generate on actor-1: its process has ended")
+    assert 0 < replaced.started_s - replaced.lost_s < 60
+    assert pool.pop_replaced() == []
+
+
+@pytest.mark.ray
+def test_where_no_more_may_be_replaced_the_error_says_how_many_were(client):
+    pool = client(GOOD, DIES, then=[DIES], max_restarts=1)
+    who_answers(pool)
+    pool.join_replacements()
+    message = (
+        r"(?s)generate on actor-1: its process has ended.*; it is not replaced, for"
+        r" rollout_matching\.vllm\.actors\.max_restarts permits 1 in 3600 s"
+    )
+    with pytest.raises(RolloutError, match=message):
+        who_answers(pool)
+
+
+@pytest.mark.ray
+def test_where_nobody_is_replaced_a_stalled_actor_ends_the_round(client, fake_actors):
+    ray.get(fake_actors[1].become.remote(*STALLS))
+    with pytest.raises(RolloutError, match=r"actor-1: no token in timeouts\.stall_s = 1 s"):
+        who_answers(client(GOOD, GOOD, stall_s=1.0, max_restarts=0))
+
+
+@pytest.mark.ray
+def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
+    pool = client(GOOD, ("generate", "sleep"), stall_s=1.5)
+    pids = [ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in pool.actors]
+    generating = pool.generate(refs(4))
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGSTOP)
+    assert [name for name, _ in answers(generating.result(timeout=60))] == ["actor-0"] * 4
+    pool.join_replacements()
+    (replaced,) = pool.pop_replaced()
+    assert "no answer from actor-1 after timeouts.stall_s = 1.5 s" in replaced.reason
+    psutil.wait_procs([psutil.Process(pids[1])] if psutil.pid_exists(pids[1]) else [], timeout=30)
+    assert not psutil.pid_exists(pids[1])
+    assert who_answers(pool) == ["actor-0"] * 2 + ["actor-1"] * 2
+
+
+@pytest.mark.ray
+def test_an_actor_that_stops_while_it_has_nothing_to_do_is_replaced_before_the_sync(
+    client, monkeypatch
+):
+    monkeypatch.setattr("launch.runtime.rollout_client.ALIVE_S", 1.0)
+    pool = client(("progress", "sleep"), GOOD)
+    assert pool.join_replacements()
+    (replaced,) = pool.pop_replaced()
+    assert replaced.reason == (
+        "generate on actor-0: no answer in 1 s; check whether its process is stopped"
+    )
+
+
+@pytest.mark.ray
+def test_a_round_that_nobody_is_left_to_answer_is_lost_and_may_be_asked_again(client):
+    pool = client(DIES, DIES)
+    with pytest.raises(LostRoundError, match="its process has ended"):
+        who_answers(pool)
+    pool.wait_idle()
+    assert pool.join_replacements()
+    assert who_answers(pool) == ["actor-0"] * 2 + ["actor-1"] * 2
+    assert sorted(one.actor for one in pool.pop_replaced()) == NAMES
+
+
+@pytest.mark.ray
+def test_an_actor_that_does_not_start_is_replaced_again(client):
+    pool = client(GOOD, DIES, then=[("start", "fail")])
+    who_answers(pool)
+    assert pool.join_replacements()
+    (replaced,) = pool.pop_replaced()
+    assert replaced.reason == "start on actor-1: told to fail"
+    assert who_answers(pool) == ["actor-0"] * 2 + ["actor-1"] * 2
+
+
+@pytest.mark.ray
+def test_the_engine_that_a_sync_names_is_replaced(client):
+    pool = client(GOOD, ("wire", "fail"))
+    with pytest.raises(WeightSyncError) as caught:
+        pool.receive_weights(OFFER).result()
+    assert pool.replace_named(caught.value)
+    pool.receive_weights(OFFER).result()
+    assert pool.version == 1
+    assert not pool.replace_named(WeightSyncError("", actor="learner", phase="wire"))
+
+
+@pytest.mark.ray
+def test_when_the_pool_is_closed_nothing_is_started_any_more(client):
+    pool = client(DIES, ("generate", "sleep"), then=[("start", "sleep")])
+    generating = pool.generate(refs(4))
+    deadline = time.monotonic() + 30
+    while not (starting := pool._replacements._starting):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (new,) = [one.answer for one in starting.values()]
+    pool.close()
+    with pytest.raises(RolloutError, match="its process has ended"):
+        generating.result(timeout=60)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(new, timeout=30)
+    assert len(starting) == 1
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (("generate", "sleep"), None),
+        (STALLS, "no token in timeouts.stall_s = 100 s, with requests to answer"),
+        (("progress", "sleep"), "no answer from actor-1 after timeouts.stall_s = 100 s"),
+    ],
+    ids=["samples", "stalls", "is blocked"],
+)
+def test_whoever_neither_samples_nor_answers_is_given_up_and_nobody_else(
+    fake_actors, trouble, told
+):
+    ray.get(fake_actors[1].become.remote(*trouble))
+    owed = fake_actors[1].generate.remote(refs(1)[0][0].sent)
+    now_s = [0.0]
+    watch = StallWatch(NAMES, Timeout(100.0, "timeouts.stall_s"), clock_s=lambda: now_s[0])
+    assert watch.interval_s == 5.0
+    given_up = []
+    for now_s[0] in (0.0, 40.0, 80.0, 181.0):
+        given_up.append(watch.look(fake_actors))
+        time.sleep(0.3)  # so that each look finds the answer to the last one
+    assert given_up[:3] == [{}] * 3
+    assert [str(error).partition(": ")[2].partition(";")[0] for error in given_up[3].values()] == (
+        [] if told is None else [told]
+    )
+    assert list(given_up[3]) == ([] if told is None else [1])
+    ray.get(fake_actors[1].become.remote())
+    ray.get(owed)
+
+
+@pytest.mark.ray
+def test_whoever_ends_is_given_up_at_the_next_look(ray_cluster):
+    actor = create_fake_actor("actor-0", "progress", "die")
+    watch = StallWatch(NAMES, Timeout(100.0, "timeouts.stall_s"))
+    deadline = time.monotonic() + 30
+    while not (given_up := watch.look([actor])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "its process has ended" in str(given_up[0])
