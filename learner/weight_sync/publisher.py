@@ -51,8 +51,8 @@ class WeightPublisher:
     """Whether the adapter alone is offered, until `fall_back_to_full`."""
     version: int = field(init=False, default=0)
     """The version that the engines serve; 0 before the first sync."""
-    _offered: int = field(init=False, default=0)
-    """The version of the last offer."""
+    _is_again: bool = field(init=False, default=False)
+    """Whether the last offer was of the present version."""
 
     @classmethod
     def from_config(
@@ -100,7 +100,8 @@ class WeightPublisher:
             if self.parallel.holds_parts:
                 # Every rank computes it where none has the model alone.
                 probe = self.parallel.forward(self.canary.probe)
-            version = self._offered = self.version + (0 if again else 1)
+            self._is_again = again
+            version = self.version + (not again)
             sender = self.sender
             if sender is None:
                 return None
@@ -127,7 +128,7 @@ class WeightPublisher:
         with self.ranks.of_phase("sync_done"):
             self.ranks.barrier()
         self.parallel.release()
-        self.version = self._offered
+        self.version += not self._is_again
         if noise is not None:
             self.canary.noise = noise
 

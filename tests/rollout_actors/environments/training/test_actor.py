@@ -82,7 +82,12 @@ def with_environments(actors: Sequence[Any], limit_s: float) -> RolloutClient:
         actors, ENVIRONMENTS, timeouts(limit_s), decode_batch_size=64, devices=(1, 1)
     )
     engines = RolloutClient(
-        [None, None], ENGINES, timeouts(60.0), decode_batch_size=4, learner_ranks=2, devices=(1, 1)
+        [None, None],
+        ENGINES,
+        replace(timeouts(60.0), stall=None),
+        decode_batch_size=4,
+        learner_ranks=2,
+        devices=(1, 1),
     )
     engines.generate_through(environments, group_size=SIZE)
     return engines
