@@ -198,7 +198,8 @@ class Cluster:
             name = _ray_name(names[index], number)
             where = _bundle(group, index)
             resources = placement.engines[index]
-            return self._create(shell, name, resources, where, runtime_env, spec)
+            is_first = number == 1
+            return self._create(shell, name, resources, where, runtime_env, spec, is_first=is_first)
 
         actors = {name: create(index) for index, name in enumerate(names)}
         timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
@@ -276,7 +277,8 @@ class Cluster:
             )
             name = _ray_name(names[index], number)
             return self._create(
-                shell, name, resources, where, runtime_env, names[index], settings, *asked
+                *(shell, name, resources, where, runtime_env, names[index], settings, *asked),
+                is_first=number == 1,
             )
 
         actors = [create(index) for index in range(section.num_actors)]
@@ -299,8 +301,12 @@ class Cluster:
         where: Any,
         runtime_env: dict[str, Any],
         *arguments: Any,
+        is_first: bool = True,
     ) -> Any:
-        """Create a Ray actor of `shell`, by the scheduling strategy `where`."""
+        """Create a Ray actor of `shell`, by the scheduling strategy `where`.
+
+        Its client ends one that is not the first of its place.
+        """
         actor = shell.options(
             name=name,
             num_cpus=resources.cpus,
@@ -308,7 +314,10 @@ class Cluster:
             scheduling_strategy=where,
             runtime_env=runtime_env,
         ).remote(*arguments)
-        self._ends.callback(ray.kill, actor)
+        if is_first:
+            # Ends are in the opposite order: a later one would be killed before its client's
+            # `close` has had it end by itself.
+            self._ends.callback(ray.kill, actor)
         return actor
 
 

@@ -63,9 +63,15 @@ METRIC_STAGES = {
     "gradient": ("optim/grad_norm", "optim/num_skipped"),
     "update": ("optim/",),
     "sync": ("weight_version", "sync/version"),
-    "other": ("channel", "rollout/", "coord_diag/"),
+    "other": ("",),
 }
-"""Beginnings of the names of the metrics that tell of each stage after the samples'."""
+"""Beginnings of the names of the metrics that tell of each stage after the samples'; the first
+stage that a metric belongs to counts."""
+NOT_LEARNED = (
+    *("time/", "sync/", "rollout/decode_mode", "rollout/num_replaced"),
+    *("rollout/logprob", "rollout/num_logprob", "rollout/num_compared"),
+)
+"""Metrics of how a step was made, and of the engines' last bits, on which nothing depends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +109,15 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
         f"changed   {field}: A {_shown(one)}, B {_shown(other)}"
         for field, one, other in _differences(_computed(read_run(a)), _computed(read_run(b)))
     ]
-    metrics = [read_lines(run / "metrics.jsonl") for run in (a, b)]
-    parting = first_difference((a, b), (metrics[0], metrics[1]))
+    metrics = _metrics(a), _metrics(b)
+    has_logs = (a / "rollouts").is_dir() and (b / "rollouts").is_dir()
+    if not has_logs:
+        lines.append(
+            "note      not both have rollouts/ (telemetry.rollouts): no sample is compared"
+        )
+    parting = first_difference((a, b), metrics, has_logs=has_logs)
     if parting is not None:
-        equal = f"equal     the {parting.step - 1} steps before, to the bit"
+        equal = f"equal     {parting.step - 1} steps before, to the bit"
         return [*lines, *parting.describe(), equal], True
     lengths = [len(one) for one in metrics]
     both = f"equal     {min(lengths)} steps, to the bit"
@@ -116,25 +127,40 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     return [*lines, both], False
 
 
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics, which have to be of the steps 1, 2, 3 and so on."""
+    lines = read_lines(run / "metrics.jsonl")
+    steps = [line["step"] for line in lines]
+    if not steps or steps != list(range(1, len(steps) + 1)):
+        raise ConfigError(
+            f"{run / 'metrics.jsonl'}: has to have a line for every step from 1 on, and has"
+            f" {len(steps)}; compare runs that took a step and whose files are whole"
+        )
+    return lines
+
+
 def first_difference(
-    runs: tuple[Path, Path], metrics: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    runs: tuple[Path, Path],
+    metrics: tuple[list[dict[str, Any]], list[dict[str, Any]]],
+    *,
+    has_logs: bool,
 ) -> Parting | None:
     """Return the first difference in the steps that both runs have."""
     for one, other in zip(*metrics, strict=False):
         step = one["step"]
-        logs = _samples(runs[0], step), _samples(runs[1], step)
-        if all(logs) and (parting := next(_of_samples(step, *logs), None)) is not None:
-            return parting
+        if has_logs:
+            logs = _samples(runs[0], step), _samples(runs[1], step)
+            for parting in _of_samples(step, *logs):
+                return parting
+        left = [name for name in dict.fromkeys((*one, *other)) if not name.endswith("_s")]
         for stage, beginnings in METRIC_STAGES.items():
-            names = [
-                name
-                for name in (*one, *(name for name in other if name not in one))
-                if name.startswith(beginnings)
-                and not name.startswith(("rollout/logprob", "rollout/num_replaced"))
-                and not name.endswith("_s")
+            names = [name for name in left if name.startswith(beginnings)]
+            left = [name for name in left if name not in names]
+            if stage == "sync":
                 # No sync follows a run's last step.
-                and (stage != "sync" or (name in one and name in other))
-            ]
+                names = [name for name in names if name in one and name in other]
+            elif stage == "other":
+                names = [name for name in names if not name.startswith(NOT_LEARNED)]
             for field, a, b in _differences(_of(one, *names), _of(other, *names)):
                 return Parting(step, stage, "", field, a, b)
     return None

@@ -53,12 +53,13 @@ class LearnerClient(HeldOutClient, SendingLearner, Protocol):
 class _Round:
     """A round in production. Where everybody who could answer it is lost it is asked once more."""
 
-    learner: LearnerClient
     rollouts: RolloutClient
     requests: PerRank
     future: Future[PerRank]
     version: int
     """Version of the weights when it was submitted."""
+    sync_again: Callable[[], None]
+    """Sends the present weights once more, to new engines."""
 
     def result(self) -> PerRank:
         """Wait for the answers. The learner has to be idle: new engines may need its weights.
@@ -67,11 +68,21 @@ class _Round:
         """
         try:
             return self.future.result()
-        except LostRoundError:
+        except LostRoundError as error:
             if self.rollouts.version != self.version:
-                raise
-        sync_weights(self.learner, self.rollouts, again=True)
-        return self.rollouts.generate(self.requests).result()
+                why = "and the weights that it was asked of are gone (max_staleness)"
+                raise LostRoundError(
+                    f"{error.message}; all are lost, {why}", actor=error.actor, phase=error.phase
+                ) from error
+        self.sync_again()
+        try:
+            return self.rollouts.generate(self.requests).result()
+        except LostRoundError as error:
+            raise LostRoundError(
+                f"{error.message}; all are lost for the second time in a round",
+                actor=error.actor,
+                phase=error.phase,
+            ) from error
 
 
 def train(
@@ -104,7 +115,10 @@ def train(
 
     def generate(round_: PerRank) -> _Round:
         future = done_before if round_ is answers_ahead else rollouts.generate(round_)
-        return _Round(learner, rollouts, round_, future, rollouts.version)
+        return _Round(rollouts, round_, future, rollouts.version, sync_again)
+
+    def sync_again() -> None:
+        telemetry.sync(sync_weights(learner, rollouts, again=True))
 
     def report_held_out(step: int) -> None:
         evaluation = evaluate(learner, rollouts, step, queue, generate)

@@ -10,17 +10,20 @@ learner works: all of it runs in this process.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field, PositiveInt
 from rich.console import Console
 
 from launch.cli import explained, read_arguments
+from launch.diff_runs import NOT_LEARNED
 from launch.runtime.resume import full_checkpoints
-from launch.runtime.saved_run import load_run
+from launch.runtime.saved_run import changed_config, read_run
 from learner.algorithms.rollout_matching import RolloutMatching
 from learner.learner import Learner
 from learner.model.ranks import RankTopology
@@ -33,13 +36,7 @@ from shared.metrics import merge_reports
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.run_files import read_lines
 from shared.schedule import RunSchedule, StepPlan
-from shared.weight_sync.transports import TransportKind
-
-NOT_LEARNED = (
-    *("time/", "sync/", "rollout/decode_mode", "rollout/num_replaced"),
-    *("rollout/logprob", "rollout/num_logprob", "rollout/num_compared"),
-)
-"""Metrics of the clock and the driver, and of the engines' log-probabilities, which no log has."""
+from shared.weight_sync.transports import Device, TransportKind
 
 
 class ReplayOptions(Section):
@@ -64,9 +61,13 @@ def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
     config = _config(run, options.checkpoint, options.step)
     if options.step not in recorded:
         raise ConfigError(f"step: {run} has the metrics of {len(recorded)} steps; choose one")
-    learner = Learner(config, RankTopology(TransportKind.GLOO, ()))
+    device = Device.CUDA if torch.cuda.is_available() else Device.CPU
+    learner = Learner(config, RankTopology(TransportKind.GLOO, (), device=device))
     try:
-        for step in range(learner.num_updates, options.step):
+        steps = range(learner.num_updates, options.step)
+        if missing := [step + 1 for step in steps if step + 1 not in recorded]:
+            raise ConfigError(f"run: its metrics.jsonl lacks steps {missing}; restore it")
+        for step in steps:
             plan = RunSchedule(config).plan(step)
             # What a sync would make of it: the version that the rollouts were sampled with.
             learner.publisher.version = recorded[plan.number]["weight_version"]
@@ -88,10 +89,17 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> RunConfig:
         checkpoint = max(states, key=lambda folder: states[folder].step)
     changes = {
         "resume.run": None if checkpoint is None else str(checkpoint),
+        "telemetry.run_dir": str(run),
         "telemetry.rollouts": False,
         "checkpoint.full": False,
     }
-    config = load_run(run, changes)
+    placement = run / "placement.json"
+    if placement.exists():
+        # In the same number of threads, which decides the order of sums.
+        changes["learner.cpu_threads"] = json.loads(placement.read_text())["learner_threads"]
+    # Of the checkpoint: the run's own is of its last start, which may have changed it.
+    saved = read_run(run) if checkpoint is None else states[checkpoint].config
+    config = changed_config(saved, changes)
     if config.environment is not None:
         raise ConfigError("run: it is of an environment, whose steps are not replayed yet")
     if config.learner.world_size > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from shared.errors import StorageError
+from shared.errors import RecordError, StorageError
 
 CONFIG = "config.json"
 """A folder with it holds a run."""
@@ -144,13 +144,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of JSON of a file that grows; none where it is not there.
 
     The last line of a run that was killed, or whose disk was full, may be half: it is left out.
-    Raises OSError.
+    Raises OSError, and RecordError for a line that is damaged.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+    entries = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(json.loads(line))
+        except ValueError as error:
+            problem = f"is not JSON ({error})"
+            remedy = "restore the file from another copy of the run's folder"
+            raise RecordError(
+                problem, field="line", remedy=remedy, file=str(path), line=number
+            ) from error
+    return entries
 
 
 def cut_lines(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:

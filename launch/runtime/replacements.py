@@ -109,8 +109,18 @@ class Replacements:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def lose(self, index: int, actor: Any, error: RolloutError | WeightSyncError) -> None:
+    def lose(
+        self,
+        index: int,
+        actor: Any,
+        error: RolloutError | WeightSyncError,
+        *,
+        before: _Starting | None = None,
+    ) -> None:
         """Kill the actor of this place and start another. Does nothing where that was done.
+
+        Args:
+            before: the actor is a new one that did not start, in this attempt.
 
         Raises the error where the run is ending, and with what is to be said where the budget is
         used up.
@@ -126,8 +136,10 @@ class Replacements:
             name = self._names[index]
             # Ray's own words are of several lines.
             reason = " ".join(str(error).split())
+            if before is not None:
+                reason = f"{before.reason}; then {reason}"
             _LOGGER.warning("%s; another %s is being started in its place", reason, name)
-            lost_s = time.time()
+            lost_s = time.time() if before is None else before.lost_s
             ray.kill(actor)
             self._numbers[index] += 1
             new = self._create(index, 1 + self._numbers[index])
@@ -150,7 +162,7 @@ class Replacements:
                 devices, _ = result_of(self._call, name, one.answer)
             except RolloutError as error:
                 del self._starting[index]
-                self.lose(index, one.actor, error)
+                self.lose(index, one.actor, error, before=one)
                 continue
             del self._starting[index]
             joined[index] = (one.actor, devices)
@@ -207,6 +219,7 @@ class StallWatch:
         self._limit = limit
         self._clock_s = clock_s
         self._watched: dict[int, _Watched] = {}
+        self._looked_s = clock_s()
 
     @property
     def interval_s(self) -> float:
@@ -216,6 +229,13 @@ class StallWatch:
     def look(self, actors: Sequence[Any]) -> dict[int, RolloutError]:
         """Ask all actors how far they are, without waiting; return those to give up, and why."""
         now_s = self._clock_s()
+        gap_s = now_s - self._looked_s
+        self._looked_s = now_s
+        if gap_s > 2 * self.interval_s:
+            # Nobody looked, as where this process was stopped: that time says nothing of them.
+            for watched in self._watched.values():
+                watched.alive_s += gap_s
+                watched.moved_s += gap_s
         given_up: dict[int, RolloutError] = {}
         for index, actor in enumerate(actors):
             if index not in self._watched:

@@ -38,7 +38,9 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SyncPhase
 _LOGGER = logging.getLogger(__name__)
 
 ALIVE_S = 30.0
-"""Seconds for an actor that has nothing to do to show that its process is not stopped."""
+"""Seconds, or `timeouts.stall_s` where that is longer, for an actor that has nothing to do to show
+that its process is not stopped.
+"""
 HTTP_CLIENT_MARGIN_S = 60.0
 """Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
 
@@ -288,6 +290,7 @@ class RolloutClient:
             if client.timeouts.stall is not None
         }
         interval_s = min((watch.interval_s for watch in watches.values()), default=None)
+        looked_s = time.monotonic()
         sizes = [len(requests) for requests in round_]
         queue = RoundQueue(sizes, self.devices, decode_batch_size=self._decode_batch_size)
         waiting: dict[Any, _SentPart] = {}
@@ -301,11 +304,13 @@ class RolloutClient:
                 break
             deadlines = {count: sent.deadline for count, sent in waiting.items()}
             answer = next_ready(deadlines, within_s=interval_s)
-            if answer is None and time.monotonic() < min(deadlines.values()):
+            if interval_s is not None and time.monotonic() - looked_s >= interval_s:
+                looked_s = time.monotonic()
                 for client, watch in watches.items():
                     for index, given_up in watch.look(client.actors).items():
                         # Killed, it fails what it was asked for.
                         client._lose(index, given_up)
+            if answer is None and time.monotonic() < min(deadlines.values()):
                 continue
             if answer is None:
                 first = min(deadlines.values())
@@ -318,7 +323,15 @@ class RolloutClient:
             try:
                 count = result_of(call, name, answer)
             except UnreachableError as error:
-                self._give_on(queue, sent.part, error, engines)
+                try:
+                    self._give_on(queue, sent.part, error, engines)
+                except LostRoundError:
+                    # Others would go on with a round that is going to be asked again.
+                    for count in waiting:
+                        ray.cancel(count)
+                    left = len(waiting)
+                    ray.wait(list(waiting), num_returns=left, timeout=self.timeouts.closed_s)
+                    raise
                 continue
             queue.answered(sent.part)
             if count != num:
@@ -366,12 +379,15 @@ class RolloutClient:
         if self._replacements is None:
             return
         answers = [actor.progress.remote() for actor in self.actors]
-        ray.wait(answers, num_returns=len(answers), timeout=ALIVE_S)
+        limit_s = ALIVE_S
+        if self.timeouts.stall is not None:
+            limit_s = max(limit_s, self.timeouts.stall.seconds)
+        ray.wait(answers, num_returns=len(answers), timeout=limit_s)
         for index, (name, answer) in enumerate(zip(self.names, answers, strict=True)):
             try:
                 ray.get(answer, timeout=0)
             except GetTimeoutError:
-                message = f"no answer in {ALIVE_S:g} s; check whether its process is stopped"
+                message = f"no answer in {limit_s:g} s; check whether its process is stopped"
                 self._lose(index, RolloutError(message, actor=name, phase="generate"))
             except RayError as error:
                 self._lose(index, ended_error(name, error))

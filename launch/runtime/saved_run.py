@@ -53,7 +53,12 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
             f"run: {run / 'config.json'} was written by another version; check that version out"
         )
         raise ConfigError((version, *error.problems)) from error
-    return load_config(_changed(saved, changes)) if changes else config
+    return changed_config(saved, changes) if changes else config
+
+
+def changed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> RunConfig:
+    """Make the configuration with the values at dotted keys set to `changes`. Raises ConfigError."""
+    return load_config(_changed(saved, changes))
 
 
 def _changed(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

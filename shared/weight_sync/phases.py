@@ -143,7 +143,9 @@ def sync_weights(
     """Run one verified sync; afterwards every engine serves the offered version.
 
     Engines that are being started in place of lost ones are waited for. Where they may be replaced,
-    a sync that fails is tried again, as `_is_mended` says.
+    a sync that fails is tried again, but for a difference: with new engines in place of those that
+    have ended; where none has, once more on a fresh group, and then with a new engine in place of
+    the one that the error names.
 
     Where an offered adapter fails in any way, a full sync takes its place, now and for the rest of
     the run, if the configuration permits it (decision 20); the report says why.
@@ -166,10 +168,15 @@ def sync_weights(
             return replace(_sync(learner, rollouts, again=again), fell_back=fell_back)
         # of any kind: what the engines hold after it is proved by the sync that follows
         except Exception as error:
-            num_failed += 1
-            if _is_mended(learner, rollouts, error, num_failed):
-                learner.leave_groups()
-                continue
+            # A difference is not tried again: what differed once is not to be trusted.
+            if rollouts.replaces_lost and isinstance(error, WeightSyncError) and not error.quantity:
+                mended = rollouts.join_replacements()
+                if not mended and not learner.offers_adapter:
+                    num_failed += 1
+                    mended = num_failed == 1 or (num_failed == 2 and rollouts.replace_named(error))
+                if mended:
+                    learner.leave_groups()
+                    continue
             if not learner.offers_adapter:
                 raise
             # Full weights would be scored by the same canary.
@@ -182,25 +189,6 @@ def sync_weights(
             named = isinstance(error, WeightSyncError)
             fell_back = str(error) if named else f"{type(error).__name__}: {error}"
             learner.fall_back_to_full()
-            num_failed = 0
-
-
-def _is_mended(
-    learner: SendingLearner, rollouts: ReceivingEngines, error: Exception, num_failed: int
-) -> bool:
-    """Replace what made a sync fail, where that is permitted; return whether to try again.
-
-    A difference is not tried again: what differed once is not to be trusted. Otherwise engines that
-    have ended are replaced. Where none has, full weights are sent once more to a fresh group, and
-    then with a new engine in place of the one that the error names.
-    """
-    if not rollouts.replaces_lost or not isinstance(error, WeightSyncError) or error.quantity:
-        return False
-    if rollouts.join_replacements():
-        return True
-    if learner.offers_adapter:
-        return False
-    return num_failed == 1 or (num_failed == 2 and rollouts.replace_named(error))
 
 
 def _adapter_error(error: Exception) -> WeightSyncError:

@@ -74,7 +74,7 @@ def test_another_seed_is_seen_in_the_draw_of_the_first_step(run, whole):
     assert parts
     assert "changed   training.seed: A 17, B 18" in lines
     assert any(line.startswith("part      at step 1, stage draw, position 0 (") for line in lines)
-    assert lines[-1] == "equal     the 0 steps before, to the bit"
+    assert lines[-1] == "equal     0 steps before, to the bit"
 
 
 def test_the_first_stage_that_differs_is_named_with_its_sample(whole, copy):
@@ -85,7 +85,7 @@ def test_the_first_stage_that_differs_is_named_with_its_sample(whole, copy):
     (parting,) = [line for line in lines if line.startswith("part ")]
     assert parting.startswith("part      at step 2, stage rollout, position 3 (")
     assert parting.endswith("): response_token_ids[2]")
-    assert lines[-2:] == ["          B 5", "equal     the 1 steps before, to the bit"]
+    assert lines[-2:] == ["          B 5", "equal     1 steps before, to the bit"]
 
 
 @pytest.mark.parametrize(
