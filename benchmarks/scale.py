@@ -88,6 +88,7 @@ class Echo:
 
     process = ""
     is_dead = False
+    num_tokens = 0
 
     async def start(self) -> int:
         return 1

@@ -141,7 +141,8 @@ class RolloutError(PortableError, RuntimeError):
 
 
 class UnreachableError(RolloutError):
-    """A rollout server could not be reached, or failed at every try; another one may be asked.
+    """A rollout server could not be reached or failed at every try, or an actor that is replaced
+    has ended; another one may be asked.
 
     An *answer* that contradicts the run is a plain RolloutError: it would be no better elsewhere.
     """
