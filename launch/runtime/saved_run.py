@@ -57,7 +57,7 @@ def load_run(run: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
 
 
 def changed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> RunConfig:
-    """Make the configuration with the values at dotted keys set to `changes`. Raises ConfigError."""
+    """Set the values at dotted keys to `changes`. Raises ConfigError."""
     return load_config(_changed(saved, changes))
 
 
