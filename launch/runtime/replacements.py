@@ -60,7 +60,7 @@ class RestartBudget:
 
     @property
     def refusal(self) -> str:
-        """What to say where none is left."""
+        """The end of an error where none is left."""
         section = self._section
         return (
             f"it is not replaced, for rollout_matching.vllm.actors.max_restarts permits"
@@ -194,7 +194,7 @@ def ended_error(name: str, error: RayError) -> RolloutError:
 
 @dataclass(slots=True)
 class _Watched:
-    """What is known of one actor."""
+    """One actor as the watch has seen it."""
 
     answer: Any
     """Reference to what `progress` returns."""
