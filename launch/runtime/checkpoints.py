@@ -88,7 +88,7 @@ class Checkpoints:
         self._superseded: list[Path] = []
         """Checkpoints of early ends, to delete when a newer one is complete."""
         self._rounds_ahead: dict[int, Future[PerRank] | None] = {}
-        """The rounds that were generated before their time, by the number of updates before them."""
+        """The rounds generated before their time, by the number of updates before them."""
         if point is not None:
             self._take_up(point)
 

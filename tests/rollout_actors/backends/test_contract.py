@@ -334,7 +334,9 @@ def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under):
         pytest.skip("a script decodes nothing")
     under.take_rows()
     under.backend.generate(requests_of(under, range(2 * BATCH + 2)))
-    assert max(under.take_rows()) == BATCH
+    # To a server requests go one by one: the first may be answered before the last has arrived.
+    at_once = range(2, BATCH + 1) if under.openai else [BATCH]
+    assert max(under.take_rows()) in at_once
 
 
 def test_no_requests_make_no_call(under):
