@@ -109,8 +109,8 @@ def test_a_run_that_is_interrupted_anywhere_and_resumed_has_the_ledger_of_one_th
         starts += 1
         config = config_of(case, parts, resume={"run": "auto"})
         try:
-            # Each start comes a few events further than its checkpoint.
-            resumed_weights = start(config, Interruption(at=7 + starts))
+            # Each start comes some events further than its checkpoint.
+            resumed_weights = start(config, Interruption(at=6 + 3 * starts))
             break
         except KeyboardInterrupt:
             assert starts < 40
