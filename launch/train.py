@@ -14,6 +14,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -32,7 +34,10 @@ from launch.runtime.start_up import StartUp
 from launch.runtime.sweep import is_sweep, run_trial
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
-from shared.errors import ConfigError
+from shared.errors import ConfigError, LearnerError
+
+if TYPE_CHECKING:
+    from launch.runtime.replacements import RestartBudget
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -42,7 +47,33 @@ def main(composed: DictConfig) -> None:
         if is_sweep():
             run_trial(composed, console)
             return
-        run(config_of_command(composed), console)
+        run_job(config_of_command(composed), console)
+
+
+def run_job(config: RunConfig, console: Console) -> None:
+    """Run; where the learner is lost and `resume.automatic` permits it, start again and go on.
+
+    Raises what ends a run for good.
+    """
+    budget: RestartBudget | None = None
+    while True:
+        try:
+            run(config, console)
+        except LearnerError as error:
+            if not config.resume.automatic:
+                raise
+            from launch.runtime.replacements import RestartBudget
+
+            budget = budget or RestartBudget(config.rollout_matching.vllm.actors)
+            if not budget.take():
+                raise LearnerError(
+                    f"{error.message}; {budget.refusal}", phase=error.phase
+                ) from error
+            _print(console, [f"restart   {error}; the job is started again from its checkpoint"])
+            again = config.resume.model_copy(update={"run": Path("auto")})
+            config = config.model_copy(update={"resume": again})
+        else:
+            return
 
 
 def run(config: RunConfig, console: Console) -> None:

@@ -12,8 +12,8 @@ import pytest
 from config_support import configuration
 from rich.console import Console
 
-from launch.train import run
-from shared.errors import ConfigError
+from launch.train import run, run_job
+from shared.errors import ConfigError, LearnerError
 
 pytestmark = pytest.mark.slow
 
@@ -89,3 +89,49 @@ def test_a_missing_data_file_ends_the_run_after_the_batch_algebra_and_before_any
     output = train(tmp_path, f"data.train={tmp_path / 'nowhere.jsonl'}", f"model.path={model}")
     assert "data.train: there is no file" in output
     assert "32 raw rollouts in 2 rounds (16 + 16)" in output
+
+
+@pytest.fixture
+def job(demo_checkpoint, demo_data, tmp_path, monkeypatch):
+    """Runs a job whose first starts end with these errors; returns where each was to go on."""
+
+    def make(*errors, **settings):
+        starts = []
+
+        def start(config, _console):
+            starts.append(config.resume.run and str(config.resume.run))
+            if len(starts) <= len(errors):
+                raise errors[len(starts) - 1]
+
+        monkeypatch.setattr("launch.train.run", start)
+        changes = {f"resume__{key}": value for key, value in settings.items()}
+        changes["rollout_matching__vllm__actors"] = {"max_restarts": 2}
+        config = configuration(demo_checkpoint, demo_data, tmp_path / "run", **SOUND | changes)
+        console = Console(record=True, width=400)
+        run_job(config, console)
+        return starts, console.export_text()
+
+    return make
+
+
+LOST = LearnerError("its process has ended", phase="accumulate")
+
+
+def test_a_job_that_lost_its_learner_is_started_again_from_its_checkpoint(job):
+    starts, output = job(LOST, LOST, automatic=True)
+    assert starts == [None, "auto", "auto"]
+    told = "restart   accumulate on the learner: its process has ended; the job is started again"
+    assert output.count(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("errors", "automatic", "match"),
+    [
+        ([LOST], False, "^accumulate on the learner: its process has ended$"),
+        ([LOST] * 3, True, r"ended; it is not replaced, for .*max_restarts permits 2 in 3600 s"),
+        ([ConfigError("a.b: is wrong")], True, "a.b"),
+    ],
+)
+def test_other_ends_and_one_too_many_end_the_job(job, errors, automatic, match):
+    with pytest.raises(type(errors[0]), match=match):
+        job(*errors, automatic=automatic)

@@ -1,0 +1,132 @@
+"""What a fault costs: seconds that a run loses to each kind, beside a restart of the whole job.
+
+    python -m benchmarks.recovery [--steps 16] [section.key=value ...]
+
+Runs `experiment=stage2_3v1` once undisturbed and once for each kind of fault, which strikes after
+half of the steps. A run's loss is its wall time less that of the undisturbed one; its losses and
+rollouts have to be those of the undisturbed one, to the bit (`launch.diff_runs`), or the exit
+status is 1. Needs `make demo-data`; on CPU the figures are those of one run each, on a machine with
+nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from launch.diff_runs import diff_runs
+
+STALL_S = 10.0
+LIMIT_S = 900.0
+Strike = Callable[[psutil.Process], None]
+
+
+def end_one(name: str, number: signal.Signals) -> Strike:
+    """Return what sends the signal to a process of the run with this in its command line."""
+
+    def strike(command: psutil.Process) -> None:
+        found = [one for one in command.children(recursive=True) if name in _line(one)]
+        assert found, f"no process of the run is called {name}"
+        found[-1].send_signal(number)
+
+    return strike
+
+
+def end_all(command: psutil.Process) -> None:
+    """Kill the driver, with which the system ends all others."""
+    command.kill()
+
+
+FAULTS: dict[str, Strike | None] = {
+    "none": None,
+    "an engine is killed": end_one("EngineCore", signal.SIGKILL),
+    "a rollout actor is killed": end_one("ray::EngineActor", signal.SIGKILL),
+    "a rollout actor is stopped": end_one("ray::EngineActor", signal.SIGSTOP),
+    "the learner is killed": end_one("ray::LearnerActor", signal.SIGKILL),
+    "the driver is killed, and the command given again": end_all,
+}
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | None) -> float:
+    """Run to the end, with the fault after half of the steps. Returns the seconds that it took."""
+    command = [
+        *(sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", "resume=auto"),
+        f"telemetry.run_dir={folder}",
+        f"training.max_steps={steps}",
+        "training.eval_steps=null",
+        "stage2_ab.schedule.warmup_steps=2",
+        *("checkpoint.save_steps=4", "resume.automatic=true"),
+        f"timeouts.stall_s={STALL_S:g}",
+        *overrides,
+    ]
+    started_s = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        if strike is not None:
+            _wait_for(folder / "metrics.jsonl", steps // 2, process)
+            strike(psutil.Process(process.pid))
+        status = process.wait(timeout=LIMIT_S)
+    if strike is end_all:
+        status = subprocess.run(
+            command, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False
+        ).returncode
+    if status != 0:
+        sys.exit(f"the run in {folder} ended with status {status}; see its error.txt")
+    return time.monotonic() - started_s
+
+
+def _wait_for(metrics: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
+        if process.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"{metrics} has not {lines} lines; see the run's error.txt")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--out", type=Path, default=None, help="folder of the runs; else temporary")
+    options, overrides = parser.parse_known_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    differs = False
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.out or Path(temporary)
+        print("| fault | wall, s | lost, s | replaced | ledger |\n|---|---|---|---|---|")
+        quiet_s = 0.0
+        for index, (fault, strike) in enumerate(FAULTS.items()):
+            path = folder / str(index)
+            wall_s = run(path, options.steps, overrides, strike)
+            quiet_s = wall_s if strike is None else quiet_s
+            metrics = [json.loads(line) for line in (path / "metrics.jsonl").open()]
+            replaced = sum(line.get("rollout/num_replaced", 0) for line in metrics)
+            lines, parts = diff_runs(folder / "0", path)
+            differs = differs or parts
+            ledger = "differs" if parts else "equal"
+            lost_s = wall_s - quiet_s
+            print(
+                f"| {fault} | {wall_s:.0f} | {lost_s:.0f} | {replaced:.0f} | {ledger} |", flush=True
+            )
+            if parts:
+                print("\n".join(lines), file=sys.stderr)
+    sys.exit(int(differs))
+
+
+if __name__ == "__main__":
+    main()
