@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
+import psutil
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,6 +33,8 @@ from shared.errors import (
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 PROCESS_ERRORS = (RolloutError, WeightSyncError, LearnerError)
+TWICE_S = 1.0
+"""Seconds in which a second SIGINT is the first one once more."""
 EXPLAINED = (ConfigError, RecordError, StorageError, OSError, *PROCESS_ERRORS)
 """Errors whose message says where and what to do; a traceback would hide it."""
 
@@ -63,18 +68,35 @@ def explained(console: Console) -> Iterator[None]:
 def end_on_signals() -> None:
     """Have SIGTERM and SIGINT unwind the command, so that every `with` ends what it started.
 
-    Call it again after `ray.init`, which installs a handler of its own.
+    Another Ctrl-C, more than `TWICE_S` later, ends the command at once. Call it again after
+    `ray.init`, which installs a handler of its own.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    # Once: a second signal must not interrupt the ending of the run's processes. (Not SIG_IGN:
-    # Python prints a traceback where a signal has come already.)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda signum, frame: None)
+    # Schedulers repeat SIGTERM, and one Ctrl-C may come twice, through a terminal and a parent:
+    # neither must interrupt the ending of the run's processes. (Not SIG_IGN: Python prints a
+    # traceback where a signal has come already.)
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    again_s = time.monotonic() + TWICE_S
+    signal.signal(signal.SIGINT, lambda signum, frame: _end_at_once(again_s))
     raise KeyboardInterrupt
+
+
+def _end_at_once(again_s: float) -> None:
+    """End without any clean-up, where somebody presses Ctrl-C again."""
+    if time.monotonic() < again_s:
+        return
+    left = [str(child.pid) for child in psutil.Process().children(recursive=True)]
+    message = (
+        "\nended at once: what was being saved is lost, and no checkpoint is newer than the last"
+        f" 'saved' above; processes {', '.join(left) or 'none'} were not waited for, and end with"
+        " this one within seconds unless they hang\n"
+    )
+    os.write(2, message.encode())
+    os._exit(130)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from pydantic import Field
 from ray.exceptions import RayTaskError
 from rich.console import Console
 
+from launch import cli
 from launch.cli import as_mapping, as_schema_overrides, explained, read_arguments
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, LearnerError, RecordError, RolloutError
@@ -74,6 +76,40 @@ def test_what_ray_makes_of_an_actors_error_is_not_told_a_second_time_with_its_tr
 def test_an_interruption_ends_with_130_and_no_traceback(number):
     interrupted = "interrupted; every process that this command started was ended\n"
     assert ending(lambda: os.kill(os.getpid(), number)) == (130, interrupted)
+
+
+STUBBORN = """
+import time
+from rich.console import Console
+from launch.cli import explained
+with explained(Console()):
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("saving", flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_command_at_once_and_says_what_it_leaves():
+    """A SIGTERM that is repeated, and a SIGINT that comes twice, do not."""
+    cli._end_at_once(time.monotonic() + 60.0)
+    command = [sys.executable, "-c", STUBBORN]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "saving\n"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(cli.TWICE_S)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        told = process.stderr.read()
+    assert "ended at once: what was being saved is lost" in told
+    assert "processes none were not waited for" in told
 
 
 class Options(Section):
