@@ -35,8 +35,12 @@ def end_one(name: str, number: signal.Signals) -> Strike:
     """Return what sends the signal to a process of the run with this in its command line."""
 
     def strike(command: psutil.Process) -> None:
-        found = [one for one in command.children(recursive=True) if name in _line(one)]
-        assert found, f"no process of the run is called {name}"
+        deadline = time.monotonic() + LIMIT_S
+        found: list[psutil.Process] = []
+        while not found:  # as where it is being started again
+            found = [one for one in command.children(recursive=True) if name in _line(one)]
+            if command.status() == psutil.STATUS_ZOMBIE or time.monotonic() > deadline:
+                sys.exit(f"no process of the run is called {name}")
         found[-1].send_signal(number)
 
     return strike
@@ -64,9 +68,9 @@ def _line(process: psutil.Process) -> str:
         return ""
 
 
-def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | None) -> float:
-    """Run to the end, with the fault after half of the steps. Returns the seconds that it took."""
-    command = [
+def job(folder: Path, steps: int, *overrides: str) -> list[str]:
+    """Return the command of a run that goes on where it was, however often it is given."""
+    return [
         *(sys.executable, "-m", "launch.train", "+experiment=stage2_3v1", "resume=auto"),
         f"telemetry.run_dir={folder}",
         f"training.max_steps={steps}",
@@ -76,10 +80,15 @@ def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | Non
         f"timeouts.stall_s={STALL_S:g}",
         *overrides,
     ]
+
+
+def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | None) -> float:
+    """Run to the end, with the fault after half of the steps. Returns the seconds that it took."""
+    command = job(folder, steps, *overrides)
     started_s = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         if strike is not None:
-            _wait_for(folder / "metrics.jsonl", steps // 2, process)
+            wait_for_steps(folder, steps // 2, process)
             strike(psutil.Process(process.pid))
         status = process.wait(timeout=LIMIT_S)
     if strike is end_all:
@@ -91,11 +100,13 @@ def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | Non
     return time.monotonic() - started_s
 
 
-def _wait_for(metrics: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
+    """Return when the run in the folder has written so many steps."""
+    metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + LIMIT_S
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
         if process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"{metrics} has not {lines} lines; see the run's error.txt")
+            sys.exit(f"{metrics} has not {steps} lines; see the run's error.txt")
         time.sleep(0.05)
 
 

@@ -1,0 +1,65 @@
+"""A run in which faults strike at random, and that ends as if nothing had happened.
+
+    python -m benchmarks.chaos --faults 40 --seed 1 [section.key=value ...]
+
+Makes a run of `experiment=stage2_3v1` undisturbed, and one of as many steps in which each fault of
+`benchmarks.recovery` strikes at a random moment of a random step. A run whose driver is killed is
+started again by the same command. Exit status 1 where the two runs part (`launch.diff_runs`). Needs
+`make demo-data`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.recovery import FAULTS, LIMIT_S, end_all, job, run, wait_for_steps
+from launch.diff_runs import diff_runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=None, help="folder of the runs; else temporary")
+    options, overrides = parser.parse_known_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    rng = random.Random(options.seed)
+    steps = options.faults + 4
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.out or Path(temporary)
+        quiet_s = run(folder / "quiet", steps, overrides, None)
+        print(f"quiet     {steps} steps in {quiet_s:.0f} s", flush=True)
+        # Faults of one kind, whatever the budget of a run, are many here.
+        permitted = f"rollout_matching.vllm.actors.max_restarts={2 * options.faults}"
+        command = job(folder / "chaos", steps, permitted, *overrides)
+        started_s = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        for step in range(1, options.faults + 1):
+            wait_for_steps(folder / "chaos", step, process)
+            time.sleep(rng.uniform(0.0, 3.0))
+            fault = rng.choice([name for name, strike in FAULTS.items() if strike is not None])
+            print(f"fault     behind step {step}: {fault}", flush=True)
+            strike = FAULTS[fault]
+            assert strike is not None
+            strike(psutil.Process(process.pid))
+            if strike is end_all:
+                process.wait(timeout=LIMIT_S)
+                process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        status = process.wait(timeout=LIMIT_S)
+        print(f"chaos     exit status {status} after {time.monotonic() - started_s:.0f} s")
+        lines, parts = diff_runs(folder / "quiet", folder / "chaos")
+        print("\n".join(lines))
+    sys.exit(int(parts or status != 0))
+
+
+if __name__ == "__main__":
+    main()
