@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -225,7 +226,7 @@ def as_schema_overrides(arguments: list[str]) -> list[str]:
     """Turn `a.b=c` into `++a.b=c`, so that the schema, not Hydra, judges the key.
 
     Options, config groups (`model=...`), Hydra's keys and overrides with a prefix stay.
-    `resume=RUN` stands for `resume.run=RUN`.
+    `resume=RUN` stands for `resume.run=RUN`, and `cluster=local` for `cluster.kind=local`.
 
     Raises:
         ConfigError: a key lies inside a list, which Hydra cannot read.
@@ -233,8 +234,8 @@ def as_schema_overrides(arguments: list[str]) -> list[str]:
     overrides = []
     problems = []
     for argument in arguments:
-        if argument.startswith("resume="):
-            argument = argument.replace("resume=", "resume.run=", 1)
+        for section, key in (("resume", "run"), ("cluster", "kind")):
+            argument = re.sub(f"^{section}=", f"{section}.{key}=", argument)
         key, equals, _ = argument.partition("=")
         if equals and "[" in key:
             path = key.lstrip("+~")

@@ -111,9 +111,9 @@ class Cluster:
         match engines_in(config):
             case EngineLocation.RANKS:
                 # One wait for both: a rank loads its engine after its model, on the same device.
-                backend = _make_backend(config, placement, self._images)
+                backend = make_backend(config, placement, self._images)
                 with self._start_up.stage(f"{names} with an engine"):
-                    learner.start(config, _topologies(placement), backend)
+                    learner.start(config, rank_topologies(placement), backend)
                 return learner, RankRolloutClient(
                     learner,
                     config.timeouts,
@@ -126,7 +126,7 @@ class Cluster:
                 # The engines, created before that, start meanwhile.
                 engines = self._place_actors(placement, group)
                 workers = len(placement.engines) * placement.devices_per_engine
-                topologies = _topologies(placement, ReceiverGroup(workers))
+                topologies = rank_topologies(placement, ReceiverGroup(workers))
                 with self._start_up.stage(names):
                     learner.start(config, topologies, examples=self._examples)
                 self._start(engines)
@@ -140,7 +140,7 @@ class Cluster:
                     ReceiverGroup(devices, server.group_port)
                     for devices, server in zip(engines.devices, section.servers, strict=True)
                 ]
-                topologies = _topologies(placement, *receivers)
+                topologies = rank_topologies(placement, *receivers)
                 with self._start_up.stage(names):
                     learner.start(config, topologies, examples=self._examples)
         if config.environment is not None:
@@ -368,7 +368,7 @@ def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrate
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 
-def _topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTopology]:
+def rank_topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTopology]:
     """Describe each rank's place; rank 0 alone sends to the receivers."""
     return [
         RankTopology(
@@ -382,8 +382,8 @@ def _topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTop
     ]
 
 
-def _make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeBackend:
-    """Return the backend that generates in every learner rank."""
+def make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeBackend:
+    """Return what makes the backend that generates in every learner rank."""
     section = config.rollout_matching
     if section.rollout_backend == "hf":
         from rollout_actors.backends.hf import HFBackend

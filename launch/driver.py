@@ -18,15 +18,15 @@ from typing import Any, Protocol
 
 from launch.pipeline import Queue, RoundStream
 from launch.runtime.checkpoints import Checkpoints
+from launch.runtime.replacements import Replacement
 from launch.runtime.resume import ResumePoint
-from launch.runtime.rollout_client import RolloutClient
 from launch.runtime.telemetry import Telemetry
 from shared.errors import LostRoundError
 from shared.grounding.evaluation import Evaluation
 from shared.metrics import StepReport
 from shared.protocols import PerRank
 from shared.schedule import RunSchedule, StepPlan
-from shared.weight_sync.phases import SendingLearner, sync_weights
+from shared.weight_sync.phases import ReceivingEngines, SendingLearner, sync_weights
 
 
 class HeldOutClient(Protocol):
@@ -49,11 +49,23 @@ class LearnerClient(HeldOutClient, SendingLearner, Protocol):
         """Return the answers that a resumed run has of its first step."""
 
 
+class RolloutsClient(ReceivingEngines, Protocol):
+    """The engines, or the environments before them, as the driver sees them."""
+
+    version: int
+    """The version that every engine serves; 0 before the first sync."""
+
+    def split(self, requests: PerRank) -> list[PerRank]: ...
+    def generate(self, round_: PerRank) -> Future[PerRank]: ...
+    def pop_replaced(self) -> list[Replacement]:
+        """Return the replacements that have joined since the last call."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     """A round in production. Where everybody who could answer it is lost it is asked once more."""
 
-    rollouts: RolloutClient
+    rollouts: RolloutsClient
     requests: PerRank
     future: Future[PerRank]
     version: int
@@ -87,7 +99,7 @@ class _Round:
 
 def train(
     learner: LearnerClient,
-    rollouts: RolloutClient,
+    rollouts: RolloutsClient,
     schedule: RunSchedule,
     queue: Queue,
     telemetry: Telemetry,
@@ -160,7 +172,7 @@ def train(
 
 def evaluate(
     held_out: HeldOutClient,
-    rollouts: RolloutClient,
+    rollouts: RolloutsClient,
     step: int,
     queue: Queue,
     generate: Callable[[PerRank], Any] | None = None,

@@ -107,6 +107,7 @@ def run(config: RunConfig, console: Console) -> None:
 
     from launch.cluster import Cluster
     from launch.driver import train
+    from launch.local import LocalRun
     from launch.pipeline import one_ahead, one_at_a_time
     from launch.runtime.checkpoints import Checkpoints
     from launch.runtime.telemetry import Telemetry
@@ -114,10 +115,12 @@ def run(config: RunConfig, console: Console) -> None:
 
     queue = one_ahead if config.stage2_ab.channel_b.enable_pipeline else one_at_a_time
     schedule = RunSchedule(config)
-    with (
-        Telemetry(config, console, point) as telemetry,
-        Cluster(config, facts.images, start_up, facts.examples) as cluster,
-    ):
+    processes: Cluster | LocalRun
+    if config.cluster.kind == "local":
+        processes = LocalRun(config, facts.images, start_up)
+    else:
+        processes = Cluster(config, facts.images, start_up, facts.examples)
+    with Telemetry(config, console, point) as telemetry, processes as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         learner, rollouts = cluster.start()
         algebra = batch_algebra(config, rollouts.devices)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from launch.runtime.resume import ResumePoint, RunState, checkpoint_folders, read_state
 from shared.config import RunConfig
@@ -21,7 +21,6 @@ from shared.protocols import PerRank
 from shared.run_files import FINAL_FOLDER
 
 if TYPE_CHECKING:
-    from launch.runtime.learner_client import RayLearner
     from launch.runtime.telemetry import Telemetry
 
 
@@ -52,6 +51,20 @@ class KeptCheckpoint:
     reasons: tuple[RetentionReason, ...] = ()
 
 
+class SavingLearner(Protocol):
+    """The learner, as checkpoints see it."""
+
+    def stop(self, *, timeout_s: float) -> int: ...
+    def save(
+        self,
+        folder: Path,
+        run: str,
+        answers_ahead: PerRank | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None: ...
+
+
 class Checkpoints:
     """Asks the learner to save, and deletes what a newer checkpoint replaces: `checkpoints/`.
 
@@ -61,7 +74,7 @@ class Checkpoints:
     def __init__(
         self,
         config: RunConfig,
-        learner: RayLearner,
+        learner: SavingLearner,
         telemetry: Telemetry,
         point: ResumePoint | None = None,
         *,

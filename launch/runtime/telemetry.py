@@ -268,10 +268,13 @@ class Telemetry:
             where = "above"
             self._print(story.encode(errors="backslashreplace").decode())
             self._warn(str(unwritten))
-        self._print(
-            f"the run ended; details {where}, what the other processes said in Ray's session folder"
-            " (/tmp/ray/session_latest/logs)"
-        )
+        others = ""
+        if self._config.cluster.kind == "ray":
+            others = (
+                ", what the other processes said in Ray's session folder"
+                " (/tmp/ray/session_latest/logs)"
+            )
+        self._print(f"the run ended; details {where}{others}")
 
     def placed(
         self, algebra: BatchAlgebra, engines: tuple[str, ...], *, learner_threads: int
@@ -279,7 +282,7 @@ class Telemetry:
         """Record the engines, and the threads of a learner rank, on which its results depend."""
         self._algebra = algebra
         self._engines = engines
-        if self._config.telemetry.ray_metrics:
+        if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
             self._ray_metrics = RayMetrics(self._config.telemetry.name)
         write_run_file(self._folder / "batch_algebra.txt", "\n".join(algebra.describe()) + "\n")
         placement = {

@@ -14,6 +14,9 @@ from shared.errors import Timeout
 class ClusterSection(Section):
     """The Ray cluster that the run lives in."""
 
+    kind: Literal["ray", "local"] = "ray"
+    """`local`: no Ray; driver, learner and engine are one process (rollout_backend hf, or vllm.mode
+    colocate), in which a breakpoint works anywhere. `cluster=local` is short for it."""
     address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running cluster, or `local`: the run starts one of its own and ends it."""
     temp_dir: ConfigPath | None = None

@@ -13,6 +13,7 @@ import pytest
 from command_support import ROOT, commands
 from serve_process import serve_process
 
+from launch.diff_runs import diff_runs
 from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
 from rollout_actors.engine import warm_python
@@ -42,8 +43,8 @@ def job(cluster, warm_checkpoint, demo_data, tmp_path_factory):
                 warm_checkpoint,
                 demo_data,
                 *STEPS,
-                *overrides,
                 cluster,
+                *overrides,
                 experiment=experiment,
             )
             assert command.process.wait(timeout=400) == 0, command.output
@@ -88,6 +89,13 @@ def hf_job(job):
 def test_transformers_gives_the_same_greedy_rollouts_of_the_first_step(hf_job, actors_job):
     assert rollouts(hf_job, 0) == rollouts(actors_job, 0)
     assert losses(hf_job)[0] == pytest.approx(losses(actors_job)[0], rel=1e-5)
+
+
+def test_a_run_in_one_process_without_ray_is_that_on_ray_to_the_bit(job, hf_job):
+    local = job("stage2_hf", "cluster=local", "cluster.address=local")
+    lines, parts = diff_runs(hf_job.run_dir, local.run_dir)
+    assert not parts, lines
+    local.assert_nothing_left()
 
 
 def test_the_checkpoint_of_a_run_without_actors_is_evaluated_by_actors(hf_job):

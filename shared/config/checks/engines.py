@@ -50,6 +50,23 @@ def servers_are_listed_where_used(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def one_process_has_everything(run: RunConfig) -> Iterator[Problem]:
+    """Under `cluster.kind: local` the engine is in the learner's process, and there is one rank."""
+    if run.cluster.kind != "local":
+        return
+    wrong = "local has one process for everything, and "
+    back = "or set cluster.kind: ray"
+    if engines_in(run) is not EngineLocation.RANKS:
+        wrong += f"the engines of {run.rollout_matching.backend.title} have processes of their own"
+        remedy = f"{_SET_HF} or {_VLLM}.mode: colocate (+experiment=stage2_hf, stage2_colocate)"
+        yield Problem("cluster.kind", wrong, f"{remedy}, {back}")
+    elif run.learner.world_size > 1:
+        wrong += f"learner.world_size is {run.learner.world_size}"
+        yield Problem("cluster.kind", wrong, f"set it to 1, {back}")
+    elif run.cluster.address != "local":
+        yield Problem("cluster.kind", f"{wrong}cluster.address is set", f"remove that, {back}")
+
+
 def queue_has_its_own_devices(run: RunConfig) -> Iterator[Problem]:
     """A learner rank that generates itself cannot learn at the same time."""
     if run.stage2_ab.channel_b.enable_pipeline and engines_in(run) is EngineLocation.RANKS:

@@ -112,6 +112,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     engines.adapters_can_be_sent,
     _something_is_trained,
     engines.servers_are_listed_where_used,
+    engines.one_process_has_everything,
     engines.queue_has_its_own_devices,
     algorithm.geometry_is_learned,
     algorithm.text_gate_has_text,

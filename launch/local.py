@@ -1,0 +1,208 @@
+"""A run in one process and without Ray: `cluster=local`.
+
+The learner and the engine beside it (`hf`, or vLLM's mode `colocate`) take the driver's calls
+directly. So a breakpoint works anywhere, and the results are those of the same run on Ray, to the
+bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launch.checks.data import ImageNeeds
+from launch.checks.host import require_vllm
+from launch.cluster import make_backend, rank_topologies
+from launch.runtime.placement import plan_placement
+from launch.runtime.ray_connection import cluster_nodes
+from launch.runtime.replacements import Replacement
+from launch.runtime.start_up import StartUp
+from shared.chunking import cut_rounds, round_chunk
+from shared.config import RunConfig
+from shared.errors import LearnerError, WeightSyncError
+from shared.grounding.evaluation import Outcome
+from shared.metrics import StepReport, merge_reports
+from shared.protocols import PerRank
+from shared.rollouts import SyncReport, WeightOffer
+from shared.schedule import StepPlan
+from shared.weight_sync.canary import Differences
+from shared.weight_sync.phases import SendReport
+
+T = TypeVar("T")
+
+
+class LocalRun:
+    """Learner and engine in this process, as the driver sees them (`launch.driver`).
+
+    One thread does what is asked of them, in order, as a learner rank's process does: an
+    interruption, which comes to the main thread, finds the learner between two rows and not inside
+    an update. Nothing has a limit, for a breakpoint may hold it up.
+    """
+
+    falls_back = False
+    replaces_lost = False
+
+    def __init__(self, config: RunConfig, images: ImageNeeds, start_up: StartUp) -> None:
+        self._config = config
+        self._images = images
+        self._start_up = start_up
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+        self._learner: Any = None
+        self._backend: Any = None
+        self.version = 0
+        """The version that the engine serves; 0 before the first sync."""
+
+    def __enter__(self) -> LocalRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._learner is not None:
+            self._learner.stop()
+        self._thread.shutdown(wait=True)
+        if self._backend is not None:
+            self._backend.close()
+        if self._learner is not None:
+            self._learner.close()
+
+    def start(self) -> tuple[LocalRun, LocalRun]:
+        """Load model, data and engine; return learner and engine.
+
+        Raises:
+            ConfigError, RecordError: what the learner finds wrong with model and data.
+            RolloutError: the engine does not come up.
+        """
+        placement = plan_placement(self._config, cluster_nodes(self._config))
+        require_vllm(self._config, placement.transport)
+        self.devices = (placement.devices_per_engine,)
+        (topology,) = rank_topologies(placement)
+        spec = make_backend(self._config, placement, self._images)
+
+        def load() -> None:
+            import torch
+
+            from learner.actor import EngineHost
+            from learner.learner import Learner
+
+            self._learner = Learner(self._config, topology)
+            self.num_threads = torch.get_num_threads()
+            self._backend = spec(EngineHost(self._config, self._learner))
+            self.names = (self._learner.name,)
+
+        with self._start_up.stage("the learner with an engine, in this process"):
+            self._do(load)
+        return self, self
+
+    # The learner
+
+    @property
+    def offers_adapter(self) -> bool:
+        return bool(self._learner.publisher.offers_adapter)
+
+    def next_requests(self, plan: StepPlan) -> PerRank:
+        return [self._do(self._learner.next_requests, plan)]
+
+    def accumulate(self, done: PerRank) -> None:
+        self._do(self._learner.accumulate, list(itertools.chain(*done[0])))
+
+    def finish_step(self) -> StepReport:
+        return merge_reports([self._do(self._learner.finish_step)])
+
+    def last_report(self) -> StepReport:
+        return merge_reports([self._do(self._learner.last_report)])
+
+    def held_out_requests(self, step: int) -> PerRank:
+        return [self._do(self._learner.held_out_requests, step)]
+
+    def score(self, done: PerRank) -> list[Outcome]:
+        return list(self._do(self._learner.score, list(itertools.chain(*done[0]))))
+
+    def answers_ahead(self) -> PerRank:
+        return [[self._do(self._learner.answers_ahead)]]
+
+    def offer_weights(self, *, again: bool = False) -> WeightOffer:
+        offer: WeightOffer = self._do(self._learner.publisher.offer, again)
+        return offer
+
+    def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
+        return self._thread.submit(self._learner.publisher.send, offer)
+
+    def sync_done(self, noise: Differences | None) -> None:
+        self._do(self._learner.publisher.done, noise)
+
+    def fall_back_to_full(self) -> None:
+        raise AssertionError("an engine beside the learner takes no adapters by themselves")
+
+    def leave_groups(self) -> None:
+        raise AssertionError("an engine beside the learner is in no group")
+
+    def stop(self, *, timeout_s: float) -> int:
+        """End what the thread is doing; return the number of updates that the weights have."""
+        self._learner.stop()
+        try:
+            return self._thread.submit(lambda: int(self._learner.num_updates)).result(timeout_s)
+        except TimeoutError as error:
+            message = f"it did not stop within timeouts.interrupt_s = {timeout_s:g} s"
+            raise LearnerError(message, phase="stop") from error
+
+    def save(
+        self,
+        folder: Path,
+        run: str,
+        answers_ahead: PerRank | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        (shares,) = answers_ahead or [[]]
+        answers = list(itertools.chain(*shares))
+        saving = self._thread.submit(self._learner.save, folder, run, answers)
+        try:
+            saving.result(timeout_s)
+        except TimeoutError as error:
+            message = f"not done within timeouts.interrupt_s = {timeout_s:g} s"
+            raise LearnerError(message, phase="save") from error
+
+    # The engine
+
+    def split(self, requests: PerRank) -> list[PerRank]:
+        size = self._config.rollout_matching.decode_batch_size
+        return cut_rounds(requests, round_chunk(size, self.devices, 1))
+
+    def generate(self, round_: PerRank) -> Future[PerRank]:
+        """Begin one round. The future holds the rollouts themselves."""
+
+        def generate() -> PerRank:
+            requests = [
+                replace(request, images=tuple(image.with_data() for image in request.images))
+                for request in round_[0]
+            ]
+            return [[self._backend.generate(requests)]]
+
+        return self._thread.submit(generate)
+
+    def wait_idle(self) -> None:
+        """Return at once: what is asked next comes behind a round in the one thread."""
+
+    def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        def receive() -> SyncReport:
+            report: SyncReport = self._backend.receive_weights(offer)
+            self.version = offer.version
+            return report
+
+        return self._thread.submit(receive)
+
+    def join_replacements(self) -> bool:
+        return False
+
+    def replace_named(self, error: WeightSyncError) -> bool:  # noqa: ARG002
+        return False
+
+    def pop_replaced(self) -> list[Replacement]:
+        return []
+
+    def _do(self, method: Callable[..., T], *arguments: Any) -> T:
+        """Call this in the thread, and wait for it."""
+        return self._thread.submit(method, *arguments).result()

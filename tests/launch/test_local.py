@@ -1,0 +1,104 @@
+"""A run in one process: `cluster=local`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import ray
+from config_support import configuration
+from rich.console import Console
+
+from launch.cli import as_schema_overrides
+from launch.diff_runs import diff_runs
+from launch.local import LocalRun
+from launch.train import run
+from shared.errors import ConfigError
+
+LOCAL = {
+    "cluster": {"kind": "local"},
+    "rollout_matching__rollout_backend": "hf",
+    "rollout_matching__max_new_tokens": 24,
+    "global_max_length": 512,
+    "training__max_steps": 4,
+    "training__effective_batch_size": 4,
+    "training__packing_window": 4,
+    "stage2_ab__channel_b__rollouts_per_step": 4,
+    "stage2_ab__channel_b__enable_pipeline": False,
+    "stage2_ab__schedule__warmup_steps": 1,
+    "stage2_ab__schedule__b_ratio": 1.0,
+    "data__max_val_samples": 2,
+    "evaluation__worst_scenes": 0,
+    "learner__cpus": 0.25,
+    "learner__cpu_threads": 1,
+}
+
+
+@pytest.fixture
+def config_of(demo_checkpoint, demo_data):
+    return lambda folder, **changes: configuration(
+        demo_checkpoint, demo_data, folder, **LOCAL | changes
+    )
+
+
+@pytest.mark.slow
+def test_a_run_without_ray_that_is_interrupted_goes_on_to_the_same_end(
+    config_of, tmp_path, monkeypatch
+):
+    def train(folder, **changes):
+        console = Console(record=True, width=400)
+        run(config_of(folder, **changes), console)
+        return console.export_text()
+
+    told = train(tmp_path / "whole")
+    assert "start     the learner with an engine, in this process: " in told
+    generate = LocalRun.generate
+
+    def interrupted(self, round_):
+        future = generate(self, round_)
+        if self._learner.num_updates == 2:
+            raise KeyboardInterrupt  # to the main thread, while the engine generates
+        return future
+
+    monkeypatch.setattr(LocalRun, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "parts")
+    monkeypatch.undo()
+    assert (tmp_path / "parts" / "checkpoint_interrupted_000002").is_dir()
+    train(tmp_path / "parts", resume={"run": "auto"})
+    lines, parts = diff_runs(tmp_path / "whole", tmp_path / "parts")
+    assert not parts, lines
+    assert lines[-1] == "equal     4 steps, to the bit"
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {
+                "rollout_matching__rollout_backend": "vllm",
+                "rollout_matching__vllm": {"mode": "actors"},
+            },
+            r"the engines of vllm\.mode actors have processes of their own; set .*hf or .*colocate",
+        ),
+        ({"learner__world_size": 2}, r"learner\.world_size is 2; set it to 1"),
+        (
+            {"cluster": {"kind": "local", "address": "127.0.0.1:6379"}},
+            r"cluster\.address is set; remove that, or set cluster\.kind: ray",
+        ),
+    ],
+)
+def test_what_needs_several_processes_is_refused(config_of, tmp_path, changes, problem):
+    with pytest.raises(ConfigError) as caught:
+        config_of(tmp_path, **changes)
+    found = [line for line in caught.value.problems if line.startswith("cluster.kind: ")]
+    assert len(found) == 1
+    assert re.search(problem, found[0]), found
+
+
+def test_the_kind_is_the_short_form_on_the_command_line():
+    assert as_schema_overrides(["cluster=local", "cluster.dashboard=false"]) == [
+        "++cluster.kind=local",
+        "++cluster.dashboard=false",
+    ]
