@@ -100,7 +100,8 @@ class RankState:
         except Exception as error:  # what a damaged pickle raises is of any kind
             raise ConfigError(
                 f"resume.run: {path.parent} cannot be read ({error}); every learner rank reads it:"
-                " it has to be whole, written by this version, and on a disk that all nodes share"
+                " it has to be whole, written by this version, and on a disk that all nodes share;"
+                " where it is damaged, resume an earlier checkpoint (checkpoints.json lists them)"
             ) from error
         assert isinstance(state, cls)
         return state, tensors
