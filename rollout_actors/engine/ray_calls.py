@@ -12,7 +12,15 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rollout_actors.engine.failure import EngineEndedError
-from shared.errors import RecordError, RolloutError, Timeout, WeightSyncError, ended, late
+from shared.errors import (
+    LearnerError,
+    RecordError,
+    RolloutError,
+    Timeout,
+    WeightSyncError,
+    ended,
+    late,
+)
 
 # Wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`.
 PEER_ERROR_GRACE_S = 4.0
@@ -62,16 +70,17 @@ class RayCall:
         if cause is not error and isinstance(cause, RayActorError | ObjectLostError):
             # Not the actor's end: an argument, or a picture, was to come from the learner.
             message = (
-                "what it was asked for is lost, for the learner's process has ended; check its log"
-                f" and the machine's memory ({cause})"
+                f"what {name} was asked for is lost, for the learner's process has ended; check its"
+                f" log and the machine's memory ({cause})"
             )
-        elif isinstance(cause, RayActorError | EngineEndedError):
+            return LearnerError(message, phase=self.phase)
+        if isinstance(cause, RayActorError | EngineEndedError):
             reason = cause.args[0] if isinstance(cause, EngineEndedError) else cause
             gone: Exception = (self.gone or self.error)(
                 ended("its", reason), actor=name, phase=self.phase
             )
             return gone
-        elif isinstance(cause, ObjectLostError):
+        if isinstance(cause, ObjectLostError):
             message = f"a finished answer was lost ({cause}); check {self.check}"
         else:
             message = f"{type(cause).__name__}: {cause}"

@@ -19,7 +19,7 @@ from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.engine.actor import EngineActor
 from rollout_actors.engine.ray_calls import RayCall
 from shared.config.job import TimeoutsSection
-from shared.errors import ConfigError, RecordError, RolloutError, WeightSyncError
+from shared.errors import ConfigError, LearnerError, RecordError, RolloutError, WeightSyncError
 from shared.protocols import CLOSED_S, PerRank
 from shared.records import ImageRef
 from shared.rollouts import WeightOffer
@@ -246,9 +246,9 @@ def test_requests_that_are_lost_with_the_learner_are_not_laid_on_an_engine(
     generating = make_client().generate([[RequestRef(learner.start.remote(), 0)]])
     ray.kill(learner)
     message = (
-        "generate on actor-0: what it was asked for is lost, for the learner's process has ended"
+        "^generate on the learner: what actor-0 was asked for is lost, for the learner's process"
     )
-    with pytest.raises(RolloutError, match=message):
+    with pytest.raises(LearnerError, match=message):
         generating.result()
 
 
@@ -291,10 +291,9 @@ def test_pictures_that_are_lost_with_the_learner_are_not_laid_on_an_engine() -> 
     """A node that has no copy of them hears this from Ray."""
     lost = RayTaskError("EngineActor.generate", "", OwnerDiedError("ab", b"", ""))
     call = RayCall("generate", None, "", RolloutError)
-    assert (
-        "generate on actor-0: what it was asked for is lost, for the learner's process has ended"
-        in str(call.translate_error("actor-0", lost))
-    )
+    error = call.translate_error("actor-0", lost)
+    assert isinstance(error, LearnerError)
+    assert "what actor-0 was asked for is lost, for the learner's process has ended" in str(error)
 
 
 def picture(number: int) -> ImageRef:
