@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from launch.cli import explained
+from launch.ledger import check_ledger
 from launch.runtime.saved_run import read_run
 from learner.rollout_logs.writer import step_path
 from shared.errors import ConfigError
@@ -109,6 +110,9 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
         f"changed   {field}: A {_shown(one)}, B {_shown(other)}"
         for field, one, other in _differences(_computed(read_run(a)), _computed(read_run(b)))
     ]
+    for name, run in (("A", a), ("B", b)):
+        if (problem := check_ledger(run)) is not None:
+            lines.append(f"ledger    of {name} is not whole: {problem}")
     metrics = _metrics(a), _metrics(b)
     has_logs = (a / "rollouts").is_dir() and (b / "rollouts").is_dir()
     if not has_logs:

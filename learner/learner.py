@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,7 @@ class Learner:
             self.name,
             capacity=self._config.global_max_length,
             min_fill_ratio=training.packing_min_fill_ratio if training.packing else 0.0,
+            keeps_digests=self._config.telemetry.ledger,
         )
         step = self.algorithm.begin_step(plan, metrics)
         self.steps.append(step)
@@ -197,6 +198,10 @@ class Learner:
             if self._packing.carries:
                 denominator = self._ranks.sum(step.metrics.num_segments)
             update = self.optimizer.update(step.plan.step, denominator)
+            weights: str | None = None
+            if self._config.telemetry.ledger:
+                # Not a sync's: not every step has one, and its buckets are the transport's.
+                weights = f"{_checksum(self.optimizer.masters) % 2**64:016x}"
             step.metrics.mark("finish step", started_s)
             # Only now: a checkpoint that is written after an interruption is of finished updates.
             self.num_updates = step.plan.step + 1
@@ -209,6 +214,7 @@ class Learner:
                 self._ranks.pop_spans(),
                 denominator=denominator,
                 num_carried=self._packing.num_carried,
+                weights=weights,
             )
             self._state = self._state_now(report)
             return report
@@ -306,14 +312,11 @@ class Learner:
         the data and of the weights that are not trained, and the threads that share a sum.
         """
         if not self._fingerprints_of_start:
-            checksum = BucketChecksum()
-            for parameter in self.loaded.model.parameters():
-                if not parameter.requires_grad:
-                    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                    checksum.add(part.detach())
+            parameters = self.loaded.model.parameters()
+            frozen = (parameter for parameter in parameters if not parameter.requires_grad)
             self._fingerprints_of_start = {
                 **self.algorithm.fingerprints(),
-                "model.path": f"{checksum.value():x}",
+                "model.path": f"{_checksum(frozen):x}",
                 "learner.cpu_threads": str(torch.get_num_threads()),
             }
         return self._fingerprints_of_start
@@ -380,3 +383,12 @@ class Learner:
         return CollectiveError(
             "another learner rank left the step; check the rank that failed first", phase=phase
         )
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the checksum of this rank's parts of the tensors, in their order."""
+    checksum = BucketChecksum()
+    for tensor in tensors:
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        checksum.add(part.detach())
+    return checksum.value()

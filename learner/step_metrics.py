@@ -5,6 +5,7 @@ Counts and rates only. IoU is no training-time number: it belongs to evaluation 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +29,21 @@ class StepMetrics:
     `loss/total` 0.2, `packing/num_rows` 2 and `packing/num_segments` 4.
     """
 
-    def __init__(self, plan: StepPlan, track: str, *, capacity: int, min_fill_ratio: float) -> None:
-        """`capacity`: tokens of a row; a row filled less than `min_fill_ratio` is underfilled."""
+    def __init__(
+        self,
+        plan: StepPlan,
+        track: str,
+        *,
+        capacity: int,
+        min_fill_ratio: float,
+        keeps_digests: bool = False,
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            capacity: tokens of a row; one filled less than `min_fill_ratio` is underfilled.
+            keeps_digests: for the run's ledger.
+        """
         self.totals = MetricAccumulator()
         self.num_segments = 0
         """Segments learned so far."""
@@ -43,6 +57,18 @@ class StepMetrics:
         self._spans: list[Span] = []
         self._generate_s = 0.0
         self._learn_s = 0.0
+        self._keeps_digests = keeps_digests
+        self._digests: dict[str, hashlib._Hash] = {}
+
+    def record(self, name: str, *content: object) -> None:
+        """Add to a digest of the ledger (`shared.metrics.DIGESTS`).
+
+        The content is told by its `repr`, and holds nothing of times, places and engines' last
+        bits: two runs of one configuration have the same.
+        """
+        if self._keeps_digests:
+            digest = self._digests.setdefault(name, hashlib.sha256())
+            digest.update(repr(content).encode())
 
     def add_generation(self, spans: Sequence[Span]) -> None:
         """Note who generated one round, and when."""
@@ -126,6 +152,16 @@ class StepMetrics:
         is_underfilled = row.num_tokens < self._min_fill_ratio * self._capacity
         ages = [self._plan.step - segment.step for segment in row.segments]
         self.num_segments += len(row.segments)
+        self.record("targets", len(row.segments))
+        for segment in row.segments:
+            target, credit = segment.target, segment.target.credit
+            self.record(
+                "targets",
+                *(segment.step, segment.position, segment.prompt.token_ids),
+                *(target.token_ids, target.roles.tobytes()),
+                *(target.coord_positions, target.coord_targets, target.box_slots),
+                *(credit.positions, credit.advantages, credit.weights),
+            )
         self.totals.add("packing/num_rows", 1)
         self.totals.add("packing/num_segments", len(row.segments))
         self.totals.add("packing/num_tokens", row.num_tokens)
@@ -142,6 +178,7 @@ class StepMetrics:
         *,
         denominator: int,
         num_carried: int,
+        weights: str | None = None,
     ) -> RankReport:
         """End the step, once.
 
@@ -150,6 +187,7 @@ class StepMetrics:
             waits: waits for other ranks, within the spans that were marked.
             denominator: the segments that the step's gradient was divided by.
             num_carried: segments that wait for a later step.
+            weights: digest of the trained weights after the update, where digests are kept.
         """
         for name, value in self._losses.items():
             self.totals.add(name, value / denominator)
@@ -171,4 +209,7 @@ class StepMetrics:
         step = self._plan.step
         channel = self._plan.channel
         spans = tuple(self._spans)
-        return RankReport(step, channel, version, self.totals, step_metrics, spans)
+        digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
+        if weights is not None:
+            digests["weights"] = weights
+        return RankReport(step, channel, version, self.totals, step_metrics, spans, digests)

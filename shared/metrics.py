@@ -7,8 +7,9 @@ training-time counters).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from shared.config.pipeline import Channel
@@ -322,6 +323,11 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+DIGESTS = ("requests", "rollouts", "targets", "weights")
+"""What the ledger has a digest of: what was asked, the tokens that came back, what the rows taught,
+and the weights after the update."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """One learner rank's part of a step, on its way to the driver."""
@@ -335,6 +341,8 @@ class RankReport:
     step_metrics: Mapping[str, float]
     """The numbers that are the same on every rank."""
     spans: tuple[Span, ...]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Of this rank's part: see `DIGESTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +361,8 @@ class StepReport:
     metrics: Mapping[str, float]
     """`loss/...`, `rollout/...`, `packing/...`, `optim/...`, `time/...`; no IoU, ever."""
     spans: tuple[Span, ...]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Hex digests of what decided the step, by the names in `DIGESTS`; empty without a ledger."""
 
     @property
     def number(self) -> int:
@@ -368,12 +378,20 @@ def merge_reports(reports: Sequence[RankReport]) -> StepReport:
     totals = MetricAccumulator()
     totals.merge(report.totals for report in reports)
     spans = tuple(span for report in reports for span in report.spans)
+    digests = {}
+    for name in DIGESTS:
+        # A rank without samples has nothing to ask, and none has on channel A.
+        parts = [report.digests[name] for report in reports if name in report.digests]
+        if parts:
+            joined = hashlib.sha256(" ".join(parts).encode()).hexdigest()
+            digests[name] = parts[0] if len(reports) == 1 else joined
     return StepReport(
         first.step,
         first.channel,
         first.weight_version,
         {**totals.as_dict(), **first.step_metrics},
         spans,
+        digests,
     )
 
 

@@ -8,7 +8,7 @@ A checkpoint is full where it has `run_state/`, of which `run.json` is the drive
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -134,9 +134,9 @@ class ResumePoint:
         return lines
 
 
-def installed_versions() -> dict[str, str]:
+def installed_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     versions = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -256,13 +256,21 @@ def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
     allowed = (*MAY_CHANGE, *config.resume.allow)
     for key in sorted(before.keys() | now.keys()):
         was, is_now = before.get(key), now.get(key)
-        is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
-        if was != is_now and not is_allowed:
+        if was != is_now and not _is_in(key, allowed):
             yield (
                 f"{key}: was {was!r} when the checkpoint was saved, and is {is_now!r}, which"
                 " changes what is computed; leave it as it was, or insist with"
                 f" 'resume.allow=[{key}]'"
             )
+
+
+def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, by dotted keys, that decide what is computed: all but `MAY_CHANGE`."""
+    return {key: value for key, value in _leaves(config).items() if not _is_in(key, MAY_CHANGE)}
+
+
+def _is_in(key: str, sections: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in sections)
 
 
 def _leaves(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, Any]:

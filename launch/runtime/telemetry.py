@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.checks.host import run_folder_problem
+from launch.ledger import LEDGER, Ledger, check_ledger
 from launch.reports.detection import DetectionReport, make_report
 from launch.reports.page import write_report
 from launch.reports.rewards import RewardReport, write_reward_report
@@ -110,6 +111,8 @@ def cut_run_files(folder: Path, step: int, *, reports_again: bool) -> int:
     metrics = cut_lines(folder / "metrics.jsonl", lambda line: line["step"] <= step)
     last = int(metrics[-1]["step"]) if metrics else 0
     cut_lines(folder / "plan.jsonl", lambda line: line["step"] <= step)
+    # A step's line is written before its metrics: where those are missing it is written again.
+    cut_lines(folder / LEDGER, lambda line: line["step"] <= last)
     last_report = step - int(reports_again)
     cut_lines(folder / "evaluations.jsonl", lambda line: line["step"] <= last_report)
     for report in (folder / "evaluations").glob("step_*"):
@@ -177,7 +180,10 @@ class Telemetry:
         except OSError as error:
             raise cannot_write(folder, error) from error
         self._open("wb" if point is None else "ab")
+        self._ledger: Ledger | None = None
         if point is None:
+            if config.telemetry.ledger:
+                self._ledger = Ledger(config)
             # Last: a folder with this file holds a run, and the next start is refused it.
             write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
         self._num_written = 0
@@ -204,9 +210,13 @@ class Telemetry:
         self._close()
         reports_again = RunSchedule(self._config).evaluates_before(point.step)
         try:
+            if (problem := check_ledger(self._folder)) is not None:
+                self._warn(problem)
             self._num_written = self._cut(point.step, reports_again=reports_again)
             replace_file(self._folder / CONFIG, self._config.model_dump_json(indent=2) + "\n")
             self.evaluations = read_evaluations(self._folder)
+            if self._config.telemetry.ledger:
+                self._ledger = Ledger(self._config, self._num_written, mode="ab")
         except OSError as error:
             raise cannot_write(self._folder, error) from error
         self._open("ab")
@@ -256,6 +266,8 @@ class Telemetry:
             self._warn(str(unwritten))
         finally:
             self._close()
+            if self._ledger is not None:
+                self._ledger.close()
             self._lock.close()
 
     def _keep(self, error: Exception) -> None:
@@ -416,6 +428,8 @@ class Telemetry:
         assert not unknown, f"not in shared/metrics.py: {unknown}"
         line: dict[str, Any] = {"step": report.number, "channel": report.channel}
         line |= {"weight_version": report.weight_version, **metrics}
+        if self._ledger is not None:
+            self._ledger.write(record.plan, report)
         self._metrics.write(json.dumps(line) + "\n")
         if self._ray_metrics is not None:
             self._ray_metrics.step_done(report.number, version, metrics)

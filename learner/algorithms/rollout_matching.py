@@ -170,10 +170,17 @@ class RolloutMatchingStep:
         algorithm = self._algorithm
         run_seed = algorithm.config.training.seed
         request = partial(algorithm.encoder.request, decode=algorithm.decode, run_seed=run_seed)
-        return [
+        requests = [
             request(sample, step=self.plan.step, position=position)
             for position, sample in zip(self.share, self.samples, strict=True)
         ]
+        for one in requests:
+            self.metrics.record(
+                "requests",
+                *(one.step, one.position, one.sample_id, one.seed, one.prompt_token_ids),
+                *([image.sha256 for image in one.images], one.decode),
+            )
+        return requests
 
     def become_current(self) -> None:
         if self._algorithm.log is not None:
@@ -207,6 +214,11 @@ class RolloutMatchingStep:
             # Prompts were begun with the step, targets with this round: both in position order.
             prompt = next(self._prompts)
             check_prompt(rollout, prompt)
+            self.metrics.record(
+                "rollouts",
+                *(position, rollout.sample_id, rollout.prompt_token_ids, rollout.weight_version),
+                *(rollout.response_token_ids, rollout.stop_token_id, rollout.finish_reason),
+            )
             target = next(targets)
             assert target.reading is not None
             num_objects = len(self.samples[self._num_targets].objects)

@@ -219,6 +219,7 @@ class TrajectoryBatch:
             requests.append(
                 EnvironmentRequest(self.plan.step, (group,), algorithm.decode, run_seed)
             )
+            self.metrics.record("requests", requests[-1])
         return requests
 
     def become_current(self) -> None:
@@ -298,6 +299,15 @@ class TrajectoryBatch:
             self._num_failed += 1
             self._first_failure = self._first_failure or rollout
         self.metrics.add_environment_rollout(rollout)
+        # Not the error's own words, which may name a process or an address.
+        self.metrics.record(
+            "rollouts",
+            *(rollout.position, rollout.example, rollout.reward, rollout.error is None),
+            [
+                (one.token_ids, one.mask, one.weight_version, [file.sha256 for file in one.images])
+                for one in rollout.examples
+            ],
+        )
         of_examples = (example.weight_version for example in rollout.examples)
         versions = [one for one in of_examples if one is not None]
         if versions:

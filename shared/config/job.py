@@ -90,6 +90,8 @@ class TelemetrySection(Section):
     """Record spans of every process, as a file that Perfetto opens."""
     rollouts: bool = True
     """Write every rollout's outcome into `rollouts/step_xxxxxx.jsonl`, for `launch.show_sample`."""
+    ledger: bool = True
+    """Write digests of what decided every step, and of its weights, as a chain (`ledger.jsonl`)."""
 
 
 def _rising(thresholds: tuple[float, ...]) -> tuple[float, ...]:

@@ -1,0 +1,178 @@
+"""The ledger of a run: one line per step of what decided it, in a chain of hashes.
+
+    python -m launch.ledger RUN        says whether it is whole; exit status 1 where it is not
+
+`ledger.jsonl` begins with a head, the digests and versions of configuration and code. A resumption
+with others writes a new one, behind its step. Every line ends with `previous`, the hash of the line
+before it, and `hash`, the sha256 of its own bytes up to there. It has nothing of times and places,
+so runs that computed the same have the same bytes, interrupted or not.
+
+The chain tells of lines that were edited, removed or added. That its end was cut off is told by
+`metrics.jsonl`. Nothing tells of a file whose hashes somebody has computed anew: for that keep the
+last hash elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launch.cli import explained
+from launch.runtime.resume import PACKAGES, deciding, installed_versions
+from shared.config import RunConfig
+from shared.errors import ConfigError
+from shared.metrics import StepReport
+from shared.run_files import RunFile, read_lines
+from shared.schedule import RunSchedule, StepPlan
+
+LEDGER = "ledger.jsonl"
+SOURCES = ("launch", "learner", "rollout_actors", "shared")
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+class Ledger:
+    """Writes the lines, flushed as they come."""
+
+    def __init__(self, config: RunConfig, step: int = 0, *, mode: str = "wb") -> None:
+        """Begin the file or, with "ab", go on with one that ends at `step`. Raises StorageError."""
+        path = config.telemetry.run_dir / LEDGER
+        lines = read_lines(path) if mode == "ab" else []
+        self._file = RunFile(path, mode=mode)
+        self._previous = str(lines[-1].get("hash", "")) if lines else ""
+        self._num_samples = RunSchedule(config).num_samples_before(step)
+        self._seed = config.training.seed
+        head = head_of(config)
+        heads = [line for line in lines if "versions" in line]
+        # Also behind steps that were taken without a ledger.
+        is_as_before = bool(heads) and head.items() <= heads[-1].items()
+        if not is_as_before or lines[-1]["step"] != step:
+            self._write({"step": step, **head})
+
+    def write(self, plan: StepPlan, report: StepReport) -> None:
+        """Write the line of a step that has ended. Raises StorageError."""
+        first = self._num_samples
+        self._num_samples += plan.num_samples
+        self._write(
+            {
+                "step": report.number,
+                "channel": report.channel,
+                "samples": [first, self._num_samples],
+                "seed": self._seed,
+                "weight_version": report.weight_version,
+                **report.digests,
+                "loss": report.metrics.get("loss/total"),
+                "grad_norm": report.metrics.get("optim/grad_norm"),
+            }
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        # The hash is of the line's own bytes: nobody has to make the same JSON to check it.
+        text = json.dumps({**content, "previous": self._previous})[:-1]
+        self._previous = hashlib.sha256(text.encode()).hexdigest()
+        self._file.write(f'{text}, "hash": "{self._previous}"}}\n')
+
+
+def head_of(config: RunConfig) -> dict[str, Any]:
+    """Return what decides every step of a run: digest of the configuration, code, versions.
+
+    What may change without changing the run (`launch.runtime.resume.MAY_CHANGE`) is not in it.
+    """
+    keys = json.dumps(deciding(config.model_dump(mode="json")), sort_keys=True)
+    packages = installed_versions((*PACKAGES, "ray", "rollmatch"))
+    return {
+        "config": hashlib.sha256(keys.encode()).hexdigest(),
+        "code": _digest_of_code(),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **packages},
+    }
+
+
+@cache
+def _digest_of_code() -> str:
+    """Digest the project's own sources, changed since the commit or not."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in SOURCES for path in (_ROOT / folder).rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(_ROOT)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+@cache
+def _commit() -> str | None:
+    """Return the commit that is checked out; None where the code is in no checkout of its own."""
+    command = ["git", "-C", str(_ROOT), "rev-parse", "--show-toplevel", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    # An environment with the installed package may lie in another project's checkout.
+    folder, commit = done.stdout.splitlines()
+    return commit if Path(folder).resolve() == _ROOT else None
+
+
+def check_ledger(run: Path) -> str | None:
+    """Name the first line of a run's ledger that does not fit; None: all do, or there is no ledger.
+
+    Raises OSError, and RecordError where `metrics.jsonl` is damaged.
+    """
+    path = run / LEDGER
+    try:
+        # What is behind the last line's end was being written when the run was killed.
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    previous = ""
+    step: int | None = None
+    for number, line in enumerate(lines, 1):
+        place = f"{path} line {number}"
+        text, _, rest = line.rpartition(b', "hash": ')
+        if rest != f'"{hashlib.sha256(text).hexdigest()}"}}'.encode():
+            return f"{place}: its hash does not fit; the line was edited"
+        entry = json.loads(line)
+        if entry["previous"] != previous:
+            return f"{place}: it does not follow the line before it; lines were removed or edited"
+        is_head = "versions" in entry
+        if step is not None and entry["step"] != step + (not is_head):
+            return f"{place}: steps {step + 1} to {entry['step'] - (not is_head)} have no line"
+        previous = entry["hash"]
+        step = entry["step"]
+    metrics = read_lines(run / "metrics.jsonl")
+    if metrics and (step is None or step < metrics[-1]["step"]):
+        return (
+            f"{path}: it ends at step {step or 0}, and metrics.jsonl at {metrics[-1]['step']}; its"
+            " end was cut off, or telemetry.ledger was off"
+        )
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return
+    with explained(Console(stderr=True, soft_wrap=True)):
+        if len(words) != 1 or not (lines := read_lines(Path(words[0]) / LEDGER)):
+            raise ConfigError(
+                f"ledger: needs the folder of a run with a {LEDGER}; write"
+                " `python -m launch.ledger RUN`"
+            )
+        problem = check_ledger(Path(words[0]))
+    first, last = lines[0]["step"] + 1, lines[-1]["step"]
+    print(problem or f"whole, steps {first} to {last}, last hash {lines[-1]['hash']}")
+    sys.exit(int(problem is not None))
+
+
+if __name__ == "__main__":
+    main()
