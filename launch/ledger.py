@@ -145,7 +145,7 @@ def check_ledger(run: Path) -> str | None:
             return f"{place}: it does not follow the line before it; lines were removed or edited"
         is_head = "versions" in entry
         if step is not None and entry["step"] != step + (not is_head):
-            return f"{place}: steps {step + 1} to {entry['step'] - (not is_head)} have no line"
+            return f"{place}: it follows step {step}; the steps between have no line"
         previous = entry["hash"]
         step = entry["step"]
     metrics = read_lines(run / "metrics.jsonl")

@@ -106,6 +106,14 @@ def test_what_no_sample_shows_is_named_by_its_metric(whole, copy, metric, stage)
     assert f"part      at step 3, stage {stage}: {metric}" in lines
 
 
+def test_a_ledger_that_was_edited_is_told(whole, copy):
+    edit_line(copy / "ledger.jsonl", 2, lambda line: line.update(loss=0.5))
+    lines, parts = diff_runs(whole, copy)
+    assert not parts
+    (told,) = [line for line in lines if line.startswith("ledger ")]
+    assert told.startswith(f"ledger    of B is not whole: {copy / 'ledger.jsonl'} line 3: its hash")
+
+
 def test_times_and_engines_do_not_count(whole, copy):
     edit_line(copy / "metrics.jsonl", 2, lambda line: line.update({"time/step_s": 99.0}))
     log = copy / "rollouts" / "step_000003.jsonl"

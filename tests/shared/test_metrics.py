@@ -165,6 +165,16 @@ def test_the_reports_of_ranks_add_sums_weigh_means_by_their_counts_and_take_the_
     assert merge_reports([first]).metrics["loss/total"] == 0.25
 
 
+def test_digests_of_ranks_are_joined_in_rank_order_and_one_rank_has_its_own():
+    first = replace(rank_report(0), digests={"weights": "a", "requests": "b"})
+    second = replace(rank_report(1), digests={"weights": "c"})
+    both = merge_reports([first, second]).digests
+    assert list(both) == ["requests", "weights"]
+    assert both["weights"] == hashlib.sha256(b"a c").hexdigest()
+    assert both != merge_reports([second, first]).digests
+    assert merge_reports([first]).digests == first.digests
+
+
 def test_ranks_of_other_steps_or_weights_are_a_programmers_error():
     with pytest.raises(AssertionError, match="different steps"):
         merge_reports([rank_report(0), rank_report(1, version=5)])
