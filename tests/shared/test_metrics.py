@@ -1,6 +1,8 @@
 """Names, meanings and reductions of training-time numbers (spec: training-time counters)."""
 
+import hashlib
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
