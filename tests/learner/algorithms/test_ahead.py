@@ -128,7 +128,7 @@ def test_the_next_rollouts_are_made_into_examples_while_the_present_one_is_learn
     config = trajectory_config(tmp_path, tmp_path, environment__drop_equal_groups=True)
     work = SimpleNamespace(config=config, environment=config.environment, ahead=one_ahead, log=None)
     rewards = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)]
-    of_nothing = {"error": None, "examples": ()}
+    of_nothing = {"example": 0, "error": None, "examples": ()}
     answers = [
         [
             SimpleNamespace(position=2 * g + i, reward=reward, **of_nothing)
