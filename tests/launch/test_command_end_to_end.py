@@ -115,37 +115,6 @@ print("loaded elsewhere")
 
 
 @pytest.mark.long
-def test_an_interrupted_run_ends_within_a_minute_with_a_checkpoint_and_no_process(command):
-    of_others = set(Path("/tmp").glob("rollmatch-warm-*"))
-    one_actor = "rollout_matching.vllm.actors.num_actors=1"
-    run = command(
-        "training.max_steps=500",
-        "stage2_ab.schedule.warmup_steps=0",
-        "data.val=null",
-        one_actor,
-        of_a_user=True,
-    )
-    run.wait_for("step    2/500")
-    os.killpg(run.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
-    assert run.process.wait(timeout=60) == 130, run.output
-    run.assert_nothing_left()
-    assert "interrupted" in run.output
-    deadline = time.monotonic() + 60
-    # the run's own server stays for some seconds
-    while left := set(Path("/tmp").glob("rollmatch-warm-*")) - of_others:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-    (checkpoint,) = run.run_dir.glob("checkpoint_interrupted_*")
-    num_steps = int(checkpoint.name.rpartition("_")[2])
-    # A step's line is written behind its sync: an update that was interrupted there has none.
-    assert len(run.lines("metrics.jsonl")) in (num_steps - 1, num_steps), (
-        "the weights of the last finished update"
-    )
-    assert_loads_elsewhere(checkpoint)
-    assert f"saved     {checkpoint}" in run.output
-
-
-@pytest.mark.long
 def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_and_saves_its_weights(
     command, demo_checkpoint
 ):
@@ -200,13 +169,10 @@ def test_a_killed_engine_and_a_stopped_actor_are_replaced_and_the_losses_are_the
 
 
 @pytest.mark.long
-def test_where_nobody_is_replaced_a_killed_actor_ends_the_run_with_its_name(command):
-    run = command(
-        "training.max_steps=500",
-        "stage2_ab.schedule.warmup_steps=0",
-        "data.val=null",
-        "rollout_matching.vllm.actors.max_restarts=0",
-    )
+def test_where_nobody_is_replaced_a_killed_actor_ends_the_run_and_a_signal_its_resumption(command):
+    """Each with a checkpoint and without a process left; the signal within a minute."""
+    steps = ["training.max_steps=500", "stage2_ab.schedule.warmup_steps=0", "data.val=null"]
+    run = command(*steps, "rollout_matching.vllm.actors.max_restarts=0")
     run.wait_for("step    2/500")
     processes = run.processes()
     assert len([pid for pid, line in processes.items() if is_engine(line)]) == 3, (
@@ -218,18 +184,29 @@ def test_where_nobody_is_replaced_a_killed_actor_ends_the_run_with_its_name(comm
     assert re.search(r"on rollout-actor-\d: its process has ended", run.output)
     assert "Traceback" not in run.output
     assert "Traceback" in (run.run_dir / "error.txt").read_text()
-    (checkpoint,) = run.run_dir.glob("checkpoint_interrupted_*")
-    num_steps = int(checkpoint.name.rpartition("_")[2])
-    again = command(
-        "resume=auto",
-        f"training.max_steps={num_steps + 1}",
-        "rollout_matching.vllm.actors.num_actors=1",
-        "stage2_ab.schedule.warmup_steps=0",
-        "data.val=null",
-    )
-    assert again.process.wait(timeout=240) == 0, again.output
+    (of_failure,) = run.run_dir.glob("checkpoint_interrupted_*")
+    num_steps = int(of_failure.name.rpartition("_")[2])
+
+    of_others = set(Path("/tmp").glob("rollmatch-warm-*"))
+    one_actor = "rollout_matching.vllm.actors.num_actors=1"
+    again = command(*steps, one_actor, "resume=auto", of_a_user=True)
+    again.wait_for(f"step {num_steps + 2:>4}/500")
+    os.killpg(again.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
+    assert again.process.wait(timeout=60) == 130, again.output
     again.assert_nothing_left()
-    steps = [line["step"] for line in again.lines("metrics.jsonl")]
-    assert steps == list(range(1, num_steps + 2))
-    assert not checkpoint.exists(), "the final one takes its place"
-    assert not (run.run_dir / "error.txt").exists()
+    assert "interrupted" in again.output
+    deadline = time.monotonic() + 60
+    # the run's own server stays for some seconds
+    while left := set(Path("/tmp").glob("rollmatch-warm-*")) - of_others:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    (checkpoint,) = again.run_dir.glob("checkpoint_interrupted_*")
+    assert checkpoint != of_failure, "a newer one takes its place"
+    num_steps = int(checkpoint.name.rpartition("_")[2])
+    numbers = [line["step"] for line in again.lines("metrics.jsonl")]
+    assert numbers == list(range(1, len(numbers) + 1))
+    # A step's line is written behind its sync: an update that was interrupted there has none.
+    assert len(numbers) in (num_steps - 1, num_steps), "the weights of the last finished update"
+    assert_loads_elsewhere(checkpoint)
+    assert f"saved     {checkpoint}" in again.output
+    assert not (again.run_dir / "error.txt").exists()
