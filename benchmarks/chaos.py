@@ -4,8 +4,8 @@
 
 Makes a run of `experiment=stage2_3v1` undisturbed, and one of as many steps in which each fault of
 `benchmarks.recovery` strikes at a random moment of a random step. A run whose driver is killed is
-started again by the same command. Exit status 1 where the two runs part (`launch.diff_runs`). Needs
-`make demo-data`.
+started again by the same command. Exit status 1 where the two runs part (`launch.diff_runs`, and
+`ledger.jsonl`). Needs `make demo-data`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.recovery import FAULTS, LIMIT_S, end_all, job, run, wait_for_steps
-from launch.diff_runs import diff_runs
+from benchmarks.recovery import FAULTS, LIMIT_S, compare, end_all, job, run, wait_for_steps
 
 
 def main() -> None:
@@ -56,7 +55,7 @@ def main() -> None:
                 process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         status = process.wait(timeout=LIMIT_S)
         print(f"chaos     exit status {status} after {time.monotonic() - started_s:.0f} s")
-        lines, parts = diff_runs(folder / "quiet", folder / "chaos")
+        lines, parts = compare(folder / "quiet", folder / "chaos")
         print("\n".join(lines))
     sys.exit(int(parts or status != 0))
 

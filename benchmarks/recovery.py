@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from launch.diff_runs import diff_runs
+from launch.ledger import LEDGER
 
 STALL_S = 10.0
 LIMIT_S = 900.0
@@ -100,6 +101,14 @@ def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | Non
     return time.monotonic() - started_s
 
 
+def compare(run: Path, other: Path) -> tuple[list[str], bool]:
+    """Return lines about two runs, and whether they, or the bytes of their ledgers, part."""
+    lines, parts = diff_runs(run, other)
+    if (run / LEDGER).read_bytes() != (other / LEDGER).read_bytes():
+        return [*lines, f"{LEDGER} of the two differ"], True
+    return lines, parts
+
+
 def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
     """Return when the run in the folder has written so many steps."""
     metrics = folder / "metrics.jsonl"
@@ -127,7 +136,7 @@ def main() -> None:
             quiet_s = wall_s if strike is None else quiet_s
             metrics = [json.loads(line) for line in (path / "metrics.jsonl").open()]
             replaced = sum(line.get("rollout/num_replaced", 0) for line in metrics)
-            lines, parts = diff_runs(folder / "0", path)
+            lines, parts = compare(folder / "0", path)
             differs = differs or parts
             ledger = "differs" if parts else "equal"
             lost_s = wall_s - quiet_s

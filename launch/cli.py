@@ -92,9 +92,9 @@ def _end_at_once(again_s: float) -> None:
         return
     left = [str(child.pid) for child in psutil.Process().children(recursive=True)]
     message = (
-        "\nended at once: what was being saved is lost, and no checkpoint is newer than the last"
-        f" 'saved' above; processes {', '.join(left) or 'none'} were not waited for, and end with"
-        " this one within seconds unless they hang\n"
+        "\nended at once: what was being written may be lost; processes"
+        f" {', '.join(left) or 'none'} were not waited for, and end by themselves, unless they"
+        " hang\n"
     )
     os.write(2, message.encode())
     os._exit(130)

@@ -54,6 +54,7 @@ _SET_BY_THE_COMMAND = {
 
 _BY_ACTORS_ALONE: Mapping[str, Any] = {
     # Whatever generated in the run, this command's own actors serve the checkpoint as it is.
+    "cluster.kind": "ray",
     "rollout_matching.rollout_backend": "vllm",
     "rollout_matching.vllm.mode": "actors",
     "rollout_matching.vllm.server": None,

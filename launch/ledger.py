@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 import sys
@@ -29,10 +30,12 @@ from rich.console import Console
 from launch.cli import explained
 from launch.runtime.resume import PACKAGES, deciding, installed_versions
 from shared.config import RunConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RecordError
 from shared.metrics import StepReport
-from shared.run_files import RunFile, read_lines
+from shared.run_files import RunFile, cut_lines, read_lines
 from shared.schedule import RunSchedule, StepPlan
+
+_LOGGER = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
 SOURCES = ("launch", "learner", "rollout_actors", "shared")
@@ -122,6 +125,22 @@ def _commit() -> str | None:
     return commit if Path(folder).resolve() == _ROOT else None
 
 
+def cut_ledger(run: Path, step: int) -> None:
+    """Keep the lines up to this step, the last one in `metrics.jsonl`, if there are any.
+
+    A step's line is written before its metrics: where those are missing it is written again. So is
+    the head behind the step, of whoever goes on. A file that cannot be read is put aside. Raises
+    OSError.
+    """
+    path = run / LEDGER
+    try:
+        cut_lines(path, lambda line: line["step"] + ("versions" in line) <= step)
+    except (RecordError, KeyError, TypeError) as error:
+        aside = path.with_name(f"{LEDGER}.damaged")
+        _LOGGER.warning("%s cannot be read (%s), and is %s now", path, error, aside.name)
+        path.replace(aside)
+
+
 def check_ledger(run: Path) -> str | None:
     """Name the first line of a run's ledger that does not fit; None: all do, or there is no ledger.
 
@@ -163,14 +182,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(__doc__)
         return
     with explained(Console(stderr=True, soft_wrap=True)):
-        if len(words) != 1 or not (lines := read_lines(Path(words[0]) / LEDGER)):
+        if len(words) != 1 or not (Path(words[0]) / LEDGER).exists():
             raise ConfigError(
                 f"ledger: needs the folder of a run with a {LEDGER}; write"
                 " `python -m launch.ledger RUN`"
             )
         problem = check_ledger(Path(words[0]))
-    first, last = lines[0]["step"] + 1, lines[-1]["step"]
-    print(problem or f"whole, steps {first} to {last}, last hash {lines[-1]['hash']}")
+        lines = [] if problem else read_lines(Path(words[0]) / LEDGER)
+    whole = "whole, and without a line yet"
+    if lines:
+        first, last = lines[0]["step"] + 1, lines[-1]["step"]
+        whole = f"whole, steps {first} to {last}, last hash {lines[-1]['hash']}"
+    print(problem or whole)
     sys.exit(int(problem is not None))
 
 

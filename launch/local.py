@@ -8,8 +8,10 @@ bit.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +42,7 @@ class LocalRun:
 
     One thread does what is asked of them, in order, as a learner rank's process does: an
     interruption, which comes to the main thread, finds the learner between two rows and not inside
-    an update. Nothing has a limit, for a breakpoint may hold it up.
+    an update. Nothing has a limit but a sync and an end, for a breakpoint may hold it up.
     """
 
     falls_back = False
@@ -50,6 +52,8 @@ class LocalRun:
         self._config = config
         self._images = images
         self._start_up = start_up
+        # As for a learner rank: weights are read from a folder, and nothing is asked of a hub.
+        os.environ["HF_HUB_OFFLINE"] = "1"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._learner: Any = None
         self._backend: Any = None
@@ -60,13 +64,15 @@ class LocalRun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._learner is not None:
-            self._learner.stop()
-        self._thread.shutdown(wait=True)
-        if self._backend is not None:
-            self._backend.close()
-        if self._learner is not None:
-            self._learner.close()
+        # In the opposite order, whatever one of them raises.
+        with ExitStack() as ends:
+            if self._learner is not None:
+                ends.callback(self._learner.close)
+            if self._backend is not None:
+                ends.callback(self._backend.close)
+            ends.callback(self._thread.shutdown)
+            if self._learner is not None:
+                self._learner.stop()
 
     def start(self) -> tuple[LocalRun, LocalRun]:
         """Load model, data and engine; return learner and engine.

@@ -34,7 +34,7 @@ from launch.runtime.start_up import StartUp
 from launch.runtime.sweep import is_sweep, run_trial
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
-from shared.errors import ConfigError, LearnerError
+from shared.errors import CollectiveError, ConfigError, LostLearnerError
 
 if TYPE_CHECKING:
     from launch.runtime.replacements import RestartBudget
@@ -53,27 +53,41 @@ def main(composed: DictConfig) -> None:
 def run_job(config: RunConfig, console: Console) -> None:
     """Run; where the learner is lost and `resume.automatic` permits it, start again and go on.
 
-    Raises what ends a run for good.
+    What a start wrote to `error.txt` stays, as `error_1.txt` and so on. Raises what ends a run for
+    good.
     """
     budget: RestartBudget | None = None
     while True:
         try:
             run(config, console)
-        except LearnerError as error:
+        # Its own errors, such as a loss that is not finite, would come again to the bit.
+        except (LostLearnerError, CollectiveError) as error:
             if not config.resume.automatic:
                 raise
             from launch.runtime.replacements import RestartBudget
 
             budget = budget or RestartBudget(config.rollout_matching.vllm.actors)
             if not budget.take():
-                raise LearnerError(
-                    f"{error.message}; {budget.refusal}", phase=error.phase
-                ) from error
-            _print(console, [f"restart   {error}; the job is started again from its checkpoint"])
-            again = config.resume.model_copy(update={"run": Path("auto")})
-            config = config.model_copy(update={"resume": again})
+                message = f"{error.message}; {budget.refusal('the job is not started again')}"
+                raise LostLearnerError(message, phase=error.phase) from error
+            story = _keep_story(config.telemetry.run_dir)
+            why = " ".join(str(error).split())
+            _print(console, [f"restart   {why}; the job is started again; details in {story}"])
+            # A start that failed has not yet put aside what is behind the checkpoint it was given.
+            if error.phase != "start":
+                again = config.resume.model_copy(update={"run": Path("auto")})
+                config = config.model_copy(update={"resume": again})
         else:
             return
+
+
+def _keep_story(folder: Path) -> Path:
+    """Give `error.txt` a name that the next start leaves alone, and return it."""
+    number = 1 + len(list(folder.glob("error_*.txt")))
+    story = folder / f"error_{number}.txt"
+    if (folder / "error.txt").exists():
+        (folder / "error.txt").replace(story)
+    return story
 
 
 def run(config: RunConfig, console: Console) -> None:

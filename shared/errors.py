@@ -186,6 +186,10 @@ class LearnerError(PortableError, RuntimeError):
         super().__init__(f"{phase} on the learner: {message}")
 
 
+class LostLearnerError(LearnerError):
+    """The learner's process has ended, or does not answer: another start may go on."""
+
+
 class CollectiveError(LearnerError):
     """A learner rank waited for the others in vain; their own errors say why."""
 

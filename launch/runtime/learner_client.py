@@ -17,7 +17,14 @@ from ray.exceptions import RayError, RayTaskError
 from rollout_actors.engine.ray_calls import RayCall, wait_for_all
 from shared.config import RunConfig
 from shared.config.job import TimeoutsSection
-from shared.errors import CollectiveError, LearnerError, Timeout, ended, late
+from shared.errors import (
+    CollectiveError,
+    LearnerError,
+    LostLearnerError,
+    Timeout,
+    ended,
+    late,
+)
 from shared.grounding.evaluation import Outcome
 from shared.metrics import StepReport, merge_reports
 from shared.protocols import CLOSED_S, MakeBackend, PerRank
@@ -48,14 +55,14 @@ class LearnerCall(RayCall):
     def timeout_error(self, names: Sequence[str]) -> Exception:
         assert self.limit is not None, "every call to the learner has a limit"
         message = late(", ".join(names), self.limit, self.check)
-        return LearnerError(f"{message}, or raise {self.limit.key}", phase=self.phase)
+        return LostLearnerError(f"{message}, or raise {self.limit.key}", phase=self.phase)
 
     def translate_error(self, name: str, error: RayError) -> Exception:
         if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
             return error.cause
         message = ended("its" if name == "the learner" else f"{name}'s", error)
         if time.monotonic() < self.watchdog_from:
-            return LearnerError(message, phase=self.phase)
+            return LostLearnerError(message, phase=self.phase)
         # On a GPU a lost peer is no exception: the watchdog ends the process that waits for it.
         peer = "it may have lost a peer, which NCCL waits for no longer than timeouts.learn_s"
         return CollectiveError(f"{message}; {peer}: check the other ranks first", phase=self.phase)

@@ -58,14 +58,12 @@ class RestartBudget:
         self._taken_s.append(now_s)
         return True
 
-    @property
-    def refusal(self) -> str:
-        """The end of an error where none is left."""
+    def refusal(self, what: str) -> str:
+        """Return the end of an error where none is left; `what` then does not happen."""
         section = self._section
         return (
-            f"it is not replaced, for rollout_matching.vllm.actors.max_restarts permits"
-            f" {section.max_restarts} in {section.restart_window_s:g} s (restart_window_s); find"
-            " out why actors end"
+            f"{what}, for rollout_matching.vllm.actors.max_restarts permits {section.max_restarts}"
+            f" in {section.restart_window_s:g} s (restart_window_s); find out why processes end"
         )
 
 
@@ -131,7 +129,7 @@ class Replacements:
             if index in self._starting:
                 return
             if not self._budget.take():
-                message = f"{error.message}; {self._budget.refusal}"
+                message = f"{error.message}; {self._budget.refusal('it is not replaced')}"
                 raise type(error)(message, actor=error.actor, phase=error.phase) from error
             name = self._names[index]
             # Ray's own words are of several lines.

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.checks.host import run_folder_problem
-from launch.ledger import LEDGER, Ledger, check_ledger
+from launch.ledger import Ledger, check_ledger, cut_ledger
 from launch.reports.detection import DetectionReport, make_report
 from launch.reports.page import write_report
 from launch.reports.rewards import RewardReport, write_reward_report
@@ -111,8 +111,7 @@ def cut_run_files(folder: Path, step: int, *, reports_again: bool) -> int:
     metrics = cut_lines(folder / "metrics.jsonl", lambda line: line["step"] <= step)
     last = int(metrics[-1]["step"]) if metrics else 0
     cut_lines(folder / "plan.jsonl", lambda line: line["step"] <= step)
-    # A step's line is written before its metrics: where those are missing it is written again.
-    cut_lines(folder / LEDGER, lambda line: line["step"] <= last)
+    cut_ledger(folder, last)
     last_report = step - int(reports_again)
     cut_lines(folder / "evaluations.jsonl", lambda line: line["step"] <= last_report)
     for report in (folder / "evaluations").glob("step_*"):

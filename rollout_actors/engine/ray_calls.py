@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError, RayError, RayTaskError
 
 from rollout_actors.engine.failure import EngineEndedError
 from shared.errors import (
     LearnerError,
+    LostLearnerError,
     RecordError,
     RolloutError,
     Timeout,
@@ -65,15 +66,15 @@ class RayCall:
     def translate_error(self, name: str, error: RayError) -> Exception:
         """Return what to raise in place of Ray's error: the actor's own, or one that names it."""
         cause = error.cause if isinstance(error, RayTaskError) else error
-        if isinstance(cause, RolloutError | WeightSyncError | RecordError):
+        if isinstance(cause, RolloutError | WeightSyncError | RecordError | LearnerError):
             return cause
-        if cause is not error and isinstance(cause, RayActorError | ObjectLostError):
+        if cause is not error and isinstance(cause, RayActorError | OwnerDiedError):
             # Not the actor's end: an argument, or a picture, was to come from the learner.
             message = (
                 f"what {name} was asked for is lost, for the learner's process has ended; check its"
                 f" log and the machine's memory ({cause})"
             )
-            return LearnerError(message, phase=self.phase)
+            return LostLearnerError(message, phase=self.phase)
         if isinstance(cause, RayActorError | EngineEndedError):
             reason = cause.args[0] if isinstance(cause, EngineEndedError) else cause
             gone: Exception = (self.gone or self.error)(
@@ -81,7 +82,8 @@ class RayCall:
             )
             return gone
         if isinstance(cause, ObjectLostError):
-            message = f"a finished answer was lost ({cause}); check {self.check}"
+            lost = "a finished answer" if cause is error else "what it was asked for"
+            message = f"{lost} was lost ({cause}); check {self.check}"
         else:
             message = f"{type(cause).__name__}: {cause}"
         translated: Exception = self.error(message, actor=name, phase=self.phase)

@@ -129,6 +129,7 @@ NO_QUEUE = {"stage2_ab__channel_b": {"enable_pipeline": False}}
     "changes",
     [
         {"rollout_matching__vllm": {"mode": "colocate"}, **NO_QUEUE},
+        {"rollout_matching__vllm": {"mode": "colocate"}, "cluster__kind": "local", **NO_QUEUE},
         {
             "rollout_matching__vllm": {
                 "mode": "actors",

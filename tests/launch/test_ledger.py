@@ -159,6 +159,29 @@ def test_a_resumption_tells_of_a_broken_chain_and_goes_on(run):
     assert "line 3" in (check_ledger(run) or "")
 
 
+def test_a_ledger_that_cannot_be_read_is_put_aside_and_named(run, capsys):
+    path = run / "ledger.jsonl"
+    path.write_text(path.read_text().replace('{"step": 3', '{step": 3'))
+    with pytest.raises(SystemExit) as ended:
+        main([str(run)])
+    assert ended.value.code == 1
+    assert "line 4: its hash does not fit; the line was edited" in capsys.readouterr().out
+    take(run, 5, behind=4)
+    assert (run / "ledger.jsonl.damaged").exists()
+    assert [line["step"] for line in lines(run)] == [4, 5]
+    assert check_ledger(run) is None
+
+
+def test_the_head_of_a_resumption_that_came_to_nothing_goes(run, monkeypatch):
+    before = (run / "ledger.jsonl").read_bytes()
+    with monkeypatch.context() as other_code:
+        other_code.setattr("launch.ledger._digest_of_code", lambda: "other")
+        take(run, 4, behind=4)  # ends before its first step
+    assert len(lines(run)) == 6
+    take(run, 4, behind=4)
+    assert (run / "ledger.jsonl").read_bytes() == before
+
+
 def test_steps_without_a_ledger_are_told(run, tmp_path):
     take(tmp_path / "without", 2, telemetry__ledger=False)
     assert not (tmp_path / "without" / "ledger.jsonl").exists()

@@ -13,7 +13,7 @@ from config_support import configuration
 from rich.console import Console
 
 from launch.train import run, run_job
-from shared.errors import ConfigError, LearnerError
+from shared.errors import ConfigError, LearnerError, LostLearnerError
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +101,8 @@ def job(demo_checkpoint, demo_data, tmp_path, monkeypatch):
         def start(config, _console):
             starts.append(config.resume.run and str(config.resume.run))
             if len(starts) <= len(errors):
+                config.telemetry.run_dir.mkdir(exist_ok=True)
+                (config.telemetry.run_dir / "error.txt").write_text(f"of start {len(starts)}")
                 raise errors[len(starts) - 1]
 
         monkeypatch.setattr("launch.train.run", start)
@@ -114,21 +116,42 @@ def job(demo_checkpoint, demo_data, tmp_path, monkeypatch):
     return make
 
 
-LOST = LearnerError("its process has ended", phase="accumulate")
+LOST = LostLearnerError("its process has ended", phase="accumulate")
+BY_ITSELF = LearnerError("the loss is not finite", phase="update")
 
 
-def test_a_job_that_lost_its_learner_is_started_again_from_its_checkpoint(job):
-    starts, output = job(LOST, LOST, automatic=True)
-    assert starts == [None, "auto", "auto"]
-    told = "restart   accumulate on the learner: its process has ended; the job is started again"
-    assert output.count(told) == 2
+def test_a_job_that_lost_its_learner_is_started_again_from_its_checkpoint(job, tmp_path):
+    """It keeps the story of every start. A start that fails is made once more as it was asked."""
+    at_the_start = LostLearnerError("its process has ended", phase="start")
+    starts, output = job(at_the_start, LOST, automatic=True)
+    assert starts == [None, None, "auto"]
+    told = "accumulate on the learner: its process has ended; the job is started again; details in"
+    assert f"restart   {told} {tmp_path / 'run' / 'error_2.txt'}" in output
+    stories = [tmp_path / "run" / f"error_{number}.txt" for number in (1, 2)]
+    assert [story.read_text() for story in stories] == ["of start 1", "of start 2"]
+
+
+@pytest.mark.parametrize("section", [{"checkpoint__full": False}, {"max_restarts": 0}])
+def test_a_job_that_could_not_be_started_again_is_refused(
+    section, demo_checkpoint, demo_data, tmp_path
+):
+    changes = {"resume__automatic": True, **section}
+    if (restarts := changes.pop("max_restarts", None)) is not None:
+        changes["rollout_matching__vllm__actors"] = {"max_restarts": restarts}
+    with pytest.raises(ConfigError, match=r"resume\.automatic: true, and "):
+        configuration(demo_checkpoint, demo_data, tmp_path, **SOUND | changes)
 
 
 @pytest.mark.parametrize(
     ("errors", "automatic", "match"),
     [
         ([LOST], False, "^accumulate on the learner: its process has ended$"),
-        ([LOST] * 3, True, r"ended; it is not replaced, for .*max_restarts permits 2 in 3600 s"),
+        ([BY_ITSELF], True, "^update on the learner: the loss is not finite$"),
+        (
+            [LOST] * 3,
+            True,
+            r"ended; the job is not started again, for .*max_restarts permits 2 in 3600 s",
+        ),
         ([ConfigError("a.b: is wrong")], True, "a.b"),
     ],
 )

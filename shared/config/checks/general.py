@@ -37,6 +37,17 @@ def _something_is_trained(run: RunConfig) -> Iterator[Problem]:
         yield Problem("training.parts.language_model.frozen", wrong, remedy)
 
 
+def _a_restart_has_a_checkpoint(run: RunConfig) -> Iterator[Problem]:
+    if not run.resume.automatic:
+        return
+    if not run.checkpoint.full:
+        wrong = "true, and checkpoint.full is false: there would be nothing to go on from"
+        yield Problem("resume.automatic", wrong, "set checkpoint.full: true")
+    if run.rollout_matching.vllm.actors.max_restarts == 0:
+        wrong = "true, and rollout_matching.vllm.actors.max_restarts is 0: nothing is started again"
+        yield Problem("resume.automatic", wrong, "raise max_restarts, or set it to false")
+
+
 def _modules_are_once_per_channel(run: RunConfig) -> Iterator[Problem]:
     pipeline = run.rollout_matching.pipeline
     for path, entries in (
@@ -111,6 +122,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     engines.staleness_has_a_queue,
     engines.adapters_can_be_sent,
     _something_is_trained,
+    _a_restart_has_a_checkpoint,
     engines.servers_are_listed_where_used,
     engines.one_process_has_everything,
     engines.queue_has_its_own_devices,
