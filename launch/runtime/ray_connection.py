@@ -7,6 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from signal import SIGKILL
 from typing import Any
 
 from launch.runtime.placement import Resources
@@ -75,15 +78,21 @@ def cluster_nodes(config: RunConfig) -> list[Resources]:
 
 
 def connect(config: RunConfig, **options: Any) -> None:
-    """Call `ray.init` at the configured address. Raises ConfigError where that gives no cluster."""
+    """Call `ray.init` at the configured address. Raises ConfigError where that gives no cluster.
+
+    The processes of a cluster of the run's own do not hear a signal to this process's group.
+    """
     address = config.cluster.address
     if address != "local":
         _require_listener(address)
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
+    # The learner in it has to outlive the signal: it saves the weights then.
+    place = starting_in_another_group() if address == "local" else nullcontext()
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error", **options)
+        with place:
+            ray.init(address=address, log_to_driver=False, logging_level="error", **options)
     except (ConnectionError, ValueError, RuntimeError, OSError, RayError) as error:
         # Only the name of that class says that it is about a token.
         kind = f"{type(error).__name__}: " if isinstance(error, AuthenticationError) else ""
@@ -96,6 +105,36 @@ def connect(config: RunConfig, **options: Any) -> None:
             "cluster.address: Ray's own processes were not up within the 30 s that Ray gives them;"
             " end what keeps this machine busy (`ps aux --sort=-%cpu`), and start the run again"
         ) from error
+
+
+@contextmanager
+def starting_in_another_group() -> Iterator[None]:
+    """Have the processes that the body starts in a process group of their own, in this session.
+
+    This process joins that group for the body, and then goes back to its own. The leader of a
+    session cannot leave its group: there, nothing is done.
+    """
+    group = os.getpgrp()
+    if os.getsid(0) == os.getpid():
+        yield
+        return
+    # `cat` waits for the end of its input, and so ends with this process, too. One makes the new
+    # group. The other one keeps the old group from ending with this process's leaving it.
+    leader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, process_group=0)
+    keeper = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    try:
+        os.setpgid(0, leader.pid)
+        yield
+    finally:
+        os.setpgid(0, group)
+        leader.kill()
+        leader.communicate()
+        keeper.kill()
+        keeper.communicate()
+        # The first signal that kills a process is the one that is told. Another one was sent to the
+        # old group meanwhile, and has missed this process.
+        if keeper.returncode != -SIGKILL:
+            os.kill(os.getpid(), -keeper.returncode)
 
 
 def connected_nodes() -> list[Resources]:

@@ -4,9 +4,13 @@ is started.
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -104,3 +108,55 @@ def test_the_run_s_own_connection_says_the_same(
     problem = refusal(connect, at("auto"))
     assert problem.startswith("cluster.address: auto gives no Ray cluster (")
     assert problem.endswith(f"; {remedy}")
+
+
+IN_ANOTHER_GROUP = """\
+import json, os, signal, subprocess, sys
+from launch.runtime.ray_connection import starting_in_another_group
+signals = []
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+before = os.getpgrp()
+with starting_in_another_group():
+    child = subprocess.Popen(["sleep", "60"])
+    if sys.argv[1:] == ["signalled"]:
+        os.killpg(before, signal.SIGTERM)
+groups = [before, os.getpgrp(), os.getpgid(child.pid)]
+os.killpg(os.getpgrp(), signal.SIGTERM)
+print(json.dumps({"groups": groups, "signals": len(signals), "lives": child.poll() is None}))
+child.kill()
+child.wait()
+"""
+
+
+@pytest.mark.parametrize("meanwhile", [[], ["signalled"]])
+def test_a_signal_to_the_command_s_group_reaches_the_command_and_not_what_ray_starts(
+    meanwhile: list[str],
+) -> None:
+    told = in_another_group(meanwhile, process_group=0)
+    before, after, of_child = told["groups"]
+    assert before == after != of_child
+    assert told["signals"] == 1 + len(meanwhile), "none that came meanwhile is missed"
+    assert told["lives"]
+
+
+def test_a_command_in_somebody_else_s_group_goes_back_to_it() -> None:
+    """As under `make`. The group's leader has ended: the group must not end with it."""
+    shell = ["sh", "-c", '"$@" & exit', "sh"]
+    before, after, of_child = in_another_group([], before=shell, process_group=0)["groups"]
+    assert before == after != of_child
+
+
+def test_the_leader_of_a_session_starts_ray_in_its_own_group() -> None:
+    before, after, of_child = in_another_group([], start_new_session=True)["groups"]
+    assert before == after == of_child
+
+
+def in_another_group(
+    arguments: list[str], *, before: list[str] | None = None, **options: Any
+) -> Any:
+    """Return what a process of its own tells of itself and of a child that it started there."""
+    command = [*(before or []), sys.executable, "-c", IN_ANOTHER_GROUP, *arguments]
+    output = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, **options
+    )
+    return json.loads(output.stdout)
