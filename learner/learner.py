@@ -240,9 +240,11 @@ class Learner:
                 by weights that no longer exist.
 
         Raises:
-            StorageError: it cannot be written. Nothing is left of it then.
+            StorageError: it cannot be written. Nothing is left of it then, and every rank can try
+                again.
         """
-        has_own_tensors = self.parallel.holds_parts or self._ranks.rank == 0
+        ranks = self._ranks
+        has_own_tensors = self.parallel.holds_parts or ranks.rank == 0
 
         def write_state(partial: Path) -> None:
             state = replace(
@@ -252,14 +254,17 @@ class Learner:
                 fingerprints=self._fingerprints(),
             )
             tensors = self.optimizer.tensors() if has_own_tensors else None
-            state.save(partial, self._ranks.rank, tensors)
-            self._ranks.barrier()
-            if self._ranks.rank == 0:
-                if missing := missing_parts(partial, self._ranks.world_size):
-                    reason = "another rank's part, written on its node, is not seen by rank 0"
-                    remedy = "put telemetry.run_dir on a disk that all nodes share"
-                    raise StorageError(missing[0], reason, remedy=remedy)
-                write_run_file(partial / STATE_FOLDER / RUN_FILE, run)
+            ranks.together(lambda: state.save(partial, ranks.rank, tensors), "save")
+            ranks.together(lambda: complete(partial), "save")
+
+        def complete(partial: Path) -> None:
+            if ranks.rank != 0:
+                return
+            if missing := missing_parts(partial, ranks.world_size):
+                reason = "another rank's part, written on its node, is not seen by rank 0"
+                remedy = "put telemetry.run_dir on a disk that all nodes share"
+                raise StorageError(missing[0], reason, remedy=remedy)
+            write_run_file(partial / STATE_FOLDER / RUN_FILE, run)
 
         self.publisher.save(folder, write_state if self._config.checkpoint.full else None)
 

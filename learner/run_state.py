@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from learner.segments import Segment
-from shared.errors import ConfigError, StorageError
+from shared.errors import ConfigError
 from shared.metrics import RankReport
-from shared.run_files import STATE_FOLDER
+from shared.run_files import STATE_FOLDER, cannot_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class RankState:
                 save_file(dict(tensors), _path(folder, rank, "safetensors"))
             path.write_bytes(pickle.dumps(self))
         except (OSError, SafetensorError) as error:
-            raise StorageError(str(path), str(error)) from error
+            raise cannot_write(path, error) from error
 
     @classmethod
     def load(

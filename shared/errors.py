@@ -200,10 +200,18 @@ class StorageError(PortableError, RuntimeError):
     REMEDY = "free space or permit writing there, or choose another folder with telemetry.run_dir"
 
     def __init__(
-        self, path: str, reason: str, *, action: str = "write", remedy: str = REMEDY
+        self,
+        path: str,
+        reason: str,
+        *,
+        action: str = "write",
+        remedy: str = REMEDY,
+        can_pass: bool = False,
     ) -> None:
+        """`can_pass`: another attempt may succeed when somebody has seen to the disk."""
         self.path = path
         self.reason = reason
         self.action = action
         self.remedy = remedy
+        self.can_pass = can_pass
         super().__init__(f"cannot {action} {path}: {reason}; {remedy}")

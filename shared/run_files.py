@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from shared.errors import RecordError, StorageError
+
+_LOGGER = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CONFIG = "config.json"
 """A folder with it holds a run."""
@@ -22,11 +31,75 @@ RUN_FILE = "run.json"
 """In that folder: the driver's part (`launch.runtime.resume.RunState`)."""
 _ENCODING_ERRORS = "backslashreplace"
 """Half a surrogate pair, as in a file name that is no UTF-8, must not keep the rest from disk."""
+_PASSING = {
+    *(errno.ENOSPC, errno.EDQUOT),  # somebody frees space
+    *(errno.EROFS, errno.EACCES, errno.EPERM),  # or permits writing, or renews a ticket
+    # A network share comes back. The folder of one that is not mounted is missing.
+    *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTCONN, errno.ETIMEDOUT),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED),
+}
+"""What can pass without a change of the run. A wrong path or a file that is too large cannot."""
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 10.0
 
 
-def cannot_write(path: Path, error: OSError) -> StorageError:
+def cannot_write(path: Path, error: Exception) -> StorageError:
     """Make the error about a file of a run's folder."""
-    return StorageError(str(path), str(error))
+    number = error.errno if isinstance(error, OSError) else None
+    # safetensors writes in Rust, and has the number in its text alone.
+    if (named := re.search(r"\(os error (\d+)\)", str(error))) is not None:
+        number = int(named[1])
+    return StorageError(str(path), str(error), can_pass=number in _PASSING)
+
+
+class Patience:
+    """Tries again for some time what the disk refuses, and says so.
+
+    Example:
+        >>> patience = Patience(300.0)
+        >>> patience(lambda: write_run_file(path, text))
+    """
+
+    def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = _LOGGER.warning) -> None:
+        """`limit_s`: `timeouts.storage_s`; 0: nothing is tried again."""
+        self.limit_s = limit_s
+        self._tell = tell
+
+    def __call__(self, write: Callable[[], T]) -> T:
+        """Return what `write` does, which is called again where it raises what can pass.
+
+        Raises:
+            StorageError: the first one, when the limit is over.
+        """
+        first: StorageError | None = None
+        started_s = time.monotonic()
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                result = write()
+            except StorageError as error:
+                left_s = started_s + self.limit_s - time.monotonic()
+                if not error.can_pass or left_s <= 0:
+                    if first is None:
+                        raise
+                    tried = f"{first.reason}, and again for {self.limit_s:g} s (timeouts.storage_s)"
+                    raise StorageError(
+                        first.path, tried, action=first.action, remedy=first.remedy
+                    ) from error
+                if first is None:
+                    first = error
+                    self._tell(
+                        f"cannot {error.action} {error.path}: {error.reason}; the run waits and"
+                        f" tries again for {self.limit_s:g} s (timeouts.storage_s): free space or"
+                        " permit writing there"
+                    )
+                time.sleep(min(wait_s, left_s))
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            else:
+                if first is not None:
+                    waited_s = time.monotonic() - started_s
+                    self._tell(f"{first.path} could be written after {waited_s:.0f} s")
+                return result
 
 
 class RunFile:
@@ -42,10 +115,15 @@ class RunFile:
         *,
         mode: str = "wb",
         error_of: Callable[[Path, OSError], StorageError] = cannot_write,
+        patience: Patience | None = None,
     ) -> None:
-        """Open the file; `mode` is "wb", or "ab" to append. Raises what `error_of` makes."""
+        """Open the file; `mode` is "wb", or "ab" to append. Raises what `error_of` makes.
+
+        `patience` is for later writes; None: what is refused is not tried again.
+        """
         self.path = path
         self._error_of = error_of
+        self._patience = patience or Patience()
         try:
             self.file: IO[bytes] = path.open(mode, buffering=0)
         except OSError as error:
@@ -53,13 +131,25 @@ class RunFile:
 
     def write(self, text: str) -> None:
         """Write all of the text. Raises StorageError."""
-        data = memoryview(text.encode(errors=_ENCODING_ERRORS))
-        try:
-            # A disk that is almost full takes a part, and refuses the rest at the next call.
-            while data:
-                data = data[self.file.write(data) :]
-        except OSError as error:
-            raise self._error_of(self.path, error) from error
+        left = memoryview(text.encode(errors=_ENCODING_ERRORS))
+        was_refused = False
+
+        def write_rest() -> None:
+            nonlocal left, was_refused
+            try:
+                if was_refused:
+                    # The open file of a share that was away stays broken when the share is back.
+                    with suppress(OSError):
+                        self.file.close()
+                    self.file = self.path.open("ab", buffering=0)
+                # A disk that is almost full takes a part, and refuses the rest at the next call.
+                while left:
+                    left = left[self.file.write(left) :]
+            except OSError as error:
+                was_refused = True
+                raise self._error_of(self.path, error) from error
+
+        self._patience(write_rest)
 
     def close(self) -> None:
         self.file.close()
@@ -98,14 +188,14 @@ class TraceWriter:
     bracket, so the file of a killed run opens as well.
     """
 
-    def __init__(self, path: Path, *, mode: str = "wb") -> None:
+    def __init__(self, path: Path, *, mode: str = "wb", patience: Patience | None = None) -> None:
         """Begin the file or, with "ab", go on with what `cut_timeline` has left of it.
 
-        Raises StorageError.
+        `patience` is that of `RunFile`. Raises StorageError.
         """
         goes_on = mode == "ab" and path.exists()
         self._tracks = _tracks_in(path) if goes_on else {}
-        self._file = RunFile(path, mode=mode)
+        self._file = RunFile(path, mode=mode, patience=patience)
         if not goes_on:
             self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from launch.reports.detection import DetectionReport, WorstScene, answer_line, report_tables
 from launch.reports.pictures import draw_scene
 from launch.sample_pages.html import render
-from shared.errors import StorageError
+from shared.run_files import cannot_write
 
 MAX_CHARACTERS = 600
 """Longest text of an answer on the page."""
@@ -116,4 +116,4 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         yield partial
         partial.rename(folder)
     except OSError as error:
-        raise StorageError(str(folder), str(error)) from error
+        raise cannot_write(folder, error) from error

@@ -18,7 +18,7 @@ from shared.config import RunConfig
 from shared.config.training import CheckpointSection
 from shared.errors import RolloutError, StorageError, WeightSyncError
 from shared.protocols import PerRank
-from shared.run_files import FINAL_FOLDER
+from shared.run_files import FINAL_FOLDER, cannot_write
 
 if TYPE_CHECKING:
     from launch.runtime.telemetry import Telemetry
@@ -132,14 +132,18 @@ class Checkpoints:
 
     @contextmanager
     def saved_at_an_early_end(self) -> Iterator[None]:
-        """Save the last finished update where the body is interrupted, or rollout or sync fails."""
+        """Save the last finished update where the body is interrupted, or a rollout, a sync or the
+        disk fails.
+        """
         # Not where the learner fails: what it holds is not to be trusted, or out of reach.
         try:
             yield
         except KeyboardInterrupt:
             self._save_last_update(RetentionReason.INTERRUPTED)
             raise
-        except (RolloutError, WeightSyncError):
+        except (RolloutError, WeightSyncError, StorageError) as error:
+            if isinstance(error, StorageError):
+                self._telemetry.patience.limit_s = 0.0  # it has been waited for already
             self._save_last_update(RetentionReason.FAILED)
             raise
 
@@ -164,6 +168,10 @@ class Checkpoints:
             if complete:
                 self._telemetry.saved(complete[0].folder)
             elif num_updates and saves:
+                # The second half is for the attempt that succeeds.
+                patience = self._telemetry.patience
+                left_s = started_s + limit_s - time.monotonic()
+                patience.limit_s = max(0.0, min(patience.limit_s, left_s / 2))
                 folder = self._run_dir / f"checkpoint_interrupted_{num_updates:06d}"
                 self._save_lasting(folder, num_updates, reason, started_s + limit_s)
             if self._entries():
@@ -213,7 +221,10 @@ class Checkpoints:
             has_answers_ahead=answers is not None,
             lost_answers_ahead=is_lost,
         )
-        self._learner.save(folder, state.as_json(), answers, timeout_s=left_s())
+        # All of it again: whatever could not be written, nothing is left of this checkpoint.
+        self._telemetry.patience(
+            lambda: self._learner.save(folder, state.as_json(), answers, timeout_s=left_s())
+        )
 
     def _delete_superseded(self) -> None:
         superseded = self._superseded
@@ -300,11 +311,15 @@ class Checkpoints:
         ]
         index = self._run_dir / "checkpoints.json"
         partial = index.with_suffix(".json.partial")
-        try:
-            partial.write_text(json.dumps(entries, indent=2) + "\n")
-            partial.replace(index)
-        except OSError as error:
-            raise StorageError(str(index), str(error)) from error
+
+        def write() -> None:
+            try:
+                partial.write_text(json.dumps(entries, indent=2) + "\n")
+                partial.replace(index)
+            except OSError as error:
+                raise cannot_write(index, error) from error
+
+        self._telemetry.patience(write)
         self._indexed = {kept.folder for kept in complete}
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import re
 import shutil
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +42,7 @@ from shared.rollouts import SyncReport
 from shared.run_files import (
     CONFIG,
     FAILED_CONFIG,
+    Patience,
     RunFile,
     Span,
     TraceWriter,
@@ -178,6 +181,8 @@ class Telemetry:
                 self._cut(0, reports_again=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
+        self.patience = Patience(tell=self._warn)
+        """Tries again what the disk refuses, from the first sync on: a start is to fail at once."""
         self._open("wb" if point is None else "ab")
         self._ledger: Ledger | None = None
         if point is None:
@@ -228,12 +233,13 @@ class Telemetry:
 
     def _open(self, mode: str) -> None:
         folder = self._folder
-        self._metrics = RunFile(folder / "metrics.jsonl", mode=mode)
-        self._plans = RunFile(folder / "plan.jsonl", mode=mode)
-        self._evaluations = RunFile(folder / "evaluations.jsonl", mode=mode)
+        again = self.patience
+        self._metrics = RunFile(folder / "metrics.jsonl", mode=mode, patience=again)
+        self._plans = RunFile(folder / "plan.jsonl", mode=mode, patience=again)
+        self._evaluations = RunFile(folder / "evaluations.jsonl", mode=mode, patience=again)
         self._trace: TraceWriter | None = None
         if self._config.telemetry.timeline:
-            self._trace = TraceWriter(folder / "timeline.json", mode=mode)
+            self._trace = TraceWriter(folder / "timeline.json", mode=mode, patience=again)
 
     def _close(self) -> None:
         for file in (self._metrics, self._plans, self._evaluations, self._trace):
@@ -246,6 +252,8 @@ class Telemetry:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.patience.limit_s = 0.0  # whoever waits for the end has been told why it comes
         try:
             if isinstance(error, Exception):
                 self._keep(error)
@@ -276,9 +284,16 @@ class Telemetry:
             write_run_file(self._folder / ERROR, story)
             where = f"in {self._folder / ERROR}"
         except StorageError as unwritten:
-            where = "above"
-            self._print(story.encode(errors="backslashreplace").decode())
             self._warn(str(unwritten))
+            try:
+                # Only a new name is safe in a folder where everybody may write.
+                number, path = tempfile.mkstemp(".txt", f"rollmatch_{self._folder.name}_error_")
+                os.close(number)
+                write_run_file(Path(path), story)
+                where = f"in {path}"
+            except (OSError, StorageError):
+                where = "above"
+                self._print(story.encode(errors="backslashreplace").decode())
         others = ""
         if self._config.cluster.kind == "ray":
             others = (
@@ -311,7 +326,7 @@ class Telemetry:
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:
         """Write the plan before the step and its metrics after it."""
         assert self._algebra is not None, "placed comes before the first step"
-        self._has_begun = True
+        self._begin()
         rounds = self._algebra.rounds if plan.channel is Channel.B else ()
         line = {
             **asdict(plan),
@@ -330,6 +345,10 @@ class Telemetry:
         span = Span(TRACK, f"step {plan.number} ({plan.channel})", started_s, time.time())
         self._step_done(record, span)
 
+    def _begin(self) -> None:
+        self._has_begun = True
+        self.patience.limit_s = self._config.timeouts.storage_s
+
     def has_written(self, number: int) -> bool:
         """Tell whether this step's metrics are in the run's folder."""
         return self._num_written >= number
@@ -343,9 +362,10 @@ class Telemetry:
 
     def sync(self, report: SyncReport) -> None:
         """Record a sync outside any step, that ended now, and the noise that it measured."""
-        self._has_begun = True
+        self._begin()
         if report.canary_noise is not None:
-            write_run_file(self._folder / NOISE_FILE, report.canary_noise.as_json())
+            noise = report.canary_noise.as_json()
+            self.patience(lambda: write_run_file(self._folder / NOISE_FILE, noise))
         self._note_mode(report)
         self._trace_until_now(f"sync v{report.version}", report.total_s)
         self._print(
@@ -359,12 +379,12 @@ class Telemetry:
         folder = self._folder / "evaluations" / f"step_{evaluation.step:06d}"
         report: DetectionReport | RewardReport
         if self._config.environment is not None:
-            report = RewardReport(evaluation)
-            write_reward_report(folder, report)
+            rewards = report = RewardReport(evaluation)
+            self.patience(lambda: write_reward_report(folder, rewards))
         else:
             subject = f"{self._config.telemetry.name} after {evaluation.step} steps"
-            report = make_report(evaluation, self._config, subject=subject)
-            write_report(folder, report)
+            detection = report = make_report(evaluation, self._config, subject=subject)
+            self.patience(lambda: write_report(folder, detection))
         record = EvaluationRecord(
             evaluation.step,
             evaluation.weight_version,

@@ -24,6 +24,7 @@ from learner.held_out import HeldOut, require_train_lengths
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
 from learner.rollout_logs.samples import RolloutLog
+from learner.rollout_logs.writer import patience_of_learner
 from learner.samples import load_samples
 from learner.segments import PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
@@ -80,7 +81,8 @@ class RolloutMatching:
         self.log: RolloutLog | None = None
         if config.telemetry.rollouts:
             folder = config.telemetry.run_dir / "rollouts"
-            self.log = RolloutLog(folder, tokens.codec, rank=ranks.rank)
+            patience = patience_of_learner(config.timeouts)
+            self.log = RolloutLog(folder, tokens.codec, rank=ranks.rank, patience=patience)
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> RolloutMatchingStep:
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)

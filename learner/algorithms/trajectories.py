@@ -31,7 +31,7 @@ from learner.checks import Sampling, check_weight_versions
 from learner.model.loading import LoadedTokens
 from learner.model.ranks import Ranks
 from learner.rollout_logs.trajectories import trajectory_record
-from learner.rollout_logs.writer import StepLog
+from learner.rollout_logs.writer import StepLog, patience_of_learner
 from learner.segments import EncodedPrompt, ImageEncoder, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import Target, TokenRole
@@ -148,7 +148,9 @@ class Trajectories:
         self.fixed = _fixed_segment(config, tokens, self.fixed_images)
         self.log: StepLog | None = None
         if config.telemetry.rollouts:
-            self.log = StepLog(config.telemetry.run_dir / "rollouts", rank=ranks.rank)
+            folder = config.telemetry.run_dir / "rollouts"
+            patience = patience_of_learner(config.timeouts)
+            self.log = StepLog(folder, rank=ranks.rank, patience=patience)
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> TrajectoryBatch:
         size = self.environment.rollouts_per_example

@@ -20,7 +20,7 @@ from learner.model.adapters import (
     merged_embedding,
     merged_weight,
 )
-from shared.errors import StorageError
+from shared.run_files import cannot_write
 from shared.tokens.fresh import FreshTokens
 from shared.weight_sync.offer import AdapterFiles
 
@@ -107,7 +107,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         # On a full disk a half checkpoint is in the way of everything else.
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            raise StorageError(str(folder), str(error)) from error
+            raise cannot_write(folder, error) from error
         raise
 
 

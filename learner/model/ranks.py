@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -148,6 +148,23 @@ class Ranks:
     def barrier(self) -> None:
         """Return when all ranks have come."""
         self._reduced([0], ReduceOp.SUM)
+
+    def together(self, write: Callable[[], None], phase: str) -> None:
+        """Write this rank's part, and return when every rank has written its own.
+
+        Where one fails all of them raise, and are ready for another attempt: the rank that failed
+        its own error, the others a CollectiveError of the phase.
+        """
+        failure: Exception | None = None
+        try:
+            write()
+        except Exception as error:
+            failure = error
+        someone_failed = self.max(int(failure is not None))
+        if failure is not None:
+            raise failure
+        if someone_failed:
+            raise CollectiveError("another rank could not write its part", phase=phase)
 
     def meet(self, flag: bool) -> bool:
         """Wait for all ranks, timed; return whether any rank's flag is set."""

@@ -28,6 +28,7 @@ from learner.targets import ParsedAndMatched, Target, TokenRole
 from shared.config.pipeline import Channel
 from shared.records import GeometryKind, Sample
 from shared.rollouts import Rollout
+from shared.run_files import Patience
 from shared.tokens.vocabulary import NUM_BINS, TokenCodec
 
 _Kind = Annotated[str, Field(pattern=f"^({'|'.join(GeometryKind)})$")]
@@ -163,12 +164,14 @@ class RolloutRecord(TypedDict):
 class RolloutLog:
     """Writes the lines of one rank, step after step."""
 
-    def __init__(self, folder: Path, codec: TokenCodec, *, rank: int = 0) -> None:
-        """Make `folder` where it is missing. Raises StorageError."""
+    def __init__(
+        self, folder: Path, codec: TokenCodec, *, rank: int = 0, patience: Patience | None = None
+    ) -> None:
+        """Make `folder` where it is missing; `patience` is that of `StepLog`. Raises StorageError."""
         self._codec = codec
         self._step = 0
         self._channel = Channel.A
-        self._lines = StepLog(folder, rank=rank)
+        self._lines = StepLog(folder, rank=rank, patience=patience)
 
     def begin(self, step: int, channel: Channel) -> None:
         """Open the file of this step. Raises StorageError."""

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from pydantic import InstanceOf, TypeAdapter, ValidationError
 
 from shared.config.base import dotted
+from shared.config.job import TimeoutsSection
 from shared.errors import RecordError
-from shared.run_files import RunFile, cannot_write
+from shared.run_files import Patience, RunFile, cannot_write
 
 _REMEDY = "a run's log is not to be edited: restore the file, or check out the version that ran it"
 
@@ -24,6 +25,11 @@ Text = InstanceOf[str]
 
 RecordT = TypeVar("RecordT")
 """The TypedDict of a line."""
+
+
+def patience_of_learner(timeouts: TimeoutsSection) -> Patience:
+    """Return the patience of a learner rank, for which the driver waits `timeouts.learn_s`."""
+    return Patience(min(timeouts.storage_s, timeouts.learn_s / 2))
 
 
 class StepLog:
@@ -35,9 +41,13 @@ class StepLog:
         >>> log.write({"position": 3})      # rollouts/step_000007.rank1.jsonl
     """
 
-    def __init__(self, folder: Path, *, rank: int = 0) -> None:
-        """Make `folder` where it is missing. Raises StorageError."""
+    def __init__(self, folder: Path, *, rank: int = 0, patience: Patience | None = None) -> None:
+        """Make `folder` where it is missing. Raises StorageError.
+
+        `patience` is for files and lines; None: what is refused is not tried again.
+        """
         self._folder = folder
+        self._patience = patience or Patience()
         self._rank = rank
         self._file: RunFile | None = None
         try:
@@ -48,7 +58,8 @@ class StepLog:
     def begin(self, step: int) -> None:
         """Open the file of this step, counted from 1. Raises StorageError."""
         self.close()
-        self._file = RunFile(step_path(self._folder, step, self._rank))
+        path = step_path(self._folder, step, self._rank)
+        self._file = self._patience(lambda: RunFile(path, patience=self._patience))
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line. Raises StorageError."""

@@ -8,7 +8,7 @@ Every method but `send`, `fall_back_to_full` and `close` is called on all ranks,
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,8 @@ class WeightPublisher:
     def save(self, folder: Path, write_state: Callable[[Path], None] | None = None) -> None:
         """Write an ordinary checkpoint on rank 0; return on every rank when it is available.
 
-        `write_state` writes more, on every rank, before `folder` has its name. Raises StorageError.
+        `write_state` writes more, on every rank, before `folder` has its name; where one rank fails
+        in it, all have to. Raises StorageError; every rank can try again then.
         """
         with self.ranks.of_phase("save"):
             self.device.wait()
@@ -144,22 +145,24 @@ class WeightPublisher:
             # A collective where the model is sharded: before rank 0 goes its own way.
             adapter = adapter_files(self.loaded.model)
             is_first = self.ranks.rank == 0
-            with whole_folder(folder) if is_first else nullcontext(partial_of(folder)) as partial:
-                if is_first:
-                    write_checkpoint(
-                        self.loaded.model,
-                        self.loaded.processor,
-                        partial,
-                        state_dict=self.parallel.state_dict(),
-                        adapter=adapter,
-                        fresh=self.loaded.fresh_tokens,
-                    )
+            with ExitStack() as unfinished:
+
+                def write_weights() -> None:
+                    if is_first:
+                        write_checkpoint(
+                            self.loaded.model,
+                            self.loaded.processor,
+                            unfinished.enter_context(whole_folder(folder)),
+                            state_dict=self.parallel.state_dict(),
+                            adapter=adapter,
+                            fresh=self.loaded.fresh_tokens,
+                        )
+
+                self.ranks.together(write_weights, "save")
                 self.parallel.release()
                 if write_state is not None:
-                    self.ranks.barrier()
-                    write_state(partial)
-                    self.ranks.barrier()
-            self.ranks.barrier()
+                    write_state(partial_of(folder))
+                self.ranks.together(unfinished.close, "save")
 
     def close(self) -> None:
         """Leave the groups of the weight sync."""

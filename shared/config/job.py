@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from shared.config.base import ConfigPath, Section, refusal
 from shared.errors import Timeout
@@ -46,6 +46,9 @@ class TimeoutsSection(Section):
     interrupt_s: PositiveFloat = 60.0
     """From Ctrl-C, SIGTERM or a failure until the last finished update is saved, with what is
     running then: a row, a token, a sync."""
+    storage_s: NonNegativeFloat = 300.0
+    """A run that has begun tries again for so long to write what a full disk, a read-only folder or
+    a lost network share refuses, and waits meanwhile; 0: it ends at once."""
 
     def limit(
         self,

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.runtime.checkpoints import Checkpoints
 from shared.errors import LearnerError, RolloutError, StorageError, WeightSyncError
+from shared.run_files import Patience
 from shared.schedule import RunSchedule
 
 GONE = RolloutError("gone", actor="server-0", phase="generate")
@@ -25,6 +26,7 @@ class Writer:
 
     def __init__(self):
         self.full = False
+        self.refusals = 0
         self.events = []
         self.finished = 0
         self.lost = False
@@ -41,8 +43,9 @@ class Writer:
         return self.finished
 
     def save(self, folder, run, answers_ahead=None, *, timeout_s=None):
-        if self.full:
-            raise StorageError(str(folder), "[Errno 28] No space left on device")
+        if self.full or self.refusals:
+            self.refusals -= 1
+            raise StorageError(str(folder), "[Errno 28] No space left on device", can_pass=True)
         interrupted = self.interrupted
         self.interrupted = None
         if interrupted == "fails":
@@ -68,7 +71,7 @@ def world(tmp_path, demo_checkpoint, demo_data):
 
     make.run_dir = tmp_path / "run"
     make.writer = Writer()
-    make.telemetry = Mock(sync_fallback=None)
+    make.telemetry = Mock(sync_fallback=None, patience=Patience())
     return make
 
 
@@ -129,6 +132,29 @@ def test_a_full_disk_is_named_and_the_older_checkpoints_stay(world):
         checkpoints.after_step(2)
     assert folders(world.run_dir) == ["checkpoints/step_000001"]
     assert [kept["step"] for kept in index(world.run_dir)] == [1]
+
+
+def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
+    told = []
+    world.telemetry.patience = Patience(60.0, told.append)
+    checkpoints = world(save_steps=1)
+    world.writer.refusals = 1
+    checkpoints.after_step(1)
+    assert [kept["step"] for kept in index(world.run_dir)] == [1]
+    refused, written = told
+    assert "checkpoints/step_000001: [Errno 28] No space left on device; the run waits" in refused
+    assert "checkpoints/step_000001 could be written after 1 s" in written
+
+
+def test_a_run_that_a_full_disk_ends_saves_elsewhere_what_it_can_and_does_not_wait_again(world):
+    world.telemetry.patience = Patience(60.0)
+    world.writer.finished = 3
+    world.writer.full = True
+    started_s = time.monotonic()
+    end(world(), StorageError("metrics.jsonl", "no space", can_pass=True))
+    assert time.monotonic() - started_s < 10.0
+    (refused,) = (call.args[0] for call in world.telemetry.not_saved.call_args_list)
+    assert "checkpoint_interrupted_000003" in refused.path
 
 
 def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(world):
@@ -295,7 +321,11 @@ def trained(tmp_path, demo_checkpoint, demo_data):
     (tmp_path / "run").mkdir()
     learner = make_learner(config)
     saves = Mock(save=lambda folder, run, ahead, timeout_s: learner.save(folder, run))
-    return learner, config, Checkpoints(config, saves, Mock(sync_fallback=None))
+    return (
+        learner,
+        config,
+        Checkpoints(config, saves, Mock(sync_fallback=None, patience=Patience())),
+    )
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import io
 import json
 import re
 import resource
+import tempfile
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -379,6 +381,36 @@ def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(config):
     full = r"cannot write .*metrics\.jsonl: .*No space left on device; free space"
     with pytest.raises(StorageError, match=full):
         take_step(telemetry, config)
+
+
+def test_a_disk_that_refuses_is_waited_for_once_a_run_has_begun(config, output):
+    """A start is told at once; a step waits."""
+    limits = config.timeouts.model_copy(update={"storage_s": 20.0})
+    config = config.model_copy(update={"timeouts": limits})
+    config.telemetry.run_dir.mkdir(parents=True)
+    metrics = config.telemetry.run_dir / "metrics.jsonl"
+    metrics.symlink_to("/dev/full")
+    with placed(config, output=output) as telemetry:
+        assert telemetry.patience.limit_s == 0.0
+        threading.Timer(0.5, lambda: (metrics.unlink(), metrics.touch())).start()
+        take_step(telemetry, config)
+    assert len(lines(config, "metrics.jsonl")) == 1
+    shown = output.getvalue()
+    assert re.search(r"warning +cannot write .*metrics\.jsonl: .*tries again for 20 s", shown)
+    assert re.search(r"warning +.*metrics\.jsonl could be written after 1 s", shown)
+
+
+def test_where_the_run_s_folder_takes_no_error_it_is_kept_elsewhere(
+    config, output, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config.telemetry.run_dir.mkdir(parents=True)
+    (config.telemetry.run_dir / "error.txt").symlink_to("/dev/full")
+    with pytest.raises(ZeroDivisionError), open_telemetry(config, output):
+        raise ZeroDivisionError("the first cause")
+    (story,) = tmp_path.glob(f"rollmatch_{config.telemetry.run_dir.name}_error_*.txt")
+    assert "ZeroDivisionError: the first cause" in story.read_text()
+    assert f"the run ended; details in {story}" in output.getvalue()
 
 
 @contextmanager
