@@ -167,7 +167,7 @@ class RolloutLog:
     def __init__(
         self, folder: Path, codec: TokenCodec, *, rank: int = 0, patience: Patience | None = None
     ) -> None:
-        """Make `folder` where it is missing; `patience` is that of `StepLog`. Raises StorageError."""
+        """Make `folder` where it is missing; `patience` as for `StepLog`. Raises StorageError."""
         self._codec = codec
         self._step = 0
         self._channel = Channel.A

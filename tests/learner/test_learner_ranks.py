@@ -349,6 +349,26 @@ def test_a_rank_that_finds_its_rollouts_wrong_frees_the_others_at_once_and_the_w
     assert (tmp_path / "checkpoint" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_a_save_that_the_disk_refuses_one_rank_fails_on_all_and_can_be_tried_again(
+    two_ranks, rank_config, parallel, tmp_path
+):
+    refusals = {
+        "learner.weight_sync.publisher.write_checkpoint": 0,
+        "learner.run_state.pickle.dumps": 1,
+        "learner.learner.missing_parts": 0,
+        "learner.model.checkpoint._flush": 0,
+    }
+    folder = tmp_path / "run" / "checkpoint"
+    folder.parent.mkdir()
+    config = rank_config(**parallel, timeouts__learn_s=100.0)
+    first, last = two_ranks.run(rank_jobs.refused_then_saves, config, refusals, folder)
+    full, other = "StorageError", "CollectiveError"
+    assert first == [full, other, full, full], "and nothing is left of an attempt"
+    assert last == [other, full, other, other]
+    assert (folder / "run_state" / "run.json").exists()
+
+
 def with_another_box(demo_data, path):
     """The same samples under the same ids, but for one coordinate of one object."""
     rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]

@@ -134,6 +134,7 @@ def test_a_full_disk_is_named_and_the_older_checkpoints_stay(world):
     assert [kept["step"] for kept in index(world.run_dir)] == [1]
 
 
+@pytest.mark.slow
 def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
     told = []
     world.telemetry.patience = Patience(60.0, told.append)
@@ -158,6 +159,7 @@ def test_a_run_that_a_full_disk_ends_saves_elsewhere_what_it_can_and_does_not_wa
 
 
 def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(world):
+    world.telemetry.patience = Patience(300.0)
     checkpoints = world(save_steps=5)
     checkpoints.after_step(6)
     world.writer.finished = 7  # the interruption came before the driver had heard of it
@@ -165,6 +167,7 @@ def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(
     name, _, left_s = world.writer.events[-1]
     assert (name, world.writer.stops) == ("checkpoint_interrupted_000007", [7.0])
     assert 6.0 < left_s <= 7.0, "one limit for the learner's present row and for the writing"
+    assert 3.0 < world.telemetry.patience.limit_s <= 3.5, "and for a disk that refuses"
     assert index(world.run_dir)[-1] == entry("checkpoint_interrupted_000007", 7, "interrupted")
 
 

@@ -383,6 +383,7 @@ def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(config):
         take_step(telemetry, config)
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_is_waited_for_once_a_run_has_begun(config, output):
     """A start is told at once; a step waits."""
     limits = config.timeouts.model_copy(update={"storage_s": 20.0})
