@@ -32,7 +32,7 @@ from launch.runtime.resume import PACKAGES, deciding, installed_versions
 from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError
 from shared.metrics import StepReport
-from shared.run_files import RunFile, cut_lines, read_lines
+from shared.run_files import Patience, RunFile, cut_lines, read_lines
 from shared.schedule import RunSchedule, StepPlan
 
 _LOGGER = logging.getLogger(__name__)
@@ -45,11 +45,18 @@ _ROOT = Path(__file__).resolve().parents[1]
 class Ledger:
     """Writes the lines, flushed as they come."""
 
-    def __init__(self, config: RunConfig, step: int = 0, *, mode: str = "wb") -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        step: int = 0,
+        *,
+        mode: str = "wb",
+        patience: Patience | None = None,
+    ) -> None:
         """Begin the file or, with "ab", go on with one that ends at `step`. Raises StorageError."""
         path = config.telemetry.run_dir / LEDGER
         lines = read_lines(path) if mode == "ab" else []
-        self._file = RunFile(path, mode=mode)
+        self._file = RunFile(path, mode=mode, patience=patience)
         self._previous = str(lines[-1].get("hash", "")) if lines else ""
         self._num_samples = RunSchedule(config).num_samples_before(step)
         self._seed = config.training.seed

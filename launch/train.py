@@ -70,9 +70,9 @@ def run_job(config: RunConfig, console: Console) -> None:
             if not budget.take():
                 message = f"{error.message}; {budget.refusal('the job is not started again')}"
                 raise LostLearnerError(message, phase=error.phase) from error
-            story = _keep_story(config.telemetry.run_dir)
             why = " ".join(str(error).split())
-            _print(console, [f"restart   {why}; the job is started again; details in {story}"])
+            details = _keep_story(config.telemetry.run_dir)
+            _print(console, [f"restart   {why}; the job is started again{details}"])
             # A start that failed has not yet put aside what is behind the checkpoint it was given.
             if error.phase != "start":
                 again = config.resume.model_copy(update={"run": Path("auto")})
@@ -81,13 +81,13 @@ def run_job(config: RunConfig, console: Console) -> None:
             return
 
 
-def _keep_story(folder: Path) -> Path:
-    """Give `error.txt` a name that the next start leaves alone, and return it."""
-    number = 1 + len(list(folder.glob("error_*.txt")))
-    story = folder / f"error_{number}.txt"
-    if (folder / "error.txt").exists():
-        (folder / "error.txt").replace(story)
-    return story
+def _keep_story(folder: Path) -> str:
+    """Give `error.txt`, if there is one, a name that the next start leaves alone, and tell it."""
+    if not (folder / "error.txt").exists():
+        return ""
+    story = folder / f"error_{1 + len(list(folder.glob('error_*.txt')))}.txt"
+    (folder / "error.txt").replace(story)
+    return f"; details in {story}"
 
 
 def run(config: RunConfig, console: Console) -> None:

@@ -187,7 +187,7 @@ class Telemetry:
         self._ledger: Ledger | None = None
         if point is None:
             if config.telemetry.ledger:
-                self._ledger = Ledger(config)
+                self._ledger = Ledger(config, patience=self.patience)
             # Last: a folder with this file holds a run, and the next start is refused it.
             write_run_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
         self._num_written = 0
@@ -220,7 +220,8 @@ class Telemetry:
             replace_file(self._folder / CONFIG, self._config.model_dump_json(indent=2) + "\n")
             self.evaluations = read_evaluations(self._folder)
             if self._config.telemetry.ledger:
-                self._ledger = Ledger(self._config, self._num_written, mode="ab")
+                last = self._num_written
+                self._ledger = Ledger(self._config, last, mode="ab", patience=self.patience)
         except OSError as error:
             raise cannot_write(self._folder, error) from error
         self._open("ab")
