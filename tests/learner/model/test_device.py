@@ -29,7 +29,7 @@ from learner.weight_sync.publisher import WeightPublisher
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.engine import ray_calls
 from shared.config.job import TimeoutsSection
-from shared.errors import CollectiveError, LearnerError
+from shared.errors import CollectiveError, LearnerError, LostLearnerError
 from shared.weight_sync.transports import Device
 
 CPU = torch.device("cpu")
@@ -170,7 +170,7 @@ def test_a_rank_on_a_gpu_whose_process_has_ended_may_have_lost_a_peer() -> None:
     for part in ("rank 1's process has ended", "it may have lost a peer", "timeouts.learn_s"):
         assert part in str(on_gpu)
     alone = call.translate_error("the learner", ActorDiedError())
-    assert type(alone) is LearnerError
+    assert type(alone) is LostLearnerError
     assert "its process has ended" in str(alone)
     assert "peer" not in str(alone)
 
