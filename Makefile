@@ -83,8 +83,11 @@ aligned: | demo-polygons-data $(STAGE1)
 lint: setup
 	@$(LINT)
 
+# The unit tests that the expression selects, with mypy beside them.
+UNIT_WITH_TYPES = $(TYPES) & trap "kill $$! 2>/dev/null" EXIT; $(UNIT) "$(1)"; unit=$$?; wait $$! && exit $$unit
 STAGE_LINT := "lint and types" '$(LINT)'
-STAGE_UNIT := "unit tests" '$(UNIT) "not engine and not ray and not processes and not long"'
+STAGE_STYLE := "style" '$(STYLE)'
+STAGE_UNIT := "unit tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long)'
 STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not long"'
 STAGE_ENGINES := "servers, commands and engines of their own, and what takes long" '$(WITH_PROCESSES) long'
 
@@ -93,14 +96,14 @@ check: setup
 	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not long and not slow"'
 
 test: setup
-	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_LINT) $(STAGE_UNIT) $(STAGE_SHARED)
+	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_STYLE) $(STAGE_UNIT) $(STAGE_SHARED)
 
 test-engines: setup
 	@scripts/stages.sh $(STAGE_ENGINES)
 
 test-all: setup
-	@scripts/stages.sh "style" '$(STYLE)' \
-	    "unit tests, with types beside them" '$(TYPES) & trap "kill $$! 2>/dev/null" EXIT; $(UNIT) "not engine and not ray and not processes"; unit=$$?; wait $$! && exit $$unit' \
+	@scripts/stages.sh $(STAGE_STYLE) \
+	    "unit tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes)' \
 	    "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
 
 clean:
