@@ -42,18 +42,21 @@ def main() -> None:
         command = job(folder / "chaos", steps, permitted, *overrides)
         started_s = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        for step in range(1, options.faults + 1):
-            wait_for_steps(folder / "chaos", step, process)
-            time.sleep(rng.uniform(0.0, 3.0))
-            fault = rng.choice([name for name, strike in FAULTS.items() if strike is not None])
-            print(f"fault     behind step {step}: {fault}", flush=True)
-            strike = FAULTS[fault]
-            assert strike is not None
-            strike(psutil.Process(process.pid))
-            if strike is end_all:
-                process.wait(timeout=LIMIT_S)
-                process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        status = process.wait(timeout=LIMIT_S)
+        try:
+            for step in range(1, options.faults + 1):
+                wait_for_steps(folder / "chaos", step, process)
+                time.sleep(rng.uniform(0.0, 3.0))
+                fault = rng.choice([name for name, strike in FAULTS.items() if strike is not None])
+                print(f"fault     behind step {step}: {fault}", flush=True)
+                strike = FAULTS[fault]
+                assert strike is not None
+                strike(psutil.Process(process.pid))
+                if strike is end_all:
+                    process.wait(timeout=LIMIT_S)
+                    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            status = process.wait(timeout=LIMIT_S)
+        finally:
+            process.terminate()
         print(f"chaos     exit status {status} after {time.monotonic() - started_s:.0f} s")
         lines, parts = compare(folder / "quiet", folder / "chaos")
         print("\n".join(lines))

@@ -87,11 +87,14 @@ def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | Non
     """Run to the end, with the fault after half of the steps. Returns the seconds that it took."""
     command = job(folder, steps, *overrides)
     started_s = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
         if strike is not None:
             wait_for_steps(folder, steps // 2, process)
             strike(psutil.Process(process.pid))
         status = process.wait(timeout=LIMIT_S)
+    finally:
+        process.terminate()
     if strike is end_all:
         status = subprocess.run(
             command, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False

@@ -383,7 +383,7 @@ def rank_topologies(placement: Placement, *receivers: ReceiverGroup) -> list[Ran
 
 
 def make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeBackend:
-    """Return what makes the backend that generates in every learner rank."""
+    """Return the factory of the backend that generates in every learner rank."""
     section = config.rollout_matching
     if section.rollout_backend == "hf":
         from rollout_actors.backends.hf import HFBackend

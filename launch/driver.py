@@ -49,7 +49,7 @@ class LearnerClient(HeldOutClient, SendingLearner, Protocol):
         """Return the answers that a resumed run has of its first step."""
 
 
-class RolloutsClient(ReceivingEngines, Protocol):
+class GeneratingEngines(ReceivingEngines, Protocol):
     """The engines, or the environments before them, as the driver sees them."""
 
     version: int
@@ -65,7 +65,7 @@ class RolloutsClient(ReceivingEngines, Protocol):
 class _Round:
     """A round in production. Where everybody who could answer it is lost it is asked once more."""
 
-    rollouts: RolloutsClient
+    rollouts: GeneratingEngines
     requests: PerRank
     future: Future[PerRank]
     version: int
@@ -99,7 +99,7 @@ class _Round:
 
 def train(
     learner: LearnerClient,
-    rollouts: RolloutsClient,
+    rollouts: GeneratingEngines,
     schedule: RunSchedule,
     queue: Queue,
     telemetry: Telemetry,
@@ -172,7 +172,7 @@ def train(
 
 def evaluate(
     held_out: HeldOutClient,
-    rollouts: RolloutsClient,
+    rollouts: GeneratingEngines,
     step: int,
     queue: Queue,
     generate: Callable[[PerRank], Any] | None = None,

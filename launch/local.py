@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
@@ -28,11 +28,14 @@ from shared.config import RunConfig
 from shared.errors import LearnerError, WeightSyncError
 from shared.grounding.evaluation import Outcome
 from shared.metrics import StepReport, merge_reports
-from shared.protocols import PerRank
+from shared.protocols import PerRank, RolloutBackend
 from shared.rollouts import SyncReport, WeightOffer
 from shared.schedule import StepPlan
 from shared.weight_sync.canary import Differences
 from shared.weight_sync.phases import SendReport
+
+if TYPE_CHECKING:  # it imports torch
+    from learner.learner import Learner
 
 T = TypeVar("T")
 
@@ -55,8 +58,8 @@ class LocalRun:
         # As for a learner rank: weights are read from a folder, and nothing is asked of a hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
-        self._learner: Any = None
-        self._backend: Any = None
+        self._loaded: Learner | None = None
+        self._backend: RolloutBackend | None = None
         self.version = 0
         """The version that the engine serves; 0 before the first sync."""
 
@@ -66,13 +69,13 @@ class LocalRun:
     def __exit__(self, *error: object) -> None:
         # In the opposite order, whatever one of them raises.
         with ExitStack() as ends:
-            if self._learner is not None:
-                ends.callback(self._learner.close)
+            if self._loaded is not None:
+                ends.callback(self._loaded.close)
             if self._backend is not None:
                 ends.callback(self._backend.close)
             ends.callback(self._thread.shutdown)
-            if self._learner is not None:
-                self._learner.stop()
+            if self._loaded is not None:
+                self._loaded.stop()
 
     def start(self) -> tuple[LocalRun, LocalRun]:
         """Load model, data and engine; return learner and engine.
@@ -85,7 +88,7 @@ class LocalRun:
         require_vllm(self._config, placement.transport)
         self.devices = (placement.devices_per_engine,)
         (topology,) = rank_topologies(placement)
-        spec = make_backend(self._config, placement, self._images)
+        backend = make_backend(self._config, placement, self._images)
 
         def load() -> None:
             import torch
@@ -93,10 +96,10 @@ class LocalRun:
             from learner.actor import EngineHost
             from learner.learner import Learner
 
-            self._learner = Learner(self._config, topology)
+            self._loaded = Learner(self._config, topology)
             self.num_threads = torch.get_num_threads()
-            self._backend = spec(EngineHost(self._config, self._learner))
-            self.names = (self._learner.name,)
+            self._backend = backend(EngineHost(self._config, self._loaded))
+            self.names = (self._loaded.name,)
 
         with self._start_up.stage("the learner with an engine, in this process"):
             self._do(load)
@@ -105,8 +108,13 @@ class LocalRun:
     # The learner
 
     @property
+    def _learner(self) -> Learner:
+        assert self._loaded is not None, "start comes first"
+        return self._loaded
+
+    @property
     def offers_adapter(self) -> bool:
-        return bool(self._learner.publisher.offers_adapter)
+        return self._learner.publisher.offers_adapter
 
     def next_requests(self, plan: StepPlan) -> PerRank:
         return [self._do(self._learner.next_requests, plan)]
@@ -118,7 +126,9 @@ class LocalRun:
         return merge_reports([self._do(self._learner.finish_step)])
 
     def last_report(self) -> StepReport:
-        return merge_reports([self._do(self._learner.last_report)])
+        report = self._do(self._learner.last_report)
+        assert report is not None, "it is asked behind an update"
+        return merge_reports([report])
 
     def held_out_requests(self, step: int) -> PerRank:
         return [self._do(self._learner.held_out_requests, step)]
@@ -130,7 +140,8 @@ class LocalRun:
         return [[self._do(self._learner.answers_ahead)]]
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
-        offer: WeightOffer = self._do(self._learner.publisher.offer, again)
+        offer = self._do(self._learner.publisher.offer, again)
+        assert offer is not None, "the only rank offers"
         return offer
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
@@ -148,11 +159,7 @@ class LocalRun:
     def stop(self, *, timeout_s: float) -> int:
         """End what the thread is doing; return the number of updates that the weights have."""
         self._learner.stop()
-        try:
-            return self._thread.submit(lambda: int(self._learner.num_updates)).result(timeout_s)
-        except TimeoutError as error:
-            message = f"it did not stop within timeouts.interrupt_s = {timeout_s:g} s"
-            raise LearnerError(message, phase="stop") from error
+        return self._do_within("stop", lambda: self._learner.num_updates, timeout_s)
 
     def save(
         self,
@@ -164,12 +171,7 @@ class LocalRun:
     ) -> None:
         (shares,) = answers_ahead or [[]]
         answers = list(itertools.chain(*shares))
-        saving = self._thread.submit(self._learner.save, folder, run, answers)
-        try:
-            saving.result(timeout_s)
-        except TimeoutError as error:
-            message = f"not done within timeouts.interrupt_s = {timeout_s:g} s"
-            raise LearnerError(message, phase="save") from error
+        self._do_within("save", lambda: self._learner.save(folder, run, answers), timeout_s)
 
     # The engine
 
@@ -180,12 +182,15 @@ class LocalRun:
     def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round. The future holds the rollouts themselves."""
 
+        backend = self._backend
+        assert backend is not None, "start comes first"
+
         def generate() -> PerRank:
             requests = [
                 replace(request, images=tuple(image.with_data() for image in request.images))
                 for request in round_[0]
             ]
-            return [[self._backend.generate(requests)]]
+            return [[backend.generate(requests)]]
 
         return self._thread.submit(generate)
 
@@ -193,8 +198,11 @@ class LocalRun:
         """Return at once: what is asked next comes behind a round in the one thread."""
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
+        backend = self._backend
+        assert backend is not None, "start comes first"
+
         def receive() -> SyncReport:
-            report: SyncReport = self._backend.receive_weights(offer)
+            report = backend.receive_weights(offer)
             self.version = offer.version
             return report
 
@@ -212,3 +220,13 @@ class LocalRun:
     def _do(self, method: Callable[..., T], *arguments: Any) -> T:
         """Call this in the thread, and wait for it."""
         return self._thread.submit(method, *arguments).result()
+
+    def _do_within(self, phase: str, method: Callable[[], T], timeout_s: float | None) -> T:
+        """Call this in the thread, for which a run that is being ended waits so long."""
+        try:
+            return self._thread.submit(method).result(timeout_s)
+        except TimeoutError as error:
+            if timeout_s is None:
+                raise
+            message = f"not done within timeouts.interrupt_s, of which {timeout_s:.0f} s were left"
+            raise LearnerError(message, phase=phase) from error

@@ -324,8 +324,8 @@ def markdown() -> str:
 
 
 DIGESTS = ("requests", "rollouts", "targets", "weights")
-"""What the ledger has a digest of: what was asked, the tokens that came back, what the rows taught,
-and the weights after the update."""
+"""Names of the ledger's digests: requests, tokens that came back, rows that were learned, weights
+after the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ class RankReport:
     """The numbers that are the same on every rank."""
     spans: tuple[Span, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Of this rank's part: see `DIGESTS`."""
+    """Digests of this rank's part, by the names in `DIGESTS`."""
 
 
 @dataclass(frozen=True, slots=True)

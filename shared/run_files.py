@@ -38,7 +38,7 @@ _PASSING = {
     *(errno.EIO, errno.ESTALE, errno.ENOENT, errno.ENOTCONN, errno.ETIMEDOUT),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED),
 }
-"""What can pass without a change of the run. A wrong path or a file that is too large cannot."""
+"""Error numbers that can pass while a run waits; those of a wrong path or a limit cannot."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 10.0
 
@@ -66,7 +66,7 @@ class Patience:
         self._tell = tell
 
     def __call__(self, write: Callable[[], T]) -> T:
-        """Return what `write` does, which is called again where it raises what can pass.
+        """Call `write`, and again where it raises an error that can pass; return its result.
 
         Raises:
             StorageError: the first one, when the limit is over.

@@ -161,6 +161,8 @@ def test_a_killed_engine_and_a_stopped_actor_are_replaced_and_the_losses_are_the
     assert [step["loss/total"] for step in steps] == [
         step["loss/total"] for step in undisturbed.lines("metrics.jsonl")
     ]
+    ledgers = [(one.run_dir / "ledger.jsonl").read_bytes() for one in (run, undisturbed)]
+    assert ledgers[0] == ledgers[1]
     assert sum(step.get("rollout/num_replaced", 0) for step in steps) >= 2, run.output
     told = re.findall(r"(rollout-actor-\d) is back after \d+ s", run.output)
     assert len(told) >= 2

@@ -95,6 +95,8 @@ def test_a_run_in_one_process_without_ray_is_that_on_ray_to_the_bit(job, hf_job)
     local = job("stage2_hf", "cluster=local", "cluster.address=local")
     lines, parts = diff_runs(hf_job.run_dir, local.run_dir)
     assert not parts, lines
+    ledgers = [(run.run_dir / "ledger.jsonl").read_bytes() for run in (hf_job, local)]
+    assert ledgers[0] == ledgers[1]
     local.assert_nothing_left()
 
 
