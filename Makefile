@@ -85,7 +85,6 @@ lint: setup
 
 # The unit tests that the expression selects, with mypy beside them.
 UNIT_WITH_TYPES = $(TYPES) & trap "kill $$! 2>/dev/null" EXIT; $(UNIT) "$(1)"; unit=$$?; wait $$! && exit $$unit
-STAGE_LINT := "lint and types" '$(LINT)'
 STAGE_STYLE := "style" '$(STYLE)'
 STAGE_UNIT := "unit tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long)'
 STAGE_SHARED := "Ray, processes and shared engines" '$(WITH_PROCESSES) "(engine or ray or processes) and not long"'
@@ -93,7 +92,8 @@ STAGE_ENGINES := "servers, commands and engines of their own, and what takes lon
 
 check: setup
 	@scripts/stages.sh --not-run "slow tests, Ray, processes and engines: make test" \
-	    $(STAGE_LINT) "quick tests" '$(UNIT) "not engine and not ray and not processes and not long and not slow"'
+	    $(STAGE_STYLE) \
+	    "quick tests, with types beside them" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long and not slow)'
 
 test: setup
 	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_STYLE) $(STAGE_UNIT) $(STAGE_SHARED)

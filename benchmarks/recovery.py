@@ -55,6 +55,7 @@ def end_all(command: psutil.Process) -> None:
 FAULTS: dict[str, Strike | None] = {
     "none": None,
     "an engine is killed": end_one("EngineCore", signal.SIGKILL),
+    "an engine hangs": end_one("EngineCore", signal.SIGSTOP),
     "a rollout actor is killed": end_one("ray::EngineActor", signal.SIGKILL),
     "a rollout actor is stopped": end_one("ray::EngineActor", signal.SIGSTOP),
     "the learner is killed": end_one("ray::LearnerActor", signal.SIGKILL),

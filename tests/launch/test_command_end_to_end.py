@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -141,11 +142,12 @@ def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_
 
 
 @pytest.mark.long
-def test_a_killed_engine_and_a_stopped_actor_are_replaced_and_the_losses_are_the_same(
+def test_a_run_that_is_struck_by_four_faults_has_the_ledger_of_the_undisturbed_one(
     command, undisturbed
 ):
-    limits = ["timeouts.stall_s=5.0", "timeouts.sync_phase_s=20.0"]
-    run = command(*SHORT, *limits, "rollout_matching.vllm.actors.max_restarts=6")
+    faults = ["timeouts.stall_s=5.0", "timeouts.sync_phase_s=20.0", "resume.automatic=true"]
+    faults += ["rollout_matching.vllm.actors.max_restarts=8", "checkpoint.save_steps=1"]
+    run = command(*SHORT, *faults, "resume=auto")
     run.wait_for("held out  after 1 steps")
     engines = [pid for pid, line in run.processes().items() if is_engine(line)]
     os.kill(engines[0], signal.SIGKILL)
@@ -155,18 +157,29 @@ def test_a_killed_engine_and_a_stopped_actor_are_replaced_and_the_losses_are_the
     assert len([line for line in run.processes().values() if is_engine(line)]) <= 3, (
         "the stopped actor's engine has ended with it"
     )
-    assert run.process.wait(timeout=200) == 0, run.output
+    told = re.findall(r"(rollout-actor-\d) is back after \d+ s", run.output)
+    assert len(told) >= 2
+    os.kill(run.process_called("LearnerActor"), signal.SIGKILL)
+    run.wait_for("restart   ")
+    run.wait_for("resume    ")
+    run.wait_for("ready     ", times=2)
+    for pid in run.processes():
+        with suppress(ProcessLookupError):  # Ray ends the others of a killed one
+            os.kill(pid, signal.SIGKILL)
+    run.process.wait(timeout=60)
     run.assert_nothing_left()
-    steps = run.lines("metrics.jsonl")
+
+    again = command(*SHORT, *faults, "resume=auto")
+    assert again.process.wait(timeout=200) == 0, again.output
+    again.assert_nothing_left()
+    ledgers = [(one.run_dir / "ledger.jsonl").read_bytes() for one in (again, undisturbed)]
+    assert ledgers[0] == ledgers[1]
+    steps = again.lines("metrics.jsonl")
     assert [step["loss/total"] for step in steps] == [
         step["loss/total"] for step in undisturbed.lines("metrics.jsonl")
     ]
-    ledgers = [(one.run_dir / "ledger.jsonl").read_bytes() for one in (run, undisturbed)]
-    assert ledgers[0] == ledgers[1]
-    assert sum(step.get("rollout/num_replaced", 0) for step in steps) >= 2, run.output
-    told = re.findall(r"(rollout-actor-\d) is back after \d+ s", run.output)
-    assert len(told) >= 2
-    events = json.loads((run.run_dir / "timeline.json").read_text())
+    assert sum(step.get("rollout/num_replaced", 0) for step in steps) >= 2, steps
+    events = json.loads((again.run_dir / "timeline.json").read_text())
     assert len([event for event in events if event["name"] == "replace"]) >= 2
 
 
