@@ -157,6 +157,10 @@ class EnvironmentSection(Section):
     drop_equal_groups: bool = False
     """Learn nothing from groups whose rewards are all equal, which have no gradient, and count them
     (`rollout/num_left_out`). The step's loss is divided by its raw rollouts all the same."""
+    drop_truncated: bool = False
+    """Learn nothing from rollouts that were cut for their length, an answer at
+    `rollout_matching.max_new_tokens` included, and count them (`rollout/num_masked`). Their rewards
+    stay in the means of their groups."""
     num_eval_examples: NonNegativeInt | None = None
     """Rows of the environment's evaluation data that held-out reports take; null: all; 0: no
     reports."""

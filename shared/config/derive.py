@@ -9,6 +9,7 @@ from typing import Literal
 
 from shared.chunking import chunk_size
 from shared.config.base import Section
+from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.config.rollout import EngineLocation, ServerSection
 from shared.config.run import RunConfig
 from shared.tokens.fresh import FILE, FreshTokens
@@ -146,6 +147,14 @@ def group_size(run: RunConfig) -> int:
     Those of one example of an environment are compared with each other; others stand alone.
     """
     return 1 if run.environment is None else run.environment.rollouts_per_example
+
+
+def divides_by_tokens(run: RunConfig) -> bool:
+    """Tell whether a step's loss is divided by its sampled tokens instead of its rollouts."""
+    return any(
+        isinstance(entry, PolicyGradientEntry) and entry.config.normalize == "batch"
+        for entry in run.rollout_matching.pipeline.active(Channel.B)
+    )
 
 
 def has_held_out(run: RunConfig) -> bool:

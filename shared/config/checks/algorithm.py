@@ -82,6 +82,34 @@ def objective_has_its_input(run: RunConfig) -> Iterator[Problem]:
             yield Problem(path, wrong, "remove the entry")
 
 
+def policy_gradient_agrees_with_itself(run: RunConfig) -> Iterator[Problem]:
+    """Some of its settings have no effect beside others, or undo what others are for."""
+    for index, entry in enumerate(run.rollout_matching.pipeline.objective):
+        if not isinstance(entry, PolicyGradientEntry) or not entry.enabled:
+            continue
+        config = entry.config
+        path = f"{_OBJECTIVE}[{index}].config"
+        if config.advantage_baseline == "leave_one_out" and config.advantage_std:
+            yield Problem(
+                f"{path}.advantage_baseline",
+                "leave_one_out is there to have no bias, which advantage_std: true brings back",
+                "set advantage_std: false, or advantage_baseline: mean",
+            )
+        if config.clip == "dual" and config.above_cap == "mask":
+            yield Problem(
+                f"{path}.above_cap",
+                "mask has no effect beside clip: dual, which stops what is above ratio_cap itself",
+                "set above_cap: truncate, or clip: ppo",
+            )
+        if config.clip == "cispo" and config.ratio_cap < 1 + config.clip_high:
+            yield Problem(
+                f"{path}.ratio_cap",
+                f"{config.ratio_cap:g} is below 1 + clip_high ({config.clip_high:g}), where clip:"
+                " cispo ends the factors of the gradient",
+                f"set {1 + config.clip_high:g} or more, or lower clip_high",
+            )
+
+
 def geometry_is_learned(run: RunConfig) -> Iterator[Problem]:
     """Channel-B v1 matches boxes only (decision 8)."""
     if run.geometry - run.algorithm.geometry:
