@@ -58,7 +58,9 @@ class Ledger:
         lines = read_lines(path) if mode == "ab" else []
         self._file = RunFile(path, mode=mode, patience=patience)
         self._previous = str(lines[-1].get("hash", "")) if lines else ""
-        self._num_samples = RunSchedule(config).num_samples_before(step)
+        schedule = RunSchedule(config)
+        self._num_samples = schedule.num_samples_before(step)
+        self._num_drawn = schedule.num_drawn
         self._seed = config.training.seed
         head = head_of(config)
         heads = [line for line in lines if "versions" in line]
@@ -70,7 +72,7 @@ class Ledger:
     def write(self, plan: StepPlan, report: StepReport) -> None:
         """Write the line of a step that has ended. Raises StorageError."""
         first = self._num_samples
-        self._num_samples += plan.num_samples
+        self._num_samples += self._num_drawn[plan.channel]
         self._write(
             {
                 "step": report.number,

@@ -264,14 +264,21 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
 def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]:
     assert config.environment is not None, "runs of samples have other pages"
     notes = []
-    if any(
-        isinstance(entry, PolicyGradientEntry) and entry.config.advantage_std
-        for entry in config.rollout_matching.pipeline.active(Channel.B)
-    ):
-        notes.append(
-            "Advantages are those of the log: advantage_std divides them by the standard deviation"
-            " of their group's rewards before they are learned."
-        )
+    for entry in config.rollout_matching.pipeline.active(Channel.B):
+        if not isinstance(entry, PolicyGradientEntry):
+            continue
+        if entry.config.advantage_std:
+            notes.append(
+                "Advantages are those of the log: advantage_std divides them by the standard"
+                " deviation of their group's rewards before they are learned."
+            )
+        if entry.config.advantage_baseline == "leave_one_out":
+            notes.append(
+                "Advantages are those of the log: leave_one_out multiplies them by n / (n - 1), n"
+                " being the rewards of their group, before they are learned."
+            )
+    if config.environment.drop_truncated:
+        notes.append("Nothing is learned of it if it was cut for its length (drop_truncated).")
     values = [value for example in line["examples"] for value in advantages(example)]
     if config.environment.drop_equal_groups and values and not any(values):
         notes.append(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from learner.algorithms.advantages import TokenAdvantages
 from learner.objectives.base import (
     BoxSupervision,
     CoordSupervision,
@@ -151,6 +152,7 @@ def collate(
                 _floats(credit.engine_logprobs for credit in credits_),
                 _floats(credit.advantages for credit in credits_),
                 _floats(credit.weights for credit in credits_),
+                torch.from_numpy(_calls(credits_)),
             ),
         ),
         SampledTokens(index(sampled_at), _floats(target.sampled_logprobs for target in targets)),
@@ -172,6 +174,16 @@ def _mean_weights(weights_L: np.ndarray) -> np.ndarray:
     # In float64: the sum's rounding would be in every weight.
     total = weights_L.sum(dtype=np.float64)
     return (weights_L / total if total else weights_L).astype(np.float32)
+
+
+def _calls(credits_: Sequence[TokenAdvantages]) -> np.ndarray:
+    """Number the calls of the model over the row, from 0: one number per learned token."""
+    first = 0
+    parts = []
+    for credit in credits_:
+        parts.append(first + np.array(credit.calls, np.int64))
+        first += credit.calls[-1] + 1 if credit.calls else 0
+    return _concat(np.int64, parts)
 
 
 def _box_supervision(targets: Sequence[Target]) -> BoxSupervision:

@@ -47,6 +47,8 @@ class StepMetrics:
         self.totals = MetricAccumulator()
         self.num_segments = 0
         """Segments learned so far."""
+        self.num_credited = 0
+        """Sampled tokens that have an advantage, 0 included, so far."""
         self.compared = Compared()
         """Comparison of the engine's log-probabilities with the learner's so far."""
         self._plan = plan
@@ -136,6 +138,11 @@ class StepMetrics:
         self.totals.add("rollout/num_groups", 1)
         self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
         self.totals.add("rollout/num_left_out", num_left_out)
+
+    def add_credited(self, num_tokens: int, *, is_masked: bool) -> None:
+        """Count the tokens of a rollout that its advantage is for; none of one that is masked."""
+        self.num_credited += num_tokens
+        self.totals.add("rollout/num_masked", float(is_masked))
 
     def add_staleness(self, staleness: int) -> None:
         """Count the updates since the weights that generated a rollout."""

@@ -64,8 +64,10 @@ loss/policy_gradient | sum | Ratio times advantage of sampled tokens, negated. N
     progress: near 0 where engine and learner agree.
 # The distance of the learner from the engines that sampled; with `policy_gradient` alone.
 policy/ratio | mean | Probability of a sampled token in the learner over the engine's, truncated at
-    `ratio_cap`.
+    `ratio_cap`; of its call of the model with another `ratio_level`.
 policy/clipped_share | mean | Share of sampled tokens that the clip keeps from being learned.
+policy/capped_share | mean | Share of sampled tokens whose ratio is above `ratio_cap`: truncated, or
+    left out (`above_cap`).
 policy/logprob_difference | mean | Absolute difference between the learner's and the engine's
     log-probability of a sampled token, in nats.
 policy/entropy | mean | Of the learner's next token, in nats, estimated from the tokens that were
@@ -124,6 +126,8 @@ rollout/no_signal_share | rollout/num_groups_without_signal / rollout/num_groups
     without signal.
 rollout/num_left_out | sum | Rollouts of such groups that were left out
     (`environment.drop_equal_groups`).
+rollout/num_masked | sum | Rollouts that were cut for their length and left out
+    (`environment.drop_truncated`).
 rollout/num_compared_tokens | sum | Sampled tokens whose log-probability was compared; absent where
     none was.
 rollout/logprob_max_abs | max | Largest difference between the learner's and the engine's

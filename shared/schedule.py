@@ -30,7 +30,8 @@ class StepPlan:
     """From 0, as rules and seeds count."""
     channel: Channel
     num_samples: int
-    """Samples over all learner ranks; the denominator of its loss (decision 6)."""
+    """Samples over all learner ranks, each counted for every rollout of it; the denominator of its
+    loss (decision 6)."""
     rollout_seed_base: int
     """`request_seed(run_seed, step, 0)`, logged with the plan."""
     evaluate_before: bool
@@ -56,6 +57,10 @@ class RunSchedule:
             Channel.A: effective_batch_size(config),
             Channel.B: raw_rollouts_per_step(config),
         }
+        per_sample = config.stage2_ab.channel_b.rollouts_per_sample
+        self.num_drawn = self._num_samples | {Channel.B: self._num_samples[Channel.B] // per_sample}
+        """Samples that a step of each channel draws; of an environment's examples, each as often as
+        it has rollouts."""
 
     def plans(self) -> Iterator[StepPlan]:
         return (self.plan(step) for step in range(self.max_steps))
@@ -79,7 +84,7 @@ class RunSchedule:
 
     def num_samples_before(self, step: int) -> int:
         """Count the samples that the steps before this one draw."""
-        return sum(self.plan(earlier).num_samples for earlier in range(step))
+        return sum(self.num_drawn[self.plan(earlier).channel] for earlier in range(step))
 
     def version_before(self, step: int) -> int:
         """Return the weight version that engines serve when this step begins."""

@@ -502,10 +502,13 @@ def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_st
         f"rows {metrics['packing/num_rows']:.0f}",
     ]
     if report.channel is Channel.B:
-        if "rollout/num_groups" in metrics:
-            parts += _trajectory_figures(metrics)
-        else:
+        # Samples are matched, and may be rewarded too.
+        if "rollout/num_dropped_objects" in metrics:
             parts += _sample_figures(metrics)
+        if "rollout/num_groups" in metrics:
+            parts += _reward_figures(metrics)
+        if "rollout/num_failed" in metrics:
+            parts += _trajectory_figures(metrics)
         parts.append(f"tokens {metrics['rollout/num_tokens']:.0f}")
         if "rollout/logprob_max_abs" in metrics:
             parts.append(f"logp {metrics['rollout/logprob_max_abs']:.0e}")
@@ -530,12 +533,17 @@ def _sample_figures(metrics: Mapping[str, float | str]) -> list[str]:
     return figures
 
 
-def _trajectory_figures(metrics: Mapping[str, float | str]) -> list[str]:
+def _reward_figures(metrics: Mapping[str, float | str]) -> list[str]:
     figures = ["no reward"]
     if "rollout/reward" in metrics:
         figures = [f"reward {metrics['rollout/reward']:.3f}"]
     without = metrics["rollout/num_groups_without_signal"]
     figures.append(f"no signal {without:.0f}/{metrics['rollout/num_groups']:.0f}")
+    return figures
+
+
+def _trajectory_figures(metrics: Mapping[str, float | str]) -> list[str]:
+    figures = []
     for word, name in (("failed", "failed"), ("truncated", "truncated"), ("split", "splits")):
         if count := metrics[f"rollout/num_{name}"]:
             figures.append(f"{word} {count:.0f}")

@@ -3,19 +3,25 @@
     advantage = (reward - mean(group)) / (std(group) + epsilon)      the division: `advantage_std`
 
 An environment's rubric sends the numerator, or an advantage of the user's; the division is here
-(`token_advantages`). The loss of a step is the weighted sum over its sampled tokens, divided at the
-step's end by the number of its rollouts: known before the first of them arrives (decision 6),
-failed and empty ones included. `normalize` decides the weight of a token in that sum:
+(`token_advantages`). With `advantage_baseline: leave_one_out` the mean is that of the group's other
+rollouts, which makes the numerator n / (n - 1) times as large (Ahmadian et al. 2024, RLOO).
+
+The loss of a step is the weighted sum over its sampled tokens, divided at the step's end by the
+number of its rollouts: known before the first of them arrives (decision 6), failed and empty ones
+included. `normalize` decides the weight of a token in that sum:
 
     step      1 / sampled tokens of its call of the model: each call weighs 1
     rollout   1 / sampled tokens of its rollout: each rollout weighs 1
     constant  1 / `rollout_matching.max_new_tokens`: each token weighs the same
+    batch     1, and the sum is divided by the step's sampled tokens over all ranks, which are known
+              at its end (Yu et al. 2025, DAPO): each token weighs the same
 
 So with `step` a rollout of k calls weighs k times as much as one of a single call. None of them
 depends on which calls share an example.
 
 Example: a rollout with calls of 1 and 3 sampled tokens. `step`: 1, 1/3, 1/3, 1/3, whether the calls
-were merged or not. `rollout`: 1/4 each. `constant` with `max_new_tokens` 8: 1/8 each.
+were merged or not. `rollout`: 1/4 each. `constant` with `max_new_tokens` 8: 1/8 each. `batch`: 1
+each, and beside another rollout of 6 tokens the step's divisor is 10.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ class TokenAdvantages:
     Example:
         Tokens 0 and 1 of a target were sampled in one call, token 2 came from a tool, token 3 was
         sampled in the next call: positions (0, 1, 3), engine_logprobs (-0.1, -2.3, -0.7),
-        advantages (0.5, 0.5, 0.5), and with `normalize: step` weights (0.5, 0.5, 1.0).
+        advantages (0.5, 0.5, 0.5), with `normalize: step` weights (0.5, 0.5, 1.0), calls (0, 0, 1).
     """
 
     positions: tuple[int, ...]
@@ -49,30 +55,34 @@ class TokenAdvantages:
     """[M]"""
     weights: tuple[float, ...]
     """[M], of each token in the step's sum."""
+    calls: tuple[int, ...]
+    """[M], ascending from 0: the call of the model, among those with a learned token."""
 
     def __post_init__(self) -> None:
-        columns = (self.engine_logprobs, self.advantages, self.weights)
+        columns = (self.engine_logprobs, self.advantages, self.weights, self.calls)
         assert all(len(column) == len(self.positions) for column in columns)
         assert all(a < b for a, b in pairwise(self.positions))
 
 
-NO_CREDIT = TokenAdvantages((), (), (), ())
+NO_CREDIT = TokenAdvantages((), (), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
     """Credits the tokens of an example, as `policy_gradient` is configured."""
 
-    normalize: Literal["step", "rollout", "constant"]
+    normalize: Literal["step", "rollout", "constant", "batch"]
     max_new_tokens: int
     """The divisor of `constant`."""
     std_epsilon: float | None
     """Added to the standard deviation that advantages are divided by; None: no division."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What the group's advantages are relative to."""
 
     @classmethod
     def from_config(cls, config: PolicyGradientConfig, *, max_new_tokens: int) -> Self:
         std_epsilon = config.advantage_epsilon if config.advantage_std else None
-        return cls(config.normalize, max_new_tokens, std_epsilon)
+        return cls(config.normalize, max_new_tokens, std_epsilon, config.advantage_baseline)
 
     def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int
@@ -87,7 +97,7 @@ class AdvantageEstimator:
         """
         positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
-        advantages = token_advantages(example, std_epsilon=self.std_epsilon)
+        advantages = token_advantages(example, std_epsilon=self.std_epsilon, baseline=self.baseline)
         # Only learned tokens: others may have any number, which nothing reads.
         for index in positions:
             advantage = advantages[index]
@@ -102,29 +112,38 @@ class AdvantageEstimator:
                     f"example {example.example_id!r}, rollout {example.rollout}: token {index} has"
                     f" the {problem}"
                 )
+        calls = [of_call for of_call in learned_by_call(example) if of_call]
         match self.normalize:
             case "step":
-                calls = learned_by_call(example)
                 weights = [1.0 / len(of_call) for of_call in calls for _ in of_call]
             case "rollout":
                 weights = [1.0 / num_of_rollout] * len(positions)
             case "constant":
                 weights = [1.0 / self.max_new_tokens] * len(positions)
+            case "batch":
+                weights = [1.0] * len(positions)
         return TokenAdvantages(
             tuple(index - start for index in positions),
             tuple(example.logprobs[index] for index in positions),
             tuple(advantages[index] for index in positions),
             tuple(weights),
+            tuple(number for number, of_call in enumerate(calls) for _ in of_call),
         )
 
 
-def token_advantages(example: TrainingExample, *, std_epsilon: float | None) -> list[float]:
+def token_advantages(
+    example: TrainingExample,
+    *,
+    std_epsilon: float | None,
+    baseline: Literal["mean", "leave_one_out"] = "mean",
+) -> list[float]:
     """Return the advantage of each token, 0 outside the mask: [L].
 
     Args:
         std_epsilon: divide by the standard deviation of the group's rewards plus this, where the
             rewards differ; None: do not divide. An advantage that a rubric gave itself is never
             divided: it is in no units of the rewards.
+        baseline: what the rewards are compared with, likewise.
 
     Raises:
         ValueError: nothing was scored.
@@ -136,8 +155,14 @@ def token_advantages(example: TrainingExample, *, std_epsilon: float | None) -> 
         )
     length = len(example.token_ids)
     advantages = example.token_advantages or [example.advantage] * length
-    if std_epsilon is not None and has_signal(example.group_rewards):
-        divisor = _deviation(example.group_rewards) + std_epsilon
+    rewards = example.group_rewards
+    divisor = 1.0
+    if std_epsilon is not None and has_signal(rewards):
+        divisor = _deviation(rewards) + std_epsilon
+    if baseline == "leave_one_out" and has_signal(rewards):
+        # A reward less the mean of the other n - 1 is n / (n - 1) times itself less that of all.
+        divisor *= (len(rewards) - 1) / len(rewards)
+    if divisor != 1.0:
         pairs = zip(advantages, _is_relative(example, example.advantage), strict=True)
         advantages = [one / divisor if relative else one for one, relative in pairs]
     pairs_of_mask = zip(advantages, example.mask, strict=True)

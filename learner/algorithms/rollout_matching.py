@@ -7,6 +7,12 @@ Example: a sample with a cat at [100, 100, 300, 300] and a dog. The model answer
 slots are taught to point at 100, 100, 300, 300; the dog was missed, so its entry is appended to the
 kept answer and taught as text. On channel A there is no rollout: the target is the ground truth.
 
+With `policy_gradient` on channel B a rollout is learned twice in the same step: as that target, and
+as what was sampled, by its advantage among the `rollouts_per_sample` rollouts of its sample. That
+is a second segment: the target leaves out what the rollout wrote behind its last whole object, and
+the token with which it stopped. The step's loss and gradient are the sums of the two alone, since
+both are divided by the rollouts of the step.
+
 A thread encodes prompts and makes targets before the device needs them (`Ahead`);
 what is counted and logged stays with the learner's own thread, in the order of positions.
 """
@@ -17,7 +23,11 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
+import numpy as np
+
+from learner.algorithms.advantages import AdvantageEstimator
 from learner.algorithms.base import Ahead, generation_span
 from learner.checks import Sampling, check_prompt, check_weight_versions
 from learner.held_out import HeldOut, require_train_lengths
@@ -26,10 +36,11 @@ from learner.model.ranks import Ranks
 from learner.rollout_logs.samples import RolloutLog
 from learner.rollout_logs.writer import patience_of_learner
 from learner.samples import load_samples
-from learner.segments import PromptEncoder, Segment
+from learner.segments import EncodedPrompt, PromptEncoder, Segment
 from learner.step_metrics import StepMetrics
 from learner.targets import (
     Target,
+    TokenRole,
     ground_truth_target,
     rollout_target,
     target_settings,
@@ -37,14 +48,17 @@ from learner.targets import (
 )
 from shared.chunking import rank_share
 from shared.config import RunConfig
+from shared.config.derive import policy_gradient
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
+from shared.grounding.scores import Criterion, f1, num_found
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, Rollout, RolloutRequest
 from shared.run_files import Span
 from shared.schedule import StepPlan
+from shared.trajectory import TrainingExample, group_advantages, has_signal
 
 
 class RolloutMatching:
@@ -78,6 +92,11 @@ class RolloutMatching:
             0, self.encoder.encode(first), ground_truth_target(first, tokens.codec, self.settings)
         )
         self.fixed_images: tuple[ImageRef, ...] = first.images
+        self.estimator: AdvantageEstimator | None = None
+        objective = policy_gradient(config)
+        if objective is not None:
+            longest = config.rollout_matching.max_new_tokens
+            self.estimator = AdvantageEstimator.from_config(objective, max_new_tokens=longest)
         self.log: RolloutLog | None = None
         if config.telemetry.rollouts:
             folder = config.telemetry.run_dir / "rollouts"
@@ -86,8 +105,11 @@ class RolloutMatching:
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> RolloutMatchingStep:
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
-        indexes = self._stream.take(plan.num_samples)
-        drawn = [self.train[indexes[position]] for position in share]
+        size = 1
+        if plan.channel is Channel.B:
+            size = self.config.stage2_ab.channel_b.rollouts_per_sample
+        indexes = self._stream.take(plan.num_samples // size)
+        drawn = [self.train[indexes[position // size]] for position in share]
         # An image is read where it is sent and where it is encoded, and its digest compared. One
         # without a digest (`data.check_images` is off) is read here: both get the same bytes.
         samples = [
@@ -144,6 +166,14 @@ def _digest(samples: Sequence[Sample]) -> str:
     return digest.hexdigest()
 
 
+class _Scored(NamedTuple):
+    """A rollout that waits for the others of its sample."""
+
+    rollout: Rollout
+    prompt: EncodedPrompt
+    reward: float
+
+
 class RolloutMatchingStep:
     """One step of one rank: `samples[i]` is at position `share[i]`."""
 
@@ -163,6 +193,8 @@ class RolloutMatchingStep:
         pipeline = algorithm.config.rollout_matching.pipeline
         self._text_weights = text_weights(pipeline, plan.channel)
         self._num_targets = 0
+        self._group: list[_Scored] = []
+        """Rollouts of the sample whose rollouts have not all come, in the order of positions."""
         # Encoded while the engines generate.
         self._prompts = algorithm.ahead.map(algorithm.encoder.encode, samples)
 
@@ -205,9 +237,7 @@ class RolloutMatchingStep:
         sampled = [Sampling(one.sample_id, one.actor, one.weight_version) for one in answers]
         check_weight_versions(sampled, version, max_staleness=max_staleness)
         pairs = zip(answers, self.samples[self._num_targets :], strict=False)
-        targets = algorithm.ahead.map(
-            lambda pair: rollout_target(*pair, algorithm.tokens.codec, algorithm.settings), pairs
-        )
+        targets = algorithm.ahead.map(lambda pair: self._target_and_reward(*pair), pairs)
         for rollout in answers:
             position = self.share.start + self._num_targets
             assert rollout.position == position, (
@@ -221,7 +251,7 @@ class RolloutMatchingStep:
                 *(position, rollout.sample_id, rollout.prompt_token_ids, rollout.weight_version),
                 *(rollout.response_token_ids, rollout.stop_token_id, rollout.finish_reason),
             )
-            target = next(targets)
+            target, reward = next(targets)
             assert target.reading is not None
             num_objects = len(self.samples[self._num_targets].objects)
             sampled_by = rollout.weight_version
@@ -230,6 +260,76 @@ class RolloutMatchingStep:
             )
             self._log_next(target, rollout)
             yield Segment(position, prompt, target, self.plan.step, rollout.actor, sampled_by)
+            if reward is not None:
+                self.metrics.totals.add_mean("rollout/reward", reward, 1)
+                self._group.append(_Scored(rollout, prompt, reward))
+                yield from self._compared()
+
+    def _target_and_reward(self, rollout: Rollout, sample: Sample) -> tuple[Target, float | None]:
+        """Make the target of a rollout, and score it where it is learned by its reward too."""
+        algorithm = self._algorithm
+        target = rollout_target(rollout, sample, algorithm.tokens.codec, algorithm.settings)
+        assert target.reading is not None
+        if algorithm.estimator is None:
+            return target, None
+        section = algorithm.config.stage2_ab.channel_b.reward
+        objects = target.reading.parsed.objects
+        found = num_found(objects, sample.objects, Criterion(section.iou, section.by_name))
+        return target, f1(found, len(objects), len(sample.objects))
+
+    def _compared(self) -> Iterator[Segment]:
+        """Yield what was sampled by each rollout of a sample, with its advantage, once all have
+        come. A group of equal rewards has nothing to learn, and would cost its forwards.
+        """
+        algorithm = self._algorithm
+        assert algorithm.estimator is not None
+        if len(self._group) < algorithm.config.stage2_ab.channel_b.rollouts_per_sample:
+            return
+        group = self._group
+        self._group = []
+        rewards = tuple(scored.reward for scored in group)
+        differs = has_signal(rewards)
+        self.metrics.add_group(has_signal=differs, num_left_out=0 if differs else len(group))
+        for scored, advantage in zip(group, group_advantages(rewards), strict=True):
+            rollout = scored.rollout
+            if not differs:
+                continue
+            if rollout.logprobs is None:
+                message = (
+                    f"sample {rollout.sample_id}: came without the log-probabilities of its tokens,"
+                    " which policy_gradient needs; use engines that return them"
+                )
+                raise RolloutError(message, actor=rollout.actor, phase="check")
+            token_ids = list(rollout.response_token_ids)
+            logprobs = list(rollout.logprobs)
+            # A stop token that the repeat guard forced was not sampled.
+            if rollout.stop_token_id is not None and rollout.stop_token_logprob is not None:
+                token_ids.append(rollout.stop_token_id)
+                logprobs.append(rollout.stop_token_logprob)
+            number = len(token_ids)
+            if not number:
+                continue
+            # Of the response alone: nothing of the prompt is credited.
+            example = TrainingExample(
+                token_ids,
+                logprobs,
+                [1] * number,
+                scored.reward,
+                advantage=advantage,
+                example_id=rollout.sample_id,
+                group_rewards=rewards,
+            )
+            credit = algorithm.estimator.estimate(example, start=0, num_of_rollout=number)
+            neutral = np.full(number, TokenRole.NEUTRAL, dtype=np.uint8)
+            target = Target(rollout.sample_id, tuple(token_ids), neutral, (), (), (), credit=credit)
+            yield Segment(
+                rollout.position,
+                scored.prompt,
+                target,
+                self.plan.step,
+                rollout.actor,
+                rollout.weight_version,
+            )
 
     def ground_truth(self) -> Iterator[Segment]:
         if self.plan.channel is Channel.A:

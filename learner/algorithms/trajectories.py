@@ -253,6 +253,7 @@ class TrajectoryBatch:
         check_weight_versions(sampled, version, max_staleness=max_staleness)
         # A group of equal rewards has advantages of 0: its rows would cost a forward for nothing.
         drops_equal = self._algorithm.environment.drop_equal_groups
+        drops_truncated = self._algorithm.environment.drop_truncated
         differ = []
         is_learned = []
         for group in answers:
@@ -262,14 +263,23 @@ class TrajectoryBatch:
         learned_groups = itertools.compress(answers, is_learned)
         segments = self._algorithm.ahead.map(
             lambda rollout: list(self._segments_of(rollout)),
-            itertools.chain.from_iterable(learned_groups),
+            (
+                rollout
+                for rollout in itertools.chain.from_iterable(learned_groups)
+                if not (drops_truncated and _is_cut(rollout))
+            ),
         )
         for group, has_differed, learned in zip(answers, differ, is_learned, strict=True):
             num_left_out = 0 if learned else len(group)
             self.metrics.add_group(has_signal=has_differed, num_left_out=num_left_out)
             for rollout in group:
                 self._take(rollout, version)
-                if learned:
+                masked = drops_truncated and _is_cut(rollout)
+                # A group that is left out has its tokens in the step's divisor, as it has its
+                # rollouts: whether its rows are computed may change no update.
+                num_tokens = sum(example.num_learned for example in rollout.examples)
+                self.metrics.add_credited(0 if masked else num_tokens, is_masked=masked)
+                if learned and not masked:
                     yield from next(segments)
 
     def ground_truth(self) -> Iterator[Segment]:
@@ -385,6 +395,12 @@ def _sampled(rollout: EnvironmentRollout, example: TrainingExample) -> Sampling:
     return Sampling(str(rollout.example), example.engine or rollout.actor, example.weight_version)
 
 
+def _is_cut(rollout: EnvironmentRollout) -> bool:
+    """Tell whether it ended for its length, or one of its answers did, and did not fail."""
+    is_cut = rollout.is_truncated or rollout.num_length_limited > 0
+    return is_cut and rollout.error is None
+
+
 def _has_own_advantages(group: ExampleRollouts) -> bool:
     """Tell whether a rubric gave advantages itself: those of equal rewards are 0 everywhere."""
     examples = (example for rollout in group for example in rollout.examples)
@@ -419,7 +435,8 @@ def _fixed_segment(
         response = tuple(ids[num_prompt:])
     length = len(response)
     zeros = (0.0,) * length
-    credit = TokenAdvantages(tuple(range(length)), zeros, zeros, (1.0 / length,) * length)
+    weights = (1.0 / length,) * length
+    credit = TokenAdvantages(tuple(range(length)), zeros, zeros, weights, (0,) * length)
     roles = np.full(length, TokenRole.NEUTRAL, dtype=np.uint8)
     return Segment(0, prompt, Target("fixed", response, roles, (), (), (), credit=credit))
 

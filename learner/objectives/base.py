@@ -60,10 +60,16 @@ class SampledSupervision(NamedTuple):
     """float32 [M]"""
     weight: torch.Tensor
     """float32 [M], in the step's sum: see `learner.algorithms.advantages`."""
+    call: torch.Tensor
+    """int64 [M], ascending from 0 over the row: the call of the model that sampled it."""
 
 
 NOTHING_SAMPLED = SampledSupervision(
-    torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0), torch.empty(0)
+    torch.empty(0, dtype=torch.int64),
+    torch.empty(0),
+    torch.empty(0),
+    torch.empty(0),
+    torch.empty(0, dtype=torch.int64),
 )
 
 

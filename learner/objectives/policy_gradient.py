@@ -19,13 +19,21 @@ of a token that is far too probable and worse than the others: the one that need
 The loss that is logged has the value of the surrogate, `-A w`, with the bound in place of `w`
 where a token is clipped; `log p_learner` enters by its gradient alone.
 
-Shape legend: M sampled tokens that are learned.
+That is the default; docs/objectives.md has the variants, and the papers that they are from:
+
+- `clip: dual`: nor is a token learned where `A < 0` and `ratio > ratio_cap`. `cispo`: every token
+  is, and `w` is the ratio clamped to `[1 - clip_low, 1 + clip_high]`. `none`: no clip at all, which
+  leaves truncated importance sampling.
+- `above_cap: mask`: where `ratio > ratio_cap` a token has neither loss nor gradient.
+- `ratio_level`: the ratio of a token is that of its whole call of the model, or its geometric mean.
+
+Shape legend: M sampled tokens that are learned, C calls of the model that they are of.
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -39,12 +47,31 @@ from learner.objectives.base import (
 from shared.config.pipeline import PolicyGradientConfig
 
 
-def truncated_ratio(
-    learner_logprobs_M: torch.Tensor, engine_logprobs_M: torch.Tensor, *, cap: float
+def log_ratios(
+    learner_logprobs_M: torch.Tensor,
+    sampled: SampledSupervision,
+    level: Literal["token", "call", "call_mean"],
 ) -> torch.Tensor:
-    """Compute `min(p_learner / p_engine, cap)`: [M], without gradient."""
+    """Compute `log(p_learner / p_engine)` of what `level` says: [M], without gradient.
+
+    Example: two tokens of one call with the ratios 2 and 1/8. `call`: log(1/4) for both;
+    `call_mean`: log(1/2).
+    """
+    log_ratio_M = learner_logprobs_M.detach() - sampled.engine_logprobs
+    if level == "token" or not len(log_ratio_M):
+        return log_ratio_M
+    calls_C = torch.arange(int(sampled.call[-1]) + 1, device=sampled.call.device)
+    # Not `index_add`, which adds in no fixed order on a GPU.
+    is_of_CM = sampled.call == calls_C[:, None]
+    log_ratio_C = torch.where(is_of_CM, log_ratio_M, 0.0).sum(dim=1)
+    if level == "call_mean":
+        log_ratio_C = log_ratio_C / is_of_CM.sum(dim=1)
+    return log_ratio_C[sampled.call]
+
+
+def truncated_ratio(log_ratio_M: torch.Tensor, *, cap: float) -> torch.Tensor:
+    """Compute `min(ratio, cap)`: [M]."""
     # Truncated before the exponential, which would overflow.
-    log_ratio_M = learner_logprobs_M.detach() - engine_logprobs_M
     return log_ratio_M.clamp(max=math.log(cap)).exp()
 
 
@@ -52,10 +79,21 @@ def is_clipped(
     learner_logprobs_M: torch.Tensor, sampled: SampledSupervision, config: PolicyGradientConfig
 ) -> torch.Tensor:
     """Tell which tokens the clip keeps from being learned: bool [M]. None without an advantage."""
-    log_ratio_M = learner_logprobs_M.detach() - sampled.engine_logprobs
+    log_ratio_M = log_ratios(learner_logprobs_M, sampled, config.ratio_level)
+    if config.clip in ("cispo", "none"):
+        return torch.zeros_like(log_ratio_M, dtype=torch.bool)
+    is_worse_M = sampled.advantage < 0
     too_high_M = (sampled.advantage > 0) & (log_ratio_M > math.log1p(config.clip_high))
-    too_low_M = (sampled.advantage < 0) & (log_ratio_M.exp() < 1.0 - config.clip_low)
-    return too_high_M | too_low_M
+    too_low_M = is_worse_M & (log_ratio_M.exp() < 1.0 - config.clip_low)
+    clipped_M = too_high_M | too_low_M
+    if config.clip == "dual":
+        clipped_M |= is_worse_M & is_above_cap(log_ratio_M, config)
+    return clipped_M
+
+
+def is_above_cap(log_ratio_M: torch.Tensor, config: PolicyGradientConfig) -> torch.Tensor:
+    """Tell whose ratio counts as `ratio_cap`, or is left out for it: bool [M]."""
+    return log_ratio_M > math.log(config.ratio_cap)
 
 
 def policy_gradient_loss(
@@ -68,7 +106,10 @@ def policy_gradient_loss(
     """
     advantage_M = sampled.advantage
     clipped_M = is_clipped(learner_logprobs_M, sampled, config)
-    ratio_M = truncated_ratio(learner_logprobs_M, sampled.engine_logprobs, cap=config.ratio_cap)
+    log_ratio_M = log_ratios(learner_logprobs_M, sampled, config.ratio_level)
+    ratio_M = truncated_ratio(log_ratio_M, cap=config.ratio_cap)
+    if config.clip == "cispo":
+        ratio_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     bound_M = torch.where(
         advantage_M > 0,
         ratio_M.clamp(max=1.0 + config.clip_high),
@@ -77,6 +118,8 @@ def policy_gradient_loss(
     # 1 in value; its gradient is that of the log-probability.
     score_M = 1.0 + (learner_logprobs_M - learner_logprobs_M.detach())
     counts_M = torch.where(clipped_M, bound_M, ratio_M * score_M)
+    if config.above_cap == "mask":
+        counts_M = torch.where(is_above_cap(log_ratio_M, config), 0.0, counts_M)
     return -(sampled.weight * advantage_M * counts_M).sum()
 
 
@@ -103,6 +146,7 @@ class PolicyDiag:
     names: ClassVar[tuple[str, ...]] = (
         "policy/ratio",
         "policy/clipped_share",
+        "policy/capped_share",
         "policy/logprob_difference",
         "policy/entropy",
     )
@@ -115,9 +159,11 @@ class PolicyDiag:
         learner_M = values.learned_logprobs_M
         sampled = supervision.sampled
         assert learner_M is not None
+        log_ratio_M = log_ratios(learner_M, sampled, self._config.ratio_level)
         return (
-            truncated_ratio(learner_M, sampled.engine_logprobs, cap=self._config.ratio_cap),
+            truncated_ratio(log_ratio_M, cap=self._config.ratio_cap),
             is_clipped(learner_M, sampled, self._config).float(),
+            is_above_cap(log_ratio_M, self._config).float(),
             (learner_M - sampled.engine_logprobs).abs(),
             # Its mean over what a distribution samples is the distribution's entropy.
             -learner_M,

@@ -47,6 +47,8 @@ class AlgorithmSpec:
     """Channels that its steps may be of. With both, `stage2_ab.schedule` decides."""
     uses_environment: bool = False
     """It learns advantages from an environment, rather than ground truth from samples."""
+    learns_rewards: bool = False
+    """Beside ground truth it can learn the rollouts of a sample by their rewards."""
     carries_segments: bool = False
     """One row per micro-step; leftover segments wait for later steps (decision 7)."""
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY
@@ -67,7 +69,7 @@ ALGORITHMS: dict[TrainerVariant, AlgorithmSpec] = {
     TrainerVariant.STAGE1_SFT: AlgorithmSpec((Channel.A,)),
     TrainerVariant.STAGE2_ROLLOUT_ALIGNED: AlgorithmSpec((Channel.B,), carries_segments=True),
     TrainerVariant.STAGE2_TWO_CHANNEL: AlgorithmSpec(
-        (Channel.A, Channel.B), geometry=frozenset({GeometryKind.BBOX})
+        (Channel.A, Channel.B), learns_rewards=True, geometry=frozenset({GeometryKind.BBOX})
     ),
     TrainerVariant.TRAJECTORY_PG: AlgorithmSpec((Channel.B,), uses_environment=True),
 }
@@ -127,6 +129,13 @@ class ScheduleSection(Section):
         return floor(s * Fraction(str(self.b_ratio)).limit_denominator(10**6))
 
 
+class RewardSection(Section):
+    iou: Fraction01 = 0.5
+    """Least mask IoU of an object that counts as found."""
+    by_name: bool = True
+    """It must have the right name too."""
+
+
 class ChannelBSection(Section):
     mode: Literal["step"] = "step"
     """A step is budgeted in raw rollouts, learned to completion, and updates once. The only mode.
@@ -135,6 +144,12 @@ class ChannelBSection(Section):
     """Raw rollouts per update over all learner ranks; null: the effective batch size, the only one
     that `stage2_rollout_aligned` takes. Under `trajectory_pg` a multiple of
     `environment.rollouts_per_example`."""
+    rollouts_per_sample: PositiveInt = 1
+    """Rollouts of each drawn sample, adjacent; `policy_gradient` compares them and needs at least
+    2. Steps, and the learner ranks' parts of them, have whole groups."""
+    reward: RewardSection = RewardSection()
+    """What counts as found in the reward of a rollout, the F1 of its objects; no effect but with
+    `policy_gradient`."""
     enable_pipeline: bool = False
     """Generate round k + 1 while round k is learned. Needs rollouts on dedicated devices."""
 
@@ -157,6 +172,10 @@ class EnvironmentSection(Section):
     drop_equal_groups: bool = False
     """Learn nothing from groups whose rewards are all equal, which have no gradient, and count them
     (`rollout/num_left_out`). The step's loss is divided by its raw rollouts all the same."""
+    drop_truncated: bool = False
+    """Learn nothing from rollouts that were cut for their length, an answer at
+    `rollout_matching.max_new_tokens` included, and count them (`rollout/num_masked`). Their rewards
+    stay in the means of their groups."""
     num_eval_examples: NonNegativeInt | None = None
     """Rows of the environment's evaluation data that held-out reports take; null: all; 0: no
     reports."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from shared.chunking import chunk_size
 from shared.config.base import Section
+from shared.config.pipeline import Channel, PolicyGradientConfig, PolicyGradientEntry
 from shared.config.rollout import EngineLocation, ServerSection
 from shared.config.run import RunConfig
 from shared.tokens.fresh import FILE, FreshTokens
@@ -148,6 +149,19 @@ def group_size(run: RunConfig) -> int:
     return 1 if run.environment is None else run.environment.rollouts_per_example
 
 
+def policy_gradient(run: RunConfig) -> PolicyGradientConfig | None:
+    """Return the settings of the policy gradient that channel B learns; None without one."""
+    entries = run.rollout_matching.pipeline.active(Channel.B)
+    found = (entry.config for entry in entries if isinstance(entry, PolicyGradientEntry))
+    return next(found, None)
+
+
+def divides_by_tokens(run: RunConfig) -> bool:
+    """Tell whether a step's loss is divided by its sampled tokens instead of its rollouts."""
+    config = policy_gradient(run)
+    return config is not None and config.normalize == "batch"
+
+
 def has_held_out(run: RunConfig) -> bool:
     """Tell whether there is anything to make held-out reports on."""
     if run.environment is None:
@@ -247,6 +261,7 @@ _OF_SAMPLES = (
     "rollout_matching.fn_cost",
     "rollout_matching.ot_",
     "stage2_ab.schedule.",
+    "stage2_ab.channel_b.reward.",
     "evaluation.",
 )
 """Beginnings of the paths of keys that have no effect without samples with ground truth."""

@@ -1,8 +1,9 @@
 """`rollout_matching.pipeline`: the declared objective, which is all there is (decisions 2 and 37).
 
-Every entry is written out in full: no key but `advantage_epsilon` has a default. A new objective
-of this repository has its settings and its entry here, and a line in `_Objective`; one of your own
-modules needs nothing here (`ImportedEntry`).
+Every entry is written out in full: no key has a default but those of `policy_gradient` that choose
+among its variants, and its `advantage_epsilon`. A new objective of this repository has its settings
+and its entry here, and a line in `_Objective`; one of your own modules needs nothing here
+(`ImportedEntry`).
 """
 
 from __future__ import annotations
@@ -187,16 +188,31 @@ class PolicyGradientConfig(Section):
     """One with a positive advantage while its ratio is at most 1 plus this."""
     ratio_cap: Annotated[float, Field(gt=1.0)]
     """A ratio above this counts as this: in the loss, and as the factor of the gradient."""
-    normalize: Annotated[Literal["step", "rollout", "constant"], BeforeValidator(_not_by_segment)]
+    normalize: Annotated[
+        Literal["step", "rollout", "constant", "batch"], BeforeValidator(_not_by_segment)
+    ]
     """Divisor of a sampled token's term: the sampled tokens of its call of the model (`step`),
     those of its rollout (`rollout`), or `rollout_matching.max_new_tokens` (`constant`). The step's
-    sum is then divided by its rollouts."""
+    sum is then divided by its rollouts. `batch`: by all sampled tokens of the step instead, and by
+    nothing before."""
     advantage_std: bool
     """Divide the advantage, the reward minus its group's mean, by the standard deviation of the
     group's rewards plus `advantage_epsilon`."""
     advantage_epsilon: NonNegativeFloat = 1e-4
     """Keeps rewards that hardly differ from being told apart as sharply as others. In units of the
     rewards; no effect without `advantage_std`. The default is that of TRL's GRPO."""
+    advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is taken off a reward: the mean of its group, or that of the group's other rollouts."""
+    ratio_level: Literal["token", "call", "call_mean"] = "token"
+    """Whose ratio a sampled token has: its own (`token`), the product of those of all sampled
+    tokens of its call of the model (`call`), or the geometric mean of these (`call_mean`)."""
+    clip: Literal["ppo", "dual", "cispo", "none"] = "ppo"
+    """What the clip range does: tokens beyond it on their advantage's side are not learned (`ppo`);
+    nor those above `ratio_cap` that are worse than the others (`dual`); all are learned, and their
+    factor stays within the range (`cispo`); there is no range (`none`)."""
+    above_cap: Literal["truncate", "mask"] = "truncate"
+    """What becomes of a ratio above `ratio_cap`: it counts as `ratio_cap`, or its token is left
+    out."""
 
 
 def _b_alone(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:

@@ -154,7 +154,9 @@ def sampled_here_and_there(segment, draw):
     number = len(positions)
     logprobs = tuple(draw.uniform(-8.5, -6.5, number))
     advantages = tuple(draw.choice([-1.0, 2.0], number))
-    credit = TokenAdvantages(tuple(positions), logprobs, advantages, (1.0 / number,) * number)
+    credit = TokenAdvantages(
+        tuple(positions), logprobs, advantages, (1.0 / number,) * number, (0,) * number
+    )
     nothing = {"coord_positions": (), "coord_targets": (), "box_slots": ()}
     neutral = np.zeros_like(segment.target.roles)
     target = replace(segment.target, roles=neutral, credit=credit, **nothing)

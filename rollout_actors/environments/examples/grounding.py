@@ -17,9 +17,9 @@ from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Parser, Rubric, text_of
 from rollout_actors.environments.types import State
 from shared.dataset import load_dataset
-from shared.grounding.matching import match_objects
 from shared.grounding.objects import ParsedRollout
 from shared.grounding.parsing import parse_rollout
+from shared.grounding.scores import Criterion, num_found
 from shared.grounding.serialize import serialize_objects
 from shared.model_families import END_OF_TURN
 from shared.prompts import DEFAULT_USER_PROMPT, detection_messages
@@ -88,16 +88,6 @@ def load_environment(
 
 
 @dataclass(frozen=True, slots=True)
-class Criterion:
-    """The rule by which an object counts as found."""
-
-    iou: float
-    """Least mask IoU."""
-    by_name: bool
-    """It must have the same name."""
-
-
-@dataclass(frozen=True, slots=True)
 class DetectionResult:
     """The counts of one answer. `state["detection"]` has it as a mapping.
 
@@ -156,11 +146,6 @@ def _compare(
     text: str, truth: Sequence[GroundTruthObject], parser: Parser, criterion: Criterion
 ) -> DetectionResult:
     answer: ParsedRollout = parser.parse(text)
-    num_matched = 0
-    for name in {one.desc for one in truth} if criterion.by_name else {None}:
-        predictions = [one for one in answer.objects if name in (None, one.desc)]
-        wanted = [one for one in truth if name in (None, one.desc)]
-        num_matched += len(match_objects(predictions, wanted, maskiou_gate=criterion.iou).pairs)
     # Without entries only `{}` is an answer: the parsed prefix does not tell it from prose.
     is_empty_object = "".join(text.partition(END_OF_TURN)[0].split()) == "{}"
     return DetectionResult(
@@ -168,7 +153,7 @@ def _compare(
         len(answer.objects),
         len(answer.dropped),
         len(truth),
-        num_matched,
+        num_found(answer.objects, truth, criterion),
     )
 
 

@@ -20,6 +20,7 @@ from shared.config.derive import (
     group_size,
     is_sharded,
     needed_accumulation_steps,
+    policy_gradient,
     raw_rollouts_per_step,
     row_rule,
 )
@@ -71,6 +72,8 @@ def objective_has_its_input(run: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(pipeline.objective):
         if not entry.enabled or isinstance(entry, ImportedEntry):  # which may use either
             continue
+        if isinstance(entry, PolicyGradientEntry) and run.algorithm.learns_rewards:
+            continue
         if isinstance(entry, PolicyGradientEntry) is not on_trajectories:
             wrong = f"'{entry.name}' has no {missing} to learn from under {variant}"
             path = f"{_OBJECTIVE}[{index}].name"
@@ -80,6 +83,61 @@ def objective_has_its_input(run: RunConfig) -> Iterator[Problem]:
             path = f"rollout_matching.pipeline.diagnostics[{index}].name"
             wrong = f"'{diagnostic.name}' has no ground truth to look at under {variant}"
             yield Problem(path, wrong, "remove the entry")
+
+
+def policy_gradient_agrees_with_itself(run: RunConfig) -> Iterator[Problem]:
+    """Some of its settings have no effect beside others, or undo what others are for."""
+    for index, entry in enumerate(run.rollout_matching.pipeline.objective):
+        if not isinstance(entry, PolicyGradientEntry) or not entry.enabled:
+            continue
+        config = entry.config
+        path = f"{_OBJECTIVE}[{index}].config"
+        if config.normalize == "batch" and not run.algorithm.uses_environment:
+            yield Problem(
+                f"{path}.normalize",
+                "batch would divide the losses of matched objects by sampled tokens too",
+                "set step, rollout or constant",
+            )
+        if config.advantage_baseline == "leave_one_out" and config.advantage_std:
+            yield Problem(
+                f"{path}.advantage_baseline",
+                "leave_one_out is there to have no bias, which advantage_std: true brings back",
+                "set advantage_std: false, or advantage_baseline: mean",
+            )
+        if config.clip == "dual" and config.above_cap == "mask":
+            yield Problem(
+                f"{path}.above_cap",
+                "mask has no effect beside clip: dual, which stops what is above ratio_cap itself",
+                "set above_cap: truncate, or clip: ppo",
+            )
+        if config.clip == "cispo" and config.ratio_cap < 1 + config.clip_high:
+            yield Problem(
+                f"{path}.ratio_cap",
+                f"{config.ratio_cap:g} is below 1 + clip_high ({config.clip_high:g}), where clip:"
+                " cispo ends the factors of the gradient",
+                f"set {1 + config.clip_high:g} or more, or lower clip_high",
+            )
+
+
+def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
+    """The rollouts of a sample are compared by one rank, and all of them are of one step."""
+    size = run.stage2_ab.channel_b.rollouts_per_sample
+    key = "stage2_ab.channel_b.rollouts_per_sample"
+    if not run.algorithm.learns_rewards:
+        if size > 1:
+            wrong = f"{size} has no effect under {run.custom.trainer_variant}"
+            instead = "environment.rollouts_per_example does this for environments"
+            yield Problem(key, wrong, f"remove it; {instead}")
+        return
+    if policy_gradient(run) is not None and size == 1:
+        wrong = "1, and policy_gradient compares the rollouts of a sample with each other"
+        yield Problem(key, wrong, "set 2 or more, or disable the policy_gradient entry")
+    rollouts = raw_rollouts_per_step(run)
+    ranks = run.learner.world_size
+    if size > 1 and rollouts % (size * ranks):
+        wrong = f"{size} x {ranks} learner ranks does not divide the {rollouts} rollouts of a step"
+        remedy = f"set stage2_ab.channel_b.rollouts_per_step to a multiple of {size * ranks}"
+        yield Problem(key, wrong, remedy)
 
 
 def geometry_is_learned(run: RunConfig) -> Iterator[Problem]:
@@ -194,10 +252,12 @@ def packing_buffer_is_large_enough(run: RunConfig) -> Iterator[Problem]:
         # that are not known yet: only room for all of it is safe.
         samples = len(rank_share(effective_batch_size(run), ranks, 0))
         rollouts = len(rank_share(raw_rollouts_per_step(run), ranks, 0))
-        needed = max(samples, rollouts)
+        is_twice = policy_gradient(run) is not None
+        needed = max(samples, 2 * rollouts if is_twice else rollouts)
         unit = "step"
         share = "a whole step" if ranks == 1 else f"a rank's share of a step, of {ranks} ranks"
-        what = f"{share} ({samples} samples on channel A, {rollouts} raw rollouts on channel B)"
+        what = f"{share} ({samples} samples on channel A, {rollouts} raw rollouts on channel B"
+        what += ", each matched and learned by its reward)" if is_twice else ")"
     if buffer < needed:
         wrong = f"{buffer} segments cannot hold {what}"
         remedy = f"raise it to at least {needed}, or take fewer per {unit}"
@@ -207,9 +267,14 @@ def packing_buffer_is_large_enough(run: RunConfig) -> Iterator[Problem]:
 def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
     """Advantages are differences between several answers to one prompt, so they are sampled."""
     mode = run.rollout_matching.resolved_decode_mode
-    if not run.algorithm.uses_environment or mode is DecodeMode.SAMPLE:
+    is_learner = "policy_gradient"
+    if run.algorithm.uses_environment:
+        is_learner = _TRAJECTORIES
+    elif not run.algorithm.learns_rewards or policy_gradient(run) is None:
         return
-    same = f"makes an example's rollouts all the same, and {_TRAJECTORIES} learns from differences"
+    if mode is DecodeMode.SAMPLE:
+        return
+    same = f"makes an example's rollouts all the same, and {is_learner} learns from differences"
     if run.rollout_matching.decode_mode is None:
         yield Problem("rollout_matching.decoding.temperature", f"0 is greedy: it {same}", "set 1.0")
     else:

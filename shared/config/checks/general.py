@@ -119,6 +119,8 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     algorithm.groups_are_whole,
     algorithm.objective_covers_channels,
     algorithm.objective_has_its_input,
+    algorithm.policy_gradient_agrees_with_itself,
+    algorithm.groups_of_samples_are_whole,
     engines.staleness_has_a_queue,
     engines.adapters_can_be_sent,
     _something_is_trained,

@@ -58,6 +58,13 @@ def test_a_step_of_an_environment_says_its_mean_reward_and_how_many_groups_say_n
     assert line(ENVIRONMENT) == f"{BEGIN}  reward 0.812  no signal 5/16  {GENERATED}  {END}"
 
 
+def test_a_step_of_samples_that_are_rewarded_too_says_both() -> None:
+    names = ("rollout/reward", "rollout/num_groups", "rollout/num_groups_without_signal")
+    both = SAMPLES | {name: ENVIRONMENT[name] for name in names}
+    figures = "match 0.25  dropped 2  reward 0.812  no signal 5/16"
+    assert line(both) == f"{BEGIN}  {figures}  {GENERATED}  {END}"
+
+
 @pytest.mark.parametrize(
     ("metrics", "changes", "words"),
     [

@@ -179,7 +179,8 @@ def test_the_head_says_which_rollout_it_is_and_what_it_was_worth(run):
         "judge failed: TimeoutError: 60 s",
         (
             "Objective: policy_gradient × 1 (clip_low 0.2, clip_high 0.28, ratio_cap 3, normalize"
-            " step, advantage_epsilon 0.0001)"
+            " step, advantage_epsilon 0.0001, advantage_baseline mean, ratio_level token, clip ppo,"
+            " above_cap truncate)"
         ),
     ):
         assert part in text
@@ -338,6 +339,7 @@ def test_what_the_objective_makes_of_the_advantages_is_told(tmp_path, language_m
     run.write(run.rollout(merged(run)), run.rollout(flat))
     left_out = "drop_equal_groups leaves them out of the step"
     assert "advantage_std divides them by the standard deviation" in run.page(0)
+    assert "drop_truncated" not in run.page(0)
     assert left_out not in run.page(0)
     assert left_out in run.page(1)
 

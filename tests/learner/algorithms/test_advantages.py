@@ -58,7 +58,12 @@ def test_a_target_goes_from_the_first_sampled_token_to_the_last_and_learns_and_c
 
 @pytest.mark.parametrize(
     ("normalize", "weights"),
-    [("step", (1 / 2, 1 / 2, 1)), ("rollout", (1 / 5,) * 3), ("constant", (1 / 20,) * 3)],
+    [
+        ("step", (1 / 2, 1 / 2, 1)),
+        ("rollout", (1 / 5,) * 3),
+        ("constant", (1 / 20,) * 3),
+        ("batch", (1.0,) * 3),
+    ],
 )
 def test_a_token_counts_for_its_share_of_its_call_or_rollout_or_of_the_longest_response(
     normalize, weights
@@ -66,7 +71,8 @@ def test_a_token_counts_for_its_share_of_its_call_or_rollout_or_of_the_longest_r
     """The rollout has two sampled tokens more in another example."""
     config = PolicyGradientConfig(**OBJECTIVE, advantage_std=False, normalize=normalize)
     rule = AdvantageEstimator.from_config(config, max_new_tokens=20)
-    assert of(TWO_TURNS, rule).target.credit.weights == weights
+    credit = of(TWO_TURNS, rule).target.credit
+    assert (credit.weights, credit.calls) == (weights, (0, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,22 @@ def test_with_advantage_std_advantages_are_divided_by_the_groups_standard_deviat
     """Plus the epsilon: the deviation of 1 and 0 is a half."""
     assert of(TWO_TURNS, replace(PLAIN, std_epsilon=0.0)).target.credit.advantages == (1.0,) * 3
     assert of(TWO_TURNS, replace(PLAIN, std_epsilon=0.5)).target.credit.advantages == (0.5,) * 3
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.0), (0.25, 1.0, 0.0, 0.5), (2.0, 2.0, 2.0), (1.0,)])
+def test_leave_one_out_compares_a_reward_with_the_mean_of_the_groups_others(rewards):
+    """RLOO (Ahmadian et al. 2024): `r_i - mean of r_j, j != i`; a rubric's own stays."""
+    config = PolicyGradientConfig(
+        **OBJECTIVE, advantage_std=False, normalize="step", advantage_baseline="leave_one_out"
+    )
+    rule = AdvantageEstimator.from_config(config, max_new_tokens=20)
+    for index, advantage in enumerate(group_advantages(rewards)):
+        others = [*rewards[:index], *rewards[index + 1 :]]
+        expected = rewards[index] - sum(others) / len(others) if others else 0.0
+        example = replace(TWO_TURNS, advantage=advantage, group_rewards=rewards)
+        assert of(example, rule).target.credit.advantages == pytest.approx((expected,) * 3)
+    own = replace(TWO_TURNS, advantage=7.0, group_rewards=rewards)
+    assert of(own, rule).target.credit.advantages == (7.0,) * 3
 
 
 def test_an_example_without_a_learned_token_has_no_target():

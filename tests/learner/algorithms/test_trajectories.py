@@ -131,6 +131,7 @@ def slowly(model, answers, config, num_samples):
     """
     rule = config.rollout_matching.pipeline.objective[0].config
     total = torch.zeros((), dtype=torch.float64)
+    num_tokens = 0
     for group in answers:
         rewards = [rollout.reward for rollout in group if rollout.error is None]
         for rollout, example in ((one, example) for one in group for example in one.examples):
@@ -142,7 +143,9 @@ def slowly(model, answers, config, num_samples):
             number = {
                 "rollout": sum(sum(one.mask) for one in rollout.examples),
                 "constant": config.rollout_matching.max_new_tokens,
+                "batch": 1,
             }
+            num_tokens += sum(example.mask)
             begin = 0
             for end in example.step_ends or (len(example.token_ids),):
                 number["step"] = sum(example.mask[begin:end])
@@ -158,11 +161,11 @@ def slowly(model, answers, config, num_samples):
                         term = -advantage * truncated * (1 + logprob - logprob.item())
                     total = total + term / number[rule.normalize]
                 begin = end
-    return total / num_samples
+    return total / (num_tokens if rule.normalize == "batch" else num_samples)
 
 
 @pytest.mark.parametrize("advantage_std", [False, True])
-@pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
+@pytest.mark.parametrize("normalize", ["step", "rollout", "constant", "batch"])
 def test_loss_and_gradient_of_a_step_are_those_of_a_slow_obvious_computation(
     config, demo_lm, normalize, advantage_std
 ):
@@ -285,11 +288,13 @@ def flat_in_the_middle(position):
     return 0.5 if position // GROUP == 1 else (0.0, 1.0, 0.25)[position % 3]
 
 
+@pytest.mark.parametrize("normalize", ["step", "batch"])
 def test_groups_whose_rewards_are_equal_can_be_left_out_which_changes_no_update_and_is_counted(
-    config,
+    config, normalize
 ):
-    dropping = config(environment__drop_equal_groups=True)
-    kept = Learned(config(), reward=flat_in_the_middle)
+    objective = {"normalize": normalize}
+    dropping = config(environment__drop_equal_groups=True, objective=objective)
+    kept = Learned(config(objective=objective), reward=flat_in_the_middle)
     left_out = Learned(dropping, reward=flat_in_the_middle)
     assert_same_update(kept, left_out)
     counts = (
@@ -305,6 +310,38 @@ def test_groups_whose_rewards_are_equal_can_be_left_out_which_changes_no_update_
         assert step.metrics["rollout/no_signal_share"] == pytest.approx(1 / 3)
     assert left_out.metrics["rollout/reward"] == kept.metrics["rollout/reward"]
     assert [line["position"] for line in logged(dropping, 0)] == list(range(ROLLOUTS))
+
+
+@pytest.mark.parametrize("normalize", ["rollout", "batch"])
+def test_rollouts_that_were_cut_for_their_length_can_be_left_out_of_the_loss_and_are_counted(
+    config, normalize
+):
+    """Their rewards stay in their groups' means; with `batch` their tokens count nowhere."""
+
+    def cut(groups):
+        long = {4: {"is_truncated": True}, 9: {"num_length_limited": 1}}
+        change = of_rollouts(lambda one: replace(one, **long.get(one.position, {})))
+        return change(groups)
+
+    def settings(**changes):
+        changes |= {"objective": {"normalize": normalize}, "training__max_grad_norm": None}
+        return config(**changes)
+
+    kept = Learned(settings(), groups=cut)
+    assert kept.metrics["rollout/num_masked"] == 0
+    masked = Learned(settings(environment__drop_truncated=True), groups=cut)
+    assert masked.metrics["rollout/num_masked"] == 2
+    assert masked.metrics["rollout/num"] == ROLLOUTS
+    assert masked.metrics["rollout/reward"] == kept.metrics["rollout/reward"]
+    assert masked.metrics["packing/num_segments"] < kept.metrics["packing/num_segments"]
+    empty = [
+        tuple(replace(one, examples=()) if one.position in (4, 9) else one for one in group)
+        for group in masked.answers
+    ]
+    model = AutoModelForCausalLM.from_pretrained(settings().model.path)
+    expected = slowly(model, empty, settings(), ROLLOUTS).item()
+    assert masked.metrics["loss/total"] == pytest.approx(expected, abs=1e-6)
+    assert kept.metrics["loss/total"] != pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +384,9 @@ def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_a
 ):
     if reason == "nothing was sampled":
         nothing = {"num_tokens": 0, "num_splits": 0, "examples": (), "is_truncated": True}
-        step = Learned(config(), groups=of_rollouts(lambda rollout: replace(rollout, **nothing)))
+        # Divided by the tokens that there are none of.
+        settings = config(objective={"normalize": "batch"})
+        step = Learned(settings, groups=of_rollouts(lambda rollout: replace(rollout, **nothing)))
     else:
         step = Learned(config(environment__drop_equal_groups=True), reward=lambda _: 0.5)
     assert_same_weights(step.weights, weights_of(make_learner(config())))

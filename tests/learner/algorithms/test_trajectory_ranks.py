@@ -84,6 +84,16 @@ def test_two_ranks_take_the_updates_that_one_takes(alone, ddp, config):
     assert any((weight - before[name]).abs().max() > 1e-4 for name, weight in alone.weights.items())
 
 
+@pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_ranks_that_divide_by_the_steps_tokens_divide_by_those_of_all_of_them(
+    two_ranks, config, parallel
+):
+    objective = {"normalize": "batch"}
+    alone = trajectory_jobs.learn(ALONE, None, config(objective=objective), 1, 3)
+    ranks = two_ranks.run(trajectory_jobs.learn, config(objective=objective, **parallel), 1, 1)
+    assert_same_updates(alone, ranks)
+
+
 def test_each_rank_has_a_share_of_whole_groups_and_together_they_have_what_one_asks_for(alone, ddp):
     for step in range(STEPS):
         first, second = (

@@ -227,15 +227,16 @@ def test_the_loss_equals_a_slow_obvious_version(tables, normalize, advantage_std
     assert loss == pytest.approx(0.5 * term, abs=1e-6)
 
 
-def test_the_loss_and_its_gradient_do_not_depend_on_packing(tables):
+@pytest.mark.parametrize("level", ["token", "call", "call_mean"])
+def test_the_loss_and_its_gradient_do_not_depend_on_packing(tables, level):
     segments = [segment_of(one, rule()) for one in examples(tables, DISTANCES * 3)]
-    alone = learn(tables, [[segment] for segment in segments])
+    alone = learn(tables, [[segment] for segment in segments], ratio_level=level)
     for rows in (
         [segments],
         [list(reversed(segments))],
         [segments[:2], segments[2:5], segments[5:]],
     ):
-        packed = learn(tables, rows)
+        packed = learn(tables, rows, ratio_level=level)
         assert packed[:2] == pytest.approx(alone[:2], abs=1e-5)
         assert packed[2] == pytest.approx(alone[2], abs=1e-5)
         for gradient, expected in zip(packed[3], alone[3], strict=True):
@@ -403,10 +404,13 @@ ROLLOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", ["step", "rollout", "constant"])
+@pytest.mark.parametrize(
+    ("normalize", "level"),
+    [("step", "token"), ("rollout", "token"), ("constant", "token"), ("batch", "call")],
+)
 @pytest.mark.parametrize("which", [*ROLLOUTS, "all of them"])
 def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of_its_own(
-    tables, which, normalize
+    tables, which, normalize, level
 ):
     results = []
     for merges in (False, True):
@@ -418,7 +422,7 @@ def test_merging_calls_gives_the_loss_and_gradient_of_each_call_as_an_example_of
             assert len(of) == (num_merged if merges else len(calls))
             total = sum(example.num_learned for example in of)
             segments += [segment_of(one, rule(normalize=normalize), total) for one in of]
-        results.append(learn(tables, [segments], normalize=normalize))
+        results.append(learn(tables, [segments], normalize=normalize, ratio_level=level))
     (loss, _, _, gradients), (merged_loss, _, _, merged_gradients) = results
     assert merged_loss == pytest.approx(loss, abs=1e-6)
     for merged, expected in zip(merged_gradients, gradients, strict=True):
@@ -453,10 +457,12 @@ def test_mean_ratio_share_clipped_log_probability_difference_and_entropy_are_mea
             logprob = slow_logprob(tables, one, at)
             ratio = math.exp(logprob - one.logprobs[at])
             clipped = ratio > HIGH if one.advantage > 0 else ratio < LOW
-            columns.append((min(ratio, CAP), clipped, abs(logprob - one.logprobs[at]), -logprob))
+            difference = abs(logprob - one.logprobs[at])
+            columns.append((min(ratio, CAP), clipped, ratio > CAP, difference, -logprob))
     assert list(diagnostics) == [
         "policy/ratio",
         "policy/clipped_share",
+        "policy/capped_share",
         "policy/logprob_difference",
         "policy/entropy",
     ]

@@ -51,7 +51,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "coord_diag": {},
 }
 """Every module of this version with all the keys of its config (decision 37)."""
-OPTIONAL = {"policy_gradient": ["advantage_epsilon"]}
+OPTIONAL = {
+    "policy_gradient": [
+        "advantage_epsilon",
+        "advantage_baseline",
+        "ratio_level",
+        "clip",
+        "above_cap",
+    ]
+}
 """Keys beside them that have a default."""
 ENTRIES = {
     name: entry(name, *("B" if name == "policy_gradient" else "AB"), **config)
@@ -276,7 +284,11 @@ def test_the_channels_of_policy_gradient_are_b_alone(channels):
     [
         ("clip_low", 1.5, "must be at most 1, got 1.5; "),
         ("ratio_cap", 1.0, "must be greater than 1, got 1.0; "),
-        ("normalize", "token", "must be one of step, rollout, constant, got the text 'token'; "),
+        (
+            "normalize",
+            "token",
+            "must be one of step, rollout, constant, batch, got the text 'token'; ",
+        ),
         ("normalize", "segment", "'segment' was removed: "),
         ("advantage_std", 1, "must be true or false, got "),
         ("advantage_epsilon", -1e-4, "must be at least 0, got -0.0001; "),

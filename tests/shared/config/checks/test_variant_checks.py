@@ -13,13 +13,14 @@ from config_changes import (
     MATCHING,
     OBJECTIVE,
     STAGE1,
+    TEMPERATURE,
     TOKEN_CE,
     fits,
     load,
     problems,
 )
 
-from shared.config.pipeline import Channel
+from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT, Channel
 
 NOT_COVERED = (
     f"{OBJECTIVE}: no enabled entry with a weight above 0, its own and a term's, covers channel"
@@ -96,6 +97,82 @@ def test_the_aligned_variant_accepts_the_rest(changes):
 def test_every_contradiction_of_the_aligned_variant_is_reported_at_once():
     lines = problems({**ALIGNED, BUDGET: 31, DROP_LAST: False})
     assert [line.split(": ")[0] for line in lines] == [BUDGET, DROP_LAST]
+
+
+PER_SAMPLE = "stage2_ab.channel_b.rollouts_per_sample"
+REWARDED = EXAMPLE_POLICY_GRADIENT | {
+    "config": EXAMPLE_POLICY_GRADIENT["config"] | {"normalize": "rollout"}
+}
+COMPARED = {f"{OBJECTIVE}[2]": REWARDED, PER_SAMPLE: 4, TEMPERATURE: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {**COMPARED, PER_SAMPLE: 1},
+            f"{PER_SAMPLE}: 1, and policy_gradient compares the rollouts of a sample with each",
+        ),
+        (
+            {**COMPARED, PER_SAMPLE: 5},
+            (
+                f"{PER_SAMPLE}: 5 x 1 learner ranks does not divide the 32 rollouts of a step; set"
+                f" {BUDGET} to a multiple of 5"
+            ),
+        ),
+        (
+            {**COMPARED, PER_SAMPLE: 32, "learner.world_size": 2},
+            f"{PER_SAMPLE}: 32 x 2 learner ranks does not divide ... to a multiple of 64",
+        ),
+        (
+            {**COMPARED, TEMPERATURE: 0.0},
+            (
+                f"{TEMPERATURE}: 0 is greedy: it makes an example's rollouts all the same, and"
+                " policy_gradient learns from differences; set 1.0"
+            ),
+        ),
+        (
+            {**COMPARED, f"{MATCHING}.decoding.top_p": 0.9},
+            f"{MATCHING}.decoding.top_p: 0.9 changes what is sampled, and policy_gradient needs",
+        ),
+        (
+            {**COMPARED, f"{OBJECTIVE}[2].config.normalize": "batch"},
+            (
+                f"{OBJECTIVE}[2].config.normalize: batch would divide the losses of matched objects"
+                " by sampled tokens too; set step, rollout or constant"
+            ),
+        ),
+        (
+            {**COMPARED, BUFFER: 63},
+            (
+                f"{BUFFER}: 63 segments cannot hold a whole step (32 samples on channel A, 32 raw"
+                " rollouts on channel B, each matched and learned by its reward); raise it to at"
+                " least 64,"
+            ),
+        ),
+        (
+            {**STAGE1, PER_SAMPLE: 2},
+            f"{PER_SAMPLE}: 2 has no effect under stage1_sft; remove it; environment.",
+        ),
+    ],
+)
+def test_rollouts_that_are_matched_and_rewarded_are_of_whole_groups_and_sampled(changes, expected):
+    (line,) = problems(changes)
+    assert fits(line, expected), line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        COMPARED,
+        {**COMPARED, BUFFER: 64},
+        {**COMPARED, "learner.world_size": 2},
+        # Several rollouts of a sample may also be matched alone.
+        {PER_SAMPLE: 4},
+    ],
+)
+def test_rollouts_of_a_sample_may_be_matched_and_rewarded_in_one_step(changes):
+    assert problems(changes) == []
 
 
 @pytest.mark.parametrize("variant", ["stage1_sft", "stage2_two_channel"])

@@ -1,0 +1,43 @@
+"""The score of one answer: which of the true objects were found, and how well that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.grounding.matching import match_objects
+from shared.grounding.objects import ParsedObject
+from shared.records import GroundTruthObject
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """The rule by which an object counts as found."""
+
+    iou: float
+    """Least mask IoU."""
+    by_name: bool
+    """It must have the same name."""
+
+
+def num_found(
+    predictions: Sequence[ParsedObject], truth: Sequence[GroundTruthObject], criterion: Criterion
+) -> int:
+    """Count the true objects that are found, each by a prediction of its own."""
+    total = 0
+    for name in {one.desc for one in truth} if criterion.by_name else {None}:
+        named = [one for one in predictions if name in (None, one.desc)]
+        wanted = [one for one in truth if name in (None, one.desc)]
+        total += len(match_objects(named, wanted, maskiou_gate=criterion.iou).pairs)
+    return total
+
+
+def f1(num_matched: int, num_predictions: int, num_ground_truth: int) -> float:
+    """Return the harmonic mean of precision and recall; 1 where there is nothing, and no answer.
+
+    Example:
+        >>> f1(1, 2, 2)
+        0.5
+    """
+    total = num_predictions + num_ground_truth
+    return 2 * num_matched / total if total else 1.0
