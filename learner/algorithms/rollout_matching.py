@@ -37,6 +37,7 @@ from learner.targets import (
 )
 from shared.chunking import rank_share
 from shared.config import RunConfig
+from shared.config.derive import maskiou_gate
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
 from shared.errors import ConfigError
@@ -162,6 +163,8 @@ class RolloutMatchingStep:
         self._algorithm = algorithm
         pipeline = algorithm.config.rollout_matching.pipeline
         self._text_weights = text_weights(pipeline, plan.channel)
+        gate = maskiou_gate(algorithm.config, plan.step)
+        self._settings = algorithm.settings.with_gate(gate)
         self._num_targets = 0
         # Encoded while the engines generate.
         self._prompts = algorithm.ahead.map(algorithm.encoder.encode, samples)
@@ -201,12 +204,15 @@ class RolloutMatchingStep:
     def segments(self, answers: Sequence[Rollout], *, version: int) -> Iterator[Segment]:
         # Whatever is wrong with a rollout is found in here, where no rank waits for this one.
         algorithm = self._algorithm
-        max_staleness = algorithm.config.rollout_matching.max_staleness
+        section = algorithm.config.rollout_matching
+        max_staleness = section.max_staleness
+        if section.maskiou_gate_schedule is not None:
+            self.metrics.add_gate(self._settings.matching.maskiou_gate)
         sampled = [Sampling(one.sample_id, one.actor, one.weight_version) for one in answers]
         check_weight_versions(sampled, version, max_staleness=max_staleness)
         pairs = zip(answers, self.samples[self._num_targets :], strict=False)
         targets = algorithm.ahead.map(
-            lambda pair: rollout_target(*pair, algorithm.tokens.codec, algorithm.settings), pairs
+            lambda pair: rollout_target(*pair, algorithm.tokens.codec, self._settings), pairs
         )
         for rollout in answers:
             position = self.share.start + self._num_targets
@@ -228,6 +234,7 @@ class RolloutMatchingStep:
             self.metrics.add_rollout(
                 rollout, target.reading, num_objects, staleness=version - sampled_by
             )
+            self.metrics.add_options(target, self._text_weights)
             self._log_next(target, rollout)
             yield Segment(position, prompt, target, self.plan.step, rollout.actor, sampled_by)
 
@@ -253,5 +260,5 @@ class RolloutMatchingStep:
         index = self._num_targets
         self._num_targets += 1
         if (log := self._algorithm.log) is not None:
-            weights_L = self._text_weights.of(target.roles)
+            weights_L = self._text_weights.of(target)
             log.write(rollout, self.samples[index], target, weights_L, self.share[index])

@@ -85,7 +85,7 @@ class Run:
         log.close()
 
     def _write(self, log, rollout, target, channel, position):
-        weights = text_weights(self.config.rollout_matching.pipeline, channel).of(target.roles)
+        weights = text_weights(self.config.rollout_matching.pipeline, channel).of(target)
         log.write(rollout, self.scene, target, weights, position)
 
     def everything(self):

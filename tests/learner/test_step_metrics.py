@@ -42,7 +42,7 @@ def step_metrics() -> StepMetrics:
 
 
 PARSED = ParsedRollout((), "{", (), (), None, truncated=True, fallback=True)
-READING = ParsedAndMatched(PARSED, MatchResult((), (), (), 0), (), (), (), "")
+READING = ParsedAndMatched(PARSED, PARSED, MatchResult((), (), (), 0), (), (), (), "")
 
 
 def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> None:
