@@ -260,6 +260,8 @@ _OF_SAMPLES = (
     "rollout_matching.fp_cost",
     "rollout_matching.fn_cost",
     "rollout_matching.ot_",
+    "rollout_matching.trim_trailing_false_positives",
+    "rollout_matching.supervise_separators",
     "stage2_ab.schedule.",
     "evaluation.",
 )

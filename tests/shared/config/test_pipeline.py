@@ -51,7 +51,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "coord_diag": {},
 }
 """Every module of this version with all the keys of its config (decision 37)."""
-OPTIONAL = {"policy_gradient": ["advantage_epsilon"]}
+OPTIONAL = {
+    "token_ce": ["matched_desc_weight", "fp_end_weight"],
+    "policy_gradient": ["advantage_epsilon"],
+}
 """Keys beside them that have a default."""
 ENTRIES = {
     name: entry(name, *("B" if name == "policy_gradient" else "AB"), **config)
