@@ -22,7 +22,13 @@ from launch.sample_pages.html import (
     render,
     token_cell,
 )
-from learner.rollout_logs.samples import ReadingEntry, RolloutEntry, RolloutRecord, TargetEntry
+from learner.rollout_logs.samples import (
+    LabelOverrideEntry,
+    ReadingEntry,
+    RolloutEntry,
+    RolloutRecord,
+    TargetEntry,
+)
 from learner.targets import TokenRole
 from shared.prompts import on_white
 from shared.records import GeometryKind
@@ -256,12 +262,18 @@ def _trimmed(reading: ReadingEntry | None) -> _Trimmed:
     return _Trimmed(reading["trimmed"], reading["num_trimmed_dropped"])
 
 
+def _overrides(target: TargetEntry) -> Sequence[LabelOverrideEntry]:
+    """Return the label overrides, which a line without any does not name."""
+    if "label_overrides" in target:
+        return target["label_overrides"]
+    return ()
+
+
 def _taught_names(target: TargetEntry, codec: TokenCodec) -> dict[int, str]:
     """Return, by prediction, the token that is taught where its name first differs."""
-    overrides = target["label_overrides"] if "label_overrides" in target else ()
     return {
         one["prediction"]: codec.piece_bytes(one["token_id"]).decode(errors="replace")
-        for one in overrides
+        for one in _overrides(target)
     }
 
 
@@ -293,8 +305,7 @@ def _legend_rows(target: TargetEntry) -> list[LegendRow]:
 def _token_runs(target: TargetEntry, num_prefix: int, codec: TokenCodec) -> list[TokenRun]:
     """Return the runs of the supervision, cut once more behind `num_prefix` kept tokens."""
     aims = dict(zip(target["coord_positions"], target["coord_targets"], strict=True))
-    overrides = target["label_overrides"] if "label_overrides" in target else ()
-    labels = {one["position"]: one["token_id"] for one in overrides}
+    labels = {one["position"]: one["token_id"] for one in _overrides(target)}
     total = sum(weight * (stop - start) for start, stop, _, weight in target["supervision"])
     runs = []
     for first, last, role, weight in target["supervision"]:

@@ -107,7 +107,7 @@ def test_entries_behind_the_last_match_are_cut_off_and_numbers_go_on_from_what_i
     assert text_of(target.token_ids[:-1], codec) == expected
     reading = target.reading
     assert (reading.num_trimmed, reading.false_positives) == (2, (1,))
-    assert reading.match.unmatched_predictions == (1, 2), "the answer was read and matched whole"
+    assert reading.match.unmatched_predictions == (1, 3), "the answer was read and matched whole"
     assert len(reading.parsed.objects) == 4
     # As if the answer had ended there; what stands between matches stays.
     ended = target_of(kept + "}", codec, RULES, (SEVEN, TWO, third))

@@ -162,11 +162,40 @@ def test_the_supervised_spans_cover_the_target_and_give_back_every_role_and_weig
         roles += [TokenRole[role.upper()]] * (stop - start)
         weights += [weight] * (stop - start)
     assert roles == target.roles.tolist()
-    assert set(roles) == set(TokenRole)
+    assert set(roles) == set(TokenRole) - {TokenRole.SEPARATOR, TokenRole.CORRECTED_DESC}
     assert np.array_equal(np.array(weights, np.float32), WEIGHTS.of(target))
     assert 0.1 in weights  # not 0.10000000149011612
     assert line["target"]["coord_positions"] == list(target.coord_positions)
     assert line["target"]["coord_targets"] == [*SEVEN.bins, *TWO.bins]
+
+
+def test_what_was_trimmed_and_which_name_is_taught_are_in_the_line(tmp_path, codec):
+    options = replace(SETTINGS, trims_false_positives=True, corrects_names=True)
+    false = (
+        entry(2, "x", (0, 0, 5, 5)),
+        '"object_3": {"desc": "two"}',
+        entry(4, "y", (1, 1, 5, 5)),
+    )
+    text = "{" + ", ".join([entry(1, "eight", SEVEN.bins), *false]) + "}"
+    rollout = rollout_of(codec.encode(text))
+    target = rollout_target(rollout, SAMPLE, codec, options)
+    (line,) = logged(tmp_path, codec, [(rollout, target)])
+    reading = line["reading"]
+    kept = "{" + entry(1, "eight", SEVEN.bins)
+    # The objects are those of the whole answer; what was kept is less.
+    assert [one["desc"] for one in reading["objects"]] == ["eight", "x", "y"]
+    assert (reading["trimmed"], reading["num_trimmed_dropped"]) == ([1, 2], 1)
+    assert (reading["prefix_text"], reading["num_kept_bytes"]) == (kept, len(kept))
+    assert (reading["max_object_index"], reading["fallback"]) == (1, False)
+    (override,) = line["target"]["label_overrides"]
+    (own,) = target.label_overrides
+    assert override == {"position": own.position, "token_id": own.token_id, "prediction": 0}
+    taught = (own.position, own.position + 1, "corrected_desc", 0.0)
+    assert taught in line["target"]["supervision"]
+    # Without options, a line is that of earlier versions.
+    line, _, _ = logged_response(tmp_path / "plain", codec, text)
+    assert not {"trimmed", "num_trimmed_dropped"} & set(line["reading"])
+    assert "label_overrides" not in line["target"]
 
 
 def test_a_step_of_channel_a_is_written_too(tmp_path, codec, truth):
