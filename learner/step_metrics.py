@@ -128,7 +128,7 @@ class StepMetrics:
 
     def add_gate(self, maskiou_gate: float) -> None:
         """Note the gate of the step, where it has a schedule."""
-        self.totals.add_max("rollout/maskiou_gate", maskiou_gate)
+        self.totals.add_max("rollout/match_gate", maskiou_gate)
 
     def add_environment_rollout(self, rollout: EnvironmentRollout) -> None:
         """Count a rollout of an environment, also one that failed."""

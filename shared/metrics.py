@@ -100,7 +100,7 @@ rollout/match_rate | rollout/num_matched / rollout/num_ground_truth | Matched am
 rollout/num_appended | sum | Ground-truth objects appended (false negatives, and those of excluded
     pairs).
 rollout/num_gating_rejections | sum | Candidate pairs under `maskiou_gate`.
-rollout/maskiou_gate | max | The gate of the step; absent without `maskiou_gate_schedule`.
+rollout/match_gate | max | The gate of the step; absent without `maskiou_gate_schedule`.
 rollout/num_trimmed | sum | Entries, valid or not, that were cut off behind the last match
     (`trim_trailing_false_positives`); absent at 0.
 rollout/num_separators | sum | Tokens of kept rollouts that go on to a matched object, and are

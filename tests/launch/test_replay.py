@@ -54,7 +54,7 @@ def replayed(run: Path, step: int, **options) -> dict[int, list[str]]:
 
 def test_a_step_is_learned_again_to_the_bit_from_the_checkpoint_before_it(whole):
     assert replayed(whole, 4) == {3: [], 4: []}
-    gates = [line.get("rollout/maskiou_gate") for line in read_lines(whole / "metrics.jsonl")]
+    gates = [line.get("rollout/match_gate") for line in read_lines(whole / "metrics.jsonl")]
     assert gates == [None, 0.1, 0.2, 0.3], "a gate with a schedule is of the step alone"
 
 

@@ -91,7 +91,7 @@ def test_what_options_change_is_counted_and_without_them_there_is_no_such_number
         "rollout/num_corrected_names": 2,
         "rollout/num_capped_epsilons": 6,
         "rollout/num_weighted_ends": 1,
-        "rollout/maskiou_gate": 0.2,
+        "rollout/match_gate": 0.2,
     }
 
 

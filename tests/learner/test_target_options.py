@@ -1,6 +1,6 @@
 """Options beyond the specification (decision 30): what each changes in a target, and nothing else.
 
-The examples are those of docs/objectives.md. The demo's tokenizer writes `},` and `": {"` as one.
+docs/objectives.md tells of them by such examples. The demo's tokenizer writes `},` and `": {"` as one.
 """
 
 import random
