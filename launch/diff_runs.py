@@ -28,6 +28,9 @@ from shared.run_files import read_lines
 _MATCHED = (
     *("pairs", "excluded", "unmatched_predictions", "gating_rejections"),
     *("appended", "appended_text"),
+    # How much is kept may depend on the match (`trim_trailing_false_positives`).
+    *("prefix_text", "num_kept_bytes", "num_kept", "num_prefix", "max_object_index"),
+    *("trimmed", "num_trimmed_dropped"),
 )
 SAMPLE_STAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "draw": lambda line: _of(line, "sample_id", "ground_truth", "example"),

@@ -32,6 +32,7 @@ from learner.rollout_logs.writer import step_path
 from learner.samples import load_samples
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
+from shared.config.derive import maskiou_gate
 from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.errors import ConfigError, RecordError
 from shared.prompts import detection_messages
@@ -253,6 +254,9 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
             f"{config.data.train} has changed since the run: the ground truth here is the run's,"
             " the images are today's."
         )
+    if config.rollout_matching.maskiou_gate_schedule is not None and line["channel"] == Channel.B:
+        gate = maskiou_gate(config, line["step"] - 1)
+        notes.append(f"Pairs under mask IoU {gate:.4g} could not match (maskiou_gate_schedule).")
     active = config.rollout_matching.pipeline.active(Channel(line["channel"]))
     if not any(entry.name == "token_ce" for entry in active):
         notes.append(

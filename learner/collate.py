@@ -70,9 +70,10 @@ class PackedRow:
     segments: tuple[Segment, ...]
     inputs: ModelInputs
     positions_N: torch.Tensor
-    """int64, ascending: the row positions whose logits are needed."""
+    """int64, ascending: the row positions whose logits are needed; one twice where the token that
+    is taught is not the row's next, which is compared with the engine's."""
     token_ids_N: torch.Tensor
-    """int64: the token that each of them predicts, the row's next."""
+    """int64: the token that each of them predicts, the row's next or a label of its own."""
     supervision: Supervision
     sampled: SampledTokens
 
@@ -116,46 +117,57 @@ def collate(
         pairs = zip(starts, of_targets, strict=True)
         return _concat(np.int64, (start + np.array(part, np.int64) for start, part in pairs))
 
-    # Columns of positions, weights and gate weights.
+    # Each segment's positions, weights and gate weights.
     text = [_text_supervision(target, text_weights) for target in targets]
     text_at = row_positions(positions for positions, _, _ in text)
     coord_at = row_positions(target.coord_positions for target in targets)
     sampled_at = row_positions(target.sampled_positions for target in targets)
     learned_at = row_positions(credit.positions for credit in credits_)
-    # Logits exist at these positions alone; everything below indexes into them.
-    needed = np.unique(np.concatenate([text_at, coord_at, sampled_at, learned_at]))
+    overridden_at = row_positions(
+        [one.position for one in target.label_overrides] for target in targets
+    )
+    # Logits exist at these positions alone; everything below indexes into them. An odd number is a
+    # position with a label of its own, the even one before it the same with the row's next token.
+    text_needed = 2 * text_at + np.isin(text_at, overridden_at)
+    needed = np.unique(np.concatenate([text_needed, 2 * coord_at, 2 * sampled_at, 2 * learned_at]))
 
-    def index(row_positions: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.searchsorted(needed, row_positions))
+    def index(needed_positions: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.searchsorted(needed, needed_positions))
 
     inputs = _model_inputs(segments, rope_index)
-    positions_N = torch.from_numpy(needed)
+    positions_N = torch.from_numpy(needed // 2)
+    token_ids_N = inputs.input_ids[0, positions_N + 1]
+    labels = [one.token_id for target in targets for one in target.label_overrides]
+    for at, label in zip(overridden_at, labels, strict=True):
+        token_ids_N[torch.from_numpy(needed == 2 * at + 1)] = label
     return PackedRow(
         tuple(segments),
         inputs,
         positions_N,
-        inputs.input_ids[0, positions_N + 1],
+        token_ids_N,
         Supervision(
             TextSupervision(
-                index(text_at),
+                index(text_needed),
                 _floats(weights for _, weights, _ in text),
                 _floats(gate_weights for _, _, gate_weights in text),
             ),
             CoordSupervision(
-                index(coord_at),
+                index(2 * coord_at),
                 _floats(target.coord_targets for target in targets),
                 _floats(_equal_weights(len(target.coord_positions)) for target in targets),
             ),
             _box_supervision(targets),
             SampledSupervision(
-                index(learned_at),
+                index(2 * learned_at),
                 _floats(credit.engine_logprobs for credit in credits_),
                 _floats(credit.advantages for credit in credits_),
                 _floats(credit.weights for credit in credits_),
                 torch.from_numpy(_calls(credits_)),
             ),
         ),
-        SampledTokens(index(sampled_at), _floats(target.sampled_logprobs for target in targets)),
+        SampledTokens(
+            index(2 * sampled_at), _floats(target.sampled_logprobs for target in targets)
+        ),
     )
 
 
@@ -163,7 +175,7 @@ def _text_supervision(
     target: Target, text_weights: TextWeights
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return positions, weights and gate weights of the supervised text."""
-    weights_L = text_weights.of(target.roles)
+    weights_L = text_weights.of(target)
     gate_L = np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)
     at = np.flatnonzero(weights_L)
     return at, _mean_weights(weights_L)[at], _mean_weights(gate_L)[at]

@@ -23,7 +23,7 @@ _MAX_EXPONENT = 200.0
 
 @dataclass(frozen=True, slots=True)
 class OTSettings:
-    """Keyword arguments of `barycentric_targets`, as `rollout_matching` configures them."""
+    """How points are transported, as `rollout_matching` configures it."""
 
     cost: str
     """`l1` or `l2`: the distance of two points in bins, not squared."""
@@ -31,6 +31,21 @@ class OTSettings:
     """Weight of the entropy, in bins, above 0; a large one aims at the ground truth's mean."""
     iters: int
     """Sinkhorn iterations, at least 1."""
+    epsilon_cap: float | None = None
+    """Most that `epsilon` may be, as a multiple of the ground truth's size; None: no cap."""
+
+    def epsilon_of(self, ground_truth: Shape) -> float:
+        """Return the epsilon for a ground truth.
+
+        Its size is the shorter side of the box around it, in bins, and at least 1: by the longer
+        side, or the area, the two long edges of a thin shape would be drawn together.
+
+        Example: for a square of side 10, epsilon 10 with a cap of 0.2 is 2.
+        """
+        if self.epsilon_cap is None:
+            return self.epsilon
+        sides = np.ptp(np.array(vertices(ground_truth)), axis=0)
+        return min(self.epsilon, self.epsilon_cap * max(1.0, float(sides.min())))
 
 
 def slot_targets(
@@ -53,7 +68,7 @@ def slot_targets(
     targets_N2 = barycentric_targets(
         np.array(vertices(prediction), dtype=np.float64),
         np.array(vertices(ground_truth), dtype=np.float64),
-        epsilon=settings.epsilon,
+        epsilon=settings.epsilon_of(ground_truth),
         iters=settings.iters,
         cost=settings.cost,
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from learner.checks import Compared
 from learner.collate import PackedRow
 from learner.step import RowResult
-from learner.targets import ParsedAndMatched
+from learner.targets import ParsedAndMatched, Target, TextWeights, TokenRole
 from shared.config.pipeline import Channel
 from shared.metrics import REWARD_FAMILY, MetricAccumulator, RankReport
 from shared.rollouts import FinishReason, Rollout
@@ -112,6 +112,26 @@ class StepMetrics:
         add("rollout/num_appended", len(reading.appended))
         add("rollout/num_gating_rejections", reading.match.gating_rejections)
 
+    def add_options(self, target: Target, weights: TextWeights) -> None:
+        """Count what options beyond the specification have made of a rollout's target."""
+        reading = target.reading
+        assert reading is not None, "on channel A they change nothing"
+        separators = target.roles == TokenRole.SEPARATOR
+        for name, number in (
+            ("rollout/num_trimmed", reading.num_trimmed),
+            ("rollout/num_separators", int(separators.sum())),
+            ("rollout/num_corrected_names", len(target.label_overrides)),
+            ("rollout/num_capped_epsilons", reading.num_capped),
+            ("rollout/num_weighted_ends", weights.fp_end != 1 and bool(reading.false_positives)),
+        ):
+            # Without the option there is no such number.
+            if number:
+                self.totals.add(name, float(number))
+
+    def add_gate(self, maskiou_gate: float) -> None:
+        """Note the gate of the step, where it has a schedule."""
+        self.totals.add_max("rollout/match_gate", maskiou_gate)
+
     def add_environment_rollout(self, rollout: EnvironmentRollout) -> None:
         """Count a rollout of an environment, also one that failed."""
         add = self.totals.add
@@ -168,6 +188,7 @@ class StepMetrics:
                 *(target.token_ids, target.roles.tobytes()),
                 *(target.coord_positions, target.coord_targets, target.box_slots),
                 *(credit.positions, credit.advantages, credit.weights),
+                *target.label_overrides,
             )
         self.totals.add("packing/num_rows", 1)
         self.totals.add("packing/num_segments", len(row.segments))

@@ -4,7 +4,8 @@ Decided here, once; objectives only consume it.
 
 Channel A: the ground truth serialised, closed, EOS. Channel B: the kept prefix of the model's own
 rollout, the unmatched ground truth appended, closed, EOS (spec rollout-matching-sft: one canonical
-teacher-forced target sequence; decision 37).
+teacher-forced target sequence; decision 37). Options beyond the specification change which part of
+the rollout is kept, what of it is supervised, and which token is taught: docs/objectives.md.
 
 Where our text meets the rollout's inside a token, both are encoded together (decision 33). A
 vocabulary such as Qwen's has `}}` and `},` as tokens; encoded apart, every target would teach the
@@ -20,6 +21,7 @@ from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +31,8 @@ from shared.config import RunConfig
 from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
 from shared.grounding.matching import MatchedPair, MatchResult, match_objects
 from shared.grounding.objects import ParsedObject, ParsedRollout
-from shared.grounding.parsing import parse_rollout
-from shared.grounding.serialize import SerializedText, layout_append, layout_objects
+from shared.grounding.parsing import parse_rollout, trim_prefix
+from shared.grounding.serialize import SerializedText, escaped, layout_append, layout_objects
 from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import Rollout
 from shared.tokens.pieces import piece_spans
@@ -52,6 +54,10 @@ class TokenRole(IntEnum):
     """A coord slot: `coord_reg`'s, whatever the role weights are."""
     CLOSING = 5
     """The closing top-level brace, or EOS."""
+    SEPARATOR = 6
+    """The prefix's token that goes on to a matched object (`supervise_separators`)."""
+    CORRECTED_DESC = 7
+    """Where a matched object's name first differs from its ground truth's: a `LabelOverride`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +71,23 @@ class TextWeights:
     desc: float
     matched_structure: float
     structure: float = 1.0
-    """Of serialised ground truth, closing brace and EOS; 0 where no text is supervised."""
+    """Of serialised ground truth, separators of the prefix, closing brace and EOS; 0 where no text
+    is supervised."""
+    matched_desc: float = 0.0
+    """Of labels that correct the name of a matched object."""
+    fp_end: float = 1.0
+    """Factor of `structure` for closing brace and EOS where the prefix holds false positives."""
 
-    def of(self, roles_L: np.ndarray) -> np.ndarray:
-        """Look up the weights of these roles: float32 [L], at least 0."""
+    def of(self, target: Target) -> np.ndarray:
+        """Look up the weights of the target's tokens: float32 [L], at least 0."""
+        has_false_positives = target.reading is not None and target.reading.false_positives
         table = np.zeros(len(TokenRole), dtype=np.float32)
-        table[TokenRole.STRUCTURE] = table[TokenRole.CLOSING] = self.structure
+        table[TokenRole.STRUCTURE] = table[TokenRole.SEPARATOR] = self.structure
+        table[TokenRole.CLOSING] = self.structure * (self.fp_end if has_false_positives else 1.0)
         table[TokenRole.DESC] = self.desc
         table[TokenRole.MATCHED_STRUCTURE] = self.matched_structure
-        return table[roles_L]
+        table[TokenRole.CORRECTED_DESC] = self.matched_desc
+        return table[target.roles]
 
 
 def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
@@ -83,8 +97,12 @@ def text_weights(pipeline: PipelineSection, channel: Channel) -> TextWeights:
             config = entry.config
             if channel is Channel.A:
                 return TextWeights(config.desc_ce_weight, matched_structure=0.0)
-            matched = config.rollout_matched_prefix_struct_weight
-            return TextWeights(config.rollout_fn_desc_weight, matched)
+            return TextWeights(
+                config.rollout_fn_desc_weight,
+                config.rollout_matched_prefix_struct_weight,
+                matched_desc=config.matched_desc_weight,
+                fp_end=config.fp_end_weight,
+            )
     return TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
 
 
@@ -108,10 +126,20 @@ class TargetSettings:
     matching: MatchSettings
     transport: OTSettings
     """Between a polygon and its match."""
+    trims_false_positives: bool = False
+    """Keep the rollout only as far as its last supervised object."""
+    supervises_separators: bool = False
+    """Teach the prefix to go on where a supervised object follows."""
+    corrects_names: bool = False
+    """Teach the ground truth's name where a supervised object's differs."""
+
+    def with_gate(self, maskiou_gate: float) -> TargetSettings:
+        """Return the settings of a step with this gate."""
+        return replace(self, matching=replace(self.matching, maskiou_gate=maskiou_gate))
 
 
 def target_settings(config: RunConfig) -> TargetSettings:
-    """Read how targets are made from the configuration."""
+    """Read how targets are made from the configuration; the gate is that behind its schedule."""
     section = config.rollout_matching
     return TargetSettings(
         geometry=config.geometry,
@@ -123,7 +151,12 @@ def target_settings(config: RunConfig) -> TargetSettings:
             fp_cost=section.fp_cost,
             fn_cost=section.fn_cost,
         ),
-        transport=OTSettings(section.ot_cost, section.ot_epsilon, section.ot_iters),
+        transport=OTSettings(
+            section.ot_cost, section.ot_epsilon, section.ot_iters, section.ot_epsilon_cap
+        ),
+        trims_false_positives=section.trim_trailing_false_positives,
+        supervises_separators=section.supervise_separators,
+        corrects_names=text_weights(section.pipeline, Channel.B).matched_desc > 0,
     )
 
 
@@ -136,6 +169,9 @@ class ParsedAndMatched:
     """
 
     parsed: ParsedRollout
+    kept: ParsedRollout
+    """What the target begins with: `parsed`, unless false positives behind the last supervised
+    object were trimmed."""
     match: MatchResult
     supervised: tuple[MatchedPair, ...]
     """The matched pairs whose slots are supervised, by prediction."""
@@ -148,6 +184,33 @@ class ParsedAndMatched:
     """Leading target tokens that are the rollout's own."""
     num_prefix: int = 0
     """Leading target tokens without appended text. Those from `num_kept` on were encoded anew."""
+    num_capped: int = 0
+    """Supervised pairs that were transported with less than `ot_epsilon`."""
+
+    @property
+    def num_trimmed(self) -> int:
+        """Count the entries, valid or not, that were cut off behind the last supervised object."""
+        kept = len(self.kept.objects) + len(self.kept.dropped)
+        return len(self.parsed.objects) + len(self.parsed.dropped) - kept
+
+    @property
+    def false_positives(self) -> tuple[int, ...]:
+        """The unmatched predictions that the target has in its kept prefix."""
+        number = len(self.kept.objects)
+        return tuple(one for one in self.match.unmatched_predictions if one < number)
+
+
+class LabelOverride(NamedTuple):
+    """A token that is taught in the place of the target's own, which stays the model's input.
+
+    Example: `(5, 812, 0)`: behind the target's first five tokens, token 812 is taught, so that
+    prediction 0 takes the name of its ground truth.
+    """
+
+    position: int
+    """Of the target's token that is not taught."""
+    token_id: int
+    prediction: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +239,8 @@ class Target:
     """The parsed and matched rollout; None in channel A."""
     credit: TokenAdvantages = NO_CREDIT
     """Sampled tokens that are learned by their advantage: of trajectories alone."""
+    label_overrides: tuple[LabelOverride, ...] = ()
+    """Ascending. Every other token that is taught is the target's own."""
 
     @property
     def sampled_positions(self) -> tuple[int, ...]:
@@ -197,6 +262,10 @@ class Target:
         )
         assert all(0 <= position < length for position in self.credit.positions), (
             "a sampled token lies outside the target"
+        )
+        corrected = np.flatnonzero(self.roles == TokenRole.CORRECTED_DESC).tolist()
+        assert corrected == [one.position for one in self.label_overrides], (
+            "exactly the corrected names have a label of their own"
         )
 
 
@@ -243,31 +312,52 @@ def parsed_target(
             aims = slot_targets(prediction, truth, settings.transport)
             if aims is not None:
                 supervised[pair] = aims
+    kept = parsed
+    if settings.trims_false_positives:
+        num_objects = max((pair.prediction + 1 for pair in supervised), default=0)
+        kept = trim_prefix(parsed, num_objects, codec, geometry=settings.geometry)
     # An excluded pair's ground truth is appended like a missed one: nothing goes untaught.
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
     objects = tuple(sample.objects[index] for index in appended)
-    start_index = 1 if parsed.max_object_index is None else parsed.max_object_index + 1
+    start_index = 1 if kept.max_object_index is None else kept.max_object_index + 1
     text = layout_append(
-        parsed.prefix_text, objects, start_index=start_index, field_order=settings.field_order
+        kept.prefix_text, objects, start_index=start_index, field_order=settings.field_order
     )
 
-    token_ids, num_kept = _written(parsed, text.text, codec)
+    token_ids, num_kept = _written(kept, text.text, codec)
     draft = _Draft(token_ids, codec)
-    draft.add_matched(parsed, {pair.prediction for pair in supervised})
+    draft.add_matched(kept, {pair.prediction for pair in supervised})
     for pair, aims in supervised.items():
         prediction = parsed.objects[pair.prediction]
         truth = sample.objects[pair.ground_truth]
         is_box = prediction.kind is truth.kind is GeometryKind.BBOX
         draft.add_slots(prediction.coord_positions, aims, is_box=is_box)
-    num_prefix_bytes = sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
+    num_prefix_bytes = sum(len(codec.piece_bytes(token_id)) for token_id in kept.prefix_token_ids)
     # The fallback's brace is our text like all that follows it.
-    num_prefix = draft.add_ours(0 if parsed.fallback else num_prefix_bytes)
+    num_prefix = draft.add_ours(0 if kept.fallback else num_prefix_bytes)
     draft.add_serialized(text, objects, offset=num_prefix_bytes)
+    if settings.supervises_separators:
+        draft.add_separators(kept, [pair.prediction for pair in supervised])
+    if settings.corrects_names:
+        for pair in supervised:
+            name = sample.objects[pair.ground_truth].desc
+            draft.correct_name(kept, pair.prediction, name, num_prefix)
 
-    excluded = tuple(pair for pair in match.pairs if pair not in supervised)
     reading = ParsedAndMatched(
-        parsed, match, tuple(supervised), excluded, appended, text.text, num_kept, num_prefix
+        parsed,
+        kept,
+        match,
+        supervised=tuple(supervised),
+        excluded=tuple(pair for pair in match.pairs if pair not in supervised),
+        appended=appended,
+        appended_text=text.text,
+        num_kept=num_kept,
+        num_prefix=num_prefix,
+        num_capped=sum(
+            _is_capped(parsed.objects[pair.prediction], sample.objects[pair.ground_truth], settings)
+            for pair in supervised
+        ),
     )
     return replace(draft.target(sample.sample_id), reading=reading)
 
@@ -322,6 +412,7 @@ class _Draft:
         self._coord_positions: list[int] = []
         self._coord_targets: list[float] = []
         self._box_slots: list[int] = []
+        self._label_overrides: list[LabelOverride] = []
 
     def add_matched(self, parsed: ParsedRollout, matched: Set[int]) -> None:
         """Supervise the text of a prefix's matched objects, which are indices into its objects."""
@@ -335,13 +426,71 @@ class _Draft:
                 self._roles[value] = TokenRole.NEUTRAL
                 continue
             # So is one that reaches past a matched object, as `},` does: to teach only those
-            # separators of the prefix that turned out right would teach too many.
+            # separators of the prefix that turned out right would teach too many. (The option to
+            # teach them all the same is `add_separators`.)
             last = value.stop - 1
             if self._spans[last][1] > prediction.value[1]:
                 self._roles[last] = TokenRole.NEUTRAL
             self._roles[self._overlapping(prediction.desc_value)] = TokenRole.NEUTRAL
         # An id beyond the vocabulary has no text to be supervised for.
         self._roles[[start == end for start, end in self._spans]] = TokenRole.NEUTRAL
+
+    def add_separators(self, parsed: ParsedRollout, matched: Sequence[int]) -> None:
+        """Supervise the choice to go on to each of a prefix's matched objects.
+
+        That is the token with the comma before its entry, where the closing brace could have been;
+        of the first entry the one with the quote of its key. With `},` in one token it is all of
+        it, whatever the object is that it closes.
+        """
+        text = b"".join(map(self._codec.piece_bytes, parsed.prefix_token_ids))
+        for number in matched:
+            key_end = text.rindex(b'"', 0, parsed.objects[number].value[0])
+            key = text.rindex(b'"', 0, key_end)
+            before = text[:key].rstrip(b" \t\n\r")
+            # Behind the container's brace there is no comma.
+            choice = len(before) - 1 if before.endswith(b",") else key
+            self._roles[self._overlapping((choice, choice + 1))] = TokenRole.SEPARATOR
+        # A name that a token holds the end of would be taught with it.
+        for prediction in parsed.objects:
+            desc = self._overlapping(prediction.desc_value)
+            is_separator = self._roles[desc] == TokenRole.SEPARATOR
+            self._roles[desc][is_separator] = TokenRole.NEUTRAL
+
+    def correct_name(self, parsed: ParsedRollout, number: int, name: str, num_prefix: int) -> None:
+        """Teach `name` at the first token at which that of a prefix's object differs from it.
+
+        A token is taught behind the text that the model wrote before it, so no other one of the
+        right name can be. Where the model's tokens are not the tokenizer's, none is; nor in the
+        place of our own text, which begins at position `num_prefix`.
+        """
+        prediction = parsed.objects[number]
+        if prediction.desc == name:
+            return
+        tokens = self._overlapping(prediction.desc_value)
+        # Tokens depend on the text up to the nearest coord tokens at most, which never fuse.
+        first = tokens.start
+        while first and self._codec.coord_bin(self._token_ids[first - 1]) is None:
+            first -= 1
+        stop = tokens.stop
+        while stop < len(self._token_ids) and (
+            self._codec.coord_bin(self._token_ids[stop]) is None
+        ):
+            stop += 1
+        written = self._token_ids[first:stop]
+        text = b"".join(map(self._codec.piece_bytes, written))
+        if self._codec.encode(text.decode(errors="replace")) != written:
+            return
+        start, end = (offset - self._spans[first][0] for offset in prediction.desc_value)
+        right = text[:start] + escaped(name).encode() + text[end:]
+        corrected = self._codec.encode(right.decode())
+        pairs = zip(written, corrected, strict=False)
+        # The texts differ at the quote behind the shorter name at the latest, so the tokens do.
+        position, token_id = next(
+            (n, new) for n, (old, new) in enumerate(pairs, first) if old != new
+        )
+        if position < num_prefix:
+            self._roles[position] = TokenRole.CORRECTED_DESC
+            self._label_overrides.append(LabelOverride(position, token_id, number))
 
     def add_slots(
         self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool
@@ -382,6 +531,7 @@ class _Draft:
             coord_positions=tuple(self._coord_positions),
             coord_targets=tuple(self._coord_targets),
             box_slots=tuple(self._box_slots),
+            label_overrides=tuple(self._label_overrides),
         )
 
     def _overlapping(self, span: tuple[int, int], offset: int = 0) -> slice:
@@ -390,6 +540,15 @@ class _Draft:
         stop = offset + span[1]
         first = bisect_right(self._spans, start, key=lambda token: token[1])
         return slice(first, bisect_left(self._spans, stop, lo=first, key=lambda token: token[0]))
+
+
+def _is_capped(
+    prediction: ParsedObject, truth: GroundTruthObject, settings: TargetSettings
+) -> bool:
+    """Tell whether the pair is transported, and with an epsilon that the cap has lowered."""
+    is_transported = GeometryKind.POLY in (prediction.kind, truth.kind)
+    transport = settings.transport
+    return is_transported and transport.epsilon_of(truth) < transport.epsilon
 
 
 def _has_certain_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:

@@ -102,6 +102,17 @@ rollout/match_rate | rollout/num_matched / rollout/num_ground_truth | Matched am
 rollout/num_appended | sum | Ground-truth objects appended (false negatives, and those of excluded
     pairs).
 rollout/num_gating_rejections | sum | Candidate pairs under `maskiou_gate`.
+rollout/match_gate | max | The gate of the step; absent without `maskiou_gate_schedule`.
+rollout/num_trimmed | sum | Entries, valid or not, that were cut off behind the last match
+    (`trim_trailing_false_positives`); absent at 0.
+rollout/num_separators | sum | Tokens of kept rollouts that go on to a matched object, and are
+    taught (`supervise_separators`); absent at 0.
+rollout/num_corrected_names | sum | Matched objects whose name is taught where it first differs
+    (`matched_desc_weight`); absent at 0.
+rollout/num_capped_epsilons | sum | Matched pairs that are transported with less than `ot_epsilon`
+    (`ot_epsilon_cap`); absent at 0.
+rollout/num_weighted_ends | sum | Targets whose end weighs `fp_end_weight`, for they keep unmatched
+    predictions; absent at 0, and where it weighs 1.
 rollout/staleness | mean | Updates between the weights that generated a rollout and those that
     learn from it.
 rollout/staleness_max | max | The same of the oldest rollout; 0 without

@@ -17,11 +17,18 @@ from launch.sample_pages.html import (
     TokenCell,
     TokenRun,
     counted,
+    inline,
     opacity_of,
     render,
     token_cell,
 )
-from learner.rollout_logs.samples import ReadingEntry, RolloutEntry, RolloutRecord, TargetEntry
+from learner.rollout_logs.samples import (
+    LabelOverrideEntry,
+    ReadingEntry,
+    RolloutEntry,
+    RolloutRecord,
+    TargetEntry,
+)
 from learner.targets import TokenRole
 from shared.prompts import on_white
 from shared.records import GeometryKind
@@ -149,6 +156,7 @@ class SamplePage:
         if line["rollout"] is not None and reading is not None:
             answer = _answer(line["rollout"], reading, target["token_ids"], self.codec)
         pairs = [] if reading is None else reading["pairs"]
+        trimmed = _trimmed(reading)
         return render(
             "sample.html",
             heading=f"Step {line['step']}, position {line['position']}",
@@ -161,6 +169,8 @@ class SamplePage:
             truths=self._truths(truth_colours),
             predictions=self._predictions(prediction_colours),
             pairs={pair["prediction"]: pair for pair in pairs},
+            trimmed=trimmed,
+            taught_names=_taught_names(target, self.codec),
             prediction_colours=prediction_colours,
             truth_colours=truth_colours,
             unmatched_prediction=UNMATCHED_PREDICTION,
@@ -223,14 +233,48 @@ def _answer(
     kept = response[: reading["num_kept_bytes"]]
     cut = response[reading["num_kept_bytes"] :]
     note = f"Kept: {counted(reading['num_kept'], 'token')}. Struck through: cut off."
-    if reading["fallback"]:
+    trimmed = _trimmed(reading)
+    if not reading["num_kept_bytes"]:
         note = "Nothing was kept: the whole target is ours."
     elif b"".join(map(codec.piece_bytes, target_ids[: reading["num_kept"]])) != kept:
         note += " The kept text behind those tokens is encoded together with what is appended."
+    if num_trimmed := len(trimmed.predictions) + trimmed.num_dropped:
+        where = "Behind the last match" if reading["num_kept_bytes"] else "Without a match"
+        number = "1 entry was" if num_trimmed == 1 else f"{num_trimmed} entries were"
+        note += f" {where} {number} cut off (trim_trailing_false_positives)."
     if rollout["forced_positions"]:
         positions = ", ".join(map(str, rollout["forced_positions"]))
         note += f" Set by the repeat guard, not sampled: positions {positions}."
     return _Answer(kept.decode(errors="replace"), cut.decode(errors="replace"), note)
+
+
+class _Trimmed(NamedTuple):
+    """The entries that were cut off behind the last supervised object."""
+
+    predictions: Sequence[int] = ()
+    num_dropped: int = 0
+    """They are the last ones of the reading's."""
+
+
+def _trimmed(reading: ReadingEntry | None) -> _Trimmed:
+    if reading is None or "trimmed" not in reading:
+        return _Trimmed()
+    return _Trimmed(reading["trimmed"], reading["num_trimmed_dropped"])
+
+
+def _overrides(target: TargetEntry) -> Sequence[LabelOverrideEntry]:
+    """Return the label overrides, which a line without any does not name."""
+    if "label_overrides" in target:
+        return target["label_overrides"]
+    return ()
+
+
+def _taught_names(target: TargetEntry, codec: TokenCodec) -> dict[int, str]:
+    """Return, by prediction, the token that is taught where its name first differs."""
+    return {
+        one["prediction"]: codec.piece_bytes(one["token_id"]).decode(errors="replace")
+        for one in _overrides(target)
+    }
 
 
 def _opacity(role: str, weight: float, target: TargetEntry) -> float | None:
@@ -261,6 +305,7 @@ def _legend_rows(target: TargetEntry) -> list[LegendRow]:
 def _token_runs(target: TargetEntry, num_prefix: int, codec: TokenCodec) -> list[TokenRun]:
     """Return the runs of the supervision, cut once more behind `num_prefix` kept tokens."""
     aims = dict(zip(target["coord_positions"], target["coord_targets"], strict=True))
+    labels = {one["position"]: one["token_id"] for one in _overrides(target)}
     total = sum(weight * (stop - start) for start, stop, _, weight in target["supervision"])
     runs = []
     for first, last, role, weight in target["supervision"]:
@@ -274,7 +319,15 @@ def _token_runs(target: TargetEntry, num_prefix: int, codec: TokenCodec) -> list
                 facts = [f"token {position}", f"id {token_id}", role]
                 if position not in aims:
                     facts.append(f"weight {weight:g}{share}")
-                    tokens.append(token_cell(facts, codec.piece_bytes(token_id)))
+                    cell = token_cell(facts, codec.piece_bytes(token_id))
+                    if position in labels:
+                        label = labels[position]
+                        taught = token_cell([f"taught is id {label}"], codec.piece_bytes(label))
+                        arrow = Markup("{}<b>→{}</b>").format(
+                            inline(cell.content), inline(taught.content)
+                        )
+                        cell = TokenCell([*cell.facts, *taught.facts], arrow)
+                    tokens.append(cell)
                     continue
                 bin = codec.coord_bin(token_id)
                 aim = aims[position]

@@ -48,7 +48,7 @@ from learner.targets import (
 )
 from shared.chunking import rank_share
 from shared.config import RunConfig
-from shared.config.derive import policy_gradient
+from shared.config.derive import maskiou_gate, policy_gradient
 from shared.config.pipeline import Channel
 from shared.dataset import SampleStream
 from shared.errors import ConfigError, RolloutError
@@ -192,6 +192,8 @@ class RolloutMatchingStep:
         self._algorithm = algorithm
         pipeline = algorithm.config.rollout_matching.pipeline
         self._text_weights = text_weights(pipeline, plan.channel)
+        gate = maskiou_gate(algorithm.config, plan.step)
+        self._settings = algorithm.settings.with_gate(gate)
         self._num_targets = 0
         self._group: list[_Scored] = []
         """Rollouts of the sample whose rollouts have not all come, in the order of positions."""
@@ -233,7 +235,10 @@ class RolloutMatchingStep:
     def segments(self, answers: Sequence[Rollout], *, version: int) -> Iterator[Segment]:
         # Whatever is wrong with a rollout is found in here, where no rank waits for this one.
         algorithm = self._algorithm
-        max_staleness = algorithm.config.rollout_matching.max_staleness
+        section = algorithm.config.rollout_matching
+        max_staleness = section.max_staleness
+        if section.maskiou_gate_schedule is not None:
+            self.metrics.add_gate(self._settings.matching.maskiou_gate)
         sampled = [Sampling(one.sample_id, one.actor, one.weight_version) for one in answers]
         check_weight_versions(sampled, version, max_staleness=max_staleness)
         pairs = zip(answers, self.samples[self._num_targets :], strict=False)
@@ -258,6 +263,7 @@ class RolloutMatchingStep:
             self.metrics.add_rollout(
                 rollout, target.reading, num_objects, staleness=version - sampled_by
             )
+            self.metrics.add_options(target, self._text_weights)
             self._log_next(target, rollout)
             yield Segment(position, prompt, target, self.plan.step, rollout.actor, sampled_by)
             if reward is not None:
@@ -268,7 +274,7 @@ class RolloutMatchingStep:
     def _target_and_reward(self, rollout: Rollout, sample: Sample) -> tuple[Target, float | None]:
         """Make the target of a rollout, and score it where it is learned by its reward too."""
         algorithm = self._algorithm
-        target = rollout_target(rollout, sample, algorithm.tokens.codec, algorithm.settings)
+        target = rollout_target(rollout, sample, algorithm.tokens.codec, self._settings)
         assert target.reading is not None
         if algorithm.estimator is None:
             return target, None
@@ -353,5 +359,5 @@ class RolloutMatchingStep:
         index = self._num_targets
         self._num_targets += 1
         if (log := self._algorithm.log) is not None:
-            weights_L = self._text_weights.of(target.roles)
+            weights_L = self._text_weights.of(target)
             log.write(rollout, self.samples[index], target, weights_L, self.share[index])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NotRequired
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
@@ -102,7 +102,7 @@ class ReadingEntry(TypedDict):
     prefix_text: Text
     """What was kept of it: an open JSON object, or `{`; U+FFFD as in `rollout.text`."""
     num_kept_bytes: int
-    """How much of the response was kept; 0 in the fallback."""
+    """How much of the response was kept; 0 where that is nothing."""
     num_kept: int
     """Leading target tokens that are the response's own."""
     num_prefix: int
@@ -110,7 +110,7 @@ class ReadingEntry(TypedDict):
     truncated: bool
     """No container closed: the response ended before, or it held none."""
     fallback: bool
-    """Nothing could be kept."""
+    """Nothing could be kept, whatever is matched."""
     max_object_index: int | None
     """The largest n of an `object_{n}` key in the prefix, from which appended objects go on."""
     objects: Sequence[ObjectEntry]
@@ -127,6 +127,21 @@ class ReadingEntry(TypedDict):
     appended: Sequence[int]
     """The ground truths that were appended."""
     appended_text: Text
+    trimmed: NotRequired[Sequence[int]]
+    """The predictions that were cut off behind the last supervised one
+    (`trim_trailing_false_positives`): their positions count tokens of the response. Absent, like
+    the next, where no entry was."""
+    num_trimmed_dropped: NotRequired[int]
+    """How many of the last `dropped` were cut off too."""
+
+
+class LabelOverrideEntry(TypedDict):
+    """A token that is taught in the place of the target's own."""
+
+    position: int
+    token_id: int
+    prediction: int
+    """The one whose name it corrects."""
 
 
 class TargetEntry(TypedDict):
@@ -142,6 +157,8 @@ class TargetEntry(TypedDict):
     """[S], ascending: the supervised slots."""
     coord_targets: Sequence[float]
     """[S], 0..999: where each should point."""
+    label_overrides: NotRequired[Sequence[LabelOverrideEntry]]
+    """Ascending. Absent where there is none (`matched_desc_weight`)."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -189,7 +206,7 @@ class RolloutLog:
     ) -> None:
         """Write the line of one sample; `rollout` is None exactly in channel A.
 
-        `weights_L`: float32 [L], `TextWeights.of(target.roles)`. Raises StorageError.
+        `weights_L`: float32 [L], `TextWeights.of(target)`. Raises StorageError.
         """
         reading = target.reading
         codec = self._codec
@@ -228,16 +245,17 @@ def _rollout_entry(rollout: Rollout, codec: TokenCodec) -> RolloutEntry:
 
 def _reading_entry(reading: ParsedAndMatched, codec: TokenCodec) -> ReadingEntry:
     parsed = reading.parsed
+    kept = reading.kept
     excluded = [pair.prediction for pair in reading.excluded]
-    num_kept_bytes = sum(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
-    return ReadingEntry(
-        prefix_text=parsed.prefix_text,
-        num_kept_bytes=0 if parsed.fallback else num_kept_bytes,
+    num_kept_bytes = sum(len(codec.piece_bytes(token_id)) for token_id in kept.prefix_token_ids)
+    entry = ReadingEntry(
+        prefix_text=kept.prefix_text,
+        num_kept_bytes=0 if kept.fallback else num_kept_bytes,
         num_kept=reading.num_kept,
         num_prefix=reading.num_prefix,
         truncated=parsed.truncated,
         fallback=parsed.fallback,
-        max_object_index=parsed.max_object_index,
+        max_object_index=kept.max_object_index,
         objects=[log_entry(ObjectEntry, found) for found in parsed.objects],
         dropped=[log_entry(DroppedEntry, dropped) for dropped in parsed.dropped],
         pairs=[
@@ -250,6 +268,10 @@ def _reading_entry(reading: ParsedAndMatched, codec: TokenCodec) -> ReadingEntry
         appended=reading.appended,
         appended_text=reading.appended_text,
     )
+    if reading.num_trimmed:
+        entry["trimmed"] = list(range(len(kept.objects), len(parsed.objects)))
+        entry["num_trimmed_dropped"] = len(parsed.dropped) - len(kept.dropped)
+    return entry
 
 
 def _target_entry(target: Target, weights_L: np.ndarray) -> TargetEntry:
@@ -259,7 +281,7 @@ def _target_entry(target: Target, weights_L: np.ndarray) -> TargetEntry:
     changes = np.flatnonzero(role_changes | (np.diff(weights_L) != 0)) + 1
     starts = [0, *changes.tolist()]
     stops = [*starts[1:], len(target.token_ids)]
-    return TargetEntry(
+    entry = TargetEntry(
         token_ids=target.token_ids,
         supervision=[
             # Through text, so that a weight of 0.1 reads 0.1 and not as float32 holds it.
@@ -269,3 +291,7 @@ def _target_entry(target: Target, weights_L: np.ndarray) -> TargetEntry:
         coord_positions=target.coord_positions,
         coord_targets=target.coord_targets,
     )
+    if target.label_overrides:
+        overrides = target.label_overrides
+        entry["label_overrides"] = [log_entry(LabelOverrideEntry, one) for one in overrides]
+    return entry

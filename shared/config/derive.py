@@ -128,6 +128,20 @@ def warmup_steps(run: RunConfig) -> int:
     return min(run.stage2_ab.schedule.warmup_steps, run.training.max_steps)
 
 
+def maskiou_gate(run: RunConfig, step: int) -> float:
+    """Return the mask IoU under which pairs cannot match in a step (from 0).
+
+    Example: with `maskiou_gate: 0.3` and the schedule `{start: 0.1, steps: 100}`, behind 20 steps
+    of warm-up, it is 0.1 up to step 20, 0.2 at step 70, and 0.3 from step 120 on.
+    """
+    gate = run.rollout_matching.maskiou_gate
+    schedule = run.rollout_matching.maskiou_gate_schedule
+    since_warmup = max(0, step - warmup_steps(run))
+    if schedule is None or since_warmup >= schedule.steps:
+        return gate
+    return schedule.start + (gate - schedule.start) * since_warmup / schedule.steps
+
+
 def effective_batch_size(run: RunConfig) -> int:
     """Count the samples per update over all ranks, where micro-steps count them."""
     ranks = run.learner.world_size
@@ -260,6 +274,8 @@ _OF_SAMPLES = (
     "rollout_matching.fp_cost",
     "rollout_matching.fn_cost",
     "rollout_matching.ot_",
+    "rollout_matching.trim_trailing_false_positives",
+    "rollout_matching.supervise_separators",
     "stage2_ab.schedule.",
     "stage2_ab.channel_b.reward.",
     "evaluation.",

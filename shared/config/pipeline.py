@@ -1,9 +1,9 @@
 """`rollout_matching.pipeline`: the declared objective, which is all there is (decisions 2 and 37).
 
-Every entry is written out in full: no key has a default but those of `policy_gradient` that choose
-among its variants, and its `advantage_epsilon`. A new objective of this repository has its settings
-and its entry here, and a line in `_Objective`; one of your own modules needs nothing here
-(`ImportedEntry`).
+Every entry is written out in full: no key has a default but the variants of `policy_gradient`, its
+`advantage_epsilon`, and the options beyond the specification (decision 30). A new objective of this
+repository has its settings and its entry here, and a line in `_Objective`; one of your own modules
+needs nothing here (`ImportedEntry`).
 """
 
 from __future__ import annotations
@@ -106,6 +106,12 @@ class TokenCEConfig(Section):
     """Channel B: weight of the tokens of `desc` values of appended objects."""
     rollout_matched_prefix_struct_weight: NonNegativeFloat
     """Channel B: weight of the structure of matched objects in the rollout's prefix."""
+    matched_desc_weight: NonNegativeFloat = 0.0
+    """Channel B, beyond the specification: weight of the token at which the name of a matched
+    object first differs from its ground truth's, where the ground truth's is taught."""
+    fp_end_weight: NonNegativeFloat = 1.0
+    """Channel B, beyond the specification: weight of the closing brace and EOS where the kept
+    rollout holds unmatched predictions."""
 
 
 class TokenCEEntry(PipelineEntry):

@@ -327,6 +327,13 @@ class OffloadSection(Section):
         return self.enabled and (self.offload_optimizer or not self.offload_model)
 
 
+class GateScheduleSection(Section):
+    start: Annotated[Fraction01, Field(examples=[0.1])]
+    """The gate of the first step behind the channel-A warm-up, and of those before it."""
+    steps: Annotated[PositiveInt, Field(examples=[100])]
+    """Steps, of any channel, in which it moves from there to `maskiou_gate`, where it stays."""
+
+
 class RolloutMatchingSection(Section):
     pipeline: Annotated[PipelineSection, Field(examples=[EXAMPLE_PIPELINE])]
     """The objective: it is declared in full, nothing is assumed."""
@@ -362,6 +369,9 @@ class RolloutMatchingSection(Section):
     """Ground truths that are compared with each prediction by mask IoU."""
     maskiou_gate: Fraction01 = 0.3
     """Pairs under this mask IoU cannot match."""
+    maskiou_gate_schedule: GateScheduleSection | None = None
+    """Beyond the specification: a gate that moves linearly to `maskiou_gate`, by the number of the
+    step alone; null: none."""
     maskiou_resolution: Annotated[int, Field(ge=2, le=4096)] = 256
     """Side of the canvas of the mask IoU, in pixels."""
     fp_cost: NonNegativeFloat = 1.0
@@ -373,8 +383,17 @@ class RolloutMatchingSection(Section):
     ot_epsilon: PositiveFloat = 10.0
     """Entropic regularisation of that transport, in bins. Shapes not much larger are taught smaller
     than they are."""
+    ot_epsilon_cap: PositiveFloat | None = None
+    """Beyond the specification: `ot_epsilon` is at most this times the shorter side, in bins, of
+    the box around the ground-truth shape, which counts as 1 bin at least; null: no cap."""
     ot_iters: PositiveInt = 30
     """Sinkhorn iterations of that transport."""
+    trim_trailing_false_positives: bool = False
+    """Beyond the specification: keep a rollout as far as its last matched object, and nothing of
+    one that has none."""
+    supervise_separators: bool = False
+    """Beyond the specification: teach the token that goes on to a matched object in the kept
+    rollout, with the weight of appended structure."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """Updates by which a rollout's weights may be older than the learner's; 1: the next step's
     first round is generated while this step's last is learned."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
@@ -81,6 +81,31 @@ def parse_rollout(
         fallback=not prefix.cut,
         num_unchanged=prefix.num_unchanged,
     )
+
+
+def trim_prefix(
+    parsed: ParsedRollout,
+    num_objects: int,
+    codec: TokenCodec,
+    *,
+    geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+) -> ParsedRollout:
+    """Cut the prefix behind its first `num_objects` objects, with everything that follows them.
+
+    With 0 it is the fallback. `geometry` is that with which `parsed` was read.
+
+    Example: a prefix of two objects and a damaged entry, cut behind 1, is `{"object_1": {...}`.
+    """
+    token_ids: Sequence[int] = ()
+    if num_objects:
+        ends = accumulate(len(codec.piece_bytes(token_id)) for token_id in parsed.prefix_token_ids)
+        # With the token that holds the cut, which the parser makes.
+        last = bisect_left(list(ends), parsed.objects[num_objects - 1].value[1])
+        token_ids = parsed.prefix_token_ids[: last + 1]
+    trimmed = parse_rollout(token_ids, codec, geometry=geometry)
+    assert len(trimmed.objects) == num_objects, "a prefix of a response reads as the response does"
+    num_unchanged = min(trimmed.num_unchanged, parsed.num_unchanged)
+    return replace(trimmed, truncated=parsed.truncated, num_unchanged=num_unchanged)
 
 
 def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec) -> _Prefix:

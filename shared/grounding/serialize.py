@@ -121,9 +121,14 @@ def _add_object(text: _Text, object_: GroundTruthObject, field_order: str) -> Ob
     return ObjectLayout((start, end), desc, coords)
 
 
+def escaped(desc: str) -> str:
+    """Write a name as it stands between its quotes."""
+    return json.dumps(desc, ensure_ascii=False)[1:-1]
+
+
 def _add_desc(text: _Text, object_: GroundTruthObject) -> tuple[int, int]:
     text.add('"desc": "')
-    span = text.add(json.dumps(object_.desc, ensure_ascii=False)[1:-1])
+    span = text.add(escaped(object_.desc))
     text.add('"')
     return span
 

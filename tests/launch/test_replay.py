@@ -12,6 +12,7 @@ from resumable_run import start
 
 from launch.replay import ReplayOptions, main, replay
 from shared.errors import ConfigError
+from shared.run_files import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,7 @@ def whole(demo_checkpoint, demo_data, tmp_path_factory):
         "stage2_ab__schedule__warmup_steps": 1,
         "rollout_matching__max_staleness": 1,
         "learner__cpu_threads": 1,
+        "rollout_matching__maskiou_gate_schedule": {"start": 0.1, "steps": 2},
         "telemetry__ray_metrics": False,
         "data__val": None,
         "checkpoint__save_steps": 2,
@@ -52,6 +54,8 @@ def replayed(run: Path, step: int, **options) -> dict[int, list[str]]:
 
 def test_a_step_is_learned_again_to_the_bit_from_the_checkpoint_before_it(whole):
     assert replayed(whole, 4) == {3: [], 4: []}
+    gates = [line.get("rollout/match_gate") for line in read_lines(whole / "metrics.jsonl")]
+    assert gates == [None, 0.1, 0.2, 0.3], "a gate with a schedule is of the step alone"
 
 
 def test_without_a_checkpoint_before_the_step_it_is_learned_from_the_runs_model(whole):

@@ -85,7 +85,7 @@ class Run:
         log.close()
 
     def _write(self, log, rollout, target, channel, position):
-        weights = text_weights(self.config.rollout_matching.pipeline, channel).of(target.roles)
+        weights = text_weights(self.config.rollout_matching.pipeline, channel).of(target)
         log.write(rollout, self.scene, target, weights, position)
 
     def everything(self):
@@ -194,7 +194,7 @@ def test_every_token_shows_what_supervises_it_and_how_much(run, everything):
     assert [int(title.split(" ")[1]) for title in tooltips] == list(range(len(tooltips)))
     assert f"token 0 · id {first_id} · neutral · weight 0" in tooltips[0]
     roles = {title.split(" · ")[2] for title in tooltips}
-    assert roles == {role.name.lower() for role in TokenRole}
+    assert roles == {role.name.lower() for role in TokenRole} - {"separator", "corrected_desc"}
     # The slots of the first match: the token's bin and the ground truth's.
     first = run.scene.objects[0]
     for has, should in zip(shifted(first, 20), first.bins, strict=True):
@@ -234,6 +234,43 @@ def test_the_page_counts_what_was_kept_and_appended_of(run, position, words):
     _, html = run.page(position=position)
     Page(html)
     assert [one for one in words if one not in html] == []
+
+
+def test_what_options_beyond_the_specification_did_is_on_the_page(
+    tmp_path, demo_checkpoint, demo_data
+):
+    config = {
+        "rollout_matching__trim_trailing_false_positives": True,
+        "rollout_matching__supervise_separators": True,
+        "rollout_matching__maskiou_gate_schedule": {"start": 0.1, "steps": 40},
+        "stage2_ab__schedule__warmup_steps": 2,
+    }
+    run = Run(tmp_path / "run", demo_checkpoint, demo_data, **config)
+    run.rules = replace(run.rules, corrects_names=True)
+    run.write(run.everything(), "{" + entry(1, "x", (0, 0, 6, 6)) + "}")
+    html = run.page()[1]
+    page = Page(html)
+    text = re.sub(r"<[^>]*>", " ", html)
+    for words in (
+        "4 cut off behind the last match",
+        "Behind the last match 4 entries were cut off (trim_trailing_false_positives).",
+        "unmatched: cut off, behind the last match",
+        "dropped: missing_geom; cut off, behind the last match",
+        "appended as object_3",
+        "the name differs, which matching ignores, and is taught from “",
+        "Pairs under mask IoU 0.12 could not match (maskiou_gate_schedule).",
+    ):
+        assert words in text, words
+    cut = re.search(r'<span class="cut"[^>]*>(.*?)</span>', html)[1]
+    assert cut.startswith(', "object_3"')
+    roles = [title.split(" · ")[2] for title in page.titles if title.startswith("token ")]
+    assert roles.count("separator") == 2
+    assert roles.count("corrected_desc") == 1
+    (taught,) = (title for title in page.titles if " · corrected_desc · " in title)
+    assert re.search(r" · taught is id \d+ · ", taught)
+    nothing_kept = re.sub(r"<[^>]*>", " ", run.page(position=1)[1])
+    assert "Nothing was kept: the whole target is ours. Without a match 1 entry was" in nothing_kept
+    assert "fallback:" not in nothing_kept
 
 
 def test_a_step_of_channel_a_is_shown_without_a_rollout(run):

@@ -2,6 +2,7 @@
 decisions 6, 7, 10 and 24).
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -97,6 +98,36 @@ def test_every_request_has_a_seed_of_its_own_that_its_place_in_the_run_decides(c
     assert seeds == [request_seed(17, 1, position) for position in range(12)]
     assert len(set(seeds)) == 12
     assert all(image.sha256 and image.data is None for image in images), "read when they are sent"
+
+
+def test_options_beyond_the_specification_are_learned_counted_and_logged(config):
+    pipeline = config().rollout_matching.pipeline.model_dump()
+    pipeline["objective"][0]["config"] |= {"matched_desc_weight": 0.5, "fp_end_weight": 0.5}
+    settings = config(
+        rollout_matching__pipeline=pipeline,
+        rollout_matching__supervise_separators=True,
+        rollout_matching__trim_trailing_false_positives=True,
+        rollout_matching__maskiou_gate_schedule={"start": 0.1, "steps": 10},
+    )
+    learner = make_learner(settings)
+    codec = learner.loaded.codec
+    rollouts = []
+    for rollout in half_right(learner, RunSchedule(settings).plan(1)):
+        text = b"".join(map(codec.piece_bytes, rollout.response_token_ids)).decode()
+        renamed = codec.encode(re.sub(r'(?<="desc": ")[^"]+', "zebra", text))
+        rollouts.append(replace(rollout, response_token_ids=tuple(renamed)))
+    learner.accumulate(rollouts)
+    metrics = finish_step(learner).metrics
+    lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", 2))
+    roles = [run for line in lines for run in line["target"]["supervision"]]
+    corrected = [run for run in roles if run[2:] == ("corrected_desc", 0.5)]
+    assert (
+        metrics["rollout/num_corrected_names"] == len(corrected) == metrics["rollout/num_matched"]
+    )
+    separators = sum(run[1] - run[0] for run in roles if run[2:] == ("separator", 1.0))
+    assert metrics["rollout/num_separators"] == separators > 0
+    assert metrics["rollout/match_gate"] == 0.1
+    assert metrics["packing/num_segments"] == 12
 
 
 def test_two_learners_draw_the_same_samples_in_the_same_order(config):

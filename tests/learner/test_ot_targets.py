@@ -169,6 +169,30 @@ def test_poly_prediction_is_supervised_by_barycentric_projected_targets_of_a_pol
     np.testing.assert_allclose(np.reshape(targets, (4, 2)), expected, atol=1e-8)
 
 
+def test_a_cap_of_epsilon_keeps_a_small_square_as_large_as_it_is_and_a_large_one_as_it_was():
+    def square(side):
+        return poly(500, 500, 500 + side, 500, 500 + side, 500 + side, 500, 500 + side)
+
+    def moved(shape, settings):
+        return np.abs(np.array(slot_targets(shape, shape, settings)) - shape.bins).max()
+
+    capped = OTSettings(cost="l2", epsilon=10.0, iters=30, epsilon_cap=0.2)
+    assert moved(square(10), DEFAULTS) > 2.9
+    assert moved(square(10), capped) < 0.1
+    assert capped.epsilon_of(square(10)) == pytest.approx(2.0)
+    assert capped.epsilon_of(square(50)) == DEFAULTS.epsilon_of(square(10)) == 10.0
+    assert slot_targets(square(50), square(50), capped) == slot_targets(
+        square(50), square(50), DEFAULTS
+    )
+    # By its shorter side, so that the long edges of a thin shape are not drawn together; at least
+    # of one bin, so that there always is an epsilon.
+    assert capped.epsilon_of(poly(0, 0, 400, 0, 400, 6, 0, 6)) == pytest.approx(1.2)
+    assert capped.epsilon_of(box(0, 0, 400, 6)) == pytest.approx(1.2)
+    flat = poly(0, 5, 400, 5, 200, 5)
+    assert capped.epsilon_of(flat) == 0.2
+    assert moved(flat, capped) < 1e-6
+
+
 def test_a_box_matched_with_a_polygon_takes_the_enclosing_box_of_its_projected_corners():
     prediction, truth = box(100, 100, 300, 310), poly(200, 90, 310, 200, 205, 320, 95, 190)
     corners = [(100, 100), (300, 100), (300, 310), (100, 310)]

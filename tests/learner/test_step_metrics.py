@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from rollout_support import make_rollout
 
 from learner.step_metrics import StepMetrics
-from learner.targets import ParsedAndMatched
+from learner.targets import (
+    LabelOverride,
+    ParsedAndMatched,
+    Target,
+    TextWeights,
+    TokenRole,
+)
 from shared.config.pipeline import Channel
 from shared.grounding.matching import MatchResult
-from shared.grounding.objects import ParsedRollout
+from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
+from shared.records import GeometryKind
 from shared.rollouts import FinishReason
 from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRollout
@@ -41,8 +49,9 @@ def step_metrics() -> StepMetrics:
     return StepMetrics(plan, "learner", capacity=8, min_fill_ratio=0.5)
 
 
+FOUND = ParsedObject("object_1", 1, GeometryKind.BBOX, "x", (1, 1, 2, 2), (1, 2, 3, 4), (0, 6))
 PARSED = ParsedRollout((), "{", (), (), None, truncated=True, fallback=True)
-READING = ParsedAndMatched(PARSED, MatchResult((), (), (), 0), (), (), (), "")
+READING = ParsedAndMatched(PARSED, PARSED, MatchResult((), (), (), 0), (), (), (), "")
 
 
 def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> None:
@@ -55,6 +64,35 @@ def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> 
     assert counted["rollout/num"] == 10
     assert counted["rollout/num_repeat_terminated"] == 3
     assert counted["rollout/num_length_limited"] == 2
+
+
+def test_what_options_change_is_counted_and_without_them_there_is_no_such_number() -> None:
+    metrics = step_metrics()
+    plain = Target("scene", (1, 2), np.zeros(2, np.uint8), (), (), (), reading=READING)
+    metrics.add_options(plain, TextWeights(1.0, 1.0, fp_end=0.5))
+    assert not any(metrics.totals.as_dict().values())
+    dropped = DroppedObject("object_2", DropReason.MISSING_GEOM)
+    reading = replace(
+        READING,
+        parsed=replace(PARSED, objects=(FOUND, FOUND), dropped=(dropped, dropped)),
+        kept=replace(PARSED, objects=(FOUND,)),
+        match=MatchResult((), (0,), (), 0),
+        num_capped=3,
+    )
+    roles = np.array([TokenRole.SEPARATOR, TokenRole.CORRECTED_DESC], np.uint8)
+    overrides = (LabelOverride(1, 7, 0),)
+    changed = replace(plain, roles=roles, label_overrides=overrides, reading=reading)
+    metrics.add_options(changed, TextWeights(1.0, 1.0))
+    metrics.add_options(changed, TextWeights(1.0, 1.0, fp_end=0.5))
+    metrics.add_gate(0.2)
+    assert metrics.totals.as_dict() == {
+        "rollout/num_trimmed": 6,
+        "rollout/num_separators": 2,
+        "rollout/num_corrected_names": 2,
+        "rollout/num_capped_epsilons": 6,
+        "rollout/num_weighted_ends": 1,
+        "rollout/match_gate": 0.2,
+    }
 
 
 def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figures_there_are() -> (

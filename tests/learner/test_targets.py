@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from learner.ot_targets import OTSettings, barycentric_targets
 from learner.targets import (
+    LabelOverride,
     MatchSettings,
     Target,
     TargetSettings,
@@ -312,6 +313,21 @@ def test_predicted_polygons_are_dropped_with_a_reason(codec):
     assert [dropped.reason for dropped in target.reading.parsed.dropped] == ["poly_unsupported"]
 
 
+def weights_of(weights, *roles):
+    """The weights of tokens with these roles, without a rollout."""
+    overrides = [n for n, role in enumerate(roles) if role == TokenRole.CORRECTED_DESC]
+    target = Target(
+        "scene",
+        (0,) * len(roles),
+        np.array(roles, dtype=np.uint8),
+        (),
+        (),
+        (),
+        label_overrides=tuple(LabelOverride(n, 1, 0) for n in overrides),
+    )
+    return weights.of(target).tolist()
+
+
 @pytest.mark.parametrize(("desc", "matched"), [(0.5, 0.25), (0.0, 0.0)])
 def test_the_weight_of_a_token_follows_from_its_role(desc, matched):
     expected = {
@@ -321,9 +337,11 @@ def test_the_weight_of_a_token_follows_from_its_role(desc, matched):
         TokenRole.MATCHED_STRUCTURE: matched,
         TokenRole.COORD: 0.0,
         TokenRole.CLOSING: 1.0,
+        TokenRole.SEPARATOR: 1.0,
+        TokenRole.CORRECTED_DESC: 0.0,
     }
     weights = TextWeights(desc=desc, matched_structure=matched)
-    assert weights.of(np.array([*expected], dtype=np.uint8)).tolist() == [*expected.values()]
+    assert weights_of(weights, *expected) == [*expected.values()]
 
 
 def test_a_forced_token_is_no_sampled_one_and_eos_is_supervised_as_ever(codec):

@@ -34,6 +34,7 @@ from shared.config.pipeline import (
     TokenCEEntry,
 )
 from shared.config.run import RunConfig
+from shared.records import GeometryKind
 from shared.rollouts import DecodeMode
 
 _OBJECTIVE = "rollout_matching.pipeline.objective"
@@ -196,6 +197,41 @@ def text_gate_has_text(run: RunConfig) -> Iterator[Problem]:
                 f" is active on channel {' and '.join(without_text)}",
                 "add one there (weight 0.0: not to learn text), or set text_gate_weight: 0.0",
             )
+
+
+def options_act(run: RunConfig) -> Iterator[Problem]:
+    """An option that changed nothing would pass for one that was tried (decision 30)."""
+    section = run.rollout_matching
+    if not run.algorithm.uses_rollouts or run.algorithm.uses_environment:
+        return  # like the other keys of matching, they may come from an experiment that has it
+    variant = run.custom.trainer_variant
+    active = section.pipeline.active(Channel.B)
+    if section.supervise_separators and not any(isinstance(one, TokenCEEntry) for one in active):
+        yield Problem(
+            "rollout_matching.supervise_separators",
+            "true, and no token_ce, which would weigh them, is active on channel B",
+            "add one there, or set it to false",
+        )
+    if section.ot_epsilon_cap is not None and GeometryKind.POLY not in run.geometry:
+        yield Problem(
+            "rollout_matching.ot_epsilon_cap",
+            f"{section.ot_epsilon_cap:g} has no effect on boxes, which {variant} learns alone here",
+            "remove it, or learn polygons (rollout_matching.geometry)",
+        )
+    for index, entry in enumerate(section.pipeline.objective):
+        if not isinstance(entry, TokenCEEntry) or Channel.B in entry.channels:
+            continue
+        config = entry.config
+        for key, value, specified in (
+            ("matched_desc_weight", config.matched_desc_weight, 0.0),
+            ("fp_end_weight", config.fp_end_weight, 1.0),
+        ):
+            if value != specified:
+                yield Problem(
+                    f"{_OBJECTIVE}[{index}].config.{key}",
+                    f"{value:g} has no effect on channel A, the only one of the entry",
+                    "remove it, or write it in the entry of channel B",
+                )
 
 
 def _channels(run: RunConfig) -> tuple[Channel, ...]:

@@ -130,6 +130,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     engines.queue_has_its_own_devices,
     algorithm.geometry_is_learned,
     algorithm.text_gate_has_text,
+    algorithm.options_act,
     algorithm.budget_has_effect,
     algorithm.leftovers_are_dropped,
     algorithm.packing_buffer_is_large_enough,

@@ -13,6 +13,7 @@ from learner.algorithms import base, rollout_matching
 from learner.algorithms.base import NUM_AHEAD, Ahead
 from learner.algorithms.rollout_matching import RolloutMatchingStep
 from learner.algorithms.trajectories import TrajectoryBatch
+from learner.targets import target_settings
 from shared.config.pipeline import Channel
 from shared.records import Sample
 from shared.schedule import StepPlan
@@ -84,8 +85,9 @@ def matching(tmp_path, one_ahead, monkeypatch):
     monkeypatch.setattr(RolloutMatchingStep, "_log_next", lambda step, target, rollout: None)
     config = configuration(tmp_path, tmp_path, tmp_path)
     encoder, tokens = SimpleNamespace(encode=encode), SimpleNamespace(codec=None)
+    settings = target_settings(config)
     algorithm = SimpleNamespace(
-        config=config, ahead=one_ahead, encoder=encoder, tokens=tokens, settings=None, log=None
+        config=config, ahead=one_ahead, encoder=encoder, tokens=tokens, settings=settings, log=None
     )
     return SimpleNamespace(algorithm=algorithm, counted=counted, targets=targets, threads=threads)
 

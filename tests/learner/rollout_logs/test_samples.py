@@ -76,7 +76,7 @@ def logged(folder, codec, cases, rank=0):
     log = RolloutLog(folder, codec, rank=rank)
     log.begin(7, Channel.A if cases[0][0] is None else Channel.B)
     for position, (rollout, target) in enumerate(cases):
-        log.write(rollout, SAMPLE, target, WEIGHTS.of(target.roles), position)
+        log.write(rollout, SAMPLE, target, WEIGHTS.of(target), position)
     log.close()
     return read_step(step_path(folder, 7))
 
@@ -162,11 +162,40 @@ def test_the_supervised_spans_cover_the_target_and_give_back_every_role_and_weig
         roles += [TokenRole[role.upper()]] * (stop - start)
         weights += [weight] * (stop - start)
     assert roles == target.roles.tolist()
-    assert set(roles) == set(TokenRole)
-    assert np.array_equal(np.array(weights, np.float32), WEIGHTS.of(target.roles))
+    assert set(roles) == set(TokenRole) - {TokenRole.SEPARATOR, TokenRole.CORRECTED_DESC}
+    assert np.array_equal(np.array(weights, np.float32), WEIGHTS.of(target))
     assert 0.1 in weights  # not 0.10000000149011612
     assert line["target"]["coord_positions"] == list(target.coord_positions)
     assert line["target"]["coord_targets"] == [*SEVEN.bins, *TWO.bins]
+
+
+def test_what_was_trimmed_and_which_name_is_taught_are_in_the_line(tmp_path, codec):
+    options = replace(SETTINGS, trims_false_positives=True, corrects_names=True)
+    false = (
+        entry(2, "x", (0, 0, 5, 5)),
+        '"object_3": {"desc": "two"}',
+        entry(4, "y", (1, 1, 5, 5)),
+    )
+    text = "{" + ", ".join([entry(1, "eight", SEVEN.bins), *false]) + "}"
+    rollout = rollout_of(codec.encode(text))
+    target = rollout_target(rollout, SAMPLE, codec, options)
+    (line,) = logged(tmp_path, codec, [(rollout, target)])
+    reading = line["reading"]
+    kept = "{" + entry(1, "eight", SEVEN.bins)
+    # The objects are those of the whole answer; what was kept is less.
+    assert [one["desc"] for one in reading["objects"]] == ["eight", "x", "y"]
+    assert (reading["trimmed"], reading["num_trimmed_dropped"]) == ([1, 2], 1)
+    assert (reading["prefix_text"], reading["num_kept_bytes"]) == (kept, len(kept))
+    assert (reading["max_object_index"], reading["fallback"]) == (1, False)
+    (override,) = line["target"]["label_overrides"]
+    (own,) = target.label_overrides
+    assert override == {"position": own.position, "token_id": own.token_id, "prediction": 0}
+    taught = (own.position, own.position + 1, "corrected_desc", 0.0)
+    assert taught in line["target"]["supervision"]
+    # Without options, a line is that of earlier versions.
+    line, _, _ = logged_response(tmp_path / "plain", codec, text)
+    assert not {"trimmed", "num_trimmed_dropped"} & set(line["reading"])
+    assert "label_overrides" not in line["target"]
 
 
 def test_a_step_of_channel_a_is_written_too(tmp_path, codec, truth):
@@ -262,7 +291,7 @@ def test_what_was_written_is_there_before_the_step_ends_and_half_a_line_is_none(
 ):
     log = RolloutLog(tmp_path / "rollouts", codec)
     log.begin(2, Channel.A)
-    log.write(None, SAMPLE, truth, WEIGHTS.of(truth.roles), 0)
+    log.write(None, SAMPLE, truth, WEIGHTS.of(truth), 0)
     path = step_path(tmp_path / "rollouts", 2)
     assert path.name == "step_000002.jsonl"
     assert len(read_step(path)) == 1
@@ -278,7 +307,7 @@ def test_the_files_of_several_ranks_are_read_as_one_step_in_rank_order(tmp_path,
         for step in (7, 8):
             log.begin(step, Channel.A)
             for position in (2 * rank, 2 * rank + 1):
-                log.write(None, SAMPLE, truth, WEIGHTS.of(truth.roles), position)
+                log.write(None, SAMPLE, truth, WEIGHTS.of(truth), position)
         log.close()
     assert (tmp_path / "step_000007.rank10.jsonl").exists()
     lines = read_step(step_path(tmp_path, 7))
@@ -328,7 +357,7 @@ def test_a_full_disk_is_an_error_with_the_path(tmp_path, codec, truth):
     step_path(tmp_path, 1).symlink_to("/dev/full")
     log.begin(1, Channel.A)
     with pytest.raises(StorageError, match=r"step_000001\.jsonl.*No space left"):
-        log.write(None, SAMPLE, truth, WEIGHTS.of(truth.roles), 0)
+        log.write(None, SAMPLE, truth, WEIGHTS.of(truth), 0)
     log.close()  # and raises no second time
 
 

@@ -28,6 +28,7 @@ from shared.config.derive import (
     RowRule,
     engines_in,
     is_sharded,
+    maskiou_gate,
     remarks,
     rollout_servers,
 )
@@ -296,3 +297,14 @@ def test_a_temperature_below_vllms_lowest_is_sampled_at_that_in_every_backend_an
     decode = run.rollout_matching.decode_settings(stop_token_ids=(1,), banned_token_ids=())
     assert (decode.mode, decode.temperature) == (DecodeMode.SAMPLE, 0.01)
     assert remarks(run) == (f"{TEMPERATURE}: 0.004 is sampled at 0.01, vLLM's lowest",)
+
+
+def test_the_gate_moves_linearly_behind_the_warm_up_by_the_steps_number_alone():
+    gate = f"{MATCHING}.maskiou_gate"
+    schedule = {f"{gate}_schedule": {"start": 0.1, "steps": 4}, gate: 0.5}
+    for variant, first in (({"stage2_ab.schedule.warmup_steps": 2}, 2), (ALIGNED, 0)):
+        run = load({**variant, "training.max_steps": 20, **schedule})
+        expected = [0.1] * first + [0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5]
+        assert [maskiou_gate(run, step) for step in range(first + 7)] == pytest.approx(expected)
+        assert maskiou_gate(run, 19) == 0.5
+    assert maskiou_gate(load({gate: 0.25}), 0) == 0.25

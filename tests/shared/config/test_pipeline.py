@@ -52,13 +52,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Every module of this version with all the keys of its config (decision 37)."""
 OPTIONAL = {
+    "token_ce": ["matched_desc_weight", "fp_end_weight"],
     "policy_gradient": [
         "advantage_epsilon",
         "advantage_baseline",
         "ratio_level",
         "clip",
         "above_cap",
-    ]
+    ],
 }
 """Keys beside them that have a default."""
 ENTRIES = {

@@ -476,6 +476,17 @@ def test_there_are_held_out_examples_unless_none_is_asked_for():
             },
             f"{MATCHING}.geometry, {MATCHING}.maskiou_gate, {MATCHING}.ot_iters",
         ),
+        (
+            {
+                f"{MATCHING}.trim_trailing_false_positives": True,
+                f"{MATCHING}.supervise_separators": True,
+                f"{MATCHING}.ot_epsilon_cap": 0.2,
+            },
+            (
+                f"{MATCHING}.ot_epsilon_cap, {MATCHING}.trim_trailing_false_positives,"
+                f" {MATCHING}.supervise_separators"
+            ),
+        ),
     ],
 )
 def test_keys_of_samples_with_ground_truth_are_remarked_on_and_not_refused(changes, paths):

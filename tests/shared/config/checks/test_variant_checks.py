@@ -254,6 +254,54 @@ def test_a_text_gate_needs_a_token_ce_on_every_channel_that_both_gate_and_steps_
     assert all(fits(line, expected) for line in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({f"{MATCHING}.ot_epsilon_cap": 0.2, **ALIGNED}, None),
+        (
+            {f"{MATCHING}.ot_epsilon_cap": 0.2},
+            f"{MATCHING}.ot_epsilon_cap: 0.2 has no effect on boxes, which stage2_two_channel",
+        ),
+        (
+            {f"{MATCHING}.ot_epsilon_cap": 0.2, **ALIGNED, f"{MATCHING}.geometry": ["bbox_2d"]},
+            f"{MATCHING}.ot_epsilon_cap: 0.2 has no effect on boxes, which stage2_rollout_aligned",
+        ),
+        ({f"{MATCHING}.supervise_separators": True}, None),
+        (
+            {
+                f"{MATCHING}.supervise_separators": True,
+                OBJECTIVE: [TOKEN_CE | {"channels": ["A"]}, COORD_REG],
+            },
+            f"{MATCHING}.supervise_separators: true, and no token_ce",
+        ),
+        ({f"{OBJECTIVE}[0].config.matched_desc_weight": 0.5}, None),
+        (
+            {
+                f"{OBJECTIVE}[0].channels": ["A"],
+                f"{OBJECTIVE}[0].config.matched_desc_weight": 0.5,
+            },
+            f"{OBJECTIVE}[0].config.matched_desc_weight: 0.5 has no effect on channel A, the only",
+        ),
+        (
+            {f"{OBJECTIVE}[0].channels": ["A"], f"{OBJECTIVE}[0].config.fp_end_weight": 0.0},
+            f"{OBJECTIVE}[0].config.fp_end_weight: 0 has no effect on channel A, the only",
+        ),
+        (
+            {
+                f"{MATCHING}.trim_trailing_false_positives": True,
+                f"{MATCHING}.maskiou_gate_schedule": {"start": 0.1, "steps": 10},
+                **ALIGNED,
+            },
+            None,
+        ),
+    ],
+)
+def test_an_option_beyond_the_specification_that_would_change_nothing_is_refused(changes, expected):
+    lines = problems(changes)
+    assert len(lines) == (expected is not None)
+    assert all(line.startswith(expected) for line in lines), lines
+
+
 def test_polygons_are_refused_where_boxes_alone_are_matched():
     geometry = f"{MATCHING}.geometry"
     assert problems({geometry: ["bbox_2d", "poly"]}) == [
