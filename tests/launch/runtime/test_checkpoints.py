@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.runtime.checkpoints import Checkpoints
 from shared.errors import LearnerError, RolloutError, StorageError, WeightSyncError
-from shared.run_files import Patience
+from shared.run_files import Patience, Span
 from shared.schedule import RunSchedule
 
 GONE = RolloutError("gone", actor="server-0", phase="generate")
@@ -31,6 +31,12 @@ class Writer:
         self.finished = 0
         self.lost = False
         self.stops = []
+        self.begun = None
+        """The name of the folder that is being written beside the run."""
+        self.reason = None
+        """Why nothing is written beside the run."""
+        self.is_written = True
+        """Whether what is written beside the run is there when one asks without waiting."""
         self.interrupted = None
         """In the midst of the next save, the driver is interrupted: what of it becomes complete,
         `writes` or `fails`.
@@ -42,20 +48,41 @@ class Writer:
             raise LearnerError("its process ended", phase="stop")
         return self.finished
 
-    def save(self, folder, run, answers_ahead=None, *, timeout_s=None):
-        if self.full or self.refusals:
-            self.refusals -= 1
-            raise StorageError(str(folder), "[Errno 28] No space left on device", can_pass=True)
+    def save(self, folder, run, answers_ahead=None, *, background=False, timeout_s=None):
+        self.begun = None
+        self._refuse(folder)
         interrupted = self.interrupted
         self.interrupted = None
         if interrupted == "fails":
             raise KeyboardInterrupt
+        if background and self.reason is None:
+            self.begun = folder
+        else:
+            self._write(folder, timeout_s)
+        if interrupted == "writes":
+            raise KeyboardInterrupt
+        return self.reason if background else None
+
+    def finish_save(self, *, wait, timeout_s=None):
+        if self.begun is None:
+            return []
+        if not (wait or self.is_written):
+            return None
+        self._refuse(self.begun)
+        self._write(self.begun, timeout_s)
+        self.begun = None
+        return [Span("learner, checkpoints", "write", 1.0, 2.0)]
+
+    def _refuse(self, folder):
+        if self.full or self.refusals:
+            self.refusals -= 1
+            raise StorageError(str(folder), "[Errno 28] No space left on device", can_pass=True)
+
+    def _write(self, folder, timeout_s):
         folder.mkdir(parents=True)
         (folder / "weights").write_text("")
         present = sorted(path.name for path in folder.parent.iterdir())
         self.events.append((folder.name, present, timeout_s))
-        if interrupted == "writes":
-            raise KeyboardInterrupt
 
 
 @pytest.fixture
