@@ -101,7 +101,7 @@ class Checkpoints:
         self._retention = Retention(config.checkpoint, self._run_dir / "checkpoints")
         self._clock_s = clock_s
         self._saved_s = clock_s()
-        """Time at which the newest checkpoint was complete, or the run began."""
+        """Time at which the run last went on behind a save, or began."""
         self._replaceable: dict[Path, KeptCheckpoint] = {}
         """Periodic and best ones, from before they are written until before they are deleted."""
         self._lasting: list[KeptCheckpoint] = []
@@ -137,7 +137,8 @@ class Checkpoints:
         """
         self._finish(wait=False)
         minutes = self._config.checkpoint.save_minutes
-        # Counted from the end of a save: what is being written is none behind which one is due.
+        # From where the run went on, or a slow disk would be written to after every step; and not
+        # while it is written to.
         is_due = (
             minutes is not None
             and self._writing is None
@@ -236,6 +237,7 @@ class Checkpoints:
         background = self._config.checkpoint.background
         reason = self._save(folder, self._replaceable[folder].step, background=background)
         self._telemetry.waited_for_save(folder, time.monotonic() - started_s)
+        self._saved_s = self._clock_s()
         if reason is not None and not self._told_reason:
             self._telemetry.saves_in_foreground(reason)
             self._told_reason = True
@@ -268,7 +270,6 @@ class Checkpoints:
         self._writing = None
         # At an early end the learner may never have been asked to save it.
         if folder is not None and folder.is_dir():
-            self._saved_s = self._clock_s()
             self._telemetry.saved(folder, written)
             self._delete_gone()
             self._delete_superseded()

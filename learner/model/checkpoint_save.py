@@ -139,7 +139,10 @@ class CheckpointSave:
             # On a full disk a half checkpoint is in the way of everything else.
             if self._ranks.rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
-            if isinstance(error, OSError | SafetensorError):
+            # The tokenizers' Rust raises a plain Exception.
+            if isinstance(error, OSError | SafetensorError) or (
+                type(error) is Exception and "(os error " in str(error)
+            ):
                 raise cannot_write(self.folder, error) from error
             raise
 
