@@ -30,6 +30,7 @@ from shared.grounding.evaluation import Outcome
 from shared.metrics import StepReport, merge_reports
 from shared.protocols import PerRank, RolloutBackend
 from shared.rollouts import SyncReport, WeightOffer
+from shared.run_files import Span
 from shared.schedule import StepPlan
 from shared.weight_sync.canary import Differences
 from shared.weight_sync.phases import SendReport
@@ -167,11 +168,21 @@ class LocalRun:
         run: str,
         answers_ahead: PerRank | None = None,
         *,
+        background: bool = False,
         timeout_s: float | None = None,
-    ) -> None:
+    ) -> str | None:
         (shares,) = answers_ahead or [[]]
         answers = list(itertools.chain(*shares))
-        self._do_within("save", lambda: self._learner.save(folder, run, answers), timeout_s)
+
+        def save() -> str | None:
+            return self._learner.save(folder, run, answers, background=background)
+
+        return self._do_within("save", save, timeout_s)
+
+    def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None:
+        return self._do_within(
+            "finish_save", lambda: self._learner.finish_save(wait=wait), timeout_s
+        )
 
     # The engine
 

@@ -17,6 +17,7 @@ from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
 from shared.protocols import MakeBackend, RolloutBackend
 from shared.rollouts import Rollout, SyncReport, WeightOffer
+from shared.run_files import Span
 from shared.sent_requests import PictureShelf, SentRequests
 from shared.trajectory import ExampleCounts
 
@@ -136,9 +137,13 @@ class LearnerActor:
     def answers_ahead(self) -> list[Any]:
         return self._learner.answers_ahead()
 
-    def save(self, folder: Path, run: str, *shares: list[Any]) -> None:
+    def save(self, folder: Path, run: str, background: bool, *shares: list[Any]) -> str | None:
         """Save a checkpoint, with the answers of this rank's part of the next round."""
-        self._learner.save(folder, run, list(itertools.chain(*shares)))
+        answers = list(itertools.chain(*shares))
+        return self._learner.save(folder, run, answers, background=background)
+
+    def finish_save(self, wait: bool) -> list[Span] | None:
+        return self._learner.finish_save(wait=wait)
 
     def num_updates(self) -> int:
         return self._learner.num_updates

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from torch.distributed.tensor import DTensor
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
 from learner.algorithms.trajectories import Trajectories
+from learner.model.checkpoint_save import CheckpointSave, Write
+from learner.model.host_memory import available_memory, in_gib
 from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
@@ -53,10 +55,13 @@ from shared.errors import (
 )
 from shared.grounding.evaluation import Outcome
 from shared.metrics import RankReport
-from shared.run_files import RUN_FILE, STATE_FOLDER, write_run_file
+from shared.run_files import RUN_FILE, STATE_FOLDER, Span, write_run_file
 from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import ExampleCounts
 from shared.weight_sync.checksum import BucketChecksum
+
+KEPT_FREE = 2 << 30
+"""Bytes of host memory that the copy of a checkpoint must leave to everybody else."""
 
 
 class Learner:
@@ -128,6 +133,8 @@ class Learner:
         """The result of `_fingerprints`, once it was needed."""
         self._answers_ahead: tuple[Any, ...] = ()
         """Answers of a resumed run's first positions, until they are asked for."""
+        self._saving: CheckpointSave | None = None
+        """The save that `finish_save` has to finish, with its copy of the state."""
         self._state: RankState
         """The state after the last update, or of the checkpoint that was resumed."""
         with self._ranks.of_phase("start"):
@@ -235,42 +242,105 @@ class Learner:
         """Return the answers of the first positions that a resumed run came with, in order."""
         return list(self._answers_ahead)
 
-    def save(self, folder: Path, run: str, answers_ahead: Sequence[Any] = ()) -> None:
+    def save(
+        self,
+        folder: Path,
+        run: str,
+        answers_ahead: Sequence[Any] = (),
+        *,
+        background: bool = False,
+    ) -> str | None:
         """Save the last update's checkpoint, with all that a resumed run needs. A collective.
 
         Args:
             run: the driver's part of it, as JSON.
             answers_ahead: answers of the next step's first positions that were generated already,
                 by weights that no longer exist.
+            background: copy it to host memory and write it beside the next steps; `finish_save`
+                tells when it is there.
+
+        Returns:
+            Why it was not written in the background although that was wanted.
 
         Raises:
             StorageError: it cannot be written. Nothing is left of it then, and every rank can try
                 again.
         """
+        self._saving = None  # of a save that failed, whose copies are not wanted any more
+        self.publisher.device.wait()
         ranks = self._ranks
-        has_own_tensors = self.parallel.holds_parts or ranks.rank == 0
-
-        def write_state(partial: Path) -> None:
+        is_full = self._config.checkpoint.full
+        tensors: dict[str, torch.Tensor] | None = None
+        if is_full and (self.parallel.holds_parts or ranks.rank == 0):
+            tensors = self.optimizer.tensors()
+        reason = self._no_room_for_copy(tensors or {}) if background else None
+        copies = background and reason is None
+        write_state: Write | None = None
+        if is_full:
             state = replace(
                 self._state,
                 answers_ahead=tuple(answers_ahead),
                 offers_adapter=self.publisher.offers_adapter,
                 fingerprints=self._fingerprints(),
             )
-            tensors = self.optimizer.tensors() if has_own_tensors else None
-            ranks.together(lambda: state.save(partial, ranks.rank, tensors), "save")
-            ranks.together(lambda: complete(partial), "save")
+            if copies and tensors is not None:
+                tensors = {name: one.to("cpu", copy=True) for name, one in tensors.items()}
+            write_state = state.writer(ranks.rank, tensors)
 
-        def complete(partial: Path) -> None:
-            if ranks.rank != 0:
-                return
+        def finish(partial: Path) -> None:
             if missing := missing_parts(partial, ranks.world_size):
-                reason = "another rank's part, written on its node, is not seen by rank 0"
+                why = "another rank's part, written on its node, is not seen by rank 0"
                 remedy = "put telemetry.run_dir on a disk that all nodes share"
-                raise StorageError(missing[0], reason, remedy=remedy)
+                raise StorageError(missing[0], why, remedy=remedy)
             write_run_file(partial / STATE_FOLDER / RUN_FILE, run)
 
-        self.publisher.save(folder, write_state if self._config.checkpoint.full else None)
+        save = self.publisher.checkpoint(
+            folder, copies=copies, write_more=write_state, finish=finish if is_full else None
+        )
+        if copies:
+            save.begin()
+            self._saving = save
+        else:
+            save.write()
+        return reason
+
+    def finish_save(self, *, wait: bool) -> list[Span] | None:
+        """Give the checkpoint that is written in the background its name, if it is all there.
+
+        A collective. `wait`: until it is. After a StorageError it is written again, from the same
+        copy, while the caller waits.
+
+        Returns:
+            When this rank wrote it; nothing where no save was begun. None: it is not all there.
+
+        Raises:
+            StorageError: it cannot be written. Nothing is left of it but the copy.
+        """
+        save = self._saving
+        if save is None:
+            return []
+        if not save.complete(wait=wait):
+            return None
+        self._saving = None
+        track = f"{self.name}, checkpoints"
+        return [Span(track, f"write {save.folder.name}", save.started_s, save.ended_s)]
+
+    def _no_room_for_copy(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Say why this machine's memory is too little for a copy of weights and `tensors`."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._ranks.rank == 0:
+            specs = self.publisher.parallel.weights.specs()
+            size += sum(shape.numel() * dtype.itemsize for _, dtype, shape in specs)
+        with self._ranks.of_phase("save"):
+            # As if all ranks were on one machine, and by the one that has the least.
+            needed = self._ranks.sum(size)
+            available = -self._ranks.max(-available_memory())
+        if needed + KEPT_FREE <= available:
+            return None
+        return (
+            f"the copy needs {in_gib(needed)} of host memory beside {in_gib(KEPT_FREE)} that stay"
+            f" free, and {in_gib(available)} are available"
+        )
 
     def last_report(self) -> RankReport | None:
         """Return the report of the step behind the present weights; None before the first."""

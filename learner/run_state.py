@@ -14,7 +14,7 @@ that hold the whole model (ddp) share the tensors of rank 0.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,25 +74,31 @@ class RankState:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     """Digests of what the run was given, by its key in the configuration."""
 
-    def save(self, folder: Path, rank: int, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """Write this rank's files; `tensors` None: those of rank 0 are the same.
-
-        Raises StorageError.
+    def writer(
+        self, rank: int, tensors: Mapping[str, torch.Tensor] | None
+    ) -> Callable[[Path], None]:
+        """Return what writes this rank's files into a folder as they are now, and raises
+        StorageError; `tensors` None: those of rank 0 are the same.
         """
-        path = _path(folder, rank, "pkl")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if tensors is not None:
-                save_file(dict(tensors), _path(folder, rank, "safetensors"))
-            path.write_bytes(pickle.dumps(self))
-        except (OSError, SafetensorError) as error:
-            raise cannot_write(path, error) from error
+        pickled = pickle.dumps(self)
+
+        def write(folder: Path) -> None:
+            path = _path(folder, rank, "pkl")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if tensors is not None:
+                    save_file(dict(tensors), _path(folder, rank, "safetensors"))
+                path.write_bytes(pickled)
+            except (OSError, SafetensorError) as error:
+                raise cannot_write(path, error) from error
+
+        return write
 
     @classmethod
     def load(
         cls, folder: Path, rank: int, *, has_own_tensors: bool
     ) -> tuple[RankState, dict[str, torch.Tensor]]:
-        """Read what `save` wrote. Raises ConfigError where the folder lacks it."""
+        """Read what `writer` wrote. Raises ConfigError where the folder lacks it."""
         path = _path(folder, rank, "pkl")
         try:
             state = pickle.loads(path.read_bytes())

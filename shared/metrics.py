@@ -208,6 +208,8 @@ time/reduce_s | max | Seconds in which a learner rank waited for the others at t
 time/sync_s | step | Seconds of the sync.
 time/queue_wait_s | step | Seconds in which the learner had nothing to do because the next round
     was not there.
+time/save_s | step | Seconds in which the run waited for checkpoints since the step before;
+    absent where it did not.
 time/replace_s | step | Longest time for which the place of a lost actor was empty; absent where
     none was lost.
 """

@@ -224,7 +224,7 @@ def warm_checkpoint(
             for plan in RunSchedule(config).plans():
                 learner.next_requests(plan)
                 learner.finish_step()
-            learner.publisher.save(run_dir / "checkpoint")
+            learner.publisher.checkpoint(run_dir / "checkpoint").write()
             (run_dir / "checkpoint").rename(folder)
     return folder
 

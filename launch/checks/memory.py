@@ -16,6 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from launch.runtime.placement import Placement
+from learner.model.host_memory import container_limits, in_gib
 from learner.model.parts import model_part, part_settings
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
@@ -50,8 +51,6 @@ An engine that is sized by a fraction of the GPU needs none beside it: vLLM meas
 """
 SURE = 1.25
 """A need above this multiple of the memory is a problem, below it a warning: estimates are high."""
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
 _SMALLER_LEARNER = (
     "turn model.gradient_checkpointing on, lower global_max_length, train with model.adapter, or"
     " use learner.parallel: fsdp over more ranks"
@@ -178,10 +177,6 @@ class Estimate:
     def describe(self) -> str:
         parts = [f"{name} {in_gib(size)}" for name, size in self.parts.items() if size]
         return f"{self.what}: {in_gib(self.total)} = {' + '.join(parts)}"
-
-
-def in_gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
 def num_trainable(config: RunConfig, shape: ModelShape) -> int:
@@ -527,29 +522,3 @@ def device_memory(device: Device) -> DeviceMemory | None:
         return DeviceMemory(device, min(sizes)) if sizes else None
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return DeviceMemory(device, min([machine, *container_limits()]))
-
-
-def container_limits() -> Iterator[int]:
-    """Yield the bytes that each control group around this process (version 1 or 2) allows it."""
-    for line in _lines(OWN_CGROUPS):
-        _, controllers, own_path = line.split(":", 2)
-        if not controllers:
-            mounted = CGROUPS
-            file = "memory.max"
-        elif "memory" in controllers.split(","):
-            mounted = CGROUPS / "memory"
-            file = "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container its group may be mounted as the outermost, which this file does not name.
-        inner = mounted / own_path.strip("/")
-        for folder in (inner, *inner.parents):
-            if folder.is_relative_to(mounted):
-                yield from (int(limit) for limit in _lines(folder / file) if limit != "max")
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

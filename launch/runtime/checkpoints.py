@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Protocol
 from launch.runtime.resume import ResumePoint, RunState, checkpoint_folders, read_state
 from shared.config import RunConfig
 from shared.config.training import CheckpointSection
-from shared.errors import RolloutError, StorageError, WeightSyncError
+from shared.errors import (
+    CollectiveError,
+    LostLearnerError,
+    RolloutError,
+    StorageError,
+    WeightSyncError,
+)
 from shared.protocols import PerRank
-from shared.run_files import FINAL_FOLDER, cannot_write
+from shared.run_files import FINAL_FOLDER, Span, cannot_write
 
 if TYPE_CHECKING:
     from launch.runtime.telemetry import Telemetry
@@ -61,13 +67,17 @@ class SavingLearner(Protocol):
         run: str,
         answers_ahead: PerRank | None = None,
         *,
+        background: bool = False,
         timeout_s: float | None = None,
-    ) -> None: ...
+    ) -> str | None: ...
+    def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None: ...
 
 
 class Checkpoints:
     """Asks the learner to save, and deletes what a newer checkpoint replaces: `checkpoints/`.
 
+    Periodic and best ones are written beside the run (`checkpoint.background`), one at a time.
+    Until one is whole nothing that it replaces is deleted, and the index does not change.
     `checkpoints.json` beside it lists every checkpoint that is complete (`KeptCheckpoint`).
     """
 
@@ -91,11 +101,17 @@ class Checkpoints:
         self._retention = Retention(config.checkpoint, self._run_dir / "checkpoints")
         self._clock_s = clock_s
         self._saved_s = clock_s()
-        """Time at which the newest checkpoint was complete, or the run began."""
+        """Time at which the run last went on behind a save, or began."""
         self._replaceable: dict[Path, KeptCheckpoint] = {}
         """Periodic and best ones, from before they are written until before they are deleted."""
         self._lasting: list[KeptCheckpoint] = []
         """The others, from before they are written."""
+        self._writing: Path | None = None
+        """The periodic or best one that the learner may be writing, from before it is asked to."""
+        self._gone: list[Path] = []
+        """Replaceable ones to delete when none is being written."""
+        self._told_reason = False
+        """Whether it was told why the run waits for its checkpoints."""
         self._indexed: set[Path] = set()
         """Folders in the index as it was last written."""
         self._superseded: list[Path] = []
@@ -115,9 +131,19 @@ class Checkpoints:
         self._rounds_ahead[num_steps] = handle
 
     def after_step(self, num_steps: int) -> None:
-        """Save after `num_steps` updates if that is due. Raises StorageError; older ones stay."""
+        """Save after `num_steps` updates if that is due. Raises StorageError; older ones stay.
+
+        What is being written gets its name if all of it is there.
+        """
+        self._finish(wait=False)
         minutes = self._config.checkpoint.save_minutes
-        is_due = minutes is not None and self._clock_s() - self._saved_s >= 60 * minutes
+        # From where the run went on, or a slow disk would be written to after every step; and not
+        # while it is written to.
+        is_due = (
+            minutes is not None
+            and self._writing is None
+            and self._clock_s() - self._saved_s >= 60 * minutes
+        )
         self._carry_out(self._retention.after_step(num_steps, is_due=is_due))
 
     def after_report(self, num_steps: int, score: float) -> None:
@@ -126,6 +152,7 @@ class Checkpoints:
 
     def at_end(self, num_steps: int) -> None:
         """Save the final weights, after the last update."""
+        self._finish(wait=True)
         if self._config.checkpoint.save_final:
             folder = self._run_dir / FINAL_FOLDER
             self._save_lasting(folder, num_steps, RetentionReason.FINAL)
@@ -133,11 +160,11 @@ class Checkpoints:
     @contextmanager
     def saved_at_an_early_end(self) -> Iterator[None]:
         """Save the last finished update where the body is interrupted, or a rollout, a sync or the
-        disk fails.
+        disk fails. However it ends, what is being written is waited for.
         """
-        # Not where the learner fails: what it holds is not to be trusted, or out of reach.
         try:
             yield
+            self._finish(wait=True)
         except KeyboardInterrupt:
             self._save_last_update(RetentionReason.INTERRUPTED)
             raise
@@ -145,6 +172,17 @@ class Checkpoints:
             if isinstance(error, StorageError):
                 self._telemetry.patience.limit_s = 0.0  # it has been waited for already
             self._save_last_update(RetentionReason.FAILED)
+            raise
+        # Where the learner fails, what it holds is not to be trusted, or out of reach; but a copy
+        # is of an update before.
+        except Exception as error:
+            if not isinstance(error, LostLearnerError | CollectiveError):
+                try:
+                    limit_s = self._config.timeouts.interrupt_s
+                    self._finish(wait=True, deadline=time.monotonic() + limit_s)
+                # Of any kind: it must not hide why the run ends.
+                except Exception as unsaved:
+                    self._telemetry.not_saved(unsaved)
             raise
 
     def _save_last_update(self, reason: RetentionReason) -> None:
@@ -154,10 +192,15 @@ class Checkpoints:
         if not (saves or unfinished):
             return
         limit_s = self._config.timeouts.interrupt_s
-        started_s = time.monotonic()
+        deadline = time.monotonic() + limit_s
         try:
             # Not counted here: it may have finished an update that nobody has heard of yet.
             num_updates = self._learner.stop(timeout_s=limit_s)
+            # The second half is for the attempt that succeeds.
+            patience = self._telemetry.patience
+            patience.limit_s = max(0.0, min(patience.limit_s, (deadline - time.monotonic()) / 2))
+            writing = self._writing
+            self._finish(wait=True, deadline=deadline)
             # A save that was interrupted here went on in the learner, which is free now: it is
             # complete, or not there at all.
             complete = [
@@ -166,14 +209,11 @@ class Checkpoints:
                 if kept.step == num_updates and kept.folder.is_dir()
             ]
             if complete:
-                self._telemetry.saved(complete[0].folder)
+                if complete[0].folder != writing:  # else it was told just now
+                    self._telemetry.saved(complete[0].folder)
             elif num_updates and saves:
-                # The second half is for the attempt that succeeds.
-                patience = self._telemetry.patience
-                left_s = started_s + limit_s - time.monotonic()
-                patience.limit_s = max(0.0, min(patience.limit_s, left_s / 2))
                 folder = self._run_dir / f"checkpoint_interrupted_{num_updates:06d}"
-                self._save_lasting(folder, num_updates, reason, started_s + limit_s)
+                self._save_lasting(folder, num_updates, reason, deadline)
             if self._entries():
                 self._write_index()
         # Of any kind: it must not hide why the run ends.
@@ -183,34 +223,86 @@ class Checkpoints:
     def _carry_out(self, change: RetentionChange) -> None:
         self._replaceable |= {kept.folder: kept for kept in self._retention.kept}
         if change.save is not None:
-            self._save(change.save, self._replaceable[change.save].step)
-            self._saved_s = self._clock_s()
-            self._telemetry.saved(change.save)
-        for folder in change.delete:
-            del self._replaceable[folder]
-        # The index first: it never lists a checkpoint that is being deleted.
-        if self._replaceable or change.delete:
-            self._write_index()
-        for folder in change.delete:
-            _delete(folder)
+            self._finish(wait=True)
+        self._gone += change.delete
         if change.save is not None:
+            self._begin(change.save)
+        elif self._writing is None:
+            self._delete_gone()
+
+    def _begin(self, folder: Path) -> None:
+        """Save the present weights, and go on while they are written, if that can be."""
+        self._writing = folder
+        started_s = time.monotonic()
+        background = self._config.checkpoint.background
+        reason = self._save(folder, self._replaceable[folder].step, background=background)
+        self._telemetry.waited_for_save(folder, time.monotonic() - started_s)
+        self._saved_s = self._clock_s()
+        if reason is not None and not self._told_reason:
+            self._telemetry.saves_in_foreground(reason)
+            self._told_reason = True
+        if reason is not None or not background:
+            self._note_whole([])
+
+    def _finish(self, *, wait: bool, deadline: float | None = None) -> None:
+        """Note that what is being written is whole, if it is; `wait`: until it is.
+
+        `deadline` is by the monotonic clock. Raises StorageError.
+        """
+        folder = self._writing
+        if folder is None:
+            return
+        started_s = time.monotonic()
+        try:
+            # Behind a failure the learner writes it again, from its copy.
+            written = self._telemetry.patience(
+                lambda: self._learner.finish_save(wait=wait, timeout_s=_left_s(deadline))
+            )
+        except StorageError:
+            self._writing = None
+            raise
+        if written is not None:
+            self._telemetry.waited_for_save(folder, time.monotonic() - started_s)
+            self._note_whole(written)
+
+    def _note_whole(self, written: Sequence[Span]) -> None:
+        folder = self._writing
+        self._writing = None
+        # At an early end the learner may never have been asked to save it.
+        if folder is not None and folder.is_dir():
+            self._telemetry.saved(folder, written)
+            self._delete_gone()
             self._delete_superseded()
 
-    def _save(self, folder: Path, num_steps: int, deadline: float | None = None) -> None:
+    def _delete_gone(self) -> None:
+        gone = self._gone
+        self._gone = []
+        for folder in gone:
+            del self._replaceable[folder]
+        # The index first: it never lists a checkpoint that is being deleted.
+        if self._replaceable or gone:
+            self._write_index()
+        for folder in gone:
+            _delete(folder)
+
+    def _save(
+        self,
+        folder: Path,
+        num_steps: int,
+        deadline: float | None = None,
+        *,
+        background: bool = False,
+    ) -> str | None:
         """Save the present weights, those of `num_steps` updates, and what a resumed run needs.
 
-        `deadline` is by the monotonic clock.
+        `deadline` is by the monotonic clock. Returns why it was not in the background as wanted.
         """
-
-        def left_s() -> float | None:
-            return None if deadline is None else max(0.0, deadline - time.monotonic())
-
         handle = self._rounds_ahead.get(num_steps)
         answers = None
         is_lost = False
         if handle is not None:
             try:
-                answers = handle.result(timeout=left_s())
+                answers = handle.result(timeout=_left_s(deadline))
             # of any kind: the run ends for it, and the weights are worth saving without the round
             except Exception:
                 is_lost = True
@@ -222,8 +314,14 @@ class Checkpoints:
             lost_answers_ahead=is_lost,
         )
         # All of it again: whatever could not be written, nothing is left of this checkpoint.
-        self._telemetry.patience(
-            lambda: self._learner.save(folder, state.as_json(), answers, timeout_s=left_s())
+        return self._telemetry.patience(
+            lambda: self._learner.save(
+                folder,
+                state.as_json(),
+                answers,
+                background=background,
+                timeout_s=_left_s(deadline),
+            )
         )
 
     def _delete_superseded(self) -> None:
@@ -338,6 +436,11 @@ def read_index(run_dir: Path) -> list[KeptCheckpoint]:
         )
         for entry in entries
     ]
+
+
+def _left_s(deadline: float | None) -> float | None:
+    """Return the seconds until a time of the monotonic clock."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _delete(folder: Path) -> None:

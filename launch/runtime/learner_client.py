@@ -29,6 +29,7 @@ from shared.grounding.evaluation import Outcome
 from shared.metrics import StepReport, merge_reports
 from shared.protocols import CLOSED_S, MakeBackend, PerRank
 from shared.rollouts import SyncReport, WeightOffer
+from shared.run_files import Span
 from shared.schedule import StepPlan
 from shared.sent_requests import REQUESTS_TOGETHER, RequestRef, in_objects
 from shared.trajectory import ExampleCounts
@@ -198,26 +199,44 @@ class RayLearner:
         run: str,
         answers_ahead: PerRank | None = None,
         *,
+        background: bool = False,
         timeout_s: float | None = None,
-    ) -> None:
+    ) -> str | None:
         """Save a full checkpoint: every rank takes part, rank 0 the most. Raises StorageError.
 
         Args:
             run: the driver's part of it, as JSON.
             answers_ahead: the next step's first round, where it was generated already.
+            background: copy it, and write it beside the next steps, until `finish_save`.
             timeout_s: what is left of timeouts.interrupt_s when a run is being ended.
+
+        Returns:
+            Why it was not written in the background although that was wanted.
         """
-        limit = self._timeouts.limit("learn_s")
-        if timeout_s is not None:
-            limit = Timeout(timeout_s, "timeouts.interrupt_s")
         shares = answers_ahead or [[] for _ in self._actors]
         asked = self._ask(
             lambda: [
-                actor.save.remote(folder, run, *share)
+                actor.save.remote(folder, run, background, *share)
                 for actor, share in zip(self._actors, shares, strict=True)
             ]
         )
-        self._wait("save", limit, asked)
+        reason: str | None = self._wait("save", self._save_limit(timeout_s), asked)[0]
+        return reason
+
+    def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None:
+        """Give the checkpoint in the background its name if all ranks have written it.
+
+        `wait`: until they have. Returns when they wrote it; nothing where no save was begun. None:
+        it is not all there. Raises StorageError, and writes it again when it is called again.
+        """
+        limit = self._save_limit(timeout_s)
+        written = self._wait("finish_save", limit, self._ask_all("finish_save", wait))
+        return None if None in written else list(itertools.chain(*written))
+
+    def _save_limit(self, timeout_s: float | None) -> Timeout:
+        if timeout_s is not None:
+            return Timeout(timeout_s, "timeouts.interrupt_s")
+        return self._timeouts.limit("learn_s")
 
     def close(self) -> None:
         """End the engines beside the ranks in order, within `CLOSED_S`. Twice is harmless."""

@@ -203,6 +203,8 @@ class Telemetry:
         section = rollout_servers(config)
         self._servers = [] if section is None else [entry.model_dump() for entry in section.servers]
         self.evaluations: list[EvaluationRecord] = []
+        self._save_s = 0.0
+        """Seconds of waiting for checkpoints since the last step's line."""
         self._uncalled_tools = UncalledTools()
 
     def go_on(self, point: ResumePoint) -> None:
@@ -399,7 +401,19 @@ class Telemetry:
         self._print(f"held out  after {size}: {report.describe()}")
         return record.score
 
-    def saved(self, checkpoint: Path) -> None:
+    def waited_for_save(self, checkpoint: Path, seconds: float) -> None:
+        """Record that the run waited until now for this checkpoint, or for its copy."""
+        self._save_s += seconds
+        self._trace_until_now(f"save {checkpoint.name}", seconds)
+
+    def saves_in_foreground(self, reason: str) -> None:
+        """Tell why the run waits for its checkpoints although `checkpoint.background` is set."""
+        self._warn(f"the run waits while a checkpoint is written (checkpoint.background): {reason}")
+
+    def saved(self, checkpoint: Path, written: Sequence[Span] = ()) -> None:
+        """Tell that a checkpoint is whole; `written`: when the ranks wrote it beside the run."""
+        if self._trace is not None:
+            self._trace.write(written)
         self._print(f"saved     {checkpoint}")
 
     def put_aside(self, checkpoint: Path, aside: Path) -> None:
@@ -444,6 +458,9 @@ class Telemetry:
                 Span(one.actor, "replace", one.lost_s, one.started_s, {"reason": one.reason})
                 for one in record.replaced
             ]
+        if self._save_s:
+            metrics["time/save_s"] = self._save_s
+            self._save_s = 0.0
         unknown = [name for name in metrics if not metric_of(name)]
         assert not unknown, f"not in shared/metrics.py: {unknown}"
         line: dict[str, Any] = {"step": report.number, "channel": report.channel}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from learner.model.adapters import (
@@ -20,7 +17,6 @@ from learner.model.adapters import (
     merged_embedding,
     merged_weight,
 )
-from shared.run_files import cannot_write
 from shared.tokens.fresh import FreshTokens
 from shared.weight_sync.offer import AdapterFiles
 
@@ -78,76 +74,36 @@ class CheckpointWeights:
                 yield path, name, parameter
 
 
-def partial_of(folder: Path) -> Path:
-    """Return the name that a checkpoint's folder has until it is whole."""
-    return folder.with_name(f"{folder.name}.partial")
-
-
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `folder` when the body is done, or is removed.
-
-    Raises StorageError with the path: no space left, no permission.
-    """
-    partial = partial_of(folder)
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        yield partial
-        _flush(partial)
-        # One of them is whole at every moment.
-        old = folder.with_name(f"{folder.name}.old")
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.replace(old)
-        partial.replace(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException as error:
-        # On a full disk a half checkpoint is in the way of everything else.
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise cannot_write(folder, error) from error
-        raise
-
-
-def _flush(folder: Path) -> None:
-    """Have the folder's files on the disk: a name must not outlive a power failure without them."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
-def write_checkpoint(
-    model: Any,
-    processor: Any,
-    folder: Path,
-    *,
-    state_dict: dict[str, torch.Tensor] | None = None,
-    adapter: AdapterFiles | None = None,
-    fresh: FreshTokens | None = None,
-) -> None:
-    """Write an ordinary checkpoint: it loads in transformers and vLLM without this project.
+@dataclass(frozen=True, slots=True)
+class CheckpointContent:
+    """An ordinary checkpoint: it loads in transformers and vLLM without this project.
 
     It has weights (safetensors; adapters merged), configuration, tokenizer and processor files.
-
-    Args:
-        folder: an empty one, of `whole_folder`.
-        state_dict: the weights, where the model holds only a part of them.
-        adapter: the model's, if it has one.
-        fresh: tokens that an adapter on this checkpoint has to train.
     """
-    if adapter is not None:
-        # Merged, so that the checkpoint loads where nobody knows of adapters.
-        state_dict = state_dict or dict(CheckpointWeights(model).tensors())
-        adapter.save(folder / ADAPTER_FOLDER)
-    model.save_pretrained(folder, state_dict=state_dict)
-    if state_dict is not None:
-        _write_config(model.config, next(iter(state_dict.values())).dtype, folder)
-    processor.save_pretrained(folder)
-    if fresh is not None:
-        fresh.save(folder)
+
+    model: Any
+    processor: Any
+    weights: Mapping[str, torch.Tensor]
+    """Those of `CheckpointWeights`."""
+    adapter: AdapterFiles | None = None
+    """The model's, if it has one."""
+    fresh: FreshTokens | None = None
+    """Tokens that an adapter on this checkpoint has to train."""
+
+    def write_processor(self, folder: Path) -> None:
+        """Write what a step may be working with: not beside one."""
+        self.processor.save_pretrained(folder)
+        if self.fresh is not None:
+            self.fresh.save(folder)
+
+    def write_weights(self, folder: Path) -> None:
+        """Write weights and configuration, as often as it is called; beside a step, too."""
+        if self.adapter is not None:
+            # Beside merged weights, which load where nobody knows of adapters.
+            self.adapter.save(folder / ADAPTER_FOLDER)
+        # A copy: transformers takes out of it what it has written.
+        self.model.save_pretrained(folder, state_dict=dict(self.weights))
+        _write_config(self.model.config, next(iter(self.weights.values())).dtype, folder)
 
 
 def _write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:

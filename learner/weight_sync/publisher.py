@@ -7,14 +7,13 @@ Every method but `send`, `fall_back_to_full` and `close` is called on all ranks,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from learner.model.adapters import adapter_files
-from learner.model.checkpoint import partial_of, whole_folder, write_checkpoint
+from learner.model.checkpoint import CheckpointContent, CheckpointWeights
+from learner.model.checkpoint_save import CheckpointSave, Write
 from learner.model.loading import LoadedModel
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology
 from learner.model.sharding import Parallel
@@ -132,11 +131,20 @@ class WeightPublisher:
         if noise is not None:
             self.canary.noise = noise
 
-    def save(self, folder: Path, write_state: Callable[[Path], None] | None = None) -> None:
-        """Write an ordinary checkpoint on rank 0; return on every rank when it is available.
+    def checkpoint(
+        self,
+        folder: Path,
+        *,
+        copies: bool = False,
+        write_more: Write | None = None,
+        finish: Write | None = None,
+    ) -> CheckpointSave:
+        """Return what writes an ordinary checkpoint of the present weights. Every rank takes part.
 
-        `write_state` writes more, on every rank, before `folder` has its name; where one rank fails
-        in it, all have to. Raises StorageError; every rank can try again then.
+        Args:
+            copies: copy the weights to host memory, where no later update reaches them.
+            write_more: writes this rank's part of what comes beside the weights.
+            finish: as of `CheckpointSave`.
         """
         with self.ranks.of_phase("save"):
             self.device.wait()
@@ -144,25 +152,32 @@ class WeightPublisher:
             self.parallel.gather()
             # A collective where the model is sharded: before rank 0 goes its own way.
             adapter = adapter_files(self.loaded.model)
-            is_first = self.ranks.rank == 0
-            with ExitStack() as unfinished:
+            weights = self.parallel.state_dict()
+            self.parallel.release()
+        content: CheckpointContent | None = None
+        if self.ranks.rank == 0:
+            if weights is None:
+                source = CheckpointWeights(self.loaded.model)
+                weights = {
+                    name: tensor.to("cpu", copy=True) if copies else tensor
+                    for name, tensor in source.tensors()
+                }
+            loaded = self.loaded
+            content = CheckpointContent(
+                loaded.model, loaded.processor, weights, adapter, loaded.fresh_tokens
+            )
 
-                def write_weights() -> None:
-                    if is_first:
-                        write_checkpoint(
-                            self.loaded.model,
-                            self.loaded.processor,
-                            unfinished.enter_context(whole_folder(folder)),
-                            state_dict=self.parallel.state_dict(),
-                            adapter=adapter,
-                            fresh=self.loaded.fresh_tokens,
-                        )
+        def prepare(partial: Path) -> None:
+            if content is not None:
+                content.write_processor(partial)
 
-                self.ranks.together(write_weights, "save")
-                self.parallel.release()
-                if write_state is not None:
-                    write_state(partial_of(folder))
-                self.ranks.together(unfinished.close, "save")
+        def write(partial: Path) -> None:
+            if content is not None:
+                content.write_weights(partial)
+            if write_more is not None:
+                write_more(partial)
+
+        return CheckpointSave(self.ranks, folder, prepare=prepare, write=write, finish=finish)
 
     def close(self) -> None:
         """Leave the groups of the weight sync."""

@@ -43,6 +43,9 @@ class CheckpointSection(Section):
     full: bool = True
     """Save with the weights what a resumed run needs (float32 masters, optimizer, buffers): of a
     bfloat16 model seven times as much."""
+    background: bool = True
+    """Copy what a periodic or best checkpoint holds to host memory and write it while the run goes
+    on; false, or where the memory is too little: the run waits until it is written."""
     save_on_interrupt: bool = True
     """Save the last finished update when Ctrl-C, SIGTERM or a failed rollout or sync ends the
     run."""

@@ -69,7 +69,7 @@ class FakeRank:
         time.sleep(0.3)
         raise RolloutError("a prompt differs", actor="actor-1", phase="check")
 
-    def save(self, folder: Any, run: str) -> None:
+    def save(self, folder: Any, run: str, background: bool) -> None:
         if self._rank:
             self._let_go.wait(600)
 

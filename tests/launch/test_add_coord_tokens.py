@@ -232,7 +232,7 @@ def test_the_learner_trains_what_was_made(stock, tmp_path, demo_data, family, ti
         losses.append(finish_step(learner).metrics["loss/total"])
     assert losses[-1] < losses[0]
     trained = tmp_path / "trained"
-    learner.publisher.save(trained)
+    learner.publisher.checkpoint(trained).write()
     saved = AutoModelForImageTextToText.from_pretrained(trained)
     assert torch.equal(saved.lm_head.weight, learner.loaded.model.lm_head.weight)
     end = GenerationConfig.from_pretrained(trained).eos_token_id

@@ -109,7 +109,7 @@ def test_fresh_tokens_of_the_checkpoint_are_learned_offered_and_saved(
     assert offer.transport == TransportKind.GLOO
     assert embedding in {tensor.name for tensor in offer.terms.tensors}
     one.publisher.done()
-    one.publisher.save(tmp_path / "saved")
+    one.publisher.checkpoint(tmp_path / "saved").write()
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert torch.equal(saved.get_input_embeddings().weight, after)
     assert saved.lm_head.weight is saved.get_input_embeddings().weight
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_a_run_that_trains_the_embeddings_has_no_fresh_tokens(
     folder = shutil.copytree(demo_checkpoint, tmp_path / "fresh")
     FreshTokens(100, 1000).save(folder)
     one = learner(mode="full", checkpoint=folder, model__adapter=None)
-    one.publisher.save(tmp_path / "saved")
+    one.publisher.checkpoint(tmp_path / "saved").write()
     assert FreshTokens.of(tmp_path / "saved") is None
 
 
@@ -157,7 +157,7 @@ def test_the_canary_is_what_the_adapted_policy_thinks_and_the_checkpoint_thinks_
     trained = offered(one).canary
     assert trained.expanded_token_ids == untrained.expanded_token_ids
     assert differ(trained.expected_logprobs, untrained.expected_logprobs)
-    one.publisher.save(tmp_path / "saved")
+    one.publisher.checkpoint(tmp_path / "saved").write()
     base = AutoModelForImageTextToText.from_pretrained(demo_checkpoint, dtype=torch.float32)
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     restored = PeftModel.from_pretrained(base, tmp_path / "saved/adapter")

@@ -187,7 +187,7 @@ def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of
 def test_a_checkpoint_is_complete_or_not_there(config, tmp_path):
     learner = make_learner(config())
     for _ in range(2):
-        learner.publisher.save(tmp_path / "checkpoint")
+        learner.publisher.checkpoint(tmp_path / "checkpoint").write()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     files = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files

@@ -354,18 +354,18 @@ def test_a_save_that_the_disk_refuses_one_rank_fails_on_all_and_can_be_tried_aga
     two_ranks, rank_config, parallel, tmp_path
 ):
     refusals = {
-        "learner.weight_sync.publisher.write_checkpoint": 0,
-        "learner.run_state.pickle.dumps": 1,
+        "learner.model.checkpoint.CheckpointContent.write_weights": 0,
+        "learner.run_state.Path.write_bytes": 1,
         "learner.learner.missing_parts": 0,
-        "learner.model.checkpoint._flush": 0,
+        "learner.model.checkpoint_save._flush": 0,
     }
     folder = tmp_path / "run" / "checkpoint"
     folder.parent.mkdir()
     config = rank_config(**parallel, timeouts__learn_s=100.0)
     first, last = two_ranks.run(rank_jobs.refused_then_saves, config, refusals, folder)
     full, other = "StorageError", "CollectiveError"
-    assert first == [full, other, full, full], "and nothing is left of an attempt"
-    assert last == [other, full, other, other]
+    assert first == [full, other, full, full, other], "and nothing is left of an attempt"
+    assert last == [other, full, other, other, full]
     assert (folder / "run_state" / "run.json").exists()
 
 
@@ -464,3 +464,10 @@ def test_ranks_that_are_resumed_learn_what_they_would_have_learned(case, two_ran
     files = sorted(path.name for path in (checkpoint / "run_state").iterdir())
     tensors = ["rank_0.safetensors"] + ["rank_1.safetensors"] * (case == "fsdp")
     assert files == sorted(["rank_0.pkl", "rank_1.pkl", "run.json", *tensors])
+    assert contents(checkpoint) == contents(checkpoint.with_name("foreground"))
+
+
+def contents(folder):
+    """Every file of a folder, to the byte."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

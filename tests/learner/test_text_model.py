@@ -8,7 +8,7 @@ from config_support import configuration, trajectory_config
 from tiny_qwen import stock_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from learner.model.checkpoint import write_checkpoint
+from learner.model.checkpoint import CheckpointContent
 from learner.model.loading import load_model
 from learner.model.parts import trained_parameters
 from shared.errors import ConfigError
@@ -44,7 +44,9 @@ def test_its_checkpoint_loads_elsewhere(config, tmp_path):
     loaded, folder = load_model(config, torch.device("cpu")), tmp_path / "saved"
     weights = {name: one.detach() for name, one in loaded.model.named_parameters()}
     folder.mkdir()
-    write_checkpoint(loaded.model, loaded.processor, folder, state_dict=weights)
+    content = CheckpointContent(loaded.model, loaded.processor, weights)
+    content.write_processor(folder)
+    content.write_weights(folder)
     elsewhere = AutoModelForCausalLM.from_pretrained(folder)
     vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in elsewhere.named_parameters())

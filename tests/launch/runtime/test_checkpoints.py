@@ -14,8 +14,14 @@ from learner_support import finish_step, make_learner
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.runtime.checkpoints import Checkpoints
-from shared.errors import LearnerError, RolloutError, StorageError, WeightSyncError
-from shared.run_files import Patience
+from shared.errors import (
+    LearnerError,
+    LostLearnerError,
+    RolloutError,
+    StorageError,
+    WeightSyncError,
+)
+from shared.run_files import Patience, Span
 from shared.schedule import RunSchedule
 
 GONE = RolloutError("gone", actor="server-0", phase="generate")
@@ -31,6 +37,12 @@ class Writer:
         self.finished = 0
         self.lost = False
         self.stops = []
+        self.begun = None
+        """The name of the folder that is being written beside the run."""
+        self.reason = None
+        """Why nothing is written beside the run."""
+        self.is_written = True
+        """Whether what is written beside the run is there when one asks without waiting."""
         self.interrupted = None
         """In the midst of the next save, the driver is interrupted: what of it becomes complete,
         `writes` or `fails`.
@@ -42,20 +54,41 @@ class Writer:
             raise LearnerError("its process ended", phase="stop")
         return self.finished
 
-    def save(self, folder, run, answers_ahead=None, *, timeout_s=None):
-        if self.full or self.refusals:
-            self.refusals -= 1
-            raise StorageError(str(folder), "[Errno 28] No space left on device", can_pass=True)
+    def save(self, folder, run, answers_ahead=None, *, background=False, timeout_s=None):
+        self.begun = None
+        self._refuse(folder)
         interrupted = self.interrupted
         self.interrupted = None
         if interrupted == "fails":
             raise KeyboardInterrupt
+        if background and self.reason is None:
+            self.begun = folder
+        else:
+            self._write(folder, timeout_s)
+        if interrupted == "writes":
+            raise KeyboardInterrupt
+        return self.reason if background else None
+
+    def finish_save(self, *, wait, timeout_s=None):
+        if self.begun is None:
+            return []
+        if not (wait or self.is_written):
+            return None
+        self._refuse(self.begun)
+        self._write(self.begun, timeout_s)
+        self.begun = None
+        return [Span("learner, checkpoints", "write", 1.0, 2.0)]
+
+    def _refuse(self, folder):
+        if self.full or self.refusals:
+            self.refusals -= 1
+            raise StorageError(str(folder), "[Errno 28] No space left on device", can_pass=True)
+
+    def _write(self, folder, timeout_s):
         folder.mkdir(parents=True)
         (folder / "weights").write_text("")
         present = sorted(path.name for path in folder.parent.iterdir())
         self.events.append((folder.name, present, timeout_s))
-        if interrupted == "writes":
-            raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -82,6 +115,12 @@ def end(checkpoints, error):
     assert caught.value is error
 
 
+def finish(checkpoints):
+    """The run ends as it was to."""
+    with checkpoints.saved_at_an_early_end():
+        pass
+
+
 def index(run_dir):
     return json.loads((run_dir / "checkpoints.json").read_text())
 
@@ -103,6 +142,7 @@ def test_a_new_checkpoint_is_complete_before_an_old_one_goes(world):
     checkpoints = world(save_steps=1, keep_last=1)
     checkpoints.after_step(1)
     checkpoints.after_step(2)
+    finish(checkpoints)
     assert world.writer.events[1] == ("step_000002", ["step_000001", "step_000002"], None)
     assert folders(world.run_dir) == ["checkpoints/step_000002"]
     assert saved(world) == [world.run_dir / f"checkpoints/step_00000{step}" for step in (1, 2)]
@@ -127,6 +167,7 @@ def test_the_index_says_folder_step_score_and_why(world):
 def test_a_full_disk_is_named_and_the_older_checkpoints_stay(world):
     checkpoints = world(save_steps=1, keep_last=1)
     checkpoints.after_step(1)
+    finish(checkpoints)
     world.writer.full = True
     with pytest.raises(StorageError, match=r"step_000002: .*No space left"):
         checkpoints.after_step(2)
@@ -138,7 +179,7 @@ def test_a_full_disk_is_named_and_the_older_checkpoints_stay(world):
 def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
     told = []
     world.telemetry.patience = Patience(60.0, told.append)
-    checkpoints = world(save_steps=1)
+    checkpoints = world(save_steps=1, background=False)
     world.writer.refusals = 1
     checkpoints.after_step(1)
     assert [kept["step"] for kept in index(world.run_dir)] == [1]
@@ -234,6 +275,7 @@ def test_by_default_no_more_than_fifteen_minutes_of_learning_can_be_lost(world):
     for step, now in ((1, 14.9), (2, 15.0), (3, 29.9), (4, 31.0), (5, 46.0)):
         minutes[0] = now
         checkpoints.after_step(step)
+    finish(checkpoints)
     names = [name for name, _, _ in world.writer.events]
     assert names == ["step_000002", "step_000004", "step_000005"]
     assert index(world.run_dir) == [
@@ -245,12 +287,12 @@ def test_the_minutes_are_counted_from_the_end_of_the_last_save(world):
     """Or a disk that takes as long as that for every one would be written to after every step."""
     minutes = [0.0]
 
-    def save(folder, run, answers_ahead=None, *, timeout_s=None):
+    def save(folder, run, answers_ahead=None, *, background, timeout_s=None):
         minutes[0] += 20.0
         folder.mkdir(parents=True)
 
     world.writer.save = save
-    checkpoints = world(clock_s=lambda: 60 * minutes[0], save_steps=2)
+    checkpoints = world(clock_s=lambda: 60 * minutes[0], save_steps=2, background=False)
     for step in range(1, 5):
         minutes[0] += 6.0
         checkpoints.after_step(step)
@@ -293,21 +335,136 @@ def test_an_interruption_behind_a_save_does_not_wait_for_the_learner_where_nothi
 ):
     checkpoints = world(save_on_interrupt=False, save_steps=1)
     checkpoints.after_step(1)
+    finish(checkpoints)
     end(checkpoints, KeyboardInterrupt())
     assert world.writer.stops == []
 
 
-@pytest.mark.parametrize(("became", "kept"), [("writes", [1, 2, 3]), ("fails", [1, 3])])
+@pytest.mark.parametrize(("became", "kept"), [("writes", [2, 3]), ("fails", [1, 3])])
 def test_after_an_interrupted_save_on_the_way_the_index_is_what_is_there(world, became, kept):
-    checkpoints = world(save_steps=1, keep_last=1)
+    checkpoints = world(save_steps=1, keep_last=1, background=False)
     checkpoints.after_step(1)
     world.writer.finished = 3
     world.writer.interrupted = became
     with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
         checkpoints.after_step(2)
     entries = index(world.run_dir)
-    assert [one["step"] for one in entries] == kept, "the one that was to go is kept still"
+    assert [one["step"] for one in entries] == kept, "the older one goes if the newer is whole"
     assert folders(world.run_dir) == sorted(one["folder"] for one in entries)
+
+
+# Beside the run
+
+
+def test_an_older_checkpoint_stays_in_the_index_until_what_replaces_it_is_whole(world):
+    checkpoints = world(save_steps=1, keep_last=1)
+    world.writer.is_written = False
+    checkpoints.after_step(1)
+    checkpoints.after_step(2)  # the first is waited for, and the second begun
+    assert index(world.run_dir) == [entry("checkpoints/step_000001", 1, "periodic")]
+    checkpoints.after_report(2, 0.5)
+    assert index(world.run_dir) == [entry("checkpoints/step_000001", 1, "periodic")]
+    world.writer.is_written = True
+    checkpoints.after_report(2, 0.5)
+    finish(checkpoints)
+    assert index(world.run_dir) == [entry("checkpoints/step_000002", 2, "periodic", 0.5)]
+    assert folders(world.run_dir) == ["checkpoints/step_000002"]
+
+
+def test_a_checkpoint_gets_its_name_after_the_first_step_behind_its_writing(world):
+    checkpoints = world(save_steps=2)
+    world.writer.is_written = False
+    for step in (1, 2, 3):
+        checkpoints.after_step(step)
+    assert (folders(world.run_dir), saved(world)) == ([], [])
+    world.writer.is_written = True
+    checkpoints.after_step(3)
+    assert folders(world.run_dir) == ["checkpoints/step_000002"]
+    (told,) = world.telemetry.saved.call_args_list
+    assert [span.track for span in told.args[1]] == ["learner, checkpoints"]
+    waits = [call.args[0].name for call in world.telemetry.waited_for_save.call_args_list]
+    assert waits == ["step_000002", "step_000002"], "for its copy, and for its name"
+
+
+def test_no_save_is_due_by_the_minutes_while_one_is_written(world):
+    minutes = [0.0]
+    checkpoints = world(clock_s=lambda: 60 * minutes[0])
+    world.writer.is_written = False
+    for step, now in ((1, 15.0), (2, 31.0), (3, 50.0)):
+        minutes[0] = now
+        checkpoints.after_step(step)
+    assert world.writer.events == []
+    finish(checkpoints)
+    assert [kept["step"] for kept in index(world.run_dir)] == [1]
+
+
+@pytest.mark.slow
+def test_what_the_disk_refuses_beside_the_run_is_told_and_tried_again(world):
+    told = []
+    world.telemetry.patience = Patience(60.0, told.append)
+    checkpoints = world(save_steps=2)
+    checkpoints.after_step(2)
+    world.writer.refusals = 1
+    checkpoints.after_step(3)
+    assert folders(world.run_dir) == ["checkpoints/step_000002"]
+    refused, written = told
+    assert "checkpoints/step_000002: [Errno 28] No space left on device; the run waits" in refused
+    assert "checkpoints/step_000002 could be written after 1 s" in written
+
+
+def test_a_disk_that_stays_full_beside_the_run_ends_it_and_the_last_update_is_saved_instead(world):
+    checkpoints = world(save_steps=2, keep_last=1)
+    checkpoints.after_step(2)
+    checkpoints.after_step(4)
+    world.writer.finished = 5
+    world.writer.refusals = 1
+    with pytest.raises(StorageError, match="step_000004"), checkpoints.saved_at_an_early_end():
+        checkpoints.after_step(5)
+    assert index(world.run_dir) == [
+        entry("checkpoints/step_000002", 2, "periodic"),
+        entry("checkpoint_interrupted_000005", 5, "failed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (KeyboardInterrupt(), [2, 3]),
+        (GONE, [2, 3]),
+        (LearnerError("a nan", phase="update"), [2]),
+        (LostLearnerError("its process has ended", phase="update"), None),
+    ],
+)
+def test_an_early_end_waits_for_what_is_written_beside_the_run(world, error, kept):
+    checkpoints = world(save_steps=2)
+    checkpoints.after_step(2)
+    world.writer.finished = 3
+    end(checkpoints, error)
+    if kept is None:
+        assert folders(world.run_dir) == []
+        return
+    assert [one["step"] for one in index(world.run_dir)] == kept
+    (_, _, left_s), *_ = world.writer.events
+    assert 0.0 < left_s <= 7.0, "not longer than timeouts.interrupt_s"
+
+
+def test_an_interruption_while_the_learner_copies_costs_nothing_of_what_it_then_writes(world):
+    checkpoints = world(save_steps=2)
+    world.writer.finished = 2
+    world.writer.interrupted = "writes"
+    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
+        checkpoints.after_step(2)
+    assert index(world.run_dir) == [entry("checkpoints/step_000002", 2, "periodic")]
+    assert saved(world) == [world.run_dir / "checkpoints/step_000002"]
+
+
+def test_a_copy_that_there_is_no_memory_for_is_not_made_and_that_is_told_once(world):
+    checkpoints = world(save_steps=1)
+    world.writer.reason = "the copy needs 9 GiB"
+    for step in (1, 2):
+        checkpoints.after_step(step)
+    assert [kept["step"] for kept in index(world.run_dir)] == [1, 2]
+    world.telemetry.saves_in_foreground.assert_called_once_with("the copy needs 9 GiB")
 
 
 @pytest.fixture
@@ -323,7 +480,14 @@ def trained(tmp_path, demo_checkpoint, demo_data):
     config = configuration(demo_checkpoint, demo_data, tmp_path / "run", **changes)
     (tmp_path / "run").mkdir()
     learner = make_learner(config)
-    saves = Mock(save=lambda folder, run, ahead, timeout_s: learner.save(folder, run))
+
+    def save(folder, run, ahead, *, background, timeout_s):
+        return learner.save(folder, run, background=background)
+
+    def finish_save(*, wait, timeout_s):
+        return learner.finish_save(wait=wait)
+
+    saves = Mock(save=save, finish_save=finish_save)
     return (
         learner,
         config,
@@ -341,6 +505,7 @@ def test_every_checkpoint_loads_elsewhere_with_the_weights_of_its_step(trained):
         parameters = learner.loaded.model.named_parameters()
         weights[plan.step + 1] = {name: value.detach().clone() for name, value in parameters}
         checkpoints.after_step(plan.step + 1)
+    finish(checkpoints)
     entries = index(config.telemetry.run_dir)
     assert [kept["step"] for kept in entries] == [1, 2]
     for kept in entries:
@@ -360,6 +525,7 @@ def test_a_disk_that_fills_while_the_weights_are_written_leaves_the_older_checkp
     _, config, checkpoints = trained
     folder = config.telemetry.run_dir / "checkpoints"
     checkpoints.after_step(1)
+    finish(checkpoints)
 
     def sizes():
         return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
@@ -370,6 +536,7 @@ def test_a_disk_that_fills_while_the_weights_are_written_leaves_the_older_checkp
     try:
         with pytest.raises(StorageError, match=r"cannot write .*step_000002"):
             checkpoints.after_step(2)
+            finish(checkpoints)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in folder.iterdir()] == ["step_000001"]

@@ -21,7 +21,7 @@ from launch.runtime.telemetry import Telemetry
 from shared.errors import ConfigError, RolloutError
 
 STEPS = 6
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 GROUNDING = {
     "global_max_length": 512,
     "training__max_steps": STEPS,

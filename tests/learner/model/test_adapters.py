@@ -22,7 +22,7 @@ from learner.model.adapters import (
     embeddings_with_trained_rows,
     without_adapter,
 )
-from learner.model.checkpoint import CheckpointWeights, write_checkpoint
+from learner.model.checkpoint import CheckpointContent, CheckpointWeights
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.tokens.fresh import FreshTokens
@@ -212,7 +212,10 @@ def save(model, checkpoint, folder, **options):
     """Save a model with its adapter; return what transformers loads of it."""
     processor = AutoProcessor.from_pretrained(checkpoint)
     folder.mkdir()
-    write_checkpoint(model, processor, folder, adapter=adapter_files(model), **options)
+    weights = dict(CheckpointWeights(model).tensors())
+    content = CheckpointContent(model, processor, weights, adapter_files(model), **options)
+    content.write_processor(folder)
+    content.write_weights(folder)
     saved, information = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )

@@ -123,7 +123,7 @@ def test_an_offer_waits_for_the_update_before_weights_adapter_or_canary_are_read
 
 def test_a_checkpoint_waits_for_the_update_before_it_reads(tmp_path: Path) -> None:
     publishes, events = publisher()
-    publishes.save(tmp_path / "checkpoint")
+    publishes.checkpoint(tmp_path / "checkpoint").write()
     assert events[0] == "wait"
     assert {"read", "save"} <= set(events)
 

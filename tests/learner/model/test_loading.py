@@ -54,7 +54,7 @@ def test_bfloat16_learns_as_float32_does(config):
 def test_a_bfloat16_checkpoint_is_saved_in_bfloat16(config, tmp_path):
     learner, _ = losses(config(model__dtype="bfloat16"), 1)
     folder = tmp_path / "checkpoint"
-    learner.publisher.save(folder)
+    learner.publisher.checkpoint(folder).write()
     saved = config(model__path=str(folder), model__dtype="bfloat16")
     again = load_model(saved, torch.device("cpu")).model
     pairs = zip(learner.loaded.model.parameters(), again.parameters(), strict=True)

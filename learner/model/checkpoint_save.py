@@ -1,0 +1,155 @@
+"""A checkpoint on its way to the disk, while the run waits for it or beside the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+from safetensors import SafetensorError
+
+from learner.model.ranks import Ranks
+from shared.run_files import cannot_write
+
+Write = Callable[[Path], None]
+"""Writes a part of a checkpoint into a folder."""
+
+
+class CheckpointSave:
+    """One rank's part in a checkpoint, which all ranks write into one folder.
+
+        write                    the run waits
+        begin -> complete, ...   a thread writes; asked until it is there
+
+    The folder has a name of its own until everything is in it and on the disk: a save that is
+    killed leaves the checkpoint before it whole. These methods are collectives, the thread takes
+    part in none. Where one rank fails all raise, nothing is left, and all can try again: the rank
+    that failed raises its own error (StorageError: no space left, no permission), the others a
+    CollectiveError.
+    """
+
+    def __init__(
+        self, ranks: Ranks, folder: Path, *, prepare: Write, write: Write, finish: Write | None
+    ) -> None:
+        """Keep what to write; each is called once in an attempt, with the folder to write into.
+
+        Args:
+            prepare: rank 0's, by the caller's thread, before anything else.
+            write: this rank's, by the thread beside the run, if there is one.
+            finish: rank 0's, by the caller's thread, when all ranks have written.
+        """
+        self._ranks = ranks
+        self.folder = folder
+        self._partial = folder.with_name(f"{folder.name}.partial")
+        self._prepare = prepare
+        self._write = write
+        self._finish = finish
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+        self.started_s = self.ended_s = 0.0
+        """When this rank wrote its part, Unix time."""
+
+    def write(self) -> None:
+        """Write the checkpoint, and return when it has its name."""
+        with self._removed_on_error():
+            self._ranks.together(self._make_folder, "save")
+            self._ranks.together(self._write_part, "save")
+            self._ranks.together(self._give_name, "save")
+
+    def begin(self) -> None:
+        """Begin to write in a thread."""
+        with self._removed_on_error():
+            self._ranks.together(self._make_folder, "save")
+
+        def write_part() -> None:
+            try:
+                self._write_part()
+            # of any kind: `complete` raises it, where the other ranks hear of it
+            except Exception as error:
+                self._error = error
+
+        # As a daemon, because a process that ends early leaves the folder without its name.
+        self._thread = Thread(target=write_part, name="write-checkpoint", daemon=True)
+        self._thread.start()
+
+    def complete(self, *, wait: bool) -> bool:
+        """Give the checkpoint its name if every rank has written its part, and tell whether it has.
+
+        `wait`: until they have. After an attempt that failed, write all of it again meanwhile.
+        """
+        thread = self._thread
+        if thread is None:
+            self.write()
+            return True
+        if wait:
+            thread.join()
+        with self._ranks.of_phase("save"):
+            if self._ranks.max(int(thread.is_alive())):
+                return False
+        self._thread = None
+        with self._removed_on_error():
+            self._ranks.together(self._raise_error, "save")
+            self._ranks.together(self._give_name, "save")
+        return True
+
+    def _make_folder(self) -> None:
+        if self._ranks.rank != 0:
+            return
+        if self._partial.exists():
+            shutil.rmtree(self._partial)
+        self._partial.mkdir(parents=True)
+        self._prepare(self._partial)
+
+    def _write_part(self) -> None:
+        self.started_s = time.time()
+        self._write(self._partial)
+        _flush(self._partial)
+        self.ended_s = time.time()
+
+    def _raise_error(self) -> None:
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise error
+
+    def _give_name(self) -> None:
+        if self._ranks.rank != 0:
+            return
+        if self._finish is not None:
+            self._finish(self._partial)
+            _flush(self._partial)
+        # One of them is whole at every moment.
+        old = self.folder.with_name(f"{self.folder.name}.old")
+        if self.folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            self.folder.replace(old)
+        self._partial.replace(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    @contextmanager
+    def _removed_on_error(self) -> Iterator[None]:
+        try:
+            with self._ranks.of_phase("save"):
+                yield
+        except BaseException as error:
+            # On a full disk a half checkpoint is in the way of everything else.
+            if self._ranks.rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            # The tokenizers' Rust raises a plain Exception.
+            if isinstance(error, OSError | SafetensorError) or (
+                type(error) is Exception and "(os error " in str(error)
+            ):
+                raise cannot_write(self.folder, error) from error
+            raise
+
+
+def _flush(folder: Path) -> None:
+    """Have the folder's files on the disk: a name must not outlive a power failure without them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,65 @@
+"""The memory of this machine, or of the container around this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def available_memory() -> int:
+    """Return the bytes that processes can still take: free ones, and those of cached files."""
+    (kib,) = (int(line.split()[1]) for line in _lines(MEMINFO) if line.startswith("MemAvailable:"))
+    left = [1024 * kib]
+    for file, limit in _limits():
+        used, cached = {
+            "memory.max": ("memory.current", ("inactive_file", "active_file")),
+            "memory.limit_in_bytes": (
+                "memory.usage_in_bytes",
+                ("total_inactive_file", "total_active_file"),
+            ),
+        }[file.name]
+        counts = dict(line.split() for line in _lines(file.with_name("memory.stat")))
+        for usage in _lines(file.with_name(used)):
+            left.append(limit - int(usage) + sum(int(counts[name]) for name in cached))
+    return min(left)
+
+
+def container_limits() -> Iterator[int]:
+    """Yield the bytes that each control group around this process (version 1 or 2) allows it."""
+    for _, limit in _limits():
+        yield limit
+
+
+def in_gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def _limits() -> Iterator[tuple[Path, int]]:
+    """Yield the file and the value of each limit on this process's memory."""
+    for line in _lines(OWN_CGROUPS):
+        _, controllers, own_path = line.split(":", 2)
+        if not controllers:
+            mounted = CGROUPS
+            name = "memory.max"
+        elif "memory" in controllers.split(","):
+            mounted = CGROUPS / "memory"
+            name = "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container its group may be mounted as the outermost, which this file does not name.
+        inner = mounted / own_path.strip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(mounted):
+                file = folder / name
+                yield from ((file, int(limit)) for limit in _lines(file) if limit != "max")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

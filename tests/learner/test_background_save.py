@@ -1,0 +1,153 @@
+"""A checkpoint that is written while the learner learns on (`checkpoint.background`)."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from unittest.mock import patch
+
+import pytest
+from config_support import configuration
+from learner_support import finish_step, make_learner
+
+from learner.model import host_memory
+from learner.model.checkpoint import CheckpointContent
+from shared.errors import StorageError
+from shared.schedule import RunSchedule
+
+LEARNING = {
+    "training__max_steps": 3,
+    "stage2_ab__schedule__warmup_steps": 3,
+    "training__effective_batch_size": 4,
+    "global_max_length": 512,
+}
+CASES = {
+    "float32": {},
+    "bfloat16 masters": {"model__dtype": "bfloat16"},
+    "adapter": {"model__adapter": {"kind": "lora", "rank": 4, "alpha": 8.0}},
+    "weights alone": {"checkpoint__full": False},
+}
+WRITE = CheckpointContent.write_weights
+
+
+@pytest.fixture
+def learner_of(demo_checkpoint, demo_data, tmp_path):
+    """Make a learner, and return it with the remaining plans, behind one update."""
+
+    def make(**changes):
+        config = configuration(demo_checkpoint, demo_data, tmp_path / "run", **LEARNING | changes)
+        learner = make_learner(config)
+        plans = iter(RunSchedule(config).plans())
+        learn(learner, next(plans))
+        return learner, plans
+
+    return make
+
+
+def learn(learner, plan):
+    learner.next_requests(plan)
+    finish_step(learner)
+
+
+def contents(folder):
+    """Every file of a folder, to the byte."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_it_has_the_bytes_of_one_that_the_run_waited_for_although_it_learned_on(
+    case, learner_of, tmp_path
+):
+    learner, plans = learner_of(**CASES[case])
+    learner.save(tmp_path / "foreground", "{}")
+    may_write = threading.Event()
+
+    def write_later(content, folder):
+        assert may_write.wait(60)
+        WRITE(content, folder)
+
+    with patch.object(CheckpointContent, "write_weights", write_later):
+        assert learner.save(tmp_path / "background", "{}", background=True) is None
+        for plan in plans:
+            learn(learner, plan)
+        assert learner.finish_save(wait=False) is None
+        assert not (tmp_path / "background").exists()
+        may_write.set()
+        (written,) = learner.finish_save(wait=True)
+    assert (written.track, written.name) == ("learner, checkpoints", "write background")
+    assert contents(tmp_path / "background") == contents(tmp_path / "foreground")
+    assert learner.finish_save(wait=False) == [], "nothing is written any more"
+    learner.save(tmp_path / "later", "{}")
+    assert contents(tmp_path / "later") != contents(tmp_path / "foreground")
+
+
+@pytest.mark.slow
+def test_what_the_disk_refuses_is_written_again_from_the_same_copy(learner_of, tmp_path):
+    learner, plans = learner_of()
+    learner.save(tmp_path / "foreground", "{}")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(CheckpointContent, "write_weights", side_effect=full):
+        learner.save(tmp_path / "background", "{}", background=True)
+        learn(learner, next(plans))
+        for _ in range(2):
+            with pytest.raises(StorageError, match="background: .*No space left") as caught:
+                learner.finish_save(wait=True)
+            assert caught.value.can_pass
+            assert sorted(path.name for path in tmp_path.glob("*ground*")) == ["foreground"]
+    learn(learner, next(plans))
+    learner.finish_save(wait=False)
+    assert contents(tmp_path / "background") == contents(tmp_path / "foreground")
+
+
+@pytest.mark.slow
+def test_where_there_is_no_memory_for_the_copy_the_run_waits_and_the_figures_are_told(
+    learner_of, tmp_path, monkeypatch
+):
+    learner, _ = learner_of()
+    monkeypatch.setattr("learner.learner.available_memory", lambda: 2**31 + 2**20)
+    reason = learner.save(tmp_path / "foreground", "{}", background=True)
+    assert "MiB of host memory beside 2.00 GiB that stay free, and 2.00 GiB are avail" in reason
+    assert (tmp_path / "foreground" / "run_state" / "run.json").exists()
+    assert learner.finish_save(wait=False) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "available"),
+    [
+        ("0::/\n", {}, 4_000_000 * 1024),
+        (
+            "0::/a\n",
+            {
+                "memory.max": "max\n",
+                "a/memory.max": "1000\n",
+                "a/memory.current": "900\n",
+                "a/memory.stat": "anon 500\ninactive_file 100\nactive_file 50\n",
+            },
+            250,
+        ),
+        (
+            "4:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "700\n",
+                "memory/memory.stat": "total_inactive_file 100\ntotal_active_file 1\n",
+            },
+            401,
+        ),
+    ],
+)
+def test_a_container_has_the_memory_that_its_limit_leaves_and_cached_files_give_back(
+    tmp_path, monkeypatch, own, files, available
+):
+    (tmp_path / "own").write_text(own)
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4000000 kB\n")
+    for name, text in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    assert host_memory.available_memory() == available
