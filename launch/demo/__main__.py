@@ -1,4 +1,4 @@
-"""Makes the demo's data and models: `python -m launch.demo data|model|language-model --out FOLDER`.
+"""Makes data and models: `python -m launch.demo data|crowded|model|language-model --out FOLDER`.
 
 What exists already, made from the same arguments, is kept. `--help` behind each lists its options.
 """
@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.demo.crowded import SPLITS, make_crowded_data
 from launch.demo.data import DemoGeometry, make_demo_data
 from shared.prompts import DEFAULT_USER_PROMPT
 
@@ -24,6 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             geometry=options.geometry,
         )
         result = f"demo data: {options.train} training and {options.val} validation scenes"
+    elif options.what == "crowded":
+        counts = {split: getattr(options, split) for split in SPLITS}
+        is_new = make_crowded_data(options.out, seed=options.seed, counts=counts)
+        made = ", ".join(f"{number} {split}" for split, number in counts.items())
+        result = f"crowded scenes ({made})"
     else:
         # Only the models need torch.
         from transformers.utils import logging
@@ -45,14 +51,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.demo", description=__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     data = commands.add_parser("data", help="scenes of handwritten digits")
+    crowded = commands.add_parser("crowded", help="6 to 14 digits among clutter; three splits")
     model = commands.add_parser("model", help="a small random Qwen3-VL")
     language_model = commands.add_parser("language-model", help="a small random Qwen3")
-    for command, folder in ((data, "data"), (model, "model"), (language_model, "lm")):
+    folders = {data: "data", crowded: "crowded", model: "model", language_model: "lm"}
+    for command, folder in folders.items():
         out = Path("outputs/demo") / folder
         command.add_argument("--out", type=Path, default=out, help="default: %(default)s")
         command.add_argument("--seed", type=int, default=17)
     data.add_argument("--train", type=int, default=2000, help="training scenes")
     data.add_argument("--val", type=int, default=256, help="validation scenes")
+    for split, number in (("train", 4000), ("val", 256), ("test", 512)):
+        crowded.add_argument(f"--{split}", type=int, default=number, help=f"{split} scenes")
     geometries = list(DemoGeometry)
     data.add_argument(
         "--geometry",

@@ -109,13 +109,18 @@ def _from_the_top(ring: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [*ring[first:], *ring[:first]]
 
 
-def load_handwriting() -> tuple[list[Digit], list[Digit]]:
-    """Return the digits for training scenes and those for validation scenes, in their order."""
+def load_all_digits() -> list[Digit]:
+    """Return scikit-learn's 1,797 digits in their order, in which writers change."""
     scans = load_digits()
-    digits = [
+    return [
         Digit(scan=scan.astype(np.uint8), name=NAMES[label])
         for scan, label in zip(scans.images, scans.target, strict=True)
     ]
+
+
+def load_handwriting() -> tuple[list[Digit], list[Digit]]:
+    """Return the digits for training scenes and those for validation scenes, in their order."""
+    digits = load_all_digits()
     return digits[:NUM_TRAIN_DIGITS], digits[NUM_TRAIN_DIGITS:]
 
 
