@@ -292,7 +292,11 @@ class Telemetry:
                 # Only a new name is safe in a folder where everybody may write.
                 number, path = tempfile.mkstemp(".txt", f"rollmatch_{self._folder.name}_error_")
                 os.close(number)
-                write_run_file(Path(path), story)
+                try:
+                    write_run_file(Path(path), story)
+                except StorageError:
+                    Path(path).unlink()
+                    raise
                 where = f"in {path}"
             except (OSError, StorageError):
                 where = "above"

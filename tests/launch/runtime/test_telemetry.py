@@ -429,8 +429,9 @@ def full_disk_after(opened):
     ("ending", "unwritten"), [(ZeroDivisionError, "error"), (KeyboardInterrupt, "timeline")]
 )
 def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(
-    config, output, ending, unwritten
+    config, output, ending, unwritten, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     opened = open_telemetry(config, output)
     with full_disk_after(opened) as telemetry, pytest.raises(ending), telemetry:
         raise ending
@@ -438,6 +439,7 @@ def test_a_full_disk_does_not_take_the_place_of_what_ended_the_run(
     assert re.search(rf"warning +cannot write .*{unwritten}\.\w+: .*File too large; free", shown)
     if ending is ZeroDivisionError:
         assert "raise ending" in shown and "the run ended; details above" in shown
+    assert not list(tmp_path.glob("rollmatch_*_error_*")), "an empty file tells nobody anything"
 
 
 def test_a_full_disk_is_the_error_of_a_run_that_ends_well(config):
@@ -454,7 +456,8 @@ def test_what_ended_a_run_is_kept_with_its_traceback_whatever_a_file_is_called(c
     assert r"the real fault is in \udcff.png" in story and "Traceback" in story
 
 
-def test_a_story_that_cannot_be_kept_leaves_the_timeline_whole(config):
+def test_a_story_that_cannot_be_kept_leaves_the_timeline_whole(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     telemetry = open_telemetry(config)
     (config.telemetry.run_dir / "error.txt").mkdir()
     with pytest.raises(RuntimeError, match="x"), telemetry:
