@@ -15,11 +15,10 @@ from typing import TypeVar
 
 import ray
 
-from rollout_actors.engine.failure import EngineEndedError
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.engine.vllm_import import explained_import
 from shared.errors import RolloutError
-from shared.protocols import RolloutEngine
+from shared.protocols import WatchedEngine
 from shared.rollouts import Rollout, SyncReport, WeightOffer
 from shared.sent_requests import SentRequests
 from shared.weight_sync.phases import SyncPhase
@@ -31,7 +30,7 @@ LAST_WORDS_S = 5.0
 which the answers of all calls arrive.
 """
 
-MakeEngine = Callable[[], RolloutEngine]
+MakeEngine = Callable[[], WatchedEngine]
 """Called in the actor's process; travels there, so it is picklable."""
 
 
@@ -44,7 +43,7 @@ class VllmEngineSpec:
     index: int
     """The engine's number among the engines of the run."""
 
-    def __call__(self) -> RolloutEngine:
+    def __call__(self) -> WatchedEngine:
         # Imported here: the driver imports this module, and need not pay for vllm.
         with explained_import(self.name):
             from rollout_actors.engine.vllm_engine import VllmEngine
@@ -99,13 +98,16 @@ class EngineActor:
 
     async def progress(self) -> int | None:
         """Return the tokens sampled since the start, which grow while an answer is owed; None where
-        none is.
+        none is, or nobody counts them.
 
-        Raises EngineEndedError where the engine's process is gone.
+        Raises EngineEndedError or UnreachableError where the engine is lost.
         """
-        if self._engine.is_dead:
-            raise EngineEndedError(self._engine.why_dead)
-        return self._engine.num_tokens if self._num_owed else None
+        num_tokens = await self._engine.progress()
+        return num_tokens if self._num_owed else None
+
+    async def check_alive(self) -> None:
+        """Return as soon as the engine answers, which has nothing to do. Raises as `progress`."""
+        await self._or_exit(self._engine.check_alive())
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))

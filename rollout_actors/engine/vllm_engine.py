@@ -50,7 +50,7 @@ class VllmEngine:
     """An `AsyncLLM` with a name, which serves no rollouts while its weights are not verified."""
 
     process = ""
-    """`RolloutEngine.process`: nobody else can ask this engine."""
+    """`WatchedEngine.process`: nobody else can ask this engine."""
 
     def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
         """`index` is the engine's number in the run, from which its workers' ranks follow."""
@@ -176,6 +176,19 @@ class VllmEngine:
     def count(self, num_tokens: int) -> None:
         """Add the tokens of a request to `llm` that has ended."""
         self._num_finished_tokens += num_tokens
+
+    async def progress(self) -> int:
+        """Return `num_tokens`. Raises EngineEndedError where vLLM's process is gone."""
+        if self.is_dead:
+            raise EngineEndedError(self.why_dead)
+        return self.num_tokens
+
+    async def check_alive(self) -> None:
+        """Ask every worker for something: one that is stopped or stuck does not answer.
+
+        Raises EngineEndedError where vLLM's process is gone.
+        """
+        await self._all([self.collective_rpc("active_guard")])
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generate one rollout per request, in order.
