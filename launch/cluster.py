@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -192,9 +193,10 @@ class Cluster:
         runtime_env = engine_runtime_env(settings)
         shell = ray.remote(EngineActor)
         names = [actor_name(index) for index in range(len(placement.engines))]
+        run = uuid.uuid4().hex
 
         def create(index: int, number: int = 1) -> Any:
-            spec = VllmEngineSpec(names[index], settings, index)
+            spec = VllmEngineSpec(names[index], settings, index, f"{run}-{index}")
             name = _ray_name(names[index], number)
             where = _bundle(group, index)
             resources = placement.engines[index]

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import ray
 
+from rollout_actors.engine.left_over import EngineProcesses
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.engine.vllm_import import explained_import
 from shared.errors import RolloutError
@@ -42,13 +43,16 @@ class VllmEngineSpec:
     settings: EngineSettings
     index: int
     """The engine's number among the engines of the run."""
+    place: str | None = None
+    """Id of its place, which only another one of this run has that takes it; None: nobody does."""
 
     def __call__(self) -> WatchedEngine:
         # Imported here: the driver imports this module, and need not pay for vllm.
         with explained_import(self.name):
             from rollout_actors.engine.vllm_engine import VllmEngine
 
-        return VllmEngine(self.name, self.settings, index=self.index)
+        processes = None if self.place is None else EngineProcesses(self.place)
+        return VllmEngine(self.name, self.settings, index=self.index, processes=processes)
 
 
 class EngineActor:

@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_actors.engine.completion import EngineInfo, StartTime
 from rollout_actors.engine.failure import EngineEndedError, EngineFailures
+from rollout_actors.engine.left_over import EngineProcesses
 from rollout_actors.engine.settings import EngineSettings, engine_arguments
 from rollout_actors.engine.vllm_io import (
     probe_params,
@@ -52,9 +53,22 @@ class VllmEngine:
     process = ""
     """`WatchedEngine.process`: nobody else can ask this engine."""
 
-    def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
-        """`index` is the engine's number in the run, from which its workers' ranks follow."""
+    def __init__(
+        self,
+        name: str,
+        settings: EngineSettings,
+        *,
+        index: int = 0,
+        processes: EngineProcesses | None = None,
+    ) -> None:
+        """Keep what a start needs.
+
+        Args:
+            index: the engine's number in the run, from which its workers' ranks follow.
+            processes: those of an engine whose place this one takes; None: it takes nobody's.
+        """
         self.name = name
+        self._processes = processes
         self._settings = settings
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
@@ -75,6 +89,9 @@ class VllmEngine:
         vLLM's reason, or where the repeat guard is configured and not active.
         """
         os.environ.update(self._failures.environment)
+        if self._processes is not None:
+            self._processes.end_left()
+            os.environ.update(self._processes.environment)
         try:
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**engine_arguments(self._settings))
@@ -228,6 +245,8 @@ class VllmEngine:
             # vLLM's own limit is less than what it waits for inside.
             self._llm.shutdown(timeout=CLOSE_S)
             self._failures.remove()
+            if self._processes is not None:
+                self._processes.remove()
         self._llm = self.intake = None
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -11,9 +11,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from command_support import commands
-from process_family import is_engine
+from process_family import descendants_of, is_engine
 from transformers import AutoModelForImageTextToText
 
 from rollout_actors.engine import warm_python
@@ -150,10 +151,14 @@ def test_a_killed_engine_and_a_stopped_actor_are_replaced_and_the_losses_are_the
     engines = [pid for pid, line in run.processes().items() if is_engine(line)]
     os.kill(engines[0], signal.SIGKILL)
     run.wait_for("step    2/4")
-    os.kill(run.process_called("EngineActor"), signal.SIGSTOP)
+    actor = psutil.Process(run.process_called("EngineActor"))
+    # Stopped, its engine does not see that the actor has been killed.
+    engine = [one for one in descendants_of(actor) if is_engine(" ".join(one.cmdline()))]
+    for process in (*engine, actor):
+        process.suspend()
     run.wait_for("step    3/4")
     assert len([line for line in run.processes().values() if is_engine(line)]) <= 3, (
-        "the stopped actor's engine has ended with it"
+        "the one that takes its place has ended the stopped engine"
     )
     assert run.process.wait(timeout=200) == 0, run.output
     run.assert_nothing_left()
