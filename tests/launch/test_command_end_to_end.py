@@ -153,8 +153,8 @@ def test_a_killed_engine_and_a_stopped_actor_are_replaced_and_the_losses_are_the
     run.wait_for("step    2/4")
     actor = psutil.Process(run.process_called("EngineActor"))
     # Stopped, its engine does not see that the actor has been killed.
-    engine = [one for one in descendants_of(actor) if is_engine(" ".join(one.cmdline()))]
-    for process in (*engine, actor):
+    (engine,) = [one for one in descendants_of(actor) if is_engine(" ".join(one.cmdline()))]
+    for process in (engine, actor):
         process.suspend()
     run.wait_for("step    3/4")
     assert len([line for line in run.processes().values() if is_engine(line)]) <= 3, (
