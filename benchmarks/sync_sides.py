@@ -21,7 +21,7 @@ from learner.model.ranks import ReceiverGroup
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from shared.prompts import DEFAULT_USER_PROMPT
-from shared.protocols import RolloutEngine
+from shared.protocols import WatchedEngine
 from shared.rollouts import WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Differences
 from shared.weight_sync.checksum import ChecksummedWeights
@@ -67,7 +67,7 @@ def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
 
 
 class EngineSpec(VllmEngineSpec):
-    def __call__(self) -> RolloutEngine:
+    def __call__(self) -> WatchedEngine:
         from benchmarks.unverified_engine import UnverifiedEngine
 
         return UnverifiedEngine(self.name, self.settings, index=self.index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -47,7 +48,7 @@ from shared.config.derive import (
     server_name,
 )
 from shared.config.rollout import ServerSection
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Timeout
 from shared.protocols import MakeBackend
 from shared.trajectory import ExampleCounts
 
@@ -192,9 +193,10 @@ class Cluster:
         runtime_env = engine_runtime_env(settings)
         shell = ray.remote(EngineActor)
         names = [actor_name(index) for index in range(len(placement.engines))]
+        run = uuid.uuid4().hex
 
         def create(index: int, number: int = 1) -> Any:
-            spec = VllmEngineSpec(names[index], settings, index)
+            spec = VllmEngineSpec(names[index], settings, index, f"{run}-{index}")
             name = _ray_name(names[index], number)
             where = _bundle(group, index)
             resources = placement.engines[index]
@@ -203,7 +205,9 @@ class Cluster:
 
         actors = {name: create(index) for index, name in enumerate(names)}
         timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
-        replacements = self._replacements(create, names) if replaces_lost else None
+        replacements = None
+        if replaces_lost:
+            replacements = self._replacements(create, names, timeouts.start)
         return self._engines(actors, timeouts, replacements=replacements)
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
@@ -211,23 +215,34 @@ class Cluster:
         settings = settings_of_run(self._config, placement, self._images)
         addresses = server_addresses(section, instead_of_servers(self._config))
         nothing = Resources(cpus=0.0, gpus=0.0)
-        actors = {}
-        for index, address in enumerate(addresses):
-            spec = ServerEngineSpec(server_name(index), address, index, settings)
-            shell = ray.remote(EngineActor)
+        names = [server_name(index) for index in range(len(addresses))]
+        shell = ray.remote(EngineActor)
+
+        def create(index: int, number: int = 1) -> Any:
+            spec = ServerEngineSpec(names[index], addresses[index], index, settings)
+            name = _ray_name(names[index], number)
             # On this node, from which preflight asks: elsewhere 127.0.0.1 is another machine.
-            actors[spec.name] = self._create(shell, spec.name, nothing, here(), {}, spec)
-        timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts)
-        return self._engines(actors, timeouts, asks_next=True)
+            return self._create(shell, name, nothing, here(), {}, spec, is_first=number == 1)
+
+        actors = {name: create(index) for index, name in enumerate(names)}
+        can_return = self._config.rollout_matching.vllm.actors.max_restarts > 0
+        timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts, watched=can_return)
+        urls = [address.base_url for address in addresses]
+        replacements = self._replacements(create, names, timeouts.start, servers=urls)
+        return self._engines(actors, timeouts, asks_next=True, replacements=replacements)
 
     def _replacements(
-        self, create: Callable[[int, int], Any], names: Sequence[str]
+        self,
+        create: Callable[[int, int], Any],
+        names: Sequence[str],
+        start: Timeout,
+        *,
+        servers: Sequence[str] | None = None,
     ) -> Replacements | None:
         """Return what starts new actors in place of lost ones, where the run permits any."""
         if self._config.rollout_matching.vllm.actors.max_restarts == 0:
             return None
-        start = self._config.timeouts.limit("start_s")
-        return Replacements(create, names, start, self._budget)
+        return Replacements(create, names, start, self._budget, servers=servers)
 
     def _engines(
         self,
@@ -283,7 +298,7 @@ class Cluster:
 
         actors = [create(index) for index in range(section.num_actors)]
         timeouts = RolloutTimeouts.for_environments(config.timeouts)
-        replacements = self._replacements(create, names)
+        replacements = self._replacements(create, names, timeouts.start)
         environments = RolloutClient(actors, names, timeouts, replacements=replacements)
         self._ends.callback(environments.close)
         self._start(environments)

@@ -50,10 +50,7 @@ class RolloutBackend(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """One engine on an event loop: vLLM in this process, or a server reached over HTTP.
-
-    A Ray actor gives it a process (`EngineActor`).
-    """
+    """One engine on an event loop: vLLM in this process, or a server reached over HTTP."""
 
     async def start(self) -> int:
         """Load the model, or wait for the server, and return the number of rollout devices.
@@ -77,26 +74,34 @@ class RolloutEngine(Protocol):
     def version(self) -> int: ...
 
     @property
-    def process(self) -> str:
-        """Id of the server behind the engine, by any address of it; empty where it has none."""
-        ...
-
-    @property
     def is_dead(self) -> bool:
         """Tell whether the engine's process has died."""
         ...
 
-    @property
-    def why_dead(self) -> str:
-        """Reason why the engine's process ended, where `is_dead`."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens sampled since the start, those of unfinished answers included."""
-        ...
-
     def close(self) -> None: ...
+
+
+class WatchedEngine(RolloutEngine, Protocol):
+    """An engine that a run can lose and get back. A Ray actor gives it a process (`EngineActor`).
+
+    Both questions raise EngineEndedError or UnreachableError where the engine is lost.
+    """
+
+    @property
+    def process(self) -> str:
+        """Id of the server behind the engine, by any address of it; empty where it has none."""
+        ...
+
+    async def progress(self) -> int | None:
+        """Return the tokens sampled since the start, those of unfinished answers included.
+
+        None: nobody counts them, or there is nothing to do.
+        """
+        ...
+
+    async def check_alive(self) -> None:
+        """Return as soon as the engine answers, which has nothing to do."""
+        ...
 
 
 class BackendHost(Protocol):

@@ -1,4 +1,6 @@
-"""New actors in place of those that have ended or stalled, within a budget (docs/recovery.md)."""
+"""New actors in place of those that have ended or stalled, and servers that are waited for, within
+a budget (docs/recovery.md).
+"""
 
 from __future__ import annotations
 
@@ -83,6 +85,8 @@ class _Starting:
 class Replacements:
     """The actors that are being started in place of a client's.
 
+    One that is itself the client of a server, which somebody else starts, is up when its server is.
+
     Rounds use it from their thread, syncs from the driver's, never both at a time; `close` may come
     at any moment.
     """
@@ -93,10 +97,20 @@ class Replacements:
         names: Sequence[str],
         start: Timeout,
         budget: RestartBudget,
+        *,
+        servers: Sequence[str] | None = None,
     ) -> None:
-        """`create(index, number)` makes the Ray actor of a place; its first actor was number 1."""
+        """Keep what a new actor needs.
+
+        Args:
+            create: `create(index, number)` makes the Ray actor of a place; its first actor was
+                number 1.
+            servers: URL of the server of each place; None: the actors have no servers.
+        """
         self._create = create
         self._names = tuple(names)
+        self._servers = servers
+        self._start = start
         check = "the engine's log for what it is loading, and the machine's free memory"
         self._call = RayCall("start", start, check, RolloutError)
         self._budget = budget
@@ -121,22 +135,31 @@ class Replacements:
             before: the actor is a new one that did not start, in this attempt.
 
         Raises the error where the run is ending, and with what is to be said where the budget is
-        used up.
+        used up, or where a server did not come back in time.
         """
         with self._lock:
             if self._is_closed:
                 raise error
             if index in self._starting:
                 return
+            url = None if self._servers is None else self._servers[index]
+            if url is not None and before is not None:
+                raise _with_remedy(error, _go_on(url)) from error
             if not self._budget.take():
-                message = f"{error.message}; {self._budget.refusal('it is not replaced')}"
-                raise type(error)(message, actor=error.actor, phase=error.phase) from error
-            name = self._names[index]
+                remedy = self._budget.refusal("it is not replaced")
+                if url is not None:
+                    remedy = f"{remedy}; {_go_on(url)}"
+                raise _with_remedy(error, remedy) from error
             # Ray's own words are of several lines.
             reason = " ".join(str(error).split())
             if before is not None:
                 reason = f"{before.reason}; then {reason}"
-            _LOGGER.warning("%s; another %s is being started in its place", reason, name)
+            what = f"another {self._names[index]} is being started in its place"
+            if url is not None:
+                limit = self._start
+                within = f"{limit.seconds:g} s at most ({limit.key})"
+                what = f"start it again at {url}: it is waited for there, {within}"
+            _LOGGER.warning("%s; %s", reason, what)
             lost_s = time.time() if before is None else before.lost_s
             ray.kill(actor)
             self._numbers[index] += 1
@@ -181,6 +204,20 @@ class Replacements:
             self._is_closed = True
             for one in self._starting.values():
                 ray.kill(one.actor)
+
+
+def _go_on(url: str) -> str:
+    return (
+        f"start a server at {url} and go on with `resume=RUN`, or go on with the others"
+        " (`resume=RUN rollout_matching.vllm.server.servers=[...]`)"
+    )
+
+
+def _with_remedy(
+    error: RolloutError | WeightSyncError, remedy: str
+) -> RolloutError | WeightSyncError:
+    """Return the same error with more to say."""
+    return type(error)(f"{error.message}; {remedy}", actor=error.actor, phase=error.phase)
 
 
 def ended_error(name: str, error: RayError) -> RolloutError:

@@ -38,9 +38,7 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SyncPhase
 _LOGGER = logging.getLogger(__name__)
 
 ALIVE_S = 30.0
-"""Seconds, or `timeouts.stall_s` where that is longer, for an actor that has nothing to do to show
-that its process is not stopped.
-"""
+"""Least seconds for an actor with nothing to do to show that it is neither stopped nor stuck."""
 HTTP_CLIENT_MARGIN_S = 60.0
 """Ray-side limit on top of a server client's own: for what is neither waiting nor asking."""
 
@@ -55,8 +53,8 @@ class RolloutTimeouts:
     sync_phase: Timeout
     """Limit of each phase of a sync."""
     stall: Timeout | None = None
-    """Limit without a token from an engine that owes some, or without any answer; None: the actors
-    are not watched."""
+    """Limit without a token from an engine that owes some, or without any answer; None: no actor is
+    watched in a round."""
     join: Timeout | None = None
     """Limit of the phase that joins the engines to the sender; None: as of any other."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
@@ -74,8 +72,13 @@ class RolloutTimeouts:
         )
 
     @classmethod
-    def for_servers(cls, section: ServerSection, timeouts: TimeoutsSection) -> RolloutTimeouts:
-        """Return the limits over servers, whose clients keep that of each call and ask twice."""
+    def for_servers(
+        cls, section: ServerSection, timeouts: TimeoutsSection, *, watched: bool
+    ) -> RolloutTimeouts:
+        """Return the limits over servers, whose clients keep that of each call and ask twice.
+
+        `watched`: servers that stall are given up, whatever calls they still have.
+        """
         key = "rollout_matching.vllm.server"
         start_s = section.timeout_s + timeouts.start_s
         generate = None
@@ -88,7 +91,8 @@ class RolloutTimeouts:
             Timeout(start_s, f"{key}.timeout_s + timeouts.start_s"),
             generate,
             timeouts.limit("sync_phase_s"),
-            join=section.join_limit,
+            stall=section.answer_limit if watched else None,
+            join=section.answer_limit,
         )
 
     @classmethod
@@ -221,23 +225,24 @@ class RolloutClient:
         return self._replacements is not None
 
     def join_replacements(self) -> bool:
-        """Replace who has ended or is stopped, and wait for all new actors, while nothing runs.
+        """Replace who has ended, is stopped or stuck, and wait for all new actors, while nothing
+        runs.
 
         Returns whether there is a new engine, which has neither group nor weights. Raises
         RolloutError where no more may be replaced.
         """
         environments = self._generators if self._generators is not self else None
-        self._lose_ended()
+        self._lose_dead()
         if environments is not None:
-            environments._lose_ended()
+            environments._lose_dead()
         has_new_engine = self._join()
-        if environments is not None and (environments._join() or has_new_engine):
-            call = RayCall("start", self.timeouts.start, environments.timeouts.check, RolloutError)
-            told = [
-                (name, actor.use_engines.remote(self.actors))
-                for name, actor in environments._named()
-            ]
-            wait_for_all(call, told)
+        if environments is not None:
+            is_told = not (environments._join() or has_new_engine)
+            while not is_told:
+                told = [actor.use_engines.remote(self.actors) for actor in environments.actors]
+                is_told = not environments._lose_silent(told)
+                # Where one has ended meanwhile, another takes its place, and all are told again.
+                environments._join()
         return has_new_engine
 
     def replace_named(self, error: WeightSyncError) -> bool:
@@ -374,31 +379,47 @@ class RolloutClient:
             raise error
         self._replacements.lose(index, self.actors[index], error)
 
-    def _lose_ended(self) -> None:
-        """Replace the actors that have ended, or do not answer though they have nothing to do."""
-        if self._replacements is None:
-            return
-        answers = [actor.progress.remote() for actor in self.actors]
-        limit_s = ALIVE_S
+    def _lose_dead(self) -> None:
+        """Replace all actors that have ended, or do not answer though they have nothing to do."""
+        # Servers that are not replaced are asked too: what holds other weights is told as that.
+        if self._replacements is not None or self._asks_next_on_failure:
+            self._lose_silent([actor.check_alive.remote() for actor in self.actors])
+
+    def _lose_silent(self, answers: Sequence[Any]) -> bool:
+        """Replace every actor whose answer fails or does not come; return whether there are any."""
+        # An engine whose peer left a sync is in it for a phase at most.
+        limit_s = max(ALIVE_S, self.timeouts.sync_phase.seconds + POOL_MARGIN_S)
         if self.timeouts.stall is not None:
             limit_s = max(limit_s, self.timeouts.stall.seconds)
         ray.wait(answers, num_returns=len(answers), timeout=limit_s)
+        is_lost = False
         for index, (name, answer) in enumerate(zip(self.names, answers, strict=True)):
+            error: RolloutError
             try:
                 ray.get(answer, timeout=0)
+                continue
             except GetTimeoutError:
-                message = f"no answer in {limit_s:g} s; check whether its process is stopped"
-                self._lose(index, RolloutError(message, actor=name, phase="generate"))
-            except RayError as error:
-                self._lose(index, ended_error(name, error))
+                check = "check whether its process, or its engine's, is stopped or stuck"
+                message = f"no answer in {limit_s:g} s; {check}"
+                error = RolloutError(message, actor=name, phase="generate")
+            except RayError as raised:
+                error = ended_error(name, raised)
+            self._lose(index, error)
+            is_lost = True
+        return is_lost
 
     def _join(self) -> bool:
         """Take the new actors over, once they are ready; return whether there are any."""
         joined = {} if self._replacements is None else self._replacements.join()
-        actors, devices = list(self.actors), list(self.devices)
+        actors = list(self.actors)
         for index, (actor, num_devices) in joined.items():
-            actors[index], devices[index] = actor, num_devices
-        self.actors, self.devices = tuple(actors), tuple(devices)
+            if num_devices != self.devices[index]:
+                had = f"{self.devices[index]}, on which rounds and process groups are built"
+                why = f"came back with {num_devices} rollout devices and had {had}"
+                message = f"{why}; start it as before, and go on with `resume=RUN`"
+                raise RolloutError(message, actor=self.names[index], phase="start")
+            actors[index] = actor
+        self.actors = tuple(actors)
         return bool(joined)
 
     def _send(self, part: RoundPart, round_: PerRank, deadline: float) -> _SentPart:

@@ -197,7 +197,7 @@ def make_sender(config: RunConfig, place: RankTopology, parallel: Parallel) -> W
         receivers=place.receivers,
         host=place.address,
         timeout_s=config.timeouts.sync_phase_s,
-        join=None if servers is None else servers.join_limit,
+        join=None if servers is None else servers.answer_limit,
         bucket_bytes=bucket_bytes or BUCKET_BYTES[place.transport],
     )
 

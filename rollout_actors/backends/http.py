@@ -10,7 +10,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ import httpx
 from rollout_actors.engine.settings import EngineSettings
 from shared.config.rollout import ServerSection, is_loopback
 from shared.errors import ConfigError, RolloutError, UnreachableError
-from shared.protocols import RolloutEngine
+from shared.protocols import WatchedEngine
 from shared.rollouts import TRIES
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ WATCH_S = 10.0
 CONNECT_S = 10.0
 STILL_LOADING = (502, 503, 504)
 """Statuses of a server, or of the proxy before it, that loads."""
+STARTED_AGAIN = "was started again in the midst of the run, and holds the checkpoint's weights"
 IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
 
 
@@ -182,20 +183,17 @@ class ServerFacts:
     version: int
     """Weight version; 0: the checkpoint's, or not reported."""
     process: str
-    """As `RolloutEngine.process`."""
+    """As `WatchedEngine.process`."""
     problems: tuple[str, ...]
     """Settings that the run cannot use, each with its remedy."""
 
 
-class HttpEngine(RolloutEngine, ABC):
+class HttpEngine(WatchedEngine, ABC):
     """A rollout engine behind HTTP. A subclass speaks the routes of one kind of server."""
 
     process = ""
-    # Never true: a server that ended may be started again, and its version or label tells.
+    # Never true: this process lives on, whatever becomes of the server.
     is_dead = False
-    why_dead = ""
-    # Its server's, which nobody here counts.
-    num_tokens = 0
 
     def __init__(
         self,
@@ -238,9 +236,43 @@ class HttpEngine(RolloutEngine, ABC):
     async def _claim(self) -> None:
         """Begin to use a server that suits."""
 
+    async def progress(self) -> int | None:
+        """Return the server's count of sampled tokens; None: nothing to do, or no count.
+
+        Raises UnreachableError.
+        """
+        return await self._look(self._num_tokens)
+
+    async def check_alive(self) -> None:
+        """Return where the server answers, and is the one that this client has started with.
+
+        Raises UnreachableError.
+        """
+        if await self._look(self._was_started_again):
+            raise self._unreachable(STARTED_AGAIN)
+
     @abstractmethod
     async def _num_tokens(self) -> int | None:
         """Ask for the number of tokens sampled so far; None: nothing to do, or no count."""
+
+    @abstractmethod
+    async def _was_started_again(self) -> bool:
+        """Ask whether another process answers now, which holds the checkpoint's weights."""
+
+    async def _look(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask the server about itself, and once more after a failure. Raises UnreachableError."""
+        for attempt in range(TRIES):
+            try:
+                return await ask()
+            except (UnansweredError, HttpStatusError) as error:
+                last = error
+            if attempt + 1 < TRIES:
+                await asyncio.sleep(POLL_S)
+        raise self._unreachable(f"does not answer: {last}") from last
+
+    def _unreachable(self, why: str) -> UnreachableError:
+        message = self._http.with_url(why)
+        return UnreachableError(message, actor=self._http.name, phase="generate")
 
     def close(self) -> None:
         """Do nothing: somebody else launched the server, and no connection is held."""
@@ -274,7 +306,8 @@ class HttpEngine(RolloutEngine, ABC):
         """Make all calls at once; where one fails or is late, make all of them once more.
 
         Returns the answers in order, and the number of failures before them (`Rollout.attempt`).
-        Raises UnreachableError, and RolloutError where the server refused, as any other would.
+        Raises UnreachableError, and RolloutError where the server refused, as any other would that
+        has the same weights.
         """
         for attempt in range(TRIES):
             # All of them, since seeds are per request: the same rollouts come again.
@@ -285,13 +318,13 @@ class HttpEngine(RolloutEngine, ABC):
                 return await work, attempt
             except HttpStatusError as error:
                 if error.status < 500:
+                    await self.check_alive()
                     raise self._http.error(f"refused the call: {error}", "generate") from error
                 last: Exception = error
             except UnansweredError as error:
                 last = error
         why = f"failed {TRIES} times, last with: {last}; check the server's own output"
-        message = self._http.with_url(why)
-        raise UnreachableError(message, actor=self._http.name, phase="generate") from last
+        raise self._unreachable(why) from last
 
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` while the server answers and makes progress. Raises UnansweredError."""

@@ -191,6 +191,10 @@ class ServerClient(HttpEngine):
         )
         return health.num_tokens if health.num_running else None
 
+    async def _was_started_again(self) -> bool:
+        info = await self._http.get("/info/")
+        return self._read(messages.ServerInfo, info, "generate").process != self.process
+
     async def _ask(self, form: type[messages.M], route: str) -> messages.M:
         try:
             return self._read(form, await self._http.get(route), "start")

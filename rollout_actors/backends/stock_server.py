@@ -54,11 +54,14 @@ from shared.weight_sync.canary import CanaryProbe, Scores
 from shared.weight_sync.phases import SyncPhase, phase_limit
 
 GENERATE = "/inference/v1/generate"
+WEIGHT_LABEL = "/weight_info"
 TOKEN_COUNTER = "vllm:generation_tokens_total{"
 """Beginning of the lines of `/metrics` that count sampled tokens."""
 UNVERIFIED = "rollmatch-unverified"
 """Label of weights between the start of an update and its canary: of nobody's rollouts."""
-CHECKPOINT = ("default", "-0")
+FRESH = "default"
+"""vLLM's own label, of a server that nobody has sent weights or a label."""
+CHECKPOINT = (FRESH, "-0")
 """Ends of the labels of weights that nobody sent: vLLM's own, or version 0 of a run."""
 NOT_FLAGS = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
 """Engine arguments that are no flags of `vllm serve` here: the model is its first word, a server
@@ -172,7 +175,7 @@ class StockRoutes:
 
     async def weight_label(self) -> str:
         """Return the server's label of its weights: vLLM's `default` where nobody sent any."""
-        return str(json.loads(await self._get("/weight_info"))["weight_version"])
+        return read_label(await self._get(WEIGHT_LABEL))
 
     async def world_size(self) -> int:
         return int(json.loads(await self._get("/get_world_size"))["world_size"])
@@ -254,7 +257,11 @@ class StockClient(HttpEngine):
         label = self._routes.label(str(origin.version))
         rollouts = []
         for request, (answer, end) in zip(requests, answers, strict=True):
-            completion = read_answer(answer, request, actor=origin.actor, label=label)
+            try:
+                completion = read_answer(answer, request, actor=origin.actor, label=label)
+            except RolloutError:
+                await self.check_alive()  # it answers by the checkpoint's weights, too
+                raise
             rollouts.append(replace(completion.rollout(request, origin, end), attempt=attempt))
         return rollouts
 
@@ -326,6 +333,10 @@ class StockClient(HttpEngine):
         await self._http.get(self._http.address.health_route)
         return await self._routes.num_tokens()
 
+    async def _was_started_again(self) -> bool:
+        # By the engine, not the route's process: one that is stuck does not answer.
+        return read_label(await self._http.get(WEIGHT_LABEL)) == FRESH
+
     async def _complete(self, body: bytes, sample_id: str) -> tuple[Generated, float]:
         """Return an answer and its time by `time.perf_counter`."""
         limit_s = self._http.address.infer_timeout_s
@@ -382,6 +393,10 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
     ):
         if actual < wanted:
             yield f"{argument} is {actual}, the run needs {wanted}: {argument} {wanted}"
+
+
+def read_label(weight_info: bytes) -> str:
+    return str(json.loads(weight_info)["weight_version"])
 
 
 def _missing_guards(answers: list[dict[str, Any]]) -> Iterator[str]:

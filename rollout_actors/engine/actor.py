@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import ray
 
-from rollout_actors.engine.failure import EngineEndedError
+from rollout_actors.engine.left_over import EngineProcesses
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.engine.vllm_import import explained_import
 from shared.errors import RolloutError
-from shared.protocols import RolloutEngine
+from shared.protocols import WatchedEngine
 from shared.rollouts import Rollout, SyncReport, WeightOffer
 from shared.sent_requests import SentRequests
 from shared.weight_sync.phases import SyncPhase
@@ -31,7 +31,7 @@ LAST_WORDS_S = 5.0
 which the answers of all calls arrive.
 """
 
-MakeEngine = Callable[[], RolloutEngine]
+MakeEngine = Callable[[], WatchedEngine]
 """Called in the actor's process; travels there, so it is picklable."""
 
 
@@ -43,13 +43,16 @@ class VllmEngineSpec:
     settings: EngineSettings
     index: int
     """The engine's number among the engines of the run."""
+    place: str | None = None
+    """Id of its place, which only another one of this run has that takes it; None: nobody does."""
 
-    def __call__(self) -> RolloutEngine:
+    def __call__(self) -> WatchedEngine:
         # Imported here: the driver imports this module, and need not pay for vllm.
         with explained_import(self.name):
             from rollout_actors.engine.vllm_engine import VllmEngine
 
-        return VllmEngine(self.name, self.settings, index=self.index)
+        processes = None if self.place is None else EngineProcesses(self.place)
+        return VllmEngine(self.name, self.settings, index=self.index, processes=processes)
 
 
 class EngineActor:
@@ -99,13 +102,16 @@ class EngineActor:
 
     async def progress(self) -> int | None:
         """Return the tokens sampled since the start, which grow while an answer is owed; None where
-        none is.
+        none is, or nobody counts them.
 
-        Raises EngineEndedError where the engine's process is gone.
+        Raises EngineEndedError or UnreachableError where the engine is lost.
         """
-        if self._engine.is_dead:
-            raise EngineEndedError(self._engine.why_dead)
-        return self._engine.num_tokens if self._num_owed else None
+        num_tokens = await self._engine.progress()
+        return num_tokens if self._num_owed else None
+
+    async def check_alive(self) -> None:
+        """Return as soon as the engine answers, which has nothing to do. Raises as `progress`."""
+        await self._or_exit(self._engine.check_alive())
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         return await self._or_exit(self._engine.run_sync_phase(phase, offer))

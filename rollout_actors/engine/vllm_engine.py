@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_actors.engine.completion import EngineInfo, StartTime
 from rollout_actors.engine.failure import EngineEndedError, EngineFailures
+from rollout_actors.engine.left_over import EngineProcesses
 from rollout_actors.engine.settings import EngineSettings, engine_arguments
 from rollout_actors.engine.vllm_io import (
     probe_params,
@@ -50,11 +51,24 @@ class VllmEngine:
     """An `AsyncLLM` with a name, which serves no rollouts while its weights are not verified."""
 
     process = ""
-    """`RolloutEngine.process`: nobody else can ask this engine."""
+    """`WatchedEngine.process`: nobody else can ask this engine."""
 
-    def __init__(self, name: str, settings: EngineSettings, *, index: int = 0) -> None:
-        """`index` is the engine's number in the run, from which its workers' ranks follow."""
+    def __init__(
+        self,
+        name: str,
+        settings: EngineSettings,
+        *,
+        index: int = 0,
+        processes: EngineProcesses | None = None,
+    ) -> None:
+        """Keep what a start needs.
+
+        Args:
+            index: the engine's number in the run, from which its workers' ranks follow.
+            processes: those of an engine whose place this one takes; None: it takes nobody's.
+        """
         self.name = name
+        self._processes = processes
         self._settings = settings
         self._rank_offset = 1 + index * settings.tensor_parallel_size
         self._llm: AsyncLLM | None = None
@@ -75,6 +89,9 @@ class VllmEngine:
         vLLM's reason, or where the repeat guard is configured and not active.
         """
         os.environ.update(self._failures.environment)
+        if self._processes is not None:
+            self._processes.end_left()
+            os.environ.update(self._processes.environment)
         try:
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**engine_arguments(self._settings))
@@ -177,6 +194,19 @@ class VllmEngine:
         """Add the tokens of a request to `llm` that has ended."""
         self._num_finished_tokens += num_tokens
 
+    async def progress(self) -> int:
+        """Return `num_tokens`. Raises EngineEndedError where vLLM's process is gone."""
+        if self.is_dead:
+            raise EngineEndedError(self.why_dead)
+        return self.num_tokens
+
+    async def check_alive(self) -> None:
+        """Ask every worker for something: one that is stopped or stuck does not answer.
+
+        Raises EngineEndedError where vLLM's process is gone.
+        """
+        await self._all([self.collective_rpc("active_guard")])
+
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generate one rollout per request, in order.
 
@@ -215,6 +245,8 @@ class VllmEngine:
             # vLLM's own limit is less than what it waits for inside.
             self._llm.shutdown(timeout=CLOSE_S)
             self._failures.remove()
+            if self._processes is not None:
+                self._processes.remove()
         self._llm = self.intake = None
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -12,6 +12,7 @@ from multiprocessing.util import Finalize
 from threading import Thread
 
 from rollout_actors.engine.failure import write_failures_down
+from rollout_actors.engine.left_over import write_process_down
 from rollout_actors.engine.warm_python import end_at_once
 from shared.weight_sync.transports import TransportKind
 
@@ -25,7 +26,8 @@ LAST = -1000
 
 @cache
 def register() -> None:
-    """Register the weight transports, and have an engine's processes write their errors down.
+    """Register the weight transports, and have an engine's processes write themselves and their
+    errors down.
 
     vLLM may call its plugins again, and refuses a name twice: only the first call acts.
     """
@@ -39,6 +41,7 @@ def register() -> None:
             transport, "rollout_actors.weight_sync.transfer_engines", receiver
         )
     if (parent := parent_process()) is not None:
+        write_process_down()
         write_failures_down()
         Thread(target=_end_with, args=(parent,), name="ends-with-its-parent", daemon=True).start()
         if current_process().name.startswith(ENGINE_CORE):

@@ -27,8 +27,6 @@ class EngineThread:
     `start` makes the engine, which may import vllm for seconds, and what answers the OpenAI API.
     """
 
-    process = ""
-
     def __init__(
         self,
         make_engine: Callable[[], ServedEngine],

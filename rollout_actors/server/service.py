@@ -170,6 +170,16 @@ class ServedEngine(RolloutEngine, Protocol):
     Its properties may be asked from any thread, also of a stuck engine.
     """
 
+    @property
+    def why_dead(self) -> str:
+        """Reason why the engine's process ended, where `is_dead`."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled since the start, those of unfinished answers included."""
+        ...
+
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
         """Guard what begins from now on; None: not at all. Raises RolloutError."""
 

@@ -183,16 +183,17 @@ class ServerSection(Section):
     kind: Literal["rollmatch", "vllm"] = "rollmatch"
     """`python -m launch.serve`, or a stock `vllm serve` with this package installed."""
     timeout_s: PositiveFloat = 240.0
-    """Until every server answers `/health/`, until the weight transfer is set up, and, without
-    `infer_timeout_s`, until a server that generates answers or samples another token."""
+    """Until every server answers `/health/`, at the start and where one was lost; until the weight
+    transfer is set up; and until a server that generates answers, or samples another token."""
     infer_timeout_s: float | None = None
-    """HTTP timeout of one `/infer/`; null, 0 or less: none, and `/health/` is watched instead."""
+    """HTTP timeout of one `/infer/`; null, 0 or less: none."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
     """Name of the environment variable with the servers' bearer token; null: they ask for none."""
 
     @property
-    def join_limit(self) -> Timeout:
-        """The longest that a server may take to join the communicator of the weight transfer."""
+    def answer_limit(self) -> Timeout:
+        """The longest that a server may take to join the communicator of the weight transfer, and
+        that it may be silent."""
         return Timeout(self.timeout_s, "rollout_matching.vllm.server.timeout_s")
 
 
@@ -251,10 +252,11 @@ class ActorsSection(Section):
     tensor_parallel_size: PositiveInt = 1
     """Devices of one engine."""
     max_restarts: NonNegativeInt = 3
-    """Rollout and environment actors that may be replaced, once lost, in any `restart_window_s`; 0:
-    a lost actor ends the run."""
+    """Rollout actors, servers (`vllm.server`) and environment actors that may be lost and come back
+    in any `restart_window_s`. 0: a lost actor ends the run; without a server a round is finished,
+    and then the run ends."""
     restart_window_s: PositiveFloat = 3600.0
-    """The time of `max_restarts`: a replacement that is older is not counted."""
+    """The time of `max_restarts`: a loss that is older is not counted."""
 
 
 class SyncSection(Section):
@@ -293,7 +295,8 @@ class VllmSection(Section):
     enforce_eager: bool = False
     """No compilation and no graph capture: a quicker start, a slower decode."""
     actors: ActorsSection = ActorsSection()
-    """Mode `actors`: how many, and where; of other modes, those of `launch.evaluate`."""
+    """Mode `actors`: how many, and where; of other modes, those of `launch.evaluate`. In all modes:
+    how often what is lost may come back."""
     server: ServerSection | None = None
     """Mode `server`: which, and how long to wait for them."""
     sync: SyncSection = SyncSection()

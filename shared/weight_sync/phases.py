@@ -128,7 +128,8 @@ class ReceivingEngines(Protocol):
         """True where new engines are started in place of lost ones."""
 
     def join_replacements(self) -> bool:
-        """Replace engines that have ended, and wait for all new ones; return whether there are any.
+        """Replace all engines that have ended or do not answer, and wait for the new ones; return
+        whether there are any.
 
         Raises RolloutError where no more may be replaced.
         """
@@ -143,9 +144,9 @@ def sync_weights(
     """Run one verified sync; afterwards every engine serves the offered version.
 
     Engines that are being started in place of lost ones are waited for. Where they may be replaced,
-    a sync that fails is tried again, but for a difference: with new engines in place of those that
-    have ended; where none has, once more on a fresh group, and then with a new engine in place of
-    the one that the error names.
+    a sync that fails is tried again, but for a difference: with new engines in place of all that
+    have ended or do not answer; where none has, once more on a fresh group, and then with a new
+    engine in place of the one that the error names.
 
     Where an offered adapter fails in any way, a full sync takes its place, now and for the rest of
     the run, if the configuration permits it (decision 20); the report says why.

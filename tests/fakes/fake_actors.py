@@ -20,10 +20,11 @@ from shared.weight_sync.phases import SyncPhase
 class FakeActor:
     """While it sleeps in `generate` it samples tokens, but where it is to stall.
 
-    `trouble` is `slow`, `sleep`, `stall`, `die`, `fail`, `fail late`, `lose peer`, `surprise`,
+    `trouble` is `slow`, `sleep`, `stick` (and from then on no word), `stall`, `die`, `fail`, `fail late`, `lose peer`, `surprise`,
     `unreachable` or nothing.
 
-    `phase` is where it comes: `start`, `generate`, `close` or one of a sync.
+    `phase` is where it comes: `start`, `generate`, `progress`, `check_alive`, `use_engines`, `close` or
+    one of a sync.
     """
 
     def __init__(self, name: str, phase: str = "", trouble: str = "") -> None:
@@ -32,12 +33,14 @@ class FakeActor:
         self._trouble = trouble
         self._woken = asyncio.Event()
         self._is_asked = False
+        self._is_stuck = False
         self._num_tokens = 0
 
     async def become(self, phase: str = "", trouble: str = "") -> None:
         """Change for the next test. Whoever sleeps wakes up."""
         self._woken.set()
         self._is_asked = False
+        self._is_stuck = False
         self._woken = asyncio.Event()
         self._phase = phase
         self._trouble = trouble
@@ -60,6 +63,14 @@ class FakeActor:
         self._num_tokens += self._trouble != "stall"
         return self._num_tokens if self._is_asked else None
 
+    async def check_alive(self) -> None:
+        await self._reach("check_alive")
+        if self._is_stuck:
+            await self._woken.wait()
+
+    async def use_engines(self, engines: Sequence[Any]) -> None:
+        await self._reach("use_engines")
+
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         await self._reach(phase)
         if phase is not SyncPhase.CANARY:
@@ -76,7 +87,8 @@ class FakeActor:
         match self._trouble:
             case "slow":
                 await asyncio.sleep(0.3)
-            case "sleep" | "stall":
+            case "sleep" | "stall" | "stick":
+                self._is_stuck = self._trouble == "stick"
                 await self._woken.wait()
             case "die":
                 os._exit(1)

@@ -2,7 +2,7 @@
 real port.
 
 As a program it is such a server in a process of its own, to be stopped and killed: `python
-fake_server.py MODEL`.
+fake_server.py MODEL LATENCY_S`.
 """
 
 from __future__ import annotations
@@ -269,9 +269,11 @@ class QuickServer(uvicorn.Server):
 
 
 @contextmanager
-def serving(app):
-    """The application on a free port of this machine, by a thread of this process; its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+def serving(app, port=0):
+    """The application on this port of this machine, by a thread of this process; its URL. 0: any
+    free port.
+    """
+    with socket.create_server(("127.0.0.1", port)) as listening:
         server = QuickServer(uvicorn.Config(app, log_level="critical", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
@@ -287,11 +289,11 @@ read for every client.
 
 
 @contextmanager
-def serving_engine(engine, expected, *, openai=None, token=None, **options):
+def serving_engine(engine, expected, *, openai=None, token=None, port=0, **options):
     """A started service over this engine."""
     one = make_service(engine, expected, **options)
     asyncio.run(one.start())
-    with serving(make_app(one, openai=openai, token=token)) as url:
+    with serving(make_app(one, openai=openai, token=token), port) as url:
         yield url
 
 
@@ -355,8 +357,9 @@ def eventually(condition, *, within_s=60.0):
 
 
 def main():
-    """Prints its URL; every rollout takes a minute."""
-    with serving_engine(ObedientEngine(latency_s=60.0), make_settings(Path(sys.argv[1]))) as url:
+    """Prints its URL."""
+    engine = ObedientEngine(latency_s=float(sys.argv[2]))
+    with serving_engine(engine, make_settings(Path(sys.argv[1]))) as url:
         print(url, flush=True)
         threading.Event().wait()
 

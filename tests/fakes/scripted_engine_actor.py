@@ -46,6 +46,9 @@ class ScriptedEngineActor:
     async def progress(self) -> int | None:
         return None
 
+    async def check_alive(self) -> None:
+        pass
+
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
         self._version = offer.version
         if phase is not SyncPhase.CANARY:

@@ -12,9 +12,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from command_support import commands
-from process_family import is_engine
+from process_family import descendants_of, is_engine
 from transformers import AutoModelForImageTextToText
 
 from rollout_actors.engine import warm_python
@@ -152,10 +153,14 @@ def test_a_run_that_is_struck_by_four_faults_has_the_ledger_of_the_undisturbed_o
     engines = [pid for pid, line in run.processes().items() if is_engine(line)]
     os.kill(engines[0], signal.SIGKILL)
     run.wait_for("step    2/4")
-    os.kill(run.process_called("EngineActor"), signal.SIGSTOP)
+    actor = psutil.Process(run.process_called("EngineActor"))
+    # Stopped, its engine does not see that the actor has been killed.
+    (engine,) = [one for one in descendants_of(actor) if is_engine(" ".join(one.cmdline()))]
+    for process in (engine, actor):
+        process.suspend()
     run.wait_for("step    3/4")
     assert len([line for line in run.processes().values() if is_engine(line)]) <= 3, (
-        "the stopped actor's engine has ended with it"
+        "the one that takes its place has ended the stopped engine"
     )
     told = re.findall(r"(rollout-actor-\d) is back after \d+ s", run.output)
     assert len(told) >= 2

@@ -124,38 +124,46 @@ def test_a_killed_environment_actor_comes_back_and_where_it_may_not_the_run_ends
     assert "checkpoint_interrupted_" in run.output, "the weights of the last update are saved"
 
 
-def test_rollouts_by_servers_are_those_by_actors(by_actors, command, cluster, checkpoint, tmp_path):
-    """One environment actor here, two there."""
-    dialogues, losses = (
-        by_actors.lines("rollouts/step_000002.jsonl"),
-        [line["loss/total"] for line in by_actors.lines("metrics.jsonl")],
-    )
+def test_rollouts_by_servers_are_those_by_actors_though_one_is_killed_and_started_again(
+    by_actors, command, cluster, checkpoint, tmp_path
+):
+    """One environment actor here, two there. The run waits for the server, and asks it again."""
     settings = [
+        f"model={checkpoint}",
         "device=cpu",
         "dtype=float32",
         "max_model_len=512",
         "max_num_seqs=48",
         "kv_cache_memory_bytes=67108864",
         "enforce_eager=true",
-        "port=0",
     ]
     with ExitStack() as servers:
-        urls = []
-        for number in range(2):
-            folder = tmp_path / f"server_{number}"
-            folder.mkdir()
-            urls.append(
-                servers.enter_context(serve_process([f"model={checkpoint}", *settings], folder)).url
-            )
-        listed = ",".join(f"{{base_url:'{url}',group_port:0}}" for url in urls)
-        by_servers = command(
+
+        def start(name, port=0):
+            (tmp_path / name).mkdir()
+            arguments = [*settings, f"port={port}"]
+            return servers.enter_context(serve_process(arguments, tmp_path / name))
+
+        first, second = start("first"), start("second")
+        listed = ",".join(f"{{base_url:'{one.url}',group_port:0}}" for one in (first, second))
+        run = command(
             *SMALL, cluster, "backend=server", f"rollout_matching.vllm.server.servers=[{listed}]"
         )
-        assert by_servers.process.wait(timeout=300) == 0, by_servers.output
-    assert [line["loss/total"] for line in by_servers.lines("metrics.jsonl")] == losses
-    assert [what_was_said(line) for line in by_servers.lines("rollouts/step_000002.jsonl")] == [
-        what_was_said(line) for line in dialogues
-    ]
+        run.wait_for("sync      v1")
+        second.process.kill()
+        second.process.wait()
+        start("second again", port=second.url.rpartition(":")[2])
+        assert run.process.wait(timeout=300) == 0, run.output
+    assert "server-1 is back after" in run.output
+    assert sum(line.get("rollout/num_replaced", 0) for line in run.lines("metrics.jsonl")) == 1
+    dialogues, of_actors = (one.lines("rollouts/step_000002.jsonl") for one in (run, by_actors))
+    assert {example["engine"] for line in dialogues for example in line["examples"]} == {
+        "server-0",
+        "server-1",
+    }
+    assert list(map(what_was_said, dialogues)) == list(map(what_was_said, of_actors))
+    ledgers = [(one.run_dir / "ledger.jsonl").read_bytes() for one in (run, by_actors)]
+    assert ledgers[0] == ledgers[1]
 
 
 def what_was_said(dialogue):

@@ -186,6 +186,9 @@ class EnvironmentActor:
     async def progress(self) -> None:
         """Answer, by which the driver knows that this process is not stopped."""
 
+    async def check_alive(self) -> None:
+        """Answer, as `EngineActor.check_alive` does."""
+
     async def close(self) -> None:
         """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`)."""
         if self._runner is None:

@@ -250,8 +250,11 @@ def test_a_learner_on_cpu_is_forked_where_engines_of_its_run_are_or_a_warm_serve
 def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(infer_s, generate_s):
     limits = {"timeout_s": 240.0, "infer_timeout_s": infer_s}
     section = ServerSection.model_validate({"servers": [ADDRESS], **limits})
-    timeouts = RolloutTimeouts.for_servers(section, TimeoutsSection(start_s=300.0))
+    limits_of_run = TimeoutsSection(start_s=300.0)
+    timeouts = RolloutTimeouts.for_servers(section, limits_of_run, watched=True)
     server = "rollout_matching.vllm.server"
+    assert timeouts.stall == timeouts.join
+    assert RolloutTimeouts.for_servers(section, limits_of_run, watched=False).stall is None
     assert timeouts.start == Timeout(540.0, f"{server}.timeout_s + timeouts.start_s")
     assert timeouts.join == Timeout(240.0, f"{server}.timeout_s")
     expected = generate_s and Timeout(generate_s, f"2 x {server}.infer_timeout_s + 60")

@@ -62,9 +62,14 @@ def client(fake_actors: list[Any]) -> Iterator[Callable[..., RolloutClient]]:
         *troubles: Trouble,
         then: Sequence[Trouble] = (),
         stall_s: float = 60.0,
+        sync_phase_s: float = 60.0,
         max_restarts: int = 3,
     ) -> RolloutClient:
-        limits = replace(LIMITS, stall=Timeout(stall_s, "timeouts.stall_s"))
+        limits = replace(
+            LIMITS,
+            stall=Timeout(stall_s, "timeouts.stall_s"),
+            sync_phase=Timeout(sync_phase_s, "timeouts.sync_phase_s"),
+        )
         successors = iter(then)
         budget = RestartBudget(ActorsSection(max_restarts=max_restarts))
         replacements = Replacements(
@@ -169,17 +174,46 @@ def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
     assert who_answers(pool) == ["actor-0"] * 2 + ["actor-1"] * 2
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    """Whoever has nothing to do and does not answer is given up after 2 s."""
+    monkeypatch.setattr("launch.runtime.rollout_client.ALIVE_S", 2.0)
+    monkeypatch.setattr("launch.runtime.rollout_client.POOL_MARGIN_S", 1.0)
+    return {"stall_s": 1.0, "sync_phase_s": 0.5}
+
+
 @pytest.mark.ray
-def test_an_actor_that_stops_while_it_has_nothing_to_do_is_replaced_before_the_sync(
-    client, monkeypatch
-):
-    monkeypatch.setattr("launch.runtime.rollout_client.ALIVE_S", 1.0)
-    pool = client(("progress", "sleep"), GOOD, stall_s=1.0)
+def test_an_actor_that_stops_while_it_has_nothing_to_do_is_replaced_before_the_sync(client, soon):
+    pool = client(("check_alive", "sleep"), GOOD, **soon)
     assert pool.join_replacements()
     (replaced,) = pool.pop_replaced()
     assert replaced.reason == (
-        "generate on actor-0: no answer in 1 s; check whether its process is stopped"
+        "generate on actor-0: no answer in 2 s; check whether its process, or its engine's, is"
+        " stopped or stuck"
     )
+
+
+@pytest.mark.ray
+def test_all_engines_that_are_stuck_in_one_sync_are_replaced_together(client, soon):
+    pool = client(("wire", "stick"), ("wire", "stick"), **soon)
+    with pytest.raises(WeightSyncError):
+        pool.receive_weights(OFFER).result()
+    assert pool.join_replacements()
+    assert sorted(one.actor for one in pool.pop_replaced()) == NAMES
+    pool.receive_weights(OFFER).result()
+    assert pool.version == 1
+
+
+@pytest.mark.ray
+def test_an_environment_that_ends_as_it_is_told_of_new_engines_is_replaced_and_told(client):
+    engines, environments = client(GOOD, DIES), client(GOOD, ("use_engines", "die"))
+    who_answers(engines)
+    engines.generate_through(environments, group_size=1)
+    lost = environments.actors[1]
+    assert engines.join_replacements()
+    assert environments.actors[1] is not lost
+    assert [one.actor for one in engines.pop_replaced()] == ["actor-1", "actor-1"]
+    assert who_answers(engines) == ["actor-0"] * 2 + ["actor-1"] * 2
 
 
 @pytest.mark.ray

@@ -4,11 +4,15 @@ Real clients in Ray actors, engines that do as they are told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from fake_server import (
@@ -21,10 +25,13 @@ from fake_server import (
 )
 from renewed_actor import RenewedActor
 
+from launch.runtime.replacements import Replacements, RestartBudget
 from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from rollout_actors.backends.stock_server import ServerEngineSpec
+from rollout_actors.engine.actor import EngineActor
 from shared.config.job import TimeoutsSection
-from shared.errors import ConfigError, RolloutError, WeightSyncError
+from shared.config.rollout import ActorsSection
+from shared.errors import ConfigError, RolloutError, Timeout, WeightSyncError
 from shared.rollouts import Rollout
 from shared.sent_requests import PictureShelf
 from shared.weight_sync.phases import SyncPhase
@@ -32,6 +39,8 @@ from shared.weight_sync.phases import SyncPhase
 pytestmark = pytest.mark.ray
 
 MakeClient = Callable[..., RolloutClient]
+
+FAKE_SERVER = Path(__file__).parents[2] / "fakes" / "fake_server.py"
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +233,184 @@ def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(
         generated(client, 4)
     client.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)
     assert {rollout.weight_version for rollout in generated(client, 4)} == {2}
+
+
+# Servers that are lost, and come back
+
+
+class Supervised:
+    """Two servers of obedient engines, which end and are started again as a test wants it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._served = make_settings(folder / "model", max_num_seqs=8)
+        self._ends = [ExitStack(), ExitStack()]
+        self._ports = [0, 0]
+        self.engines = [ObedientEngine(), ObedientEngine()]
+        self.urls = [self.start(number) for number in range(2)]
+
+    def start(self, number: int, **options: Any) -> str:
+        """Start a server in its place, with an engine that nobody has sent weights."""
+        self.engines[number] = ObedientEngine(**options)
+        serving = serving_engine(self.engines[number], self._served, port=self._ports[number])
+        url = str(self._ends[number].enter_context(serving))
+        self._ports[number] = int(url.rpartition(":")[2])
+        return url
+
+    def end(self, number: int) -> None:
+        self._ends[number].close()
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Supervised]:
+    servers = Supervised(tmp_path)
+    yield servers
+    for number in range(2):
+        servers.end(number)
+
+
+@pytest.fixture
+def make_mending(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., RolloutClient]]:
+    """A client of these servers that has sent them version 1, and waits for lost ones."""
+    clients = []
+    expected = make_settings(tmp_path / "model", max_num_seqs=2)
+    names = ["server-0", "server-1"]
+
+    def make(
+        urls: Sequence[str], *, start_s: float = 60.0, answer_s: float = 60.0, max_restarts: int = 3
+    ) -> RolloutClient:
+        def create(index: int, _: int = 1) -> Any:
+            limits = {"timeout_s": start_s, "infer_timeout_s": None}
+            spec = ServerEngineSpec(
+                names[index], make_address(urls[index], **limits), index, expected
+            )
+            return ray.remote(EngineActor).options(num_cpus=0).remote(spec)
+
+        key = "rollout_matching.vllm.server.timeout_s"
+        sections = TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)
+        limits = replace(
+            RolloutTimeouts.for_actors(sections),
+            stall=Timeout(answer_s, key) if max_restarts else None,
+        )
+        budget = RestartBudget(ActorsSection(max_restarts=max_restarts))
+        replacements = Replacements(create, names, limits.start, budget, servers=urls)
+        client = RolloutClient(
+            [create(0), create(1)],
+            names,
+            limits,
+            decode_batch_size=2,
+            asks_next_on_failure=True,
+            replacements=replacements if max_restarts else None,
+        )
+        clients.append(client)
+        client.start()
+        sync(client, 1)
+        return client
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def sync(client: RolloutClient, version: int) -> None:
+    client.receive_weights(make_offer(version, num_groups=2)).result(timeout=60)
+
+
+def who_answers(client: RolloutClient) -> list[str]:
+    """Generate four rollouts, which come in order with their own seeds, and tell by whom."""
+    rollouts = generated(client, 4)
+    assert [(one.position, one.seed) for one in rollouts] == [(at, 100 + at) for at in range(4)]
+    assert {one.weight_version for one in rollouts} == {client.version}
+    return [one.actor for one in rollouts]
+
+
+BOTH = ["server-0"] * 2 + ["server-1"] * 2
+
+
+@pytest.mark.parametrize("is_back_at_once", [False, True], ids=["ended", "started again"])
+def test_a_lost_server_is_waited_for_and_asked_again_when_it_has_the_weights(
+    make_mending, supervised, is_back_at_once
+):
+    client = make_mending(supervised.urls)
+    assert who_answers(client) == BOTH
+    supervised.end(1)
+    if is_back_at_once:
+        supervised.start(1)
+    assert who_answers(client) == ["server-0"] * 4
+    if not is_back_at_once:
+        supervised.start(1)
+    assert who_answers(client) == ["server-0"] * 4, "it is not asked before it has weights"
+    assert supervised.engines[1].asked == []
+    assert client.join_replacements()
+    assert not client.join_replacements()
+    sync(client, 2)
+    assert who_answers(client) == BOTH
+    (replaced,) = client.pop_replaced()
+    assert replaced.actor == "server-1"
+    why = "was started again in the midst of the run" if is_back_at_once else "failed 2 times"
+    assert f"generate on server-1: {supervised.urls[1]} {why}" in replaced.reason
+
+
+def test_a_server_that_was_started_again_while_nobody_asked_it_is_noticed_before_the_sync(
+    make_mending, supervised
+):
+    client = make_mending(supervised.urls)
+    supervised.end(1)
+    supervised.start(1)
+    assert client.join_replacements()
+    sync(client, 2)
+    assert who_answers(client) == BOTH
+
+
+def test_a_server_that_is_stopped_is_given_up_and_comes_back_when_it_goes_on(
+    make_mending, supervised, tmp_path
+):
+    program = [sys.executable, FAKE_SERVER, tmp_path / "model", "0"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        client = make_mending([supervised.urls[0], process.stdout.readline().strip()], answer_s=2.0)
+        assert who_answers(client) == BOTH
+        psutil.Process(process.pid).suspend()
+        assert who_answers(client) == ["server-0"] * 4
+        psutil.Process(process.pid).resume()
+        assert client.join_replacements()
+        sync(client, 2)
+        assert who_answers(client) == BOTH
+        (replaced,) = client.pop_replaced()
+        assert "after rollout_matching.vllm.server.timeout_s = 2 s" in replaced.reason
+        process.kill()
+
+
+def test_a_server_that_does_not_come_back_in_time_ends_the_run_with_what_to_do(
+    make_mending, supervised
+):
+    client = make_mending(supervised.urls, start_s=2.0)
+    supervised.end(1)
+    assert who_answers(client) == ["server-0"] * 4
+    url = supervised.urls[1]
+    message = (
+        rf"start on server-1: {url} did not get ready within .*; start a server at {url} and go on"
+        r" with `resume=RUN`, or go on with the others \(`resume=RUN .*server\.servers=\[\.\.\.\]`\)"
+    )
+    with pytest.raises(RolloutError, match=message):
+        client.join_replacements()
+
+
+def test_a_server_that_comes_back_with_other_devices_ends_the_run(make_mending, supervised):
+    client = make_mending(supervised.urls)
+    supervised.end(1)
+    supervised.start(1, devices=2)
+    with pytest.raises(RolloutError, match="came back with 2 rollout devices and had 1"):
+        client.join_replacements()
+
+
+def test_where_no_server_may_come_back_the_others_finish_the_round_and_no_sync_begins(
+    make_mending, supervised
+):
+    client = make_mending(supervised.urls, max_restarts=0)
+    supervised.end(1)
+    supervised.start(1)
+    for _ in range(2):
+        assert who_answers(client) == ["server-0"] * 4
+    with pytest.raises(RolloutError, match=r"server-1: .* was started again in the midst"):
+        client.join_replacements()

@@ -11,6 +11,7 @@ import pytest
 from fake_server import (
     ObedientEngine,
     Run,
+    make_offer,
     make_request,
     make_settings,
     serving,
@@ -37,8 +38,8 @@ class Rollmatch:
     def __init__(self):
         self.engine = ObedientEngine()
 
-    def served(self, expected):
-        return serving_engine(self.engine, expected)
+    def served(self, expected, port=0):
+        return serving_engine(self.engine, expected, port=port)
 
     def fail(self, times):
         self.engine.trouble = [RuntimeError("not now")] * times
@@ -60,8 +61,8 @@ class Stock:
     def __init__(self):
         self.server = StockServer()
 
-    def served(self, expected):
-        return serving(self.server.app())
+    def served(self, expected, port=0):
+        return serving(self.server.app(), port)
 
     def fail(self, times):
         self.server.failures = times
@@ -194,3 +195,46 @@ class TestGenerate:
         stuck = r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s"
         with ends_soon(), pytest.raises(UnreachableError, match=f"{stuck} = 2 s"):
             run.start(infer_timeout_s=None, timeout_s=2.0).generate(make_request(0))
+
+
+class TestLoss:
+    @pytest.fixture(params=[Rollmatch, Stock])
+    def restarted(self, request, tmp_path):
+        """A started client, whose server has ended, and what starts another one there."""
+        server, another = request.param(), request.param()
+        expected = make_settings(tmp_path / "model")
+        with server.served(expected) as url:
+            run = Run(url, expected, server, kind=server.kind).start()
+            if run.kind == "rollmatch":  # which tells by the version, and the other by its label
+                run.sync(make_offer())
+            asyncio.run(run.client.check_alive())
+        return run, lambda: another.served(expected, int(url.rpartition(":")[2]))
+
+    def test_a_server_that_does_not_answer_is_lost(self, restarted):
+        run, _ = restarted
+        for look in (run.client.check_alive, run.client.progress):
+            with pytest.raises(UnreachableError, match=f"{run.url} does not answer: /"):
+                asyncio.run(look())
+
+    def test_a_server_that_was_started_again_is_lost_whatever_it_answers(self, restarted):
+        run, start_again = restarted
+        again = "was started again in the midst of the run, and holds the checkpoint's weights"
+        with start_again():
+            with pytest.raises(UnreachableError, match=again):
+                asyncio.run(run.client.check_alive())
+            with pytest.raises(UnreachableError, match=again):
+                run.generate(make_request(0))
+
+    def test_tokens_are_counted_while_there_is_something_to_do(self, run):
+        run.server.delay(0.5, counts=False)
+        client = run.start().client
+
+        async def look_twice():
+            idle = await client.progress()
+            generating = asyncio.create_task(client.generate([make_request(0)]))
+            while not run.server.asked():
+                await asyncio.sleep(0.01)
+            return idle, await client.progress(), await generating
+
+        idle, busy, _ = asyncio.run(look_twice())
+        assert (idle, busy) == ((None, 0) if run.kind == "rollmatch" else (0, 0))

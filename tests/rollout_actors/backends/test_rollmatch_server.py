@@ -138,16 +138,18 @@ class TestRepeatGuard:
         run.server.latency_s = 60.0
 
         async def both():
-            guarded = run.make(repeat_guard=GUARD, infer_timeout_s=60.0)
+            guarded, free = run.make(repeat_guard=GUARD, infer_timeout_s=60.0), run.make()
+            for client in (guarded, free):
+                await client.start()
             first = asyncio.create_task(guarded.generate([make_request(0)]))
             while not run.server.asked:
                 await asyncio.sleep(0.01)
             busy = r"HTTP 409: repeat_terminate: .* answers 1 requests under another one"
             with pytest.raises(RolloutError, match=busy):
-                await run.make().generate([make_request(1)])
+                await free.generate([make_request(1)])
             run.server.goes_on.set()
             await first
-            await run.make().generate([make_request(1)])
+            await free.generate([make_request(1)])
 
         asyncio.run(both())
         assert run.server.guards == [GUARD, None]
@@ -253,7 +255,7 @@ class TestServerThatEnds:
 
     @pytest.fixture
     def process(self, expected):
-        program = [sys.executable, PROGRAM, expected.model_path]
+        program = [sys.executable, PROGRAM, expected.model_path, "60"]
         with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
             yield process
             process.kill()
