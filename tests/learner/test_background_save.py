@@ -92,7 +92,7 @@ def test_what_the_disk_refuses_is_written_again_from_the_same_copy(learner_of, t
         learner.save(tmp_path / "background", "{}", background=True)
         learn(learner, next(plans))
         for _ in range(2):
-            with pytest.raises(StorageError, match="background: .*No space left") as caught:
+            with pytest.raises(StorageError, match=r"background: .*No space left") as caught:
                 learner.finish_save(wait=True)
             assert caught.value.can_pass
             assert sorted(path.name for path in tmp_path.glob("*ground*")) == ["foreground"]

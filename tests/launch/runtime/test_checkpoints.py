@@ -532,11 +532,11 @@ def test_a_disk_that_fills_while_the_weights_are_written_leaves_the_older_checkp
 
     before = sizes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, limits[1]))
     try:
+        checkpoints.after_step(2)
         with pytest.raises(StorageError, match=r"cannot write .*step_000002"):
-            checkpoints.after_step(2)
-            finish(checkpoints)
+            checkpoints.after_step(3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in folder.iterdir()] == ["step_000001"]

@@ -124,6 +124,28 @@ def test_every_step_has_its_plan_before_it_and_its_metrics_after_it(config):
     assert (config.telemetry.run_dir / "batch_algebra.txt").read_text().startswith("updates ")
 
 
+def test_the_wait_for_a_checkpoint_is_in_the_metrics_of_the_next_step_and_its_writing_on_the_timeline(
+    config, output
+):
+    folder = config.telemetry.run_dir / "checkpoints" / "step_000026"
+    with placed(config, output=output) as telemetry:
+        take_step(telemetry, config, number=25)
+        telemetry.waited_for_save(folder, 1.5)
+        telemetry.waited_for_save(folder, 0.25)
+        telemetry.saved(folder, [Span("learner, checkpoints", "write step_000026", 2.0, 5.0)])
+        telemetry.saves_in_foreground("the copy needs 9 GiB")
+        take_step(telemetry, config, number=26)
+        take_step(telemetry, config, number=27)
+    before, after, later = lines(config, "metrics.jsonl")
+    assert has(after, **{"time/save_s": 1.75})
+    assert "time/save_s" not in before.keys() | later.keys()
+    events = json.loads((config.telemetry.run_dir / "timeline.json").read_text())
+    durations = {event["name"]: event["dur"] for event in events if event["ph"] == "X"}
+    assert durations["write step_000026"] == 3_000_000
+    assert "save step_000026" in durations
+    assert "(checkpoint.background): the copy needs 9 GiB" in output.getvalue()
+
+
 def test_a_step_in_which_an_actor_was_replaced_has_it_in_metrics_and_timeline(config):
     with placed(config) as telemetry:
         take_step(telemetry, config, 25)
