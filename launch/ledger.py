@@ -99,13 +99,19 @@ class Ledger:
 def head_of(config: RunConfig) -> dict[str, Any]:
     """Return what decides every step of a run: digest of the configuration, code, versions.
 
+    An environment that is a file of its own is code too; what it imports is not in its digest.
     What may change without changing the run (`launch.runtime.resume.MAY_CHANGE`) is not in it.
     """
     keys = json.dumps(deciding(config.model_dump(mode="json")), sort_keys=True)
     packages = installed_versions((*PACKAGES, "ray", "rollmatch"))
+    environment = {}
+    if config.environment is not None and config.environment.id.endswith(".py"):
+        content = Path(config.environment.id).read_bytes()
+        environment["environment"] = hashlib.sha256(content).hexdigest()
     return {
         "config": hashlib.sha256(keys.encode()).hexdigest(),
         "code": _digest_of_code(),
+        **environment,
         "commit": _commit(),
         "versions": {"python": platform.python_version(), **packages},
     }

@@ -140,7 +140,12 @@ def run(config: RunConfig, console: Console) -> None:
         algebra = batch_algebra(config, rollouts.devices)
         if engine_devices(config) is None:
             _print(console, algebra.describe())
-        telemetry.placed(algebra, rollouts.names, learner_threads=learner.num_threads)
+        telemetry.placed(
+            algebra,
+            rollouts.names,
+            learner_threads=learner.num_threads,
+            examples=facts.examples,
+        )
         names = ", ".join(rollouts.names)
         who = f"{names} and the learner"
         if engines_in(config) is EngineLocation.RANKS:

@@ -55,6 +55,7 @@ from shared.run_files import (
 )
 from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
+from shared.trajectory import ExampleCounts
 from shared.weight_sync.canary import NOISE_FILE
 
 _LOGGER = logging.getLogger(__name__)
@@ -310,9 +311,16 @@ class Telemetry:
         self._print(f"the run ended; details {where}{others}")
 
     def placed(
-        self, algebra: BatchAlgebra, engines: tuple[str, ...], *, learner_threads: int
+        self,
+        algebra: BatchAlgebra,
+        engines: tuple[str, ...],
+        *,
+        learner_threads: int,
+        examples: ExampleCounts | None = None,
     ) -> None:
-        """Record the engines, and the threads of a learner rank, on which its results depend."""
+        """Record the engines, and what the results of a learner rank depend on: its threads and,
+        where there is an environment, the number of its examples.
+        """
         self._algebra = algebra
         self._engines = engines
         if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
@@ -326,6 +334,7 @@ class Telemetry:
             "servers": self._servers,
             "learner_ranks": algebra.learner_world_size,
             "learner_threads": learner_threads,
+            "examples": None if examples is None else asdict(examples),
         }
         write_run_file(self._folder / "placement.json", json.dumps(placement) + "\n")
 

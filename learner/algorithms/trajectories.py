@@ -324,8 +324,12 @@ class TrajectoryBatch:
         versions = [one for one in of_examples if one is not None]
         if versions:
             self.metrics.add_staleness(version - min(versions))
-        if self._algorithm.log is not None:
-            self._algorithm.log.write(trajectory_record(self.plan.number, rollout))
+        if (log := self._algorithm.log) is not None:
+            if self._algorithm.config.telemetry.rollout_images:
+                # Before the line that names them.
+                for image in itertools.chain.from_iterable(one.images for one in rollout.examples):
+                    log.keep_picture(image)
+            log.write(trajectory_record(self.plan.number, rollout))
 
     def _segments_of(self, rollout: EnvironmentRollout) -> Iterator[Segment]:
         num_of_rollout = sum(example.num_learned for example in rollout.examples)

@@ -2,6 +2,7 @@
 
 Each learner rank writes its own file (`telemetry.rollouts`): rank 0 as above, rank 1
 `step_000123.rank1.jsonl`, and so on. ASCII only: a model's text is escaped as JSON escapes it.
+Pictures that environments' rollouts have shown are in `rollouts/images/`, each once, by its SHA-256.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pydantic import InstanceOf, TypeAdapter, ValidationError
 from shared.config.base import dotted
 from shared.config.job import TimeoutsSection
 from shared.errors import RecordError
+from shared.records import ImageRef
 from shared.run_files import Patience, RunFile, cannot_write
 
 _REMEDY = "a run's log is not to be edited: restore the file, or check out the version that ran it"
@@ -66,6 +68,25 @@ class StepLog:
         assert self._file is not None, "begin comes before write"
         self._file.write(json.dumps(line) + "\n")
 
+    def keep_picture(self, image: ImageRef) -> None:
+        """Write an encoded picture, unless it is there already. Raises StorageError."""
+        path = picture_path(self._folder, image.sha256)
+        # Another rank may write the same one.
+        partial = path.with_name(f"{path.name}.rank{self._rank}.partial")
+
+        def write() -> None:
+            data = image.with_data().data
+            assert data is not None
+            try:
+                path.parent.mkdir(exist_ok=True)
+                partial.write_bytes(data)
+                partial.replace(path)
+            except OSError as error:
+                raise cannot_write(path, error) from error
+
+        if not path.exists():
+            self._patience(write)
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -74,6 +95,10 @@ class StepLog:
 
 def step_path(folder: Path, step: int, rank: int = 0) -> Path:
     return folder / (f"step_{step:06d}.rank{rank}.jsonl" if rank else f"step_{step:06d}.jsonl")
+
+
+def picture_path(folder: Path, sha256: str) -> Path:
+    return folder / "images" / sha256
 
 
 def log_entry(kind: type[Any], value: Any, **fields: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import resumable_run
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from edited_lines import edit_line
 from rich.console import Console
 
@@ -140,6 +140,22 @@ def test_a_resumed_run_goes_on_with_the_chain_and_a_new_head_says_what_has_chang
         main([str(tmp_path / "parts")])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("whole, steps 1 to 5, last hash ")
+
+
+def test_an_environment_that_is_a_file_is_in_the_head_by_its_content(tmp_path):
+    def head_with(environment: str) -> dict:
+        folder = tmp_path / "run"
+        config = trajectory_config(tmp_path, folder, environment__id=environment)
+        return ledger.head_of(config)
+
+    file = tmp_path / "env.py"
+    file.write_text("one = 1")
+    before = head_with(str(file))
+    assert head_with(str(file)) == before
+    file.write_text("one = 2")
+    after = head_with(str(file))
+    assert [name for name in before if before[name] != after[name]] == ["environment"]
+    assert "environment" not in head_with("copy_digits")
 
 
 def test_a_line_whose_metrics_were_not_written_any_more_is_written_again(run):

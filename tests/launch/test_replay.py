@@ -9,10 +9,16 @@ import pytest
 from config_support import configuration, trajectory_config
 from edited_lines import edit_line
 from resumable_run import start
+from trajectory_support import picture
+from transformers import AutoProcessor
 
-from launch.replay import ReplayOptions, main, replay
+from launch.replay.__main__ import ReplayOptions, main, replay
+from learner.rollout_logs.trajectories import read_step
+from learner.segments import decode_image
 from shared.errors import ConfigError
 from shared.run_files import read_lines
+from shared.records import ImageRef
+from shared.trajectory import TrainingExample
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +94,7 @@ def test_an_edited_rollout_is_another_loss(copy):
     assert any(one.startswith("loss/total: ") for one in differences)
 
 
-def test_what_cannot_be_replayed_is_told(copy, demo_lm, tmp_path):
+def test_what_cannot_be_replayed_is_told(copy):
     log = copy / "rollouts" / "step_000002.jsonl"
     edit_line(log, 1, lambda line: line["rollout"].update(seed=5))
     with pytest.raises(
@@ -102,9 +108,106 @@ def test_what_cannot_be_replayed_is_told(copy, demo_lm, tmp_path):
         replayed(copy, 7)
     with pytest.raises(ConfigError, match=r"checkpoint: .* before step 2: none"):
         replayed(copy, 2, checkpoint=copy / "checkpoint")
-    environment = tmp_path / "environment"
-    environment.mkdir()
-    config = trajectory_config(demo_lm, environment)
-    (environment / "config.json").write_text(config.model_dump_json())
-    with pytest.raises(ConfigError, match="of an environment, whose steps are not replayed yet"):
-        replayed(environment, 1)
+
+
+OF_AN_ENVIRONMENT = {
+    "environment__num_eval_examples": 0,
+    "telemetry__ray_metrics": False,
+    "checkpoint__save_steps": 2,
+    "checkpoint__save_minutes": None,
+}
+
+
+@pytest.fixture(scope="module")
+def played(demo_lm, tmp_path_factory):
+    """A run of an environment, whose rounds of one group are stale or not within a step. Calls are
+    merged or not, a rollout fails, and advantages are divided by the deviation of the group.
+    """
+    folder = tmp_path_factory.mktemp("replay") / "played"
+    changes = {"training__max_steps": 4, "rollout_matching__max_staleness": 1}
+    config = trajectory_config(
+        demo_lm,
+        folder,
+        objective={"advantage_std": True, "advantage_epsilon": 1e-4},
+        **OF_AN_ENVIRONMENT | changes,
+    )
+    start(config, round_size=1, fails={5})
+    return folder
+
+
+def test_a_step_of_an_environment_is_learned_again_to_the_bit(played):
+    versions = {
+        example["weight_version"]
+        for line in read_step(played / "rollouts" / "step_000004.jsonl")
+        for example in line["examples"]
+    }
+    assert len(versions) == 2
+    assert replayed(played, 4) == {3: [], 4: []}
+    assert replayed(played, 2) == {1: [], 2: []}
+
+
+def test_what_an_environments_log_does_not_have_is_told(played, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(played, run)
+    log = run / "rollouts" / "step_000001.jsonl"
+    edited = 1.00001 * read_step(log)[0]["examples"][0]["advantage"]
+    edit_line(log, 0, lambda line: line["examples"][0].update(advantage=edited))
+    assert any(one.startswith("loss/total: ") for one in replayed(run, 1)[1])
+    edit_line(log, 1, lambda line: line.pop("num_tokens"))
+    with pytest.raises(ConfigError, match="did not keep all that is learned .* no num_tokens"):
+        replayed(run, 1)
+    edit_line(log, 0, lambda line: line.update(example=line["example"] + 1))
+    with pytest.raises(ConfigError, match=r"the log of step 1 has no rollout of example \d+"):
+        replayed(run, 1)
+    edit_line(run / "placement.json", 0, lambda placement: placement.pop("examples"))
+    with pytest.raises(ConfigError, match="does not say how many examples the environment has"):
+        replayed(run, 1)
+
+
+def test_pictures_of_an_environment_are_learned_again_from_the_runs_folder(
+    demo_checkpoint, tmp_path
+):
+    shown = picture(96, 64), picture(64, 96, seed=1)
+    examples_of = seeing(AutoProcessor.from_pretrained(demo_checkpoint), shown)
+
+    def run(name: str, **changes) -> Path:
+        settings = {
+            "global_max_length": 400,
+            "training__max_steps": 1,
+            "environment__max_images_per_prompt": 1,
+            "rollout_matching__logprob_tolerance": 1e6,  # nobody computes them
+        }
+        folder = tmp_path / name
+        settings |= OF_AN_ENVIRONMENT | changes
+        start(trajectory_config(demo_checkpoint, folder, **settings), examples_of=examples_of)
+        return folder
+
+    kept = run("kept")
+    assert len(list((kept / "rollouts" / "images").iterdir())) == 2
+    assert replayed(kept, 1) == {1: []}
+    without = run("without", telemetry__rollout_images=False)
+    with pytest.raises(ConfigError, match=r"is not there; steps with pictures .*rollout_images"):
+        replayed(without, 1)
+
+
+def seeing(processor, shown: tuple[ImageRef, ImageRef]):
+    """Make examples of one call, each of which shows one of two pictures."""
+
+    def examples_of(position: int) -> list[TrainingExample]:
+        image = shown[position % 2]
+        text = "<|vision_start|><|image_pad|><|vision_end|>"
+        encoded = processor(text=[text], images=[decode_image(image)])
+        prompt = list(encoded["input_ids"][0])
+        mask = [0] * len(prompt) + [1] * (1 + position % 3)
+        return [
+            TrainingExample(
+                prompt + [40 + position] * (len(mask) - len(prompt)),
+                [-1.0 * is_learned for is_learned in mask],
+                mask,
+                reward=0.0,
+                weight_version=1,
+                images=(image,),
+            )
+        ]
+
+    return examples_of

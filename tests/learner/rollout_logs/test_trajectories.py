@@ -7,18 +7,25 @@ import json
 import math
 import re
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 from edited_lines import append_edited
 
-from learner.rollout_logs.trajectories import TrajectoryRecord, read_step, trajectory_record
+from learner.rollout_logs.trajectories import (
+    TrajectoryRecord,
+    logged_rollout,
+    read_step,
+    trajectory_record,
+)
 from learner.rollout_logs.writer import StepLog, step_path
-from shared.errors import RecordError
+from shared.errors import ConfigError, RecordError
 from shared.records import ImageRef
 from shared.trajectory import EnvironmentRollout, ModelCall, TrainingExample
 
+ONE, TWO = (ImageRef(None, data, sha256(data).hexdigest()) for data in (b"one", b"two"))
 MERGED = TrainingExample(
     token_ids=[5, 6, 7, 8, 9],
     logprobs=[0.0, 0.0, -0.5, 0.0, -0.25],
@@ -29,7 +36,9 @@ MERGED = TrainingExample(
     token_advantages=[0.0, 0.0, 0.5, 0.0, -0.25],
     steps=(0, 2),
     step_ends=(3, 5),
-    images=(ImageRef(None, b"one", "5e" * 32), ImageRef(None, b"two", "f0" * 32)),
+    token_is_relative=[1, 1, 1, 0, 0],
+    group_rewards=(0.75, 0.1, 0.25),
+    images=(ONE, TWO),
     engine="actor-2",
 )
 SINGLE = TrainingExample([5, 4], [0.0, -1.5], [0, 1], reward=0.75, advantage=None, steps=(1,))
@@ -54,6 +63,8 @@ ROLLOUT = EnvironmentRollout(
     started_s=100.0,
     generate_s=1.5,
     reward_errors={"judge": "TimeoutError: \ud800"},
+    given_up=("judge",),
+    num_tool_calls=2,
     calls=(ModelCall("", 0, 2**63 + 1, "actor-2"), ModelCall("/0", 0, 7)),
 )
 FAILED = replace(
@@ -98,11 +109,52 @@ def test_a_rollout_that_was_written_is_read_back(tmp_path: Path) -> None:
         "weight_version": 6,
         "engine": "actor-2",
         "turns": [0, 2],
-        "images": ["5e" * 32, "f0" * 32],
+        "images": [ONE.sha256, TWO.sha256],
+        "turn_ends": [3, 5],
+        "token_is_relative": [1, 1, 1, 0, 0],
+        "group_rewards": [0.75, 0.1, 0.25],
     }
     assert line["examples"][1]["images"] == []
     assert (failed["error"], failed["examples"]) == ("ValueError: no\udcff", [])
     assert failed["completion"] is None
+
+
+def test_all_that_is_learned_of_a_rollout_comes_back_to_the_bit(tmp_path: Path) -> None:
+    exact = replace(MERGED, logprobs=[0.0, 0.0, -1 / 3, 0.0, -1e-300], advantage=0.1 + 0.2)
+    rollout = replace(ROLLOUT, examples=(exact, SINGLE), metrics={"exact": math.inf})
+    line, failed = logged(tmp_path, rollout, FAILED)
+    log = StepLog(tmp_path)
+    for image in (ONE, TWO, ONE):
+        log.keep_picture(image)
+    again = logged_rollout(line, tmp_path)
+    read = [
+        replace(
+            example, images=tuple(replace(one.with_data(), path=None) for one in example.images)
+        )
+        for example in again.examples
+    ]
+    # Who is who and when it was is of messages and timelines alone.
+    here = {"example_id": 12, "rollout": 3}
+    assert read == [replace(example, **here) for example in rollout.examples]
+    assert read[0].engine == "actor-2"
+    assert replace(again, examples=()) == replace(rollout, examples=(), started_s=0.0)
+    assert logged_rollout(failed, tmp_path) == replace(FAILED, started_s=0.0)
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted(
+        image.sha256 for image in (ONE, TWO)
+    )
+
+
+def test_a_line_of_an_older_version_is_read_and_is_no_rollout_to_learn(tmp_path: Path) -> None:
+    (line,) = logged(tmp_path, ROLLOUT)
+    for name in ("num_tokens", "num_length_limited", "num_tool_calls", "given_up"):
+        del line[name]
+    for example in line["examples"]:
+        for name in ("turn_ends", "token_is_relative", "group_rewards"):
+            del example[name]
+    step_path(tmp_path, 7).write_text(json.dumps(line) + "\n")
+    assert read_step(step_path(tmp_path, 7)) == [line]
+    with pytest.raises(ConfigError, match="by a version that did not keep all that is learned"):
+        logged_rollout(line, tmp_path)
 
 
 @pytest.mark.parametrize(

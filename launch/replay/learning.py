@@ -1,0 +1,190 @@
+"""What a learner rank does in a replay: the run's steps, with the answers of the run's log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.algorithms.rollout_matching import RolloutMatching
+from learner.learner import Learner
+from learner.model.ranks import RankTopology, Rendezvous
+from learner.rollout_logs import samples, trajectories
+from learner.rollout_logs.samples import RolloutRecord
+from learner.rollout_logs.trajectories import TrajectoryRecord, logged_rollout
+from learner.rollout_logs.writer import step_path
+from shared.config import RunConfig
+from shared.errors import ConfigError
+from shared.metrics import RankReport
+from shared.rollouts import FinishReason, Rollout, RolloutRequest
+from shared.schedule import StepPlan
+from shared.seeds import request_seed
+from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step of the run, but for its answers.
+
+    Example: of 5 rollouts, which two ranks learned in one round: `RecordedStep(plan, 7, (((0, 3),
+    (3, 5)),))`.
+    """
+
+    plan: StepPlan
+    weight_version: int
+    """Version of the learner's weights."""
+    rounds: tuple[tuple[tuple[int, int], ...], ...]
+    """`[round][rank]`, start and end of the positions that the rank learned; none on channel A."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """All that the ranks need of a run to learn some steps again."""
+
+    config: RunConfig
+    """The run's, resumed before the first of the steps, without any files to write."""
+    logs: Path
+    steps: tuple[RecordedStep, ...]
+    examples: ExampleCounts | None
+    """Those of the run's environment; None for a run without one."""
+
+
+def learn_again(
+    recording: Recording, place: RankTopology, rendezvous: Rendezvous | None = None
+) -> Iterator[RankReport]:
+    """Yield this rank's report of each step.
+
+    Raises:
+        ConfigError, RecordError: the log lacks a rollout, or has another one than the run asked
+            for; what `Learner` raises.
+    """
+    learner = Learner(recording.config, place, rendezvous, recording.examples)
+    try:
+        for step in recording.steps:
+            # What a sync would make of it: the version that the rollouts were sampled with.
+            learner.publisher.version = step.weight_version
+            # A checkpoint has those that the run had generated ahead.
+            answers = learner.answers_ahead()
+            requests = learner.next_requests(step.plan)
+            if requests:
+                answers += _recorded(learner, requests, recording.logs, step.plan)
+            for part in _rounds(answers, step, place.rank):
+                learner.accumulate(part)
+            yield learner.finish_step()
+    finally:
+        learner.close()
+
+
+def _recorded(
+    learner: Learner, requests: Sequence[Any], logs: Path, plan: StepPlan
+) -> list[Rollout | tuple[EnvironmentRollout, ...]]:
+    """Make the answers that the run had to these requests of a step."""
+    path = step_path(logs, plan.number)
+    algorithm = learner.algorithm
+    try:
+        if isinstance(algorithm, RolloutMatching):
+            lines = {line["position"]: line for line in samples.read_step(path)}
+            return [_rollout(algorithm, request, lines) for request in requests]
+        played = {line["position"]: line for line in trajectories.read_step(path)}
+        return [_group(request, played, logs) for request in requests]
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"run: {path} is not there; a run is replayed from its rollouts"
+            " (telemetry.rollouts=true)"
+        ) from error
+
+
+def _rollout(
+    algorithm: RolloutMatching, request: RolloutRequest, lines: Mapping[int, RolloutRecord]
+) -> Rollout:
+    line = lines.get(request.position)
+    entry = None if line is None else line["rollout"]
+    asked = (request.sample_id, request.seed)
+    if line is None or entry is None or (line["sample_id"], entry["seed"]) != asked:
+        what = f"rollout of sample {request.sample_id} with seed {request.seed}"
+        raise _not_logged(what, request.step, request.position)
+    sample = next(one for one in algorithm.train if one.sample_id == request.sample_id)
+    reason = FinishReason(entry["finish_reason"])
+    stopped = reason in (FinishReason.STOP, FinishReason.REPETITION)
+    return Rollout(
+        step=request.step,
+        position=request.position,
+        sample_id=request.sample_id,
+        prompt_token_ids=algorithm.encoder.encode(sample).token_ids,
+        response_token_ids=tuple(entry["response_token_ids"]),
+        stop_token_id=request.decode.stop_token_ids[0] if stopped else None,
+        logprobs=None,
+        stop_token_logprob=None,
+        finish_reason=reason,
+        forced_positions=tuple(entry["forced_positions"]),
+        weight_version=entry["weight_version"],
+        actor=entry["actor"],
+        attempt=entry["attempt"],
+        seed=entry["seed"],
+        generate_s=0.0,
+    )
+
+
+def _group(
+    request: EnvironmentRequest, lines: Mapping[int, TrajectoryRecord], logs: Path
+) -> tuple[EnvironmentRollout, ...]:
+    (group,) = request.groups
+    rollouts = []
+    for position in group.positions:
+        line = lines.get(position)
+        what = f"rollout of example {group.example} under the run's seed"
+        if line is None or line["example"] != group.example:
+            raise _not_logged(what, request.step, position)
+        rollout = logged_rollout(line, logs)
+        for call in rollout.calls:
+            asked = request_seed(request.run_seed, request.step, position, call.turn, call.path)
+            if call.seed != asked:
+                raise _not_logged(what, request.step, position)
+        rollouts.append(rollout)
+    return tuple(rollouts)
+
+
+def _not_logged(what: str, step: int, position: int) -> ConfigError:
+    return ConfigError(
+        f"run: the log of step {step + 1} has no {what} at position {position}; the run's data,"
+        " configuration or code were others"
+    )
+
+
+def _rounds(answers: Sequence[Any], step: RecordedStep, rank: int) -> Iterator[list[Any]]:
+    """Cut a rank's answers into the rounds of the run, each of one version of the weights.
+
+    Under fsdp the ranks' rows of a round are learned beside each other, and summed.
+    """
+    taken = 0
+    for ranks in step.rounds:
+        start, stop = ranks[rank]
+        part: list[Any] = []
+        sampled_by: int | None = None
+        for answer in answers:
+            rollouts = [answer] if isinstance(answer, Rollout) else answer
+            if not start <= rollouts[0].position < stop:
+                continue
+            versions = [version for one in rollouts for version in _versions(one)]
+            # A resumed run may have come with the answers of other engines' round.
+            if versions and sampled_by not in (None, versions[0]):
+                yield part
+                part = []
+            sampled_by = versions[0] if versions else sampled_by
+            part.append(answer)
+            taken += 1
+        # Also without answers: the other ranks have some, and are met.
+        yield part
+    if taken != len(answers):
+        raise ConfigError(
+            f"run: in plan.jsonl step {step.plan.number} has rounds with {taken} of this rank's"
+            f" {len(answers)} answers; restore the file from another copy of the run's folder"
+        )
+
+
+def _versions(rollout: Rollout | EnvironmentRollout) -> list[int]:
+    if isinstance(rollout, Rollout):
+        return [rollout.weight_version]
+    versions = [example.weight_version for example in rollout.examples]
+    return [version for version in versions if version is not None]
