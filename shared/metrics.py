@@ -123,8 +123,8 @@ reward/<function> | mean | What a reward function of the environment's rubric ga
 rollout/num_failed | sum | Rollouts that ended with an error, of which nothing is learned.
 rollout/num_reward_errors | sum | Reward functions that failed, each once for every rollout; the
     log of rollouts says of what.
-rollout/num_replaced | step | Rollout and environment actors that were lost, and replaced by new
-    ones; absent where none was (docs/recovery.md).
+rollout/num_replaced | step | Rollout actors, servers and environment actors that were lost and are
+    back; absent where none was (docs/recovery.md).
 rollout/num_given_up | sum | Plain tools and reward functions that still ran at a limit of time:
     their threads were given up and replaced.
 rollout/num_tool_calls | sum | Calls of tools by the model; absent where it is offered none.

@@ -110,7 +110,6 @@ class Replacements:
         self._create = create
         self._names = tuple(names)
         self._servers = servers
-        self._start = start
         check = "the engine's log for what it is loading, and the machine's free memory"
         self._call = RayCall("start", start, check, RolloutError)
         self._budget = budget
@@ -156,9 +155,10 @@ class Replacements:
                 reason = f"{before.reason}; then {reason}"
             what = f"another {self._names[index]} is being started in its place"
             if url is not None:
-                limit = self._start
-                within = f"{limit.seconds:g} s at most ({limit.key})"
-                what = f"start it again at {url}: it is waited for there, {within}"
+                what = (
+                    f"{url} is waited for, as at the run's start"
+                    " (rollout_matching.vllm.server.timeout_s); start it unless somebody else does"
+                )
             _LOGGER.warning("%s; %s", reason, what)
             lost_s = time.time() if before is None else before.lost_s
             ray.kill(actor)
