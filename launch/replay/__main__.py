@@ -4,11 +4,11 @@
 
 The learner loads the nearest full checkpoint before the step, or the run's model where there is
 none, and learns every step up to this one from the rollouts in `rollouts/`. Its metrics have to be
-those of `metrics.jsonl`, to the bit, and the digest of its weights that of `ledger.jsonl`, where the
-run has one. Exit status 1 where they are not.
+those of `metrics.jsonl`, to the bit, and its weights have to have the digest of `ledger.jsonl`, if
+there is one. Exit status 1 where they differ.
 
-A breakpoint anywhere in the learner works: all of it runs in this process. Only where the run had
-several learner ranks does each of them get a process, as in the run, and a breakpoint does not work.
+A breakpoint anywhere in the learner works: all of it runs in this process. Only of a run with
+several learner ranks does each get a process of its own, in which none works.
 """
 
 from __future__ import annotations
