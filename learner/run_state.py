@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from learner.segments import Segment
@@ -111,6 +111,34 @@ class RankState:
             ) from error
         assert isinstance(state, cls)
         return state, tensors
+
+
+def damage(folder: Path, world_size: int, *, has_own_tensors: bool) -> str | None:
+    """Say which of the ranks' files in a checkpoint is damaged; None: all can be loaded.
+
+    Of tensors their list and the length of their file are read: enough for one that was cut off.
+
+    Raises:
+        ConfigError: the disk refuses a file, which says nothing about its content.
+    """
+    for rank in range(world_size):
+        path = _path(folder, rank, "pkl")
+        try:
+            pickle.loads(path.read_bytes())
+            if rank == 0 or has_own_tensors:
+                path = _path(folder, rank, "safetensors")
+                with safe_open(path, framework="pt"):
+                    pass
+        except FileNotFoundError:
+            return f"{path.name} is missing"
+        except OSError as error:
+            raise ConfigError(
+                f"resume.run: {path} cannot be read ({error}); permit reading it, or wait until its"
+                " disk is back"
+            ) from error
+        except Exception as error:  # what a damaged pickle raises is of any kind
+            return f"{path.name} is damaged: {error}"
+    return None
 
 
 def missing_parts(folder: Path, world_size: int) -> list[str]:

@@ -4,11 +4,11 @@
 
 The learner loads the nearest full checkpoint before the step, or the run's model where there is
 none, and learns every step up to this one from the rollouts in `rollouts/`. Its metrics have to be
-those of `metrics.jsonl`, to the bit, and the digest of its weights that of `ledger.jsonl`, where the
-run has one. Exit status 1 where they are not.
+those of `metrics.jsonl`, to the bit, and its weights have to have the digest of `ledger.jsonl`, if
+there is one. Exit status 1 where they differ.
 
-A breakpoint anywhere in the learner works: all of it runs in this process. Only where the run had
-several learner ranks does each of them get a process, as in the run, and a breakpoint does not work.
+A breakpoint anywhere in the learner works: all of it runs in this process. Only of a run with
+several learner ranks does each get a process of its own, in which none works.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from launch.runtime.resume import full_checkpoints
 from launch.runtime.saved_run import changed_config, read_run
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
+from shared.config.derive import policy_gradient
 from shared.errors import ConfigError
 from shared.run_files import read_lines
 from shared.schedule import RunSchedule
@@ -130,7 +131,13 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, i
         changes["learner.cpu_threads"] = placement["learner_threads"]
     # Of the checkpoint: the run's own is of its last start, which may have changed it.
     saved = read_run(run) if checkpoint is None else states[checkpoint].config
-    return changed_config(saved, changes), 0 if checkpoint is None else states[checkpoint].step
+    config = changed_config(saved, changes)
+    if config.environment is None and policy_gradient(config) is not None:
+        raise ConfigError(
+            "run: its rollouts of samples are learned by their rewards too (policy_gradient), and"
+            " their log does not keep the log-probabilities that this needs: not replayed yet"
+        )
+    return config, 0 if checkpoint is None else states[checkpoint].step
 
 
 def _placement(run: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Recording:
 
 def learn_again(
     recording: Recording, place: RankTopology, rendezvous: Rendezvous | None = None
-) -> Iterator[RankReport]:
+) -> Generator[RankReport, None, None]:
     """Yield this rank's report of each step.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -35,14 +35,17 @@ from shared.errors import (
 from shared.metrics import RankReport, StepReport, merge_reports
 from shared.weight_sync.transports import Device, TransportKind
 
-Work = Callable[[Recording, RankTopology, Rendezvous | None], Iterator[RankReport]]
+Reports = Generator[RankReport, None, None]
+Work = Callable[[Recording, RankTopology, Rendezvous | None], Reports]
 
 _HOST = "127.0.0.1"
 _CLOSED_S = 10.0
 """Seconds for a killed process to be gone, and for a rank to follow one that failed for it."""
 
 
-def learned_steps(recording: Recording, work: Work = learn_again) -> Iterator[StepReport]:
+def learned_steps(
+    recording: Recording, work: Work = learn_again
+) -> Generator[StepReport, None, None]:
     """Yield the report of each step, of as many ranks as the run had. `work` is what a rank does.
 
     Raises:

@@ -13,7 +13,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from launch.runtime.resume import ResumePoint, RunState, checkpoint_folders, read_state
+from launch.runtime.resume import (
+    ResumePoint,
+    RunState,
+    checkpoint_folders,
+    damaged_name,
+    read_state,
+)
 from shared.config import RunConfig
 from shared.config.training import CheckpointSection
 from shared.errors import (
@@ -334,10 +340,12 @@ class Checkpoints:
             _delete(folder)
 
     def _take_up(self, point: ResumePoint) -> None:
-        """Go on with what the run had saved up to the point; what is later is put aside.
+        """Go on with what the run had saved up to the point; what is later or damaged is put aside.
 
         What the index does not name is of a run that ended between a checkpoint and the index.
         """
+        for folder, reason in point.damaged.items():
+            self._put_aside(folder, damaged_name(folder), f"is damaged ({reason})")
         checkpoint = point.checkpoint
         if checkpoint.suffix == ".old":
             checkpoint = checkpoint.with_suffix("")
@@ -354,9 +362,7 @@ class Checkpoints:
             step = state.step if state else indexed[folder].step
             if step > point.step:
                 aside = folder.with_name(f"{folder.name}.replaced")
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.replace(aside)
-                self._telemetry.put_aside(folder, aside)
+                self._put_aside(folder, aside, "is of a later step")
             elif folder in indexed:
                 kept.append(indexed[folder])
             elif folder == checkpoint:
@@ -372,6 +378,11 @@ class Checkpoints:
                     self._superseded.append(entry.folder)
         self._replaceable = {entry.folder: entry for entry in self._retention.kept}
         self._write_index()
+
+    def _put_aside(self, folder: Path, aside: Path, why: str) -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.replace(aside)
+        self._telemetry.put_aside(folder, aside, why)
 
     def _reason_of(self, folder: Path) -> RetentionReason:
         if folder.parent == self._run_dir / "checkpoints":

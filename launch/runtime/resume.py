@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,9 @@ class ResumePoint:
 
     checkpoint: Path
     state: RunState
+    damaged: Mapping[Path, str] = field(default_factory=dict)
+    """Checkpoints that are not to be gone on from, and what is wrong with each; once all processes
+    have started they are put aside."""
 
     @property
     def step(self) -> int:
@@ -124,6 +127,11 @@ class ResumePoint:
         run = config.telemetry.run_dir
         steps = f"{self.step} of {config.training.max_steps} steps"
         lines = [f"resume    {run} after {steps}, from {self.checkpoint.name}"]
+        lines += [
+            f"warning   {folder} is damaged ({reason}); the run goes on without it, and it becomes"
+            f" {damaged_name(folder).name}"
+            for folder, reason in self.damaged.items()
+        ]
         if self.is_complete(config):
             lines.append("complete  nothing is left to do; raise training.max_steps to go on")
         if self.state.lost_answers_ahead:
@@ -176,7 +184,8 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     """Find where the run goes on; None where it is a new one.
 
     In the configuration that is returned `resume.run` is the checkpoint, and still `auto` where
-    there is none yet.
+    there is none yet. With `auto`, behind which nobody may be, a checkpoint that is damaged is not
+    taken where an older one is sound.
 
     Raises ConfigError for a run without a full checkpoint, and for every key that must not change.
     """
@@ -185,7 +194,17 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
         return config, None
     run = config.telemetry.run_dir
     is_auto = config.resume.is_auto
-    states = dict(full_checkpoints(run))
+    damaged: dict[Path, str] = {}
+    if is_auto:
+        states, damaged = _sound_checkpoints(run)
+    else:
+        states = dict(full_checkpoints(run))
+    if damaged and not states:
+        reasons = "; ".join(f"{folder.relative_to(run)}: {damaged[folder]}" for folder in damaged)
+        raise ConfigError(
+            f"resume.run: no checkpoint of {run} is sound ({reasons}), and auto would begin the run"
+            " anew over them; restore one, choose another telemetry.run_dir, or move them"
+        )
     if is_auto and not states:
         if others := [folder for folder in checkpoint_folders(run) if not folder.suffix]:
             raise ConfigError(
@@ -199,10 +218,7 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
                 f"resume.run: {run} has no full checkpoint, so nothing is lost but time; start a"
                 " new run, and save more often (checkpoint.save_steps, save_minutes)"
             )
-        # Of the last step the final one.
-        checkpoint = max(
-            states, key=lambda folder: (states[folder].step, folder.name == FINAL_FOLDER)
-        )
+        checkpoint = _newest(states)
     else:
         checkpoint = path.resolve()
     state = states.get(checkpoint)
@@ -220,16 +236,62 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     if problems:
         raise ConfigError(problems)
     section = config.resume.model_copy(update={"run": checkpoint})
-    return config.model_copy(update={"resume": section}), ResumePoint(checkpoint, state)
+    point = ResumePoint(checkpoint, state, damaged)
+    return config.model_copy(update={"resume": section}), point
 
 
 def full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
     """Yield the full checkpoints of a run; a folder has its name when it is whole."""
-    for folder in checkpoint_folders(run.resolve()):
-        if folder.suffix in ("", ".old"):
+    for folder in _whole_folders(run):
+        state = read_state(folder)
+        if state is not None:
+            yield folder, state
+
+
+def _sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]:
+    """Return the full checkpoints but for those that are damaged, and what these have.
+
+    Looked into are the newest ones, down to one that is sound.
+    """
+    from learner.run_state import damage
+
+    states: dict[Path, RunState] = {}
+    damaged: dict[Path, str] = {}
+    for folder in _whole_folders(run):
+        try:
             state = read_state(folder)
-            if state is not None:
-                yield folder, state
+        except ConfigError as error:
+            # A disk that is away is no damage.
+            if isinstance(error.__cause__, OSError):
+                raise
+            damaged[folder] = f"{RUN_FILE} is damaged"
+            continue
+        if state is not None:
+            states[folder] = state
+    while states:
+        newest = _newest(states)
+        learner = states[newest].config["learner"]
+        reason = damage(
+            newest, learner["world_size"], has_own_tensors=learner["parallel"] == "fsdp"
+        )
+        if reason is None:
+            break
+        damaged[newest] = reason
+        del states[newest]
+    return states, damaged
+
+
+def _newest(states: Mapping[Path, RunState]) -> Path:
+    # Of the last step the final one.
+    return max(states, key=lambda folder: (states[folder].step, folder.name == FINAL_FOLDER))
+
+
+def _whole_folders(run: Path) -> list[Path]:
+    return [one for one in checkpoint_folders(run.resolve()) if one.suffix in ("", ".old")]
+
+
+def damaged_name(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}.damaged")
 
 
 def read_state(checkpoint: Path) -> RunState | None:
@@ -241,8 +303,8 @@ def read_state(checkpoint: Path) -> RunState | None:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """List what a run has saved or begun to save: with the suffix `.partial` those that are not
-    whole, `.old` one whose successor was about to get its name, `.replaced` those that were put
-    aside.
+    whole, `.old` one whose successor was about to get its name, `.replaced` and `.damaged` those
+    that were put aside.
     """
     patterns = (FINAL_FOLDER, f"{FINAL_FOLDER}.*", "checkpoint_interrupted_*", "checkpoints/step_*")
     folders = {folder for pattern in patterns for folder in run.glob(pattern)}

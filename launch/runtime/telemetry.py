@@ -429,8 +429,8 @@ class Telemetry:
             self._trace.write(written)
         self._print(f"saved     {checkpoint}")
 
-    def put_aside(self, checkpoint: Path, aside: Path) -> None:
-        self._print(f"resumed   {checkpoint} is of a later step, and is {aside.name} now")
+    def put_aside(self, checkpoint: Path, aside: Path, why: str) -> None:
+        self._print(f"resumed   {checkpoint} {why}, and is {aside.name} now")
 
     def not_saved(self, error: Exception) -> None:
         self._warn(f"the weights of this run could not be saved: {error}")

@@ -5,8 +5,8 @@ r"""The rollout log of an environment: one line of JSON per rollout (see `writer
     jq -c 'select(.error != null) | [.position, .error]' step_000123.jsonl
     jq -r 'select(.reward == 1) | .completion[] | "\(.role): \(.content)"' step_000123.jsonl
 
-A step is learned again from its lines (`logged_rollout`); the pictures of its tokens are beside them
-in `rollouts/images/`. Fields that are `NotRequired` are missing in logs of older versions.
+A step is learned again from its lines (`logged_rollout`), the pictures of its tokens are beside
+them in `rollouts/images/`. Fields that are `NotRequired` are missing in logs of older versions.
 
 Shape legend: L tokens of an example.
 """
@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
 
 from pydantic import AllowInfNan, ConfigDict, Field, PlainValidator, TypeAdapter, with_config
 from pydantic_core import PydanticCustomError
-
-# pydantic reads TypedDicts of typing from Python 3.12 on
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 on
 
 from learner.rollout_logs.writer import Text, log_entry, picture_path, read_lines
 from shared.errors import ConfigError

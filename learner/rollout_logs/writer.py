@@ -2,7 +2,8 @@
 
 Each learner rank writes its own file (`telemetry.rollouts`): rank 0 as above, rank 1
 `step_000123.rank1.jsonl`, and so on. ASCII only: a model's text is escaped as JSON escapes it.
-Pictures that environments' rollouts have shown are in `rollouts/images/`, each once, by its SHA-256.
+Pictures that environments' rollouts have shown are in `rollouts/images/`, each once, named by its
+SHA-256.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class TelemetrySection(Section):
     """Write every rollout's outcome into `rollouts/step_xxxxxx.jsonl`, for `launch.show_sample` and
     `launch.replay`."""
     rollout_images: bool = True
-    """Keep the pictures of an environment's rollouts, each once, in `rollouts/images/`; without them
-    `launch.replay` learns no step that has some."""
+    """Keep the pictures of an environment's rollouts, each once, in `rollouts/images/`, without
+    which `launch.replay` learns no step that has some."""
     ledger: bool = True
     """Write digests of what decided every step, and of its weights, as a chain (`ledger.jsonl`)."""
 

@@ -15,6 +15,7 @@ from serve_process import serve_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.demo.language_model import make_demo_lm
+from launch.replay.__main__ import ReplayOptions, replay
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -95,6 +96,10 @@ def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves
     )
     AutoTokenizer.from_pretrained(run.run_dir / "checkpoint")
     AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoint")
+
+
+def test_what_engines_and_environments_gave_is_learned_again_from_the_log(by_actors):
+    assert dict(replay(ReplayOptions(run=by_actors.run_dir, step=2))) == {1: [], 2: []}
 
 
 def test_a_killed_environment_actor_comes_back_and_where_it_may_not_the_run_ends_with_its_name(

@@ -154,7 +154,7 @@ def test_what_an_environments_log_does_not_have_is_told(played, tmp_path):
     edit_line(log, 0, lambda line: line["examples"][0].update(advantage=edited))
     assert any(one.startswith("loss/total: ") for one in replayed(run, 1)[1])
     edit_line(log, 1, lambda line: line.pop("num_tokens"))
-    with pytest.raises(ConfigError, match="did not keep all that is learned .* no num_tokens"):
+    with pytest.raises(ConfigError, match=r"did not keep all that is learned .* no num_tokens"):
         replayed(run, 1)
     edit_line(log, 0, lambda line: line.update(example=line["example"] + 1))
     with pytest.raises(ConfigError, match=r"the log of step 1 has no rollout of example \d+"):

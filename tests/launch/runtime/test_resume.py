@@ -320,6 +320,73 @@ def test_auto_never_begins_anew_over_weights_and_no_run_ends_before_its_checkpoi
         resumed(config_of("channels A and B", run, resume={"run": "auto"}))
 
 
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.slow
+def test_auto_goes_on_from_the_newest_checkpoint_that_is_sound_and_ends_in_the_same_ledger(
+    saved, config_of, tmp_path
+):
+    whole = config_of("channels A and B", tmp_path / "whole")
+    weights = start(whole)
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    *_, sound, newest = sorted((run / "checkpoints").glob("step_*"))
+    interrupted = run / "checkpoint_interrupted_000003"
+    shutil.copytree(newest, interrupted)
+    cut_off(interrupted / "run_state" / "rank_0.pkl")
+    cut_off(newest / "run_state" / "rank_0.safetensors")
+    at, point = resumed(config_of("channels A and B", run, resume={"run": "auto"}))
+    assert point is not None and point.checkpoint == sound
+    told = point.describe(at)
+    assert any(f"warning   {newest} is damaged (rank_0.safetensors" in line for line in told)
+    assert newest.is_dir() and interrupted.is_dir(), "nothing has started yet"
+    again = start(config_of("channels A and B", run, resume={"run": "auto"}))
+    assert_same(weights, again)
+    assert differences(ledger(run), ledger(tmp_path / "whole")) == []
+    assert [path.name for path in sorted(run.glob("**/*.damaged"))] == [
+        f"{interrupted.name}.damaged",
+        f"{newest.name}.damaged",
+    ]
+    assert resumed(config_of("channels A and B", run, resume={"run": "auto"}))[1] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["rank_0.safetensors", "rank_0.pkl", "run.json"])
+def test_what_is_cut_off_or_gone_is_damaged_and_an_explicit_resumption_is_refused_it(
+    file, saved, config_of, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    states = sorted(run.glob("**/run_state"))
+    for state in states:
+        cut_off(state / file)
+    auto = config_of("channels A and B", run, resume={"run": "auto"})
+    with pytest.raises(ConfigError, match=rf"no checkpoint of .* is sound .*{file} is damaged"):
+        resumed(auto)
+    with pytest.raises(ConfigError, match=r"cannot be read \("):
+        start(config_of("channels A and B", run, resume={"run": str(run)}))
+    for state in states:
+        (state / file).unlink()
+    # A checkpoint without run.json is no full one.
+    missing = r"is no full checkpoint" if file == "run.json" else rf"{file} is missing"
+    with pytest.raises(ConfigError, match=missing):
+        resumed(auto)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["rank_0.pkl", "run.json"])
+def test_a_file_that_the_disk_refuses_is_no_damage(file, saved, config_of, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    refused = sorted(run.glob("**/run_state"))[-1] / file
+    refused.unlink()
+    refused.mkdir()
+    with pytest.raises(ConfigError, match=rf"{file} cannot be read \(.*Is a directory"):
+        resumed(config_of("channels A and B", run, resume={"run": "auto"}))
+
+
 def _state(checkpoint: Path) -> str:
     return (checkpoint / "run_state" / "run.json").read_text()
 
