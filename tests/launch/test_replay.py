@@ -16,8 +16,8 @@ from launch.replay.__main__ import ReplayOptions, main, replay
 from learner.rollout_logs.trajectories import read_step
 from learner.segments import decode_image
 from shared.errors import ConfigError
-from shared.run_files import read_lines
 from shared.records import ImageRef
+from shared.run_files import read_lines
 from shared.trajectory import TrainingExample
 
 pytestmark = pytest.mark.slow
