@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from learner.model.checkpoint import flush
 from learner.segments import Segment
 from shared.errors import ConfigError
 from shared.metrics import RankReport
@@ -89,6 +90,7 @@ class RankState:
                 if tensors is not None:
                     save_file(dict(tensors), _path(folder, rank, "safetensors"))
                 path.write_bytes(pickled)
+                flush(path, _path(folder, rank, "safetensors"))
             except (OSError, SafetensorError) as error:
                 raise cannot_write(path, error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,13 +98,28 @@ class CheckpointContent:
             self.fresh.save(folder)
 
     def write_weights(self, folder: Path) -> None:
-        """Write weights and configuration, as often as it is called; beside a step, too."""
+        """Write weights and configuration to the disk, as often as it is called; beside a step,
+        too.
+        """
         if self.adapter is not None:
             # Beside merged weights, which load where nobody knows of adapters.
             self.adapter.save(folder / ADAPTER_FOLDER)
         # A copy: transformers takes out of it what it has written.
         self.model.save_pretrained(folder, state_dict=dict(self.weights))
         _write_config(self.model.config, next(iter(self.weights.values())).dtype, folder)
+        flush(*folder.glob("*"), *folder.glob(f"{ADAPTER_FOLDER}/*"))
+
+
+def flush(*paths: Path) -> None:
+    """Have these files on the disk: a name must not outlive a power failure without them.
+
+    Folders are left out. A rank gives its own files alone: another's come and go meanwhile, and
+    what another node has in its memory only that node can write.
+    """
+    for path in paths:
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:

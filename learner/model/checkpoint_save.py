@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from threading import Thread
 
 from safetensors import SafetensorError
 
+from learner.model.checkpoint import flush
 from learner.model.ranks import Ranks
 from shared.run_files import cannot_write
 
@@ -39,7 +39,8 @@ class CheckpointSave:
 
         Args:
             prepare: rank 0's, by the caller's thread, before anything else.
-            write: this rank's, by the thread beside the run, if there is one.
+            write: this rank's, by the thread beside the run, if there is one. What it writes is on
+                the disk when it returns.
             finish: rank 0's, by the caller's thread, when all ranks have written.
         """
         self._ranks = ranks
@@ -107,7 +108,6 @@ class CheckpointSave:
     def _write_part(self) -> None:
         self.started_s = time.time()
         self._write(self._partial)
-        _flush(self._partial)
         self.ended_s = time.time()
 
     def _raise_error(self) -> None:
@@ -121,7 +121,7 @@ class CheckpointSave:
             return
         if self._finish is not None:
             self._finish(self._partial)
-            _flush(self._partial)
+            flush(*self._partial.rglob("*"))
         # One of them is whole at every moment.
         old = self.folder.with_name(f"{self.folder.name}.old")
         if self.folder.exists():
@@ -145,11 +145,3 @@ class CheckpointSave:
             ):
                 raise cannot_write(self.folder, error) from error
             raise
-
-
-def _flush(folder: Path) -> None:
-    """Have the folder's files on the disk: a name must not outlive a power failure without them."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

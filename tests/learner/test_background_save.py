@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import threading
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from config_support import configuration
 from learner_support import finish_step, make_learner
 
 from learner.model import host_memory
 from learner.model.checkpoint import CheckpointContent
+from learner.run_state import RandomState, RankState
 from shared.errors import StorageError
 from shared.schedule import RunSchedule
 
@@ -111,6 +114,23 @@ def test_where_there_is_no_memory_for_the_copy_the_run_waits_and_the_figures_are
     assert "MiB of host memory beside 2.00 GiB that stay free, and 2.00 GiB are avail" in reason
     assert (tmp_path / "foreground" / "run_state" / "run.json").exists()
     assert learner.finish_save(wait=False) == []
+
+
+def test_a_rank_flushes_its_own_files_and_none_that_another_is_writing(tmp_path, monkeypatch):
+    """safetensors writes under another name first: such a file is gone when one opens it."""
+    state = tmp_path / "run_state"
+    state.mkdir()
+    for other in (state / ".tmpAbC", state / "rank_0.safetensors", tmp_path / "model.safetensors"):
+        other.write_bytes(b"half")
+    flushed = []
+    monkeypatch.setattr("os.fsync", lambda number: flushed.append(readlink(number)))
+    random = RandomState.capture(torch.device("cpu"))
+    RankState(1, random).writer(1, {"a": torch.zeros(2)})(tmp_path)
+    assert sorted(flushed) == [str(state / f"rank_1.{kind}") for kind in ("pkl", "safetensors")]
+
+
+def readlink(number):
+    return str(Path(f"/proc/self/fd/{number}").readlink())
 
 
 @pytest.mark.parametrize(

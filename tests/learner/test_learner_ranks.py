@@ -357,7 +357,7 @@ def test_a_save_that_the_disk_refuses_one_rank_fails_on_all_and_can_be_tried_aga
         "learner.model.checkpoint.CheckpointContent.write_weights": 0,
         "learner.run_state.Path.write_bytes": 1,
         "learner.learner.missing_parts": 0,
-        "learner.model.checkpoint_save._flush": 0,
+        "learner.model.checkpoint_save.flush": 0,
     }
     folder = tmp_path / "run" / "checkpoint"
     folder.parent.mkdir()
