@@ -165,6 +165,7 @@ class RolloutClient:
         self._generators = self
         self._group_size = 1
         self._round: Future[Any] | None = None
+        self._sync_failed = False
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="rollout-client")
 
     def start(self) -> None:
@@ -387,8 +388,10 @@ class RolloutClient:
 
     def _lose_silent(self, answers: Sequence[Any]) -> bool:
         """Replace every actor whose answer fails or does not come; return whether there are any."""
-        # An engine whose peer left a sync is in it for a phase at most.
-        limit_s = max(ALIVE_S, self.timeouts.sync_phase.seconds + POOL_MARGIN_S)
+        limit_s = ALIVE_S
+        if self._sync_failed:
+            # An engine whose peer left a sync is in it for a phase at most.
+            limit_s = max(limit_s, self.timeouts.sync_phase.seconds + POOL_MARGIN_S)
         if self.timeouts.stall is not None:
             limit_s = max(limit_s, self.timeouts.stall.seconds)
         ray.wait(answers, num_returns=len(answers), timeout=limit_s)
@@ -433,6 +436,7 @@ class RolloutClient:
 
     def _receive(self, offer: WeightOffer) -> SyncReport:
         shared_offer = ray.put(offer)
+        self._sync_failed = True  # until it has succeeded
         check = "that the learner and every other engine are alive"
         # Phase by phase over all engines: none begins to wait for bytes while another is still
         # decoding, and a stopped process is known by its phase.
@@ -446,6 +450,7 @@ class RolloutClient:
                 for name, actor in self._named()
             ]
             reports = wait_for_all(call, asked)
+        self._sync_failed = False
         self.version = offer.version
         return SyncReport.of_slowest(reports)
 

@@ -245,11 +245,12 @@ def test_an_engine_that_dies_in_a_phase_of_a_sync_is_told_at_once_and_a_new_one_
     learner = SmallLearner(demo_checkpoint, num_receivers=1, timeout_s=5.0)
     learner.learn(seed=5)
     core = psutil.Process(ray.get(actor.process_ids.remote())[1])
-    core.suspend()  # so that vLLM has been asked, and cannot answer, when it dies
     begun_s = time.monotonic()
     tries = []
 
     def receive(offer: WeightOffer) -> Future[SyncReport]:
+        if not tries:
+            core.suspend()  # so that vLLM has been asked, and cannot answer, when it dies
         tries.append(RolloutClient.receive_weights(pool, offer))
         if len(tries) == 1:
             threading.Timer(2.0, core.kill).start()

@@ -184,7 +184,7 @@ def soon(monkeypatch):
 
 @pytest.mark.ray
 def test_an_actor_that_stops_while_it_has_nothing_to_do_is_replaced_before_the_sync(client, soon):
-    pool = client(("check_alive", "sleep"), GOOD, **soon)
+    pool = client(("check_alive", "sleep"), GOOD, stall_s=soon["stall_s"], sync_phase_s=600.0)
     assert pool.join_replacements()
     (replaced,) = pool.pop_replaced()
     assert replaced.reason == (
