@@ -119,7 +119,9 @@ def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[bytes]) -
     deadline = time.monotonic() + LIMIT_S
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
         if process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"{metrics} has not {steps} lines; see the run's error.txt")
+            error = folder / "error.txt"
+            why = error.read_text() if error.exists() else "and no error.txt"
+            sys.exit(f"{metrics} has not {steps} lines: exit status {process.returncode}, {why}")
         time.sleep(0.05)
 
 

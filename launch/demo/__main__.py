@@ -1,4 +1,5 @@
-"""Makes data and models: `python -m launch.demo data|crowded|model|language-model --out FOLDER`.
+"""Makes data and models: `python -m launch.demo WHAT --out FOLDER`, where WHAT is data, crowded,
+model, crowded-model or language-model.
 
 What exists already, made from the same arguments, is kept. `--help` behind each lists its options.
 """
@@ -41,6 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.what == "model":
             is_new = make_demo_model(options.out, seed=options.seed, prompt=DEFAULT_USER_PROMPT)
             result = "demo model: Qwen3-VL architecture, random weights,"
+        elif options.what == "crowded-model":
+            from launch.demo.crowded_model import make_crowded_model
+
+            is_new = make_crowded_model(
+                options.out,
+                seed=options.seed,
+                prompt=DEFAULT_USER_PROMPT,
+                steps=options.tower_steps,
+                report=lambda line: print(line, flush=True),
+            )
+            result = "model of crowded scenes: Qwen3-VL architecture, a tower that knows digits,"
         else:
             is_new = make_demo_lm(options.out, seed=options.seed, tools=options.tools)
             result = "demo language model: Qwen3 architecture, random weights,"
@@ -53,8 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="scenes of handwritten digits")
     crowded = commands.add_parser("crowded", help="6 to 14 digits among clutter; three splits")
     model = commands.add_parser("model", help="a small random Qwen3-VL")
+    crowded_model = commands.add_parser(
+        "crowded-model", help="the same for crowded scenes, with a tower that has learned digits"
+    )
     language_model = commands.add_parser("language-model", help="a small random Qwen3")
     folders = {data: "data", crowded: "crowded", model: "model", language_model: "lm"}
+    folders[crowded_model] = "crowded_model"
     for command, folder in folders.items():
         out = Path("outputs/demo") / folder
         command.add_argument("--out", type=Path, default=out, help="default: %(default)s")
@@ -63,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--val", type=int, default=256, help="validation scenes")
     for split, number in (("train", 4000), ("val", 256), ("test", 512)):
         crowded.add_argument(f"--{split}", type=int, default=number, help=f"{split} scenes")
+    crowded_model.add_argument(
+        "--tower-steps", type=int, default=450, help="updates of the tower; default: %(default)s"
+    )
     geometries = list(DemoGeometry)
     data.add_argument(
         "--geometry",

@@ -29,6 +29,8 @@ MIN_DIGITS = 6
 MAX_DIGITS = 14
 MAX_OVERLAP = 0.15
 """The most of the smaller one's area that two digits share."""
+MAX_ATTEMPTS = 200
+"""A scene that is not full after so many is begun again."""
 MAX_CLUTTER = 8
 CLUTTER_SIZES = (12, 16, 20)
 SPLITS = {"train": slice(0, 1200), "val": slice(1200, 1497), "test": slice(1497, 1797)}
@@ -70,7 +72,11 @@ def arrange(digits: Sequence[Digit], rng: np.random.Generator) -> list[Placed]:
     """Place 6 to 14 digits in reading order, then clutter where there is room."""
     count = int(rng.integers(MIN_DIGITS, MAX_DIGITS + 1))
     scene: list[Placed] = []
+    attempts = 0
     while len(scene) < count:
+        attempts += 1
+        if attempts > MAX_ATTEMPTS:  # there may be no room left for what is still to come
+            scene, attempts = [], 0
         digit = digits[int(rng.integers(len(digits)))]
         placed = _somewhere(digit.scan, digit.name, int(rng.choice(SIZES)), rng)
         if all(placed.overlap(other) <= MAX_OVERLAP for other in scene):

@@ -127,10 +127,10 @@ def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
     )
 
 
-def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
+def make_processor(tokenizer: PreTrainedTokenizerFast, *, canvas: int = CANVAS) -> Qwen3VLProcessor:
     # Every image is brought to the pixels of one scene, here and not per request, so that the
     # learner and the engines agree.
-    scene = CANVAS * CANVAS
+    scene = canvas * canvas
     common = {
         "patch_size": PATCH,
         "merge_size": MERGE,
@@ -154,7 +154,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
     )
 
 
-def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
+def make_config(tokenizer: PreTrainedTokenizerFast, *, canvas: int = CANVAS) -> Qwen3VLConfig:
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -185,7 +185,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
         "spatial_merge_size": MERGE,
         "temporal_patch_size": TEMPORAL_PATCH,
         "out_hidden_size": HIDDEN,
-        "num_position_embeddings": (CANVAS // PATCH) ** 2,
+        "num_position_embeddings": (canvas // PATCH) ** 2,
         "deepstack_visual_indexes": [0, 1, 2],
         "initializer_range": INITIALIZER_RANGE,
     }
@@ -217,16 +217,24 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
     """Write the checkpoint into the folder `out`, as `make_once` does."""
 
     def make(folder: Path) -> None:
-        tokenizer = make_tokenizer(prompt)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = Qwen3VLForConditionalGeneration(make_config(tokenizer))
-            _order_coord_embeddings(model, tokenizer)
-        model.generation_config = GenerationConfig(
-            eos_token_id=tokenizer.convert_tokens_to_ids(END),
-            pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
-        )
+        model, processor = random_model(seed, prompt, canvas=CANVAS)
         model.save_pretrained(folder)
-        make_processor(tokenizer).save_pretrained(folder)
+        processor.save_pretrained(folder)
 
     return make_once(out, {"seed": seed, "prompt": prompt}, make)
+
+
+def random_model(
+    seed: int, prompt: str, *, canvas: int
+) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
+    """Make the model for scenes of `canvas` x `canvas` pixels, and what prepares its inputs."""
+    tokenizer = make_tokenizer(prompt)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(make_config(tokenizer, canvas=canvas))
+        _order_coord_embeddings(model, tokenizer)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+    )
+    return model, make_processor(tokenizer, canvas=canvas)

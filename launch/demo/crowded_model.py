@@ -1,0 +1,129 @@
+"""The model of the crowded scenes: the demo's, with a vision tower that has learned the digits.
+
+From random weights a run learns places and no names: a name is right or wrong as a whole, and the
+loss says so in one token of twenty, far behind the tower. So the tower is taught alone first, with
+one label for every image token: which digit lies there, and how far its edges are. A linear head
+reads them from what the language model is going to be given, the tower's output and its deepstack
+features, and is thrown away. docs/evidence.md has the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from launch.demo.crowded import CANVAS, SIZES, SPLITS, Placed, draw, scenes
+from launch.demo.data import NAMES, load_all_digits
+from launch.demo.model import HIDDEN, MERGE, PATCH, random_model
+from launch.demo.once import make_once
+
+NOTHING = len(NAMES)
+"""Label of an image token that lies on no digit."""
+TOKENS = CANVAS // (PATCH * MERGE)
+"""Image tokens in a row of a scene."""
+BATCH = 16
+LEARNING_RATE = 2e-3
+LR_WARMUP_STEPS = 30
+MIN_LR_RATIO = 0.05
+
+
+class DenseLabels(NamedTuple):
+    """What lies under every image token of a scene, in the order of the tokens."""
+
+    digit: np.ndarray
+    """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""
+    edges: np.ndarray
+    """[TOKENS * TOKENS, 4] float32: from the token's middle to the digit's left, upper, right and
+    lower edge, in units of the largest digit's side."""
+
+
+def dense_labels(scene: Sequence[Placed]) -> DenseLabels:
+    """Label every token with the digit whose middle is nearest, of those that it lies on."""
+    middle_T = (np.arange(TOKENS) + 0.5) * (CANVAS / TOKENS)
+    digit = np.full((TOKENS, TOKENS), NOTHING)
+    edges = np.zeros((TOKENS, TOKENS, 4), dtype=np.float32)
+    nearest = np.full((TOKENS, TOKENS), np.inf)
+    for placed in scene:
+        if not placed.name:
+            continue
+        right, bottom = placed.left + placed.size, placed.top + placed.size
+        x, y = middle_T[None, :], middle_T[:, None]
+        distance = (x - (placed.left + right) / 2) ** 2 + (y - (placed.top + bottom) / 2) ** 2
+        is_on = (x >= placed.left) & (x < right) & (y >= placed.top) & (y < bottom)
+        is_on &= distance < nearest
+        nearest[is_on] = distance[is_on]
+        digit[is_on] = NAMES.index(placed.name)
+        of_all = np.broadcast_arrays(x - placed.left, y - placed.top, right - x, bottom - y)
+        edges[is_on] = np.stack(of_all, axis=-1)[is_on] / max(SIZES)
+    return DenseLabels(digit.ravel(), edges.reshape(-1, 4))
+
+
+def make_crowded_model(
+    out: Path,
+    *,
+    seed: int,
+    prompt: str,
+    steps: int,
+    report: Callable[[str], None],
+) -> bool:
+    """Write the checkpoint into the folder `out`, as `make_once` does.
+
+    Args:
+        steps: updates of the tower, of `BATCH` new scenes of training digits each; 0: none.
+        report: is given a line now and then.
+    """
+
+    def make(folder: Path) -> None:
+        model, processor = random_model(seed, prompt, canvas=CANVAS)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            _teach_tower(model.model.visual, processor.image_processor, seed, steps, report)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+    settings = {"scenes": "crowded", "seed": seed, "prompt": prompt, "tower_steps": steps}
+    return make_once(out, settings, make)
+
+
+def _teach_tower(
+    tower: nn.Module,
+    image_processor: Callable[..., dict[str, torch.Tensor]],
+    seed: int,
+    steps: int,
+    report: Callable[[str], None],
+) -> None:
+    head = nn.Linear(HIDDEN, NOTHING + 1 + 4)
+    parameters = [*tower.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98))
+    train = scenes(load_all_digits()[SPLITS["train"]], np.random.default_rng([seed, 3]))
+    # Most tokens lie on nothing.
+    weight_of_digit = torch.ones(NOTHING + 1)
+    weight_of_digit[NOTHING] = 0.5
+    for step in range(steps):
+        fall = 0.5 * (1.0 + math.cos(math.pi * step / steps))
+        rate = min(1.0, (step + 1) / LR_WARMUP_STEPS) * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * fall)
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * rate
+        batch = [next(train) for _ in range(BATCH)]
+        labels = [dense_labels(scene) for scene in batch]
+        digit = torch.from_numpy(np.concatenate([one.digit for one in labels]))
+        edges = torch.from_numpy(np.concatenate([one.edges for one in labels]))
+        inputs = image_processor([draw(scene) for scene in batch], return_tensors="pt")
+        seen = tower(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        said = head(torch.stack([seen.pooler_output, *seen.deepstack_features]).sum(dim=0))
+        is_on = digit != NOTHING
+        names = nn.functional.cross_entropy(said[:, : NOTHING + 1], digit, weight=weight_of_digit)
+        places = nn.functional.l1_loss(said[is_on, NOTHING + 1 :], edges[is_on])
+        optimizer.zero_grad()
+        (names + places).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            right = (said[is_on, : NOTHING + 1].argmax(dim=1) == digit[is_on]).float().mean()
+            report(f"tower     {step + 1}/{steps}  names right under {right:.2f} of the tokens")
