@@ -2,7 +2,7 @@
 
 It serves `rollout_matching.vllm.mode: server` (spec: server mode), and any caller of the OpenAI
 API. It prints its URL when it is ready. Ctrl-C and SIGTERM end it and the engine's processes within
-seconds; when its engine has died, it ends with a message.
+seconds; when its engine has died or is stuck, it ends with a message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import psutil
 import yaml
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from rich.console import Console
 
 from launch.cli import explained, read_arguments
@@ -44,6 +44,7 @@ from shared.weight_sync.transports import Device, Sharing, choose_transport
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from rollout_actors.server.engine_watch import EngineWatch
     from rollout_actors.server.openai_routes import OpenAIServing
     from rollout_actors.server.service import RolloutService, ServedEngine
 
@@ -102,6 +103,9 @@ class ServeOptions(Section):
     """Largest body of one call, and largest image file."""
     max_image_pixels: PositiveInt = IMAGE_PIXELS
     """Largest image, decoded: width times height."""
+    stall_s: PositiveFloat | None = 240.0
+    """Seconds without a token or any other answer from the engine after which the server ends;
+    null: never."""
     seed: int = 0
     """Of the engine; every request brings its own."""
 
@@ -202,7 +206,7 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     Raises:
         KeyboardInterrupt: after the signal.
         ConfigError: the port is taken, or the tool parser is not known.
-        RolloutError: the engine did not start, or has died.
+        RolloutError: the engine did not start, has died, or is stuck.
     """
     # Bound before the engine loads: a port that is taken is known at once.
     listening = _listen(options)
@@ -213,6 +217,7 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(options.max_image_pixels)
     from rollout_actors.server.app import make_app
     from rollout_actors.server.engine_thread import EngineThread
+    from rollout_actors.server.engine_watch import EngineWatch
     from rollout_actors.server.messages import CallLimits
     from rollout_actors.server.service import RolloutService
 
@@ -258,7 +263,8 @@ def serve(options: ServeOptions, settings: EngineSettings) -> None:
     )
     try:
         app = make_app(service, openai=engine, token=token, only_from=only_from)
-        interrupted = asyncio.run(_run(app, service, engine, listening, url))
+        watch = EngineWatch(service, options.stall_s)
+        interrupted = asyncio.run(_run(app, service, watch, listening))
     finally:
         if not service.is_up:
             # Its thread waits for these.
@@ -281,10 +287,13 @@ def _listen(options: ServeOptions) -> socket.socket:
 
 
 async def _run(
-    app: FastAPI, service: RolloutService, engine: ServedEngine, listening: socket.socket, url: str
+    app: FastAPI, service: RolloutService, watch: EngineWatch, listening: socket.socket
 ) -> bool:
     """Serve until a signal, and then return True. Raises RolloutError as `serve`."""
     import uvicorn
+
+    engine = service.engine
+    url = service.name
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -312,6 +321,7 @@ async def _run(
                 starting.result()
             if engine.is_dead:
                 raise RolloutError(ended("the engine's", engine.why_dead), actor=url, phase="serve")
+            watch.look()
             with suppress(TimeoutError):
                 await asyncio.wait_for(interrupted.wait(), ALIVE_CHECK_S)
     finally:

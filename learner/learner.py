@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
 from learner.algorithms.trajectories import Trajectories
-from learner.model.checkpoint_save import CheckpointSave, Write
-from learner.model.host_memory import available_memory, in_gib
+from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
+from learner.model.host_memory import NodeMemory, available_memory, in_gib, node_number
 from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
@@ -274,7 +274,9 @@ class Learner:
         if is_full and (self.parallel.holds_parts or ranks.rank == 0):
             tensors = self.optimizer.tensors()
         reason = self._no_room_for_copy(tensors or {}) if background else None
-        copies = background and reason is None
+        copies: HostCopies | None = None
+        if background and reason is None:
+            copies = HostCopies((tensors or {}).values())
         write_state: Write | None = None
         if is_full:
             state = replace(
@@ -283,8 +285,8 @@ class Learner:
                 offers_adapter=self.publisher.offers_adapter,
                 fingerprints=self._fingerprints(),
             )
-            if copies and tensors is not None:
-                tensors = {name: one.to("cpu", copy=True) for name, one in tensors.items()}
+            if copies is not None and tensors is not None:
+                tensors = {name: copies(tensor) for name, tensor in tensors.items()}
             write_state = state.writer(ranks.rank, tensors)
 
         def finish(partial: Path) -> None:
@@ -297,11 +299,11 @@ class Learner:
         save = self.publisher.checkpoint(
             folder, copies=copies, write_more=write_state, finish=finish if is_full else None
         )
-        if copies:
+        if copies is None:
+            save.write()
+        else:
             save.begin()
             self._saving = save
-        else:
-            save.write()
         return reason
 
     def finish_save(self, *, wait: bool) -> list[Span] | None:
@@ -326,20 +328,25 @@ class Learner:
         return [Span(track, f"write {save.folder.name}", save.started_s, save.ended_s)]
 
     def _no_room_for_copy(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Say why this machine's memory is too little for a copy of weights and `tensors`."""
+        """Say why a node's memory is too little for a copy of weights and `tensors`."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._ranks.rank == 0:
-            specs = self.publisher.parallel.weights.specs()
-            size += sum(shape.numel() * dtype.itemsize for _, dtype, shape in specs)
+            for name, dtype, shape in self.publisher.parallel.weights.specs():
+                # The weight itself, unless that is a shard: copied already.
+                is_master = f"{name}/master" in tensors and dtype is torch.float32
+                if self.parallel.holds_parts or not is_master:
+                    size += shape.numel() * dtype.itemsize
         with self._ranks.of_phase("save"):
-            # As if all ranks were on one machine, and by the one that has the least.
-            needed = self._ranks.sum(size)
-            available = -self._ranks.max(-available_memory())
-        if needed + KEPT_FREE <= available:
+            node = NodeMemory.scarcest(
+                self._ranks.all_of(size),
+                self._ranks.all_of(available_memory()),
+                self._ranks.all_of(node_number()),
+            )
+        if node.needed + KEPT_FREE <= node.available:
             return None
         return (
-            f"the copy needs {in_gib(needed)} of host memory beside {in_gib(KEPT_FREE)} that stay"
-            f" free, and {in_gib(available)} are available"
+            f"the copy needs {in_gib(node.needed)} of a node's host memory beside"
+            f" {in_gib(KEPT_FREE)} that stay free, and {in_gib(node.available)} are available"
         )
 
     def last_report(self) -> RankReport | None:

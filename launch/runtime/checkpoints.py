@@ -202,11 +202,20 @@ class Checkpoints:
         try:
             # Not counted here: it may have finished an update that nobody has heard of yet.
             num_updates = self._learner.stop(timeout_s=limit_s)
+            saves_last = saves and num_updates > 0
             # The second half is for the attempt that succeeds.
             patience = self._telemetry.patience
-            patience.limit_s = max(0.0, min(patience.limit_s, (deadline - time.monotonic()) / 2))
+            patience_s = max(0.0, min(patience.limit_s, (deadline - time.monotonic()) / 2))
             writing = self._writing
-            self._finish(wait=True, deadline=deadline)
+            try:
+                # The last update is worth more than one before it, and so is the time.
+                patience.limit_s = 0.0 if saves_last else patience_s
+                self._finish(wait=True, deadline=deadline)
+            except StorageError as error:
+                if not saves_last:
+                    raise
+                self._telemetry.gives_up_save(error)
+            patience.limit_s = patience_s
             # A save that was interrupted here went on in the learner, which is free now: it is
             # complete, or not there at all.
             complete = [
@@ -217,7 +226,7 @@ class Checkpoints:
             if complete:
                 if complete[0].folder != writing:  # else it was told just now
                     self._telemetry.saved(complete[0].folder)
-            elif num_updates and saves:
+            elif saves_last:
                 folder = self._run_dir / f"checkpoint_interrupted_{num_updates:06d}"
                 self._save_lasting(folder, num_updates, reason, deadline)
             if self._entries():

@@ -157,7 +157,8 @@ class Replacements:
             if url is not None:
                 what = (
                     f"{url} is waited for, as at the run's start"
-                    " (rollout_matching.vllm.server.timeout_s); start it unless somebody else does"
+                    " (rollout_matching.vllm.server.timeout_s); start it unless somebody else does,"
+                    " and end it first where it still runs and its engine is stuck"
                 )
             _LOGGER.warning("%s; %s", reason, what)
             lost_s = time.time() if before is None else before.lost_s
@@ -208,7 +209,8 @@ class Replacements:
 
 def _go_on(url: str) -> str:
     return (
-        f"start a server at {url} and go on with `resume=RUN`, or go on with the others"
+        f"end what is left of the server at {url}, start it, and go on with `resume=RUN`, or go on"
+        " with the others"
         " (`resume=RUN rollout_matching.vllm.server.servers=[...]`)"
     )
 

@@ -432,6 +432,10 @@ class Telemetry:
     def put_aside(self, checkpoint: Path, aside: Path, why: str) -> None:
         self._print(f"resumed   {checkpoint} {why}, and is {aside.name} now")
 
+    def gives_up_save(self, error: StorageError) -> None:
+        """Tell why a checkpoint under way is given up for the last update's own."""
+        self._warn(f"{error}; it is given up, and the last update is saved without it")
+
     def not_saved(self, error: Exception) -> None:
         self._warn(f"the weights of this run could not be saved: {error}")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
+import torch
 from safetensors import SafetensorError
 
 from learner.model.checkpoint import flush
@@ -17,6 +18,34 @@ from shared.run_files import cannot_write
 
 Write = Callable[[Path], None]
 """Writes a part of a checkpoint into a folder."""
+
+
+class HostCopies:
+    """Copies of tensors in host memory, where what happens to the tensors does not reach them.
+
+    A weight in float32 is its own master: a checkpoint has it twice, and it is copied once.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy these; views of the same elements share a copy."""
+        # With the tensors: the address of one that is gone may be another's.
+        self._kept: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
+        for tensor in tensors:
+            if _place(tensor) not in self._kept:
+                self._kept[_place(tensor)] = (tensor, tensor.to("cpu", copy=True))
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy that there is of this tensor's elements, or a new one, which is not kept
+        for others.
+        """
+        if _place(tensor) in self._kept:
+            return self._kept[_place(tensor)][1]
+        return tensor.to("cpu", copy=True)
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """Return what two tensors have in common that are the same elements in the same memory."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class CheckpointSave:

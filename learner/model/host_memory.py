@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """The host memory of one node, and what is wanted of it.
+
+    Example: two ranks on one node that want 3 GiB each, and see 9 GiB available, are
+    `NodeMemory(6 << 30, 9 << 30)`.
+    """
+
+    needed: int
+    """Bytes, of all ranks on the node."""
+    available: int
+    """Bytes, by the rank that sees the fewest: its container may allow it less."""
+
+    @classmethod
+    def scarcest(
+        cls, needed: Iterable[int], available: Iterable[int], nodes: Iterable[int]
+    ) -> NodeMemory:
+        """Return the node on which the least stays free; the arguments are in rank order.
+
+        Args:
+            nodes: the rank's `node_number`.
+        """
+        found: dict[int, NodeMemory] = {}
+        for size, left, node in zip(needed, available, nodes, strict=True):
+            others = found.get(node, cls(0, left))
+            found[node] = cls(others.needed + size, min(others.available, left))
+        return min(found.values(), key=lambda one: one.available - one.needed)
+
+
+def node_number() -> int:
+    """Return a number that all processes of a machine have in common, whatever their containers,
+    and no other machine has: 63 bits. Where the system tells none, all machines have the same.
+    """
+    digest = hashlib.sha256("".join(_lines(BOOT_ID)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def available_memory() -> int:

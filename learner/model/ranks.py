@@ -134,6 +134,11 @@ class Ranks:
     def max(self, value: int) -> int:
         return self._reduced([value], ReduceOp.MAX)[0]
 
+    def all_of(self, value: int) -> list[int]:
+        """Return every rank's value, in rank order."""
+        own = [value if rank == self.rank else 0 for rank in range(self.world_size)]
+        return self._reduced(own, ReduceOp.SUM)
+
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag, of which all ranks have equally many, whether any rank's is set."""
         return [bool(flag) for flag in self._reduced(list(map(int, flags)), ReduceOp.MAX)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from learner.model.adapters import adapter_files
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
-from learner.model.checkpoint_save import CheckpointSave, Write
+from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
 from learner.model.loading import LoadedModel
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology
 from learner.model.sharding import Parallel
@@ -135,14 +135,15 @@ class WeightPublisher:
         self,
         folder: Path,
         *,
-        copies: bool = False,
+        copies: HostCopies | None = None,
         write_more: Write | None = None,
         finish: Write | None = None,
     ) -> CheckpointSave:
         """Return what writes an ordinary checkpoint of the present weights. Every rank takes part.
 
         Args:
-            copies: copy the weights to host memory, where no later update reaches them.
+            copies: write a copy of the weights, which no later update reaches, and take from here
+                what is copied already.
             write_more: writes this rank's part of what comes beside the weights.
             finish: as of `CheckpointSave`.
         """
@@ -159,7 +160,7 @@ class WeightPublisher:
             if weights is None:
                 source = CheckpointWeights(self.loaded.model)
                 weights = {
-                    name: tensor.to("cpu", copy=True) if copies else tensor
+                    name: tensor if copies is None else copies(tensor)
                     for name, tensor in source.tensors()
                 }
             loaded = self.loaded

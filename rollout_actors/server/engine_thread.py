@@ -54,6 +54,9 @@ class EngineThread:
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
         await self._in_thread(self._started.guard_by(settings))
 
+    async def check_alive(self) -> None:
+        await self._in_thread(self._started.check_alive())
+
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         return await self._in_thread(self._started.generate(requests))
 

@@ -183,6 +183,9 @@ class ServedEngine(RolloutEngine, Protocol):
     async def guard_by(self, settings: RepeatGuardSettings | None) -> None:
         """Guard what begins from now on; None: not at all. Raises RolloutError."""
 
+    async def check_alive(self) -> None:
+        """Return as soon as the engine answers: at once, or behind its present step."""
+
     @property
     def shut(self) -> str:
         """Reason why it serves no rollouts; empty: it does."""
@@ -207,6 +210,8 @@ class RolloutService:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
+        self.num_syncing = 0
+        """Phases of a sync under way."""
         self._guard: RepeatTerminateSection | None = None
         """Rule of the requests of `infer`; None: not known."""
         self._num_guarded = 0
@@ -330,7 +335,11 @@ class RolloutService:
         # The pause has ended what was running; what was queued would be answered under the weights
         # that arrive now.
         self._num_arrivals += phase is SyncPhase.WIRE
-        report = await self.engine.run_sync_phase(phase, state.offer)
+        self.num_syncing += 1
+        try:
+            report = await self.engine.run_sync_phase(phase, state.offer)
+        finally:
+            self.num_syncing -= 1
         if self._sync is not state:
             raise RefusalError(409, f"the sync to version {call.version} was given up for another")
         self._sync = state.finish(phase)

@@ -398,7 +398,11 @@ class WeightReceiver:
         except self._passed_on:
             raise
         except TimeoutError as error:
-            message = late("the engine", limit, "that the learner and every other engine are alive")
+            check = (
+                "whether it is stuck (then a server has to be ended and started again), and that"
+                " the learner and every other engine are alive"
+            )
+            message = late("the engine", limit, check)
             raise self._error(message, phase) from error
         except RolloutError as error:
             raise self._error(error.message, phase) from error

@@ -122,6 +122,9 @@ class ObedientEngine:
     async def start(self):
         return self.devices
 
+    async def check_alive(self):
+        await self._serve()
+
     async def guard_by(self, settings):
         if self.cannot_guard is not None:
             raise self.cannot_guard

@@ -11,9 +11,12 @@ import pytest
 import torch
 from config_support import configuration
 from learner_support import finish_step, make_learner
+from safetensors.torch import save_file
 
 from learner.model import host_memory
 from learner.model.checkpoint import CheckpointContent
+from learner.model.checkpoint_save import HostCopies
+from learner.model.host_memory import NodeMemory
 from learner.run_state import RandomState, RankState
 from shared.errors import StorageError
 from shared.schedule import RunSchedule
@@ -111,9 +114,88 @@ def test_where_there_is_no_memory_for_the_copy_the_run_waits_and_the_figures_are
     learner, _ = learner_of()
     monkeypatch.setattr("learner.learner.available_memory", lambda: 2**31 + 2**20)
     reason = learner.save(tmp_path / "foreground", "{}", background=True)
-    assert "MiB of host memory beside 2.00 GiB that stay free, and 2.00 GiB are avail" in reason
+    assert "MiB of a node's host memory beside 2.00 GiB that stay free, and 2.00 GiB are" in reason
     assert (tmp_path / "foreground" / "run_state" / "run.json").exists()
     assert learner.finish_save(wait=False) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_copy_holds_each_tensor_once_and_so_much_memory_is_asked_for(
+    case, learner_of, tmp_path, monkeypatch
+):
+    """Weights in float32 are their own masters, which the files hold beside them."""
+    learner, _ = learner_of(**CASES[case])
+    weights, state = {}, {}
+
+    def write_later(content, folder):
+        weights.update(content.weights)
+        WRITE(content, folder)
+
+    def save_state(tensors, path):
+        state.update(tensors)
+        save_file(tensors, path)
+
+    with (
+        patch.object(CheckpointContent, "write_weights", write_later),
+        patch("learner.run_state.save_file", save_state),
+    ):
+        assert learner.save(tmp_path / "background", "{}", background=True) is None
+        learner.finish_save(wait=True)
+    held = {one.data_ptr(): one.nbytes for one in (*weights.values(), *state.values())}
+    live = {parameter.data_ptr() for parameter in learner.loaded.model.parameters()}
+    assert not held.keys() & live, "nothing is read that the next update changes"
+    written = sum(one.nbytes for one in (*weights.values(), *state.values()))
+    twice = sum(one.nbytes for one in weights.values()) if case == "float32" else 0
+    assert sum(held.values()) == written - twice
+    enough = 2**31 + sum(held.values())
+    for available, has_room in ((enough, True), (enough - 1, False)):
+        monkeypatch.setattr(
+            "learner.learner.available_memory", lambda available=available: available
+        )
+        reason = learner.save(tmp_path / "again", "{}", background=True)
+        assert (reason is None) is has_room
+    learner.finish_save(wait=True)
+
+
+def test_only_a_tensor_of_the_same_elements_gets_the_copy_that_there_is():
+    weight = torch.arange(6.0).reshape(2, 3)
+    copies = HostCopies([weight])
+    copy = copies(weight.detach())
+    assert copies(weight).data_ptr() == copy.data_ptr() != weight.data_ptr()
+    for other in (weight[:1], weight.T, weight.view(torch.int32), weight.clone()):
+        assert torch.equal(copies(other), other)
+        assert copies(other).data_ptr() != copy.data_ptr()
+    weight += 1
+    assert torch.equal(copy, torch.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "scarcest"),
+    [
+        pytest.param([7, 7, 7], NodeMemory(60, 70), id="one machine has to hold all copies"),
+        pytest.param([7, 8, 7], NodeMemory(40, 70), id="another one's memory is its own"),
+        pytest.param([7, 8, 9], NodeMemory(20, 70), id="a node for each rank"),
+    ],
+)
+def test_each_node_has_to_have_room_for_the_copies_of_its_own_ranks(nodes, scarcest):
+    assert NodeMemory.scarcest([20, 20, 20], [90, 80, 70], nodes) == scarcest
+
+
+def test_processes_of_a_machine_have_its_number_and_those_of_another_one_have_another(
+    tmp_path, monkeypatch
+):
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr(host_memory, "BOOT_ID", boot)
+    numbers = []
+    for own in ("4bd3b2a5-5c0c-4a56-8ad5-0e9c8a4d6c7f", "0e1f", "0e1f"):
+        boot.write_text(f"{own}\n")
+        numbers.append(host_memory.node_number())
+    first, second, again = numbers
+    assert first != second == again
+    assert all(0 <= number < 2**63 for number in numbers)
+    boot.unlink()
+    assert host_memory.node_number() == host_memory.node_number()
 
 
 def test_a_rank_flushes_its_own_files_and_none_that_another_is_writing(tmp_path, monkeypatch):

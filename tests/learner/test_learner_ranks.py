@@ -369,6 +369,18 @@ def test_a_save_that_the_disk_refuses_one_rank_fails_on_all_and_can_be_tried_aga
     assert (folder / "run_state" / "run.json").exists()
 
 
+def test_ranks_on_several_nodes_copy_where_all_on_one_node_have_no_room(
+    two_ranks, rank_config, tmp_path
+):
+    """Rank 0 copies the model and its half of the masters, rank 1 the other half."""
+    config = rank_config(**FSDP)
+    folder = tmp_path / "checkpoint"
+    for rank in two_ranks.run(rank_jobs.copies_on, config, [[1, 1], [1, 2]], folder):
+        on_one_node, on_two = rank
+        assert "of a node's host memory" in on_one_node
+        assert on_two is None
+
+
 def with_another_box(demo_data, path):
     """The same samples under the same ids, but for one coordinate of one object."""
     rows = [json.loads(line) for line in (demo_data / "train.jsonl").read_text().splitlines()]

@@ -448,6 +448,42 @@ def test_an_early_end_waits_for_what_is_written_beside_the_run(world, error, kep
     assert 0.0 < left_s <= 7.0, "not longer than timeouts.interrupt_s"
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), GONE])
+def test_a_disk_that_refuses_what_is_written_beside_the_run_costs_no_save_of_the_last_update(
+    world, error
+):
+    world.telemetry.patience = Patience(300.0)
+    checkpoints = world(save_steps=2, keep_last=1)
+    checkpoints.after_step(2)
+    checkpoints.after_step(4)
+    world.writer.finished = 5
+    world.writer.refusals = 1
+    end(checkpoints, error)
+    assert [one["step"] for one in index(world.run_dir)] == [2, 5]
+    ((given_up,),) = (call.args for call in world.telemetry.gives_up_save.call_args_list)
+    assert given_up.path.endswith("step_000004")
+    (*_, left_s) = world.writer.events[-1]
+    assert 6.0 < left_s <= 7.0, "the time of timeouts.interrupt_s is the last update's"
+    assert 3.0 < world.telemetry.patience.limit_s <= 3.5
+    assert world.telemetry.not_saved.call_args_list == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saves", "finished"), [(False, 3), (True, 0)])
+def test_where_nothing_else_is_saved_the_disk_is_asked_again_for_what_is_written_beside_the_run(
+    world, saves, finished
+):
+    """Nothing else is wanted, or there was no update since the report of the first weights."""
+    world.telemetry.patience = Patience(300.0)
+    checkpoints = world(keep_best=1, save_on_interrupt=saves)
+    checkpoints.after_report(0, 0.5)
+    world.writer.finished = finished
+    world.writer.refusals = 1
+    end(checkpoints, KeyboardInterrupt())
+    assert [one["step"] for one in index(world.run_dir)] == [0]
+    assert world.telemetry.gives_up_save.call_args_list == []
+
+
 def test_an_interruption_while_the_learner_copies_costs_nothing_of_what_it_then_writes(world):
     checkpoints = world(save_steps=2)
     world.writer.finished = 2

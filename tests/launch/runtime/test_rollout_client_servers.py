@@ -364,7 +364,7 @@ def test_a_server_that_was_started_again_while_nobody_asked_it_is_noticed_before
 
 
 def test_a_server_that_is_stopped_is_given_up_and_comes_back_when_it_goes_on(
-    make_mending, supervised, tmp_path
+    make_mending, supervised, tmp_path, caplog
 ):
     program = [sys.executable, FAKE_SERVER, tmp_path / "model", "0"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
@@ -379,6 +379,7 @@ def test_a_server_that_is_stopped_is_given_up_and_comes_back_when_it_goes_on(
         (replaced,) = client.pop_replaced()
         assert "after rollout_matching.vllm.server.timeout_s = 2 s" in replaced.reason
         process.kill()
+    assert "and end it first where it still runs and its engine is stuck" in caplog.text
 
 
 def test_a_server_that_does_not_come_back_in_time_ends_the_run_with_what_to_do(
@@ -389,8 +390,9 @@ def test_a_server_that_does_not_come_back_in_time_ends_the_run_with_what_to_do(
     assert who_answers(client) == ["server-0"] * 4
     url = supervised.urls[1]
     message = (
-        rf"start on server-1: {url} did not get ready within .*; start a server at {url} and go on"
-        r" with `resume=RUN`, or go on with the others \(`resume=RUN .*server\.servers=\[\.\.\.\]`\)"
+        rf"start on server-1: {url} did not get ready within .*; end what is left of the server at"
+        rf" {url}, start it, and go on with `resume=RUN`, or go on with the others"
+        r" \(`resume=RUN .*server\.servers=\[\.\.\.\]`\)"
     )
     with pytest.raises(RolloutError, match=message):
         client.join_replacements()

@@ -146,6 +146,15 @@ def test_the_wait_for_a_checkpoint_is_in_the_metrics_of_the_next_step_and_its_wr
     assert "(checkpoint.background): the copy needs 9 GiB" in output.getvalue()
 
 
+def test_a_checkpoint_that_is_given_up_for_the_last_update_s_is_told_with_the_disk_s_reason(config):
+    output = io.StringIO()
+    with placed(config, output=output) as telemetry:
+        telemetry.gives_up_save(StorageError("run/step_000004", "No space left on device"))
+    told = output.getvalue()
+    assert "cannot write run/step_000004: No space left on device; free space" in told
+    assert "it is given up, and the last update is saved without it" in told
+
+
 def test_a_step_in_which_an_actor_was_replaced_has_it_in_metrics_and_timeline(config):
     with placed(config) as telemetry:
         take_step(telemetry, config, 25)

@@ -25,6 +25,7 @@ def collectives(two_ranks):
 def test_counts_are_summed_and_compared_over_ranks(collectives):
     for rank in collectives:
         assert (rank["sum"], rank["max"]) == (3, 10)
+        assert rank["all"] == [2**62, 2**62 + 1], "in rank order, to the last bit"
         assert rank["same"] is None
         assert rank["any"] == [True, True, False]
         assert rank["different"] == 1, "the first of the values that differ"
@@ -63,7 +64,7 @@ def test_one_rank_asks_nobody():
     ranks = join_ranks(place, None, CPU, timeout_s=1.0, sums_in_backward=False)
     assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.any_of([True, False]) == [True, False]
-    assert (ranks.sum(3), ranks.max(3)) == (3, 3)
+    assert (ranks.sum(3), ranks.max(3), ranks.all_of(3)) == (3, 3, [3])
     assert ranks.first_difference([1]) is None
     assert ranks.meet(False) is False
     assert ranks.pop_spans() == []
