@@ -1,0 +1,392 @@
+"""Where rollouts pay: one start, several ways to go on, some seeds, one table.
+
+    python -m benchmarks.evidence [--out outputs/evidence] [--arms NAME ...] [--seeds 1 2 3]
+    python -m benchmarks.evidence --table
+
+Makes crowded scenes and a model whose tower knows digits, trains it until its held-out curve is
+flat, and goes on from the best checkpoint in every way of `ARMS`, as often as there are seeds. What
+is there is kept, and a run that was interrupted is resumed, so the command may be given again. Each
+run that has ended leaves a file in benchmarks/results/evidence/ with its counts for every test
+picture, its command and its commit. `--table` only tabulates them. The plan, and what came of it,
+is docs/evidence.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from launch.ledger import LEDGER
+from shared.dataset import load_dataset
+from shared.grounding.coco import ScoredObject
+from shared.grounding.evaluation import Scene, pair_objects, summarise
+from shared.grounding.geometry import box_iou
+from shared.records import GeometryKind, Sample
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "evidence"
+SEED = 17
+"""Of data, model and start."""
+COUNTS = {"train": 8000, "val": 128, "test": 256}
+RATE = 1.5e-3
+EVERY = 100
+"""Updates of the start between two reports."""
+MAX_START_UPDATES = 1500
+FLAT_GAIN = 0.005
+FLAT_REPORTS = 3
+"""The start is flat when so many reports in a row are not this much better than the best before."""
+UPDATES = 60
+"""Updates of every way to go on."""
+IOUS = (0.5, 0.75)
+NUM_RESAMPLES = 2000
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to go on from the start. `overrides`: of `experiment=crowded_on`."""
+
+    what: str
+    overrides: Sequence[str] = ()
+    token_ce: Mapping[str, float] = field(default_factory=dict)
+    """Keys of the `token_ce` entry that differ."""
+    rewards: bool = False
+    """A `policy_gradient` entry too."""
+    targets: bool = True
+    """Matched and appended tokens are learned."""
+    as_long_as: str | None = None
+    """So many updates as fit into the wall time of that arm's, by the same seed."""
+
+
+_GROUPS = (
+    "stage2_ab.schedule.b_ratio=1.0",
+    "stage2_ab.channel_b.rollouts_per_sample=4",
+    "rollout_matching.decoding.temperature=1.0",
+)
+_HALF = "stage2_ab.schedule.b_ratio=0.5"
+_TRIM = "rollout_matching.trim_trailing_false_positives=true"
+_SEPARATORS = "rollout_matching.supervise_separators=true"
+_GATE = "rollout_matching.maskiou_gate_schedule={start: 0.1, steps: 60}"
+LOW = f"training.learning_rate={RATE / 10:g}"
+_SFT = "custom.trainer_variant=stage1_sft"
+
+ARMS = {
+    "sft": Arm("supervised, at the start's rate", [_SFT, f"training.learning_rate={RATE:g}"]),
+    "sft_low": Arm("supervised, at a tenth of it", [_SFT, LOW]),
+    "b": Arm("channel B alone", [LOW, "stage2_ab.schedule.b_ratio=1.0"]),
+    "b_20": Arm("a fifth of the steps channel B", [LOW, "stage2_ab.schedule.b_ratio=0.2"]),
+    "b_50": Arm("half of the steps channel B", [LOW, _HALF]),
+    "trim": Arm("b_50, trailing false positives trimmed", [LOW, _HALF, _TRIM]),
+    "separators": Arm("b_50, separators supervised", [LOW, _HALF, _SEPARATORS]),
+    "names": Arm("b_50, matched names corrected", [LOW, _HALF], {"matched_desc_weight": 1.0}),
+    "gate": Arm("b_50, a gate that rises", [LOW, _HALF, _GATE]),
+    "end": Arm("b_50, the end behind mistakes weighs less", [LOW, _HALF], {"fp_end_weight": 0.25}),
+    "rewards": Arm("policy gradient alone", [LOW, *_GROUPS], rewards=True, targets=False),
+    "both": Arm("channel B and policy gradient at once", [LOW, *_GROUPS], rewards=True),
+    "sft_low_wall": Arm("sft_low, in the wall time of b_50", [_SFT, LOW], as_long_as="b_50"),
+}
+
+REWARDS_ENTRY: Entry = {
+    "name": "policy_gradient",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "ratio_cap": 2.0,
+        "normalize": "constant",
+        "advantage_std": True,
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("outputs/evidence"))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--table", action="store_true", help="tabulate what has been run")
+    options = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not options.table:
+        start = make_start(options.out)
+        for seed in options.seeds:  # a whole table of one seed comes first
+            for name in options.arms:
+                run_arm(options.out, start, name, seed)
+    for line in table():
+        print(line)
+
+
+def make_start(out: Path) -> Path:
+    """Make data and model, and train until the curve is flat. Returns the best checkpoint."""
+    counts = [argument for split, n in COUNTS.items() for argument in (f"--{split}", str(n))]
+    python("launch.demo", "crowded", "--out", str(out / "data"), "--seed", str(SEED), *counts)
+    python("launch.demo", "crowded-model", "--out", str(out / "model"), "--seed", str(SEED))
+    run = out / "start"
+    curve: list[float] = []
+    for updates in range(EVERY, MAX_START_UPDATES + 1, EVERY):
+        report = run / "evaluations" / f"step_{updates:06d}" / "report.json"
+        if not report.exists():
+            train(
+                "crowded_sft",
+                run,
+                f"training.seed={SEED}",
+                f"training.max_steps={updates}",
+                f"training.learning_rate={RATE:g}",
+                "training.lr_schedule=constant",
+                *(f"checkpoint.save_steps={EVERY}", "checkpoint.keep_best=1"),
+                *places(out, "val"),
+            )
+        curve.append(class_aware_f1(report))
+        print(f"start     {updates} updates: class-aware F1 {curve[-1]:.3f}", flush=True)
+        if is_flat(curve):
+            break
+    best = (curve.index(max(curve)) + 1) * EVERY
+    checkpoint = run / "checkpoints" / f"step_{best:06d}"
+    curve_file = RESULTS / "start.json"
+    curve_file.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"val_class_aware_f1": curve, "every": EVERY, "best_update": best, "commit": commit()}
+    curve_file.write_text(json.dumps(facts, indent=1) + "\n")
+    return checkpoint
+
+
+def is_flat(curve: Sequence[float]) -> bool:
+    """Tell whether none of the last reports is much better than the best before them.
+
+    Example: 0.5, 0.6, 0.602, 0.604, 0.603 is flat.
+    """
+    if len(curve) <= FLAT_REPORTS:
+        return False
+    return max(curve[-FLAT_REPORTS:]) < max(curve[:-FLAT_REPORTS]) + FLAT_GAIN
+
+
+def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
+    """Go on from the start in one way, unless its result is there."""
+    result = RESULTS / f"{name}_{seed}.json"
+    if result.exists():
+        return
+    arm = ARMS[name]
+    updates = UPDATES
+    if arm.as_long_as is not None:
+        mine = json.loads((RESULTS / f"sft_low_{seed}.json").read_text())
+        other = json.loads((RESULTS / f"{arm.as_long_as}_{seed}.json").read_text())
+        updates = round(UPDATES * other["wall_s"] / mine["wall_s"])
+    conf = out / "conf" / "objective" / f"{name}.yaml"
+    conf.parent.mkdir(parents=True, exist_ok=True)
+    conf.write_text("# @package rollout_matching.pipeline\n" + yaml.safe_dump(pipeline(arm)))
+    run = out / f"{name}_{seed}"
+    command = train(
+        "crowded_on",
+        run,
+        f"hydra.searchpath=[{out.resolve() / 'conf'}]",
+        f"objective={name}",
+        f"model.path={start}",
+        f"training.seed={seed}",
+        f"training.max_steps={updates}",
+        *arm.overrides,
+        *places(out, "test", model=False),
+    )
+    report = run / "evaluations" / f"step_{updates:06d}"
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    numbers = json.loads((report / "report.json").read_text())
+    facts = {
+        "arm": name,
+        "seed": seed,
+        "updates": updates,
+        "wall_s": sum(line["time/step_s"] for line in metrics),
+        "start": json.loads((run / LEDGER).open().readline()),
+        "commit": commit(),
+        "command": command,
+        "ap": numbers["coco"]["by_class"]["bbox"]["ap"],
+        "valid_object_rate": numbers["valid_object_rate"],
+        "num_truncated": numbers["num_truncated"],
+        "pictures": picture_counts(out / "data" / "test.jsonl", report / "predictions.jsonl"),
+    }
+    result.write_text(json.dumps(facts) + "\n")
+    print(f"run       {name}, seed {seed}: {updates} updates, {facts['wall_s']:.0f} s", flush=True)
+
+
+def pipeline(arm: Arm) -> dict[str, list[Entry]]:
+    """Return the objectives of an arm: those of `objective=boxes`, changed."""
+    boxes = yaml.safe_load((ROOT / "conf" / "objective" / "boxes.yaml").read_text())
+    entries: list[Entry] = boxes["objective"]
+    for entry in entries:
+        if entry["name"] == "token_ce":
+            entry["config"].update(arm.token_ce)
+        if not arm.targets:
+            entry["weight"] = 0.0
+    return {"objective": entries + [REWARDS_ENTRY] * arm.rewards, "diagnostics": []}
+
+
+def places(out: Path, split: str, *, model: bool = True) -> list[str]:
+    """Return the overrides that name the data, and the model of the start."""
+    data = [f"data.train={out / 'data/train.jsonl'}", f"data.val={out / 'data' / split}.jsonl"]
+    return [*data, f"model.path={out / 'model'}"] if model else data
+
+
+def python(module: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=True)
+
+
+def train(experiment: str, run: Path, *overrides: str) -> str:
+    """Run to the end, from where the folder has come to. Returns the command."""
+    arguments = [f"+experiment={experiment}", "resume=auto", f"telemetry.run_dir={run}", *overrides]
+    started_s = time.monotonic()
+    with (run.parent / f"{run.name}.log").open("a") as log:
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.train", *arguments],
+            cwd=ROOT,
+            check=False,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    command = f"python -m launch.train {' '.join(arguments)}"
+    if done.returncode:
+        sys.exit(f"exit status {done.returncode} of: {command}; see {log.name}")
+    print(f"          {time.monotonic() - started_s:.0f} s: {run}", flush=True)
+    return command
+
+
+def commit() -> str:
+    """Return the commit of the sources, with a mark where they have changed since."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return found.stdout.strip()
+
+
+def class_aware_f1(report: Path) -> float:
+    """Return the F1 at IoU 0.5 with names from a `report.json`."""
+    return float(json.loads(report.read_text())["detection"][0]["class_aware"]["f1"])
+
+
+FIGURES = ("ground_truth", "found", "any50", "named50", "any75", "named75", "doubled")
+"""Of a picture: true objects, found objects, pairs by IoU 0.5 and 0.75 whatever the name and with
+the same name, and found objects that are another picture of a true one that has a pair."""
+
+
+def picture_counts(data: Path, predictions: Path) -> list[list[int]]:
+    """Return `FIGURES` of each picture."""
+    samples = load_dataset(data, on_bad_row="error", sort_objects=True, check_images=False)
+    rows = [json.loads(line) for line in predictions.open()]
+    return [
+        counts_of(position, sample, row["objects"])
+        for position, (sample, row) in enumerate(zip(samples, rows, strict=True))
+    ]
+
+
+def counts_of(position: int, sample: Sample, objects: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the `FIGURES` of what was found on one picture."""
+    found = tuple(
+        ScoredObject(GeometryKind(one["kind"]), tuple(one["bins"]), one["desc"], one["score"])
+        for one in objects
+    )
+    scene = Scene(position, sample, found, dropped=(), truncated=False)
+    at = summarise([scene], IOUS).thresholds
+    pairs = pair_objects(found, sample.objects, iou_threshold=IOUS[0])
+    doubled = 0
+    if found and sample.objects:
+        iou_PG = box_iou(
+            np.array([one.bins for one in found]), np.array([one.bins for one in sample.objects])
+        )
+        paired = {pair.prediction for pair in pairs}
+        is_on_one_P = (iou_PG >= IOUS[0]).any(axis=1)
+        doubled = sum(bool(is_on_one_P[p]) for p in range(len(found)) if p not in paired)
+    matched = [
+        counts.num_matched
+        for threshold in at
+        for counts in (threshold.any_class, threshold.same_class)
+    ]
+    return [len(sample.objects), len(found), *matched, doubled]
+
+
+def table() -> list[str]:
+    """Return the lines of a Markdown table: mean over the seeds, and the interval of the first."""
+    lines = [
+        (
+            "| arm | seeds | updates | wall, s | F1@0.5, named | 95 % | against `sft_low` | F1@0.5 |"
+            " F1@0.75, named | AP | error of the count | doubled | valid | unfinished |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
+    for path in sorted(RESULTS.glob("*_[0-9]*.json")):
+        facts = json.loads(path.read_text())
+        runs.setdefault(facts["arm"], {})[facts["seed"]] = facts
+    rng = np.random.default_rng(0)
+    for name in ARMS:
+        if name not in runs:
+            continue
+        seeds = runs[name]
+        counts = np.array(
+            [seeds[seed]["pictures"] for seed in sorted(seeds)]
+        )  # [runs, pictures, 7]
+        low, high = interval(counts, None, rng)
+        against = "-"
+        base = runs.get("sft_low", {})
+        if name != "sft_low" and (common := sorted(set(seeds) & set(base))):
+            mine = np.array([seeds[seed]["pictures"] for seed in common])
+            theirs = np.array([base[seed]["pictures"] for seed in common])
+            from_, to = interval(mine, theirs, rng)
+            gain = f1_named(mine) - f1_named(theirs)
+            against = f"{gain:+.3f} ({from_:+.3f} to {to:+.3f})"
+        total = dict(zip(FIGURES, counts.sum(axis=(0, 1)).tolist(), strict=True))
+        size = total["ground_truth"] + total["found"]
+        error = np.abs(counts[:, :, 1] - counts[:, :, 0]).mean()
+        of_all = list(seeds.values())
+        lines.append(
+            f"| {name}: {ARMS[name].what} | {len(seeds)} | {of_all[0]['updates']}"
+            f" | {np.mean([one['wall_s'] for one in of_all]):.0f}"
+            f" | **{f1_named(counts):.3f}** | {low:.3f} to {high:.3f} | {against}"
+            f" | {2 * total['any50'] / size:.3f} | {2 * total['named75'] / size:.3f}"
+            f" | {np.mean([one['ap'] for one in of_all]):.3f} | {error:.2f}"
+            f" | {total['doubled'] / (counts.shape[0] * counts.shape[1]):.2f}"
+            f" | {np.mean([one['valid_object_rate'] for one in of_all]):.3f}"
+            f" | {sum(one['num_truncated'] for one in of_all) / len(of_all):.1f} |"
+        )
+    return lines
+
+
+def f1_named(counts: np.ndarray) -> float:
+    """Return the class-aware F1 at IoU 0.5 over all runs and pictures: counts are [..., 7]."""
+    sums = counts.reshape(-1, len(FIGURES)).sum(axis=0)
+    return float(2 * sums[FIGURES.index("named50")] / (sums[0] + sums[1]))
+
+
+def interval(
+    counts: np.ndarray, other: np.ndarray | None, rng: np.random.Generator
+) -> tuple[float, float]:
+    """Return the 2.5th and 97.5th percentile of `f1_named`, or of what it is above another's, over
+    resampled seeds and pictures: [runs, pictures, 7]; pictures and seeds are paired.
+    """
+    values = []
+    for _ in range(NUM_RESAMPLES):
+        seeds = rng.integers(counts.shape[0], size=counts.shape[0])
+        pictures = rng.integers(counts.shape[1], size=counts.shape[1])
+        value = f1_named(counts[seeds][:, pictures])
+        if other is not None:
+            value -= f1_named(other[seeds][:, pictures])
+        values.append(value)
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+if __name__ == "__main__":
+    main()
