@@ -393,7 +393,8 @@ def _state(checkpoint: Path) -> str:
 
 def test_the_table_of_what_may_change_names_keys_of_the_configuration(config_of, tmp_path):
     values = config_of("channels A and B", tmp_path).model_dump()
-    values["environment"] = {"num_actors": 1, "cpus_per_actor": 0}
+    teacher = TeacherSection(base_url="http://127.0.0.1:9", model="m").model_dump()
+    values["environment"] = {"num_actors": 1, "cpus_per_actor": 0, "teacher": teacher}
     for key in MAY_CHANGE:
         section = values
         for name in key.split("."):
