@@ -18,6 +18,7 @@ from rich.console import Console
 
 from launch.runtime.resume import MAY_CHANGE, RunState, config_of_run, resumed
 from launch.runtime.telemetry import Telemetry
+from shared.config.algorithm import TeacherSection
 from shared.errors import ConfigError, RolloutError
 
 STEPS = 6
