@@ -35,6 +35,7 @@ from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine.settings import engine_runtime_env
 from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.runner import RunnerSettings
+from rollout_actors.environments.training.teacher import TeacherSettings
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -362,6 +363,7 @@ def runner_settings(
         tool_parser=section.tool_call_parser,
         chat_template_args=section.chat_template_args,
         keeps_messages=config.telemetry.rollouts,
+        teacher=TeacherSettings.from_section(section.teacher) if section.teacher else None,
     )
 
 

@@ -33,7 +33,7 @@ from launch.checks.memory import (
     shared_device_estimate,
     synced_bytes,
 )
-from launch.checks.servers import ask_servers, port_problems
+from launch.checks.servers import ask_servers, port_problems, teacher_problems
 from launch.cli import (
     CONF,
     as_schema_overrides,
@@ -123,7 +123,8 @@ def preflight(
     """Find everything that can be known before a start of a sound configuration.
 
     Args:
-        waits_for_servers: one that does not answer yet is no problem, because a run waits for it.
+        waits_for_servers: one, or a teacher, that does not answer yet is no problem, because a run
+            waits for it.
     """
     report = PreflightReport()
     if engine_devices(config) is not None:
@@ -143,6 +144,7 @@ def preflight(
     if shape is not None:
         report.collect(_adapter_problems(config, shape))
         report.collect(_position_problems(config))
+        report.collect(teacher_problems(config, waits=waits_for_servers))
 
     nodes = report.attempt(lambda: nodes_of(config))
     placement = None if nodes is None else report.attempt(lambda: plan_placement(config, nodes))

@@ -281,6 +281,12 @@ def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]
                 "Advantages are those of the log: leave_one_out multiplies them by n / (n - 1), n"
                 " being the rewards of their group, before they are learned."
             )
+    if (teacher := config.environment.teacher) is not None:
+        notes.append(
+            "Advantages are those of the log: what is learned is"
+            f" {teacher.reward_weight:g} times them, and {teacher.weight:g} times the teacher's"
+            " log-probability of each token less the engine's."
+        )
     if config.environment.drop_truncated:
         notes.append("Nothing is learned of it if it was cut for its length (drop_truncated).")
     values = [value for example in line["examples"] for value in advantages(example)]

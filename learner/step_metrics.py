@@ -164,6 +164,10 @@ class StepMetrics:
         self.num_credited += num_tokens
         self.totals.add("rollout/num_masked", float(is_masked))
 
+    def add_teacher(self, log_ratios: Sequence[float], num_learned: int) -> None:
+        """Note how a teacher's log-probabilities differ from the engine's: [L], 0 elsewhere."""
+        self.totals.add_mean("policy/teacher_log_ratio", sum(log_ratios), num_learned)
+
     def add_staleness(self, staleness: int) -> None:
         """Count the updates since the weights that generated a rollout."""
         self.totals.add_mean("rollout/staleness", staleness, 1)

@@ -97,6 +97,8 @@ class TrainingExample:
     """Images behind the placeholders of `token_ids`, in order, each with its data."""
     engine: str | None = field(default=None, compare=False)
     """The engine that sampled it; None where unknown, or several."""
+    teacher_logprobs: list[float] | None = None
+    """[L]: the teacher's log-probabilities of learned tokens; 0 elsewhere; None: no teacher."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -107,6 +109,9 @@ class TrainingExample:
         )
         assert self.token_is_relative is None or len(self.token_is_relative) == length, (
             "a flag per token"
+        )
+        assert self.teacher_logprobs is None or len(self.teacher_logprobs) == length, (
+            "a teacher's log-probability per token"
         )
         # Without ends several steps would be learned as one call of the model.
         assert self.step_ends or len(self.steps) <= 1, "several steps have their ends"

@@ -1,10 +1,11 @@
-"""Checks that a run's servers answer and suit it, and that the ports for their engines are free."""
+"""Checks that a run's servers and its teacher answer and suit it, and that ports are free."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rollout_actors.backends.http import (
@@ -18,9 +19,11 @@ from rollout_actors.backends.http import (
 )
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
+from rollout_actors.environments.training.runner import load_tokenizer
+from rollout_actors.environments.training.teacher import MODELS, Teacher, TeacherSettings
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
-from shared.errors import RolloutError
+from shared.errors import RolloutError, UnreachableError
 
 ANSWER_S = 5.0
 """A server that runs answers at once. A start waits `server.timeout_s` for one that loads."""
@@ -114,6 +117,39 @@ def ask_servers(
         tuple(not_up),
         tuple(devices) if len(devices) == len(addresses) else None,
     )
+
+
+def teacher_problems(config: RunConfig, *, waits: bool) -> Iterator[str]:
+    """Ask the teacher, if there is one, what environment actors ask it at their start.
+
+    Args:
+        waits: one that does not answer yet is no problem.
+
+    Raises:
+        ConfigError: its token is not set.
+    """
+    section = None if config.environment is None else config.environment.teacher
+    if section is None:
+        return
+    settings = TeacherSettings.from_section(section.model_copy(update={"timeout_s": INSPECT_S}))
+
+    async def ask() -> None:
+        with suppress(HttpStatusError):  # which is asked again, and explained
+            await HttpClient("teacher", settings.address).get(MODELS, timeout_s=ANSWER_S)
+        tokenizer = load_tokenizer(config.model.path)
+        teacher = Teacher(settings, max_under_way=1)
+        await teacher.require_suitable(tokenizer, config.global_max_length)
+
+    try:
+        asyncio.run(ask())
+    except (UnansweredError, UnreachableError) as error:
+        if not waits:
+            yield (
+                f"environment.teacher.base_url: {section.base_url} does not answer ({error});"
+                " launch it, or check the address"
+            )
+    except RolloutError as error:
+        yield f"environment.teacher: {error.message}"
 
 
 class _NotUp(str):

@@ -125,6 +125,8 @@ class RolloutPage:
             logprob = example["logprobs"][index]
             probability = f" (probability {math.exp(logprob):.3g})" if logprob <= 0 else ""
             facts.append(f"log-probability {logprob:.3f}{probability}")
+            if "teacher_logprobs" in example:
+                facts.append(f"the teacher's {example['teacher_logprobs'][index]:.3f}")
         return token_cell(facts, self.pieces[token_id])
 
 

@@ -6,6 +6,13 @@ An environment's rubric sends the numerator, or an advantage of the user's; the 
 (`token_advantages`). With `advantage_baseline: leave_one_out` the mean is that of the group's other
 rollouts, which makes the numerator n / (n - 1) times as large (Ahmadian et al. 2024, RLOO).
 
+With a teacher (`environment.teacher`) a sampled token's advantage is
+
+    reward_weight * advantage + weight * (log p_teacher - log p_engine)
+
+whose second part is minus the estimate, from that one token, of the divergence KL(engine's policy
+|| teacher) of its place: on-policy distillation (Agarwal et al. 2023, GKD).
+
 The loss of a step is the weighted sum over its sampled tokens, divided at the step's end by the
 number of its rollouts: known before the first of them arrives (decision 6), failed and empty ones
 included. `normalize` decides the weight of a token in that sum:
@@ -33,6 +40,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal, Self
 
+from shared.config.algorithm import TeacherSection
 from shared.config.pipeline import PolicyGradientConfig
 from shared.trajectory import TrainingExample, group_advantages, has_signal
 
@@ -78,11 +86,20 @@ class AdvantageEstimator:
     """Added to the standard deviation that advantages are divided by; None: no division."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What the group's advantages are relative to."""
+    teacher: TeacherSection | None = None
+    """The weights of teacher and reward; None: no teacher."""
 
     @classmethod
-    def from_config(cls, config: PolicyGradientConfig, *, max_new_tokens: int) -> Self:
+    def from_config(
+        cls,
+        config: PolicyGradientConfig,
+        *,
+        max_new_tokens: int,
+        teacher: TeacherSection | None = None,
+    ) -> Self:
         std_epsilon = config.advantage_epsilon if config.advantage_std else None
-        return cls(config.normalize, max_new_tokens, std_epsilon, config.advantage_baseline)
+        baseline = config.advantage_baseline
+        return cls(config.normalize, max_new_tokens, std_epsilon, baseline, teacher)
 
     def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int
@@ -98,6 +115,13 @@ class AdvantageEstimator:
         positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
         advantages = token_advantages(example, std_epsilon=self.std_epsilon, baseline=self.baseline)
+        if self.teacher is not None:
+            advantages = [
+                self.teacher.reward_weight * advantage + self.teacher.weight * log_ratio
+                for advantage, log_ratio in zip(
+                    advantages, teacher_log_ratios(example), strict=True
+                )
+            ]
         # Only learned tokens: others may have any number, which nothing reads.
         for index in positions:
             advantage = advantages[index]
@@ -167,6 +191,21 @@ def token_advantages(
         advantages = [one / divisor if relative else one for one, relative in pairs]
     pairs_of_mask = zip(advantages, example.mask, strict=True)
     return [advantage if is_learned else 0.0 for advantage, is_learned in pairs_of_mask]
+
+
+def teacher_log_ratios(example: TrainingExample) -> list[float]:
+    """Return `log p_teacher - log p_engine` of each token, 0 outside the mask: [L], in nats.
+
+    Raises:
+        ValueError: no teacher has scored it.
+    """
+    if example.teacher_logprobs is None:
+        raise ValueError(
+            f"example {example.example_id!r}, rollout {example.rollout}: no teacher has scored it,"
+            " and environment.teacher is set"
+        )
+    columns = zip(example.teacher_logprobs, example.logprobs, example.mask, strict=True)
+    return [teacher - engine if is_learned else 0.0 for teacher, engine, is_learned in columns]
 
 
 def _is_relative(example: TrainingExample, advantage: float) -> list[bool]:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from learner.algorithms.advantages import AdvantageEstimator, TokenAdvantages
+from learner.algorithms.advantages import AdvantageEstimator, TokenAdvantages, teacher_log_ratios
 from learner.algorithms.base import Ahead, generation_span
 from learner.checks import Sampling, check_weight_versions
 from learner.model.loading import LoadedTokens
@@ -138,7 +138,9 @@ class Trajectories:
         entries = config.rollout_matching.pipeline.active(Channel.B)
         objective = next(entry for entry in entries if isinstance(entry, PolicyGradientEntry))
         self.estimator = AdvantageEstimator.from_config(
-            objective.config, max_new_tokens=config.rollout_matching.max_new_tokens
+            objective.config,
+            max_new_tokens=config.rollout_matching.max_new_tokens,
+            teacher=config.environment.teacher,
         )
         self.images: ImageEncoder | None = None
         self.fixed_images: tuple[ImageRef, ...] = ()
@@ -311,6 +313,9 @@ class TrajectoryBatch:
             self._num_failed += 1
             self._first_failure = self._first_failure or rollout
         self.metrics.add_environment_rollout(rollout)
+        for example in rollout.examples:
+            if example.teacher_logprobs is not None:
+                self.metrics.add_teacher(teacher_log_ratios(example), example.num_learned)
         # Not the error's own words, which may name a process or an address.
         self.metrics.record(
             "rollouts",

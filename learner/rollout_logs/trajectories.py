@@ -77,6 +77,8 @@ class ExampleEntry(TypedDict):
     group_rewards: NotRequired[Sequence[_AnyFloat]]
     """Those of the example's sound rollouts, by whose deviation an advantage may be divided; empty
     where one was not scored."""
+    teacher_logprobs: NotRequired[Sequence[_AnyFloat]]
+    """[L]: the teacher's, of the learned tokens; 0 elsewhere. Missing without a teacher."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -153,6 +155,9 @@ def trajectory_record(step: int | None, rollout: EnvironmentRollout) -> Trajecto
         )
         for one in rollout.examples
     ]
+    for entry in examples:
+        if entry["teacher_logprobs"] is None:
+            del entry["teacher_logprobs"]
     return log_entry(
         TrajectoryRecord,
         rollout,
@@ -199,6 +204,9 @@ def logged_rollout(line: TrajectoryRecord, folder: Path) -> EnvironmentRollout:
             group_rewards=tuple(entry["group_rewards"]),
             images=tuple(_picture(folder, sha256) for sha256 in entry["images"]),
             engine=entry["engine"],
+            teacher_logprobs=(
+                list(entry["teacher_logprobs"]) if "teacher_logprobs" in entry else None
+            ),
         )
         for entry in line["examples"]
     ]

@@ -67,13 +67,7 @@ def server_addresses(
 
     Raises ConfigError where the token's variable is not set.
     """
-    token = None
-    if section.token_env is not None:
-        token = os.environ.get(section.token_env)
-        if not token:
-            why = f"the environment variable {section.token_env} is not set"
-            remedy = "export the servers' token in it, or remove the key"
-            raise ConfigError(f"{SECTION}.token_env: {why}; {remedy}")
+    token = token_in(section.token_env, f"{SECTION}.token_env")
     limit_s = section.infer_timeout_s
     if limit_s is not None and limit_s <= 0:
         limit_s = None
@@ -89,6 +83,20 @@ def server_addresses(
         )
         for index, entry in enumerate(section.servers)
     )
+
+
+def token_in(variable: str | None, key: str) -> str | None:
+    """Return the bearer token in a variable of this process's environment, which `key` names.
+
+    Raises ConfigError where it is not set.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        why = f"the environment variable {variable} is not set"
+        raise ConfigError(f"{key}: {why}; export the server's token in it, or remove the key")
+    return token
 
 
 class UnansweredError(Exception):
@@ -311,7 +319,7 @@ class HttpEngine(WatchedEngine, ABC):
         """
         for attempt in range(TRIES):
             # All of them, since seeds are per request: the same rollouts come again.
-            work = _all_answers([call() for call in calls])
+            work = all_answers([call() for call in calls])
             try:
                 if self._http.address.infer_timeout_s is None:
                     return await self._watched(work), attempt
@@ -369,7 +377,7 @@ class HttpEngine(WatchedEngine, ABC):
             raise self._http.error(f"answered something else: {error}; {remedy}", phase) from error
 
 
-async def _all_answers(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_answers(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all answers in order, or raise the first error and give up the other calls."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:

@@ -19,6 +19,7 @@ from pydantic import (
 
 from shared.config.base import Fraction01, Section, refusal
 from shared.config.pipeline import Channel
+from shared.config.rollout import HttpUrl
 from shared.records import ALL_GEOMETRY, GeometryKind
 
 
@@ -161,6 +162,24 @@ class Stage2ABSection(Section):
     """How a channel-B step is made."""
 
 
+class TeacherSection(Section):
+    base_url: HttpUrl
+    """Prefix of the routes of its server, without `/v1`: a stock `vllm serve`, or
+    `python -m launch.serve`."""
+    model: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-8B"])]
+    """Name under which it is served. Its vocabulary must be that of `model.path`."""
+    weight: PositiveFloat = 1.0
+    """Factor of a sampled token's log-probability under the teacher less that of the engine, both
+    in nats, in its advantage."""
+    reward_weight: NonNegativeFloat = 1.0
+    """Factor of what the reward gives, `advantage_std` included, in the same advantage; 0: the
+    teacher alone."""
+    timeout_s: PositiveFloat = 240.0
+    """Until it answers at the start of the run, and until it has scored the tokens of a rollout."""
+    token_env: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the environment variable with its server's bearer token; null: it asks for none."""
+
+
 class EnvironmentSection(Section):
     id: Annotated[str, Field(min_length=1, examples=["guess_number"])]
     """An example environment, an installed one, a module, or the path of a `.py` file."""
@@ -202,3 +221,6 @@ class EnvironmentSection(Section):
     tool_call_parser: str | None = None
     """vLLM's name of the parser of tool calls; null: the one that the checkpoint's tokenizer names,
     without which environments have no tools. It is looked up when environments start."""
+    teacher: TeacherSection | None = None
+    """A model that is served elsewhere, towards which every sampled token is taught by its
+    probability there (on-policy distillation); null: none."""

@@ -120,6 +120,10 @@ def _http_url(url: str) -> str:
     return url.rstrip("/")
 
 
+HttpUrl = Annotated[str, AfterValidator(_http_url), Field(examples=["http://127.0.0.1:8000"])]
+"""The address of a server, without the last slash."""
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether a host name or address is the asking machine itself."""
     if host == "localhost":
@@ -131,7 +135,7 @@ def is_loopback(host: str) -> bool:
 
 
 class ServerEntry(Section):
-    base_url: Annotated[str, AfterValidator(_http_url), Field(examples=["http://127.0.0.1:8000"])]
+    base_url: HttpUrl
     """Prefix of the server's routes."""
     group_port: Annotated[int, Field(ge=0, le=65535, examples=[0])]
     """Port on the first learner rank's node where this server joins the weight transfer; 0: any."""

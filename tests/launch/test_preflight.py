@@ -15,12 +15,19 @@ import pytest
 from config_support import configuration, trajectory_config
 from fake_server import ObedientEngine, make_service, make_settings, serving, serving_engine
 from fake_stock_server import StockServer
+from fake_teacher import FakeTeacher
 from fastapi import FastAPI
 from PIL import Image
+from transformers import AutoTokenizer
 
 from launch.checks.host import path_problems, version_problems
 from launch.checks.memory import DeviceMemory
-from launch.checks.servers import ask_servers, instead_of_servers, port_problems
+from launch.checks.servers import (
+    ask_servers,
+    instead_of_servers,
+    port_problems,
+    teacher_problems,
+)
 from launch.preflight import preflight
 from launch.runtime.placement import Resources
 from learner.samples import load_samples
@@ -152,6 +159,27 @@ def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(co
     assert answers.not_up == answers.problems and len(answers.problems) == 1
     assert preflight(run, waits_for_servers=True).problems == []
     assert preflight(run).problems == list(answers.problems)
+
+
+@pytest.mark.slow
+def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_for(
+    demo_lm, tmp_path
+):
+    def found(url, waits=False):
+        teacher = {"base_url": url, "model": "teacher"}
+        run = trajectory_config(demo_lm, tmp_path / "run", environment__teacher=teacher)
+        return list(teacher_problems(run, waits=waits))
+
+    assert list(teacher_problems(trajectory_config(demo_lm, tmp_path / "run"), waits=False)) == []
+    (problem,) = found(NOWHERE)
+    assert problem.startswith(f"environment.teacher.base_url: {NOWHERE} does not answer (")
+    assert found(NOWHERE, waits=True) == []
+    tokenizer = AutoTokenizer.from_pretrained(demo_lm)
+    with serving(FakeTeacher(tokenizer).app()) as url:
+        assert found(url) == []
+    with serving(FakeTeacher(tokenizer, max_model_len=48).app()) as url:
+        (problem,) = found(url, waits=True)
+        assert problem.startswith(f"environment.teacher: {url} takes 48 tokens, and scores up to")
 
 
 @pytest.mark.parametrize(("kind", "route"), [("rollmatch", "/health/"), ("vllm", "/health")])

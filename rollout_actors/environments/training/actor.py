@@ -126,7 +126,7 @@ class EnvironmentActor:
         self._rounds = set[asyncio.Task[list[SentRollouts]]]()
 
     async def start(self) -> tuple[int, str]:
-        """Load the environment and the tokenizer.
+        """Load the environment and the tokenizer, and wait for the teacher, if there is one.
 
         Returns:
             What `EngineActor.start` does: it takes one part of a round at a time, and no server.
@@ -135,6 +135,7 @@ class EnvironmentActor:
             self._runner = await in_thread(self._make_runner)
         except ValueError as error:
             raise RolloutError(str(error), actor=self._name, phase="start") from error
+        await self._runner.require_teacher()
         return 1, ""
 
     def _make_runner(self) -> EnvironmentRunner:

@@ -27,6 +27,7 @@ from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
+from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
 from rollout_actors.environments.types import RolloutInput, State
 from shared.errors import RolloutError
 from shared.trajectory import (
@@ -74,6 +75,8 @@ class RunnerSettings:
     """Counts from before the start, in another process; None: nobody has looked."""
     num_held_out: int | None = None
     """Argument of `count_examples`."""
+    teacher: TeacherSettings | None = None
+    """Who scores the tokens that are learned; None: nobody."""
 
 
 class EnvironmentRunner:
@@ -91,6 +94,10 @@ class EnvironmentRunner:
         self._name = name
         self._settings = settings
         self._engines = engines
+        self._tokenizer = tokenizer
+        self._teacher: Teacher | None = None
+        if settings.teacher is not None:
+            self._teacher = Teacher(settings.teacher, max_under_way=settings.max_under_way)
         self._template = ChatTemplate(tokenizer, template_args=settings.chat_template_args)
         self._environment = load_environment(settings.env_id, **settings.env_args)
         if settings.examples is not None:
@@ -100,6 +107,11 @@ class EnvironmentRunner:
         if self._tool_calls is None:
             require_no_tools(self._environment)
 
+    async def require_teacher(self) -> None:
+        """Wait for the teacher, where there is one. Raises as `Teacher.require_suitable`."""
+        if self._teacher is not None:
+            await self._teacher.require_suitable(self._tokenizer, self._settings.max_model_len)
+
     async def run(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
         """Answer each request of one step, in order. A rollout that fails is data
         (`EnvironmentRollout.error`).
@@ -107,7 +119,8 @@ class EnvironmentRunner:
         Raises:
             RolloutError: an engine failed (its requests are not asked again, and no rollout is
                 blamed for it); or no rollout of the environment could do what it asks for:
-                sampling arguments that contradict the run, more images than engines take.
+                sampling arguments that contradict the run, more images than engines take; or the
+                teacher does not score them.
         """
         if not requests:
             return []
@@ -173,7 +186,10 @@ class EnvironmentRunner:
         states: list[State] = results["state"]
         learned: list[list[TrainingExample]] = [[] for _ in states]
         if not request.is_held_out:  # nothing is learned of a report
-            for example in merge_trajectories_for_training(states).examples:
+            examples = merge_trajectories_for_training(states).examples
+            if self._teacher is not None:
+                examples = await self._teacher.score(examples)
+            for example in examples:
                 index = example.rollout
                 # The prompt of its last call, which goes on from those before, shows all images.
                 # The learner notices one that was not sent here.

@@ -343,6 +343,32 @@ def images_reach_all_ranks(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def teacher_scores_what_is_sampled(run: RunConfig) -> Iterator[Problem]:
+    """A teacher reads token ids, and its log-probabilities are those of temperature 1."""
+    if run.environment is None or run.environment.teacher is None:
+        return
+    temperature = run.rollout_matching.decoding.temperature
+    if temperature not in (0.0, 1.0):  # `rollouts_differ` refuses 0
+        yield Problem(
+            "rollout_matching.decoding.temperature",
+            f"{temperature:g}, and environment.teacher scores tokens at temperature 1",
+            "set 1.0, or remove environment.teacher",
+        )
+    if run.environment.max_images_per_prompt:
+        yield Problem(
+            "environment.max_images_per_prompt",
+            f"{run.environment.max_images_per_prompt}, and environment.teacher is sent token ids"
+            " alone, which carry no pictures",
+            "set 0, or remove environment.teacher",
+        )
+    if run.environment.drop_equal_groups:
+        yield Problem(
+            "environment.drop_equal_groups",
+            "true, and groups of equal rewards are learned from environment.teacher",
+            "set it to false, or remove environment.teacher",
+        )
+
+
 def environments_have_room(run: RunConfig) -> Iterator[Problem]:
     """Environment actors share what an engine decodes at a time."""
     size = run.rollout_matching.decode_batch_size

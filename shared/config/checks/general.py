@@ -116,6 +116,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     algorithm.engines_answer_at_any_time,
     algorithm.images_reach_all_ranks,
     algorithm.environments_have_room,
+    algorithm.teacher_scores_what_is_sampled,
     algorithm.groups_are_whole,
     algorithm.objective_covers_channels,
     algorithm.objective_has_its_input,

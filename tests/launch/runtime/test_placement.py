@@ -273,6 +273,7 @@ def test_environment_actors_together_ask_an_engine_for_as_many_rollouts_as_it_de
         "rollout_matching__decode_batch_size": 7,
         "environment__rollout_timeout_s": 60.0,
         "environment__scoring_timeout_s": 5.0,
+        "environment__teacher": {"base_url": "http://127.0.0.1:9/", "model": "m", "timeout_s": 7.0},
     }
     config = trajectory_config(tmp_path / "model", tmp_path / "run", **changes)
     settings = [
@@ -281,3 +282,7 @@ def test_environment_actors_together_ask_an_engine_for_as_many_rollouts_as_it_de
     ]
     assert [one.max_under_way for one in settings] == shares
     assert {(one.rollout_timeout_s, one.scoring_timeout_s) for one in settings} == {(60.0, 5.0)}
+    teachers = {one.teacher for one in settings}
+    assert [(one.model, one.address.base_url, one.address.timeout_s) for one in teachers] == [
+        ("m", "http://127.0.0.1:9", 7.0)
+    ]

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from launch.runtime.resume import MAY_CHANGE, RunState, config_of_run, resumed
 from launch.runtime.telemetry import Telemetry
+from shared.config.algorithm import TeacherSection
 from shared.errors import ConfigError, RolloutError
 
 STEPS = 6
@@ -393,7 +394,8 @@ def _state(checkpoint: Path) -> str:
 
 def test_the_table_of_what_may_change_names_keys_of_the_configuration(config_of, tmp_path):
     values = config_of("channels A and B", tmp_path).model_dump()
-    values["environment"] = {"num_actors": 1, "cpus_per_actor": 0}
+    teacher = TeacherSection(base_url="http://127.0.0.1:9", model="m").model_dump()
+    values["environment"] = {"num_actors": 1, "cpus_per_actor": 0, "teacher": teacher}
     for key in MAY_CHANGE:
         section = values
         for name in key.split("."):

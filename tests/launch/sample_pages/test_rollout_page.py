@@ -344,6 +344,17 @@ def test_what_the_objective_makes_of_the_advantages_is_told(tmp_path, language_m
     assert left_out in run.page(1)
 
 
+def test_what_a_teacher_says_of_each_token_is_told(tmp_path, language_model):
+    teacher = {"base_url": "http://127.0.0.1:9", "model": "m", "weight": 0.5}
+    run = Run(tmp_path / "run", language_model, environment__teacher=teacher)
+    example = run.example(("last", READ), (" of", 0.5))
+    learned = [-2.25 * mask for mask in example.mask]
+    page = run.shown(replace(example, teacher_logprobs=learned))
+    assert "learned is 1 times them, and 0.5 times the teacher's log-probability" in page.text
+    told = [title for title in tooltips(page) if "advantage +0.5" in title]
+    assert told and all("the teacher's -2.250" in title for title in told)
+
+
 @pytest.mark.slow
 def test_a_byte_level_tokenizer_shows_tokens_inside_a_character_by_their_bytes(
     tmp_path, demo_checkpoint

@@ -138,6 +138,7 @@ def slowly(model, answers, config, num_samples):
             advantage = rollout.reward - fmean(rewards)
             if rule.advantage_std:
                 advantage /= pstdev(rewards) + rule.advantage_epsilon
+            of_reward = advantage
             logits = model(input_ids=torch.tensor([example.token_ids])).logits[0]
             learner = logits.double().log_softmax(-1)
             number = {
@@ -150,6 +151,10 @@ def slowly(model, answers, config, num_samples):
             for end in example.step_ends or (len(example.token_ids),):
                 number["step"] = sum(example.mask[begin:end])
                 for at in (at for at in range(begin, end) if example.mask[at]):
+                    if (teacher := config.environment.teacher) is not None:
+                        advantage = teacher.reward_weight * of_reward + teacher.weight * (
+                            example.teacher_logprobs[at] - example.logprobs[at]
+                        )
                     logprob = learner[at - 1, example.token_ids[at]]
                     ratio = min(math.exp(logprob.item() - example.logprobs[at]), 1e9)
                     if advantage > 0 and ratio > 1 + rule.clip_high:
@@ -310,6 +315,53 @@ def test_groups_whose_rewards_are_equal_can_be_left_out_which_changes_no_update_
         assert step.metrics["rollout/no_signal_share"] == pytest.approx(1 / 3)
     assert left_out.metrics["rollout/reward"] == kept.metrics["rollout/reward"]
     assert [line["position"] for line in logged(dropping, 0)] == list(range(ROLLOUTS))
+
+
+def test_with_a_teacher_the_loss_is_of_its_advantages_and_the_mean_log_ratio_is_logged(config):
+    """Groups of equal rewards are learned too: the teacher tells their tokens apart."""
+
+    def scored(groups):
+        def one(example):
+            ids = zip(example.token_ids, example.mask, strict=True)
+            return replace(
+                example, teacher_logprobs=[-(1 + token % 13) / 4 * mask for token, mask in ids]
+            )
+
+        return of_rollouts(
+            lambda rollout: replace(rollout, examples=tuple(map(one, rollout.examples)))
+        )(groups)
+
+    teacher = {"base_url": "http://127.0.0.1:9", "model": "m", "weight": 0.5, "reward_weight": 2.0}
+    settings = config(training__max_grad_norm=None, environment__teacher=teacher)
+    equal = {"reward": lambda position: 0.5 if position < GROUP else position / 9}
+    step = Learned(settings, groups=scored, **equal)
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    loss = slowly(model, step.answers, settings, ROLLOUTS)
+    loss.backward()
+    assert step.metrics["loss/total"] == pytest.approx(loss.item(), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(step.gradients[name], parameter.grad, rtol=0, atol=1e-6)
+    ratios = [
+        teacher - engine
+        for group in step.answers
+        for rollout in group
+        for example in rollout.examples
+        for teacher, engine, mask in zip(
+            example.teacher_logprobs, example.logprobs, example.mask, strict=True
+        )
+        if mask
+    ]
+    assert step.metrics["policy/teacher_log_ratio"] == pytest.approx(fmean(ratios), abs=1e-6)
+    alone = Learned(config(training__max_grad_norm=None), groups=scored, **equal)
+    assert alone.metrics["loss/total"] != pytest.approx(loss.item(), abs=1e-3)
+
+
+def test_a_rollout_that_no_teacher_has_scored_ends_a_run_that_has_one(config):
+    teacher = {"base_url": "http://127.0.0.1:9", "model": "m"}
+    with pytest.raises(
+        RolloutError, match=r"no teacher has scored it, and environment\.teacher is"
+    ):
+        Learned(config(environment__teacher=teacher))
 
 
 @pytest.mark.parametrize("normalize", ["rollout", "batch"])

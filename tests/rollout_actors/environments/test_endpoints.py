@@ -38,15 +38,19 @@ from fake_server import HERE, eventually
 from serve_process import OneServer, ServeProcess, serve_process
 from stock_process import TOKEN, stock_process
 
+from learner.algorithms.advantages import teacher_log_ratios
+from rollout_actors.backends.http import ServerAddress
 from rollout_actors.backends.rollmatch_server import ServerClient, serve_arguments
 from rollout_actors.environments.chat.responses import parse_response_tokens
 from rollout_actors.environments.clients.openai import is_overlong, merged
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.training.teacher import Teacher, TeacherSettings
 from rollout_actors.environments.types import Messages, State, TrajectoryStepTokens
 from shared.errors import WeightSyncError
 from shared.rollouts import DecodeMode, DecodeSettings, Rollout, RolloutRequest
+from shared.trajectory import TrainingExample
 from shared.weight_sync.phases import sync_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -304,6 +308,32 @@ def test_a_field_that_nobody_knows_is_refused_and_not_left_out_of_account(ours: 
         openai.BadRequestError, match=r"no such field: top_kk \(did you mean top_k\?\)"
     ):
         ours.chat(extra_body={"top_kk": 3})
+
+
+def test_a_teacher_that_has_the_students_weights_teaches_nothing(
+    endpoint: Endpoint, learner: SmallLearner
+) -> None:
+    """What was sampled at temperature 1 is as probable to it: the advantages are 0."""
+    tokens = endpoint.tokens(endpoint.chat(**WITH_TOKENS | {"temperature": 1.0}))
+    before = [0] * len(tokens["prompt_ids"])
+    example = TrainingExample(
+        [*tokens["prompt_ids"], *tokens["completion_ids"]],
+        logprobs=[*map(float, before), *tokens["completion_logprobs"]],
+        mask=[*before, *tokens["completion_mask"]],
+        reward=0.0,
+        advantage=0.0,
+    )
+    address = ServerAddress("a teacher", endpoint.url, 120.0, 120.0, "vllm", endpoint.token)
+    teacher = Teacher(TeacherSettings(endpoint.model, address), max_under_way=2)
+
+    async def scored() -> TrainingExample:
+        await teacher.require_suitable(learner.tokenizer, 256)
+        (one,) = await teacher.score([example])
+        return one
+
+    log_ratios = teacher_log_ratios(asyncio.run(scored()))
+    assert min(example.logprobs) < -1.0, "the student is not sure of what it sampled"
+    assert log_ratios == pytest.approx([0.0] * len(example.mask), abs=1e-5)
 
 
 # Environments

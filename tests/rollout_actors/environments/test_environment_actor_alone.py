@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import ray
+from fake_server import serving
+from fake_teacher import FakeTeacher
 from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor
 from scripted_engines import decode_settings, demo_tokenizer
@@ -20,6 +22,8 @@ from scripted_engines import decode_settings, demo_tokenizer
 from rollout_actors.environments.training import actor as environment_actor
 from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.runner import RunnerSettings
+from rollout_actors.environments.training.teacher import TeacherSettings
+from shared.config.algorithm import TeacherSection
 from shared.errors import RolloutError, Timeout
 from shared.protocols import CLOSED_S
 from shared.sent_requests import SentRequests
@@ -75,6 +79,14 @@ def test_an_environment_that_cannot_start_is_told_with_its_actor(
     with pytest.raises(RolloutError, match=problem) as caught:
         asyncio.run(make_actor(**changes).start())
     assert caught.value.phase == "start"
+
+
+def test_a_teacher_that_does_not_suit_ends_the_start(make_actor: MakeActor) -> None:
+    with serving(FakeTeacher(demo_tokenizer(), max_model_len=512).app()) as url:
+        section = TeacherSection(base_url=url, model="teacher")
+        actor = make_actor(teacher=TeacherSettings.from_section(section))
+        with pytest.raises(RolloutError, match=r"start on teacher: .* takes 512 tokens"):
+            asyncio.run(actor.start())
 
 
 def test_relative_paths_of_an_environment_begin_where_the_command_was_given(

@@ -42,6 +42,8 @@ RANKS = "learner.world_size"
 FSDP = {RANKS: 2, "learner.parallel": "fsdp"}
 IMAGES = "environment.max_images_per_prompt"
 HELD_OUT = "environment.num_eval_examples"
+TEACHER = "environment.teacher"
+URL = {"base_url": "http://127.0.0.1:8000", "model": "Qwen/Qwen3-8B"}
 SIZE = "environment.rollouts_per_example"
 CONFIG = f"{OBJECTIVE}[0].config"
 DECODED = f"{MATCHING}.decode_batch_size"
@@ -214,6 +216,32 @@ REFUSED = [
             " lower clip_high"
         ),
     ),
+    # The teacher.
+    (
+        {TEACHER: URL, TEMPERATURE: 0.7},
+        (
+            f"{TEMPERATURE}: 0.7, and environment.teacher scores tokens at temperature 1; set 1.0, or"
+            " remove environment.teacher"
+        ),
+    ),
+    (
+        {TEACHER: URL, IMAGES: 2},
+        (
+            f"{IMAGES}: 2, and environment.teacher is sent token ids alone, which carry no pictures;"
+            " set 0, or remove environment.teacher"
+        ),
+    ),
+    (
+        {TEACHER: URL, "environment.drop_equal_groups": True},
+        (
+            "environment.drop_equal_groups: true, and groups of equal rewards are learned from"
+            " environment.teacher; set it to false, or remove environment.teacher"
+        ),
+    ),
+    (
+        {TEACHER: URL | {"base_url": "127.0.0.1:8000"}},
+        "environment.teacher.base_url: must be an http(s) URL without query",
+    ),
     # Held-out examples.
     *(
         (
@@ -250,6 +278,7 @@ ACCEPTED = [
         f"{CONFIG}.ratio_level": "call_mean",
     },
     {"environment.num_actors": 8, DECODED: 8},
+    {TEACHER: URL | {"weight": 0.1, "reward_weight": 0.0, "timeout_s": 5.0, "token_env": "KEY"}},
     {HELD_OUT: 0},
     {HELD_OUT: 0, "training.eval_steps": None},
     {HELD_OUT: 1, "training.eval_steps": 20, "checkpoint.keep_best": 2},

@@ -1,0 +1,245 @@
+"""The teacher of an on-policy distillation: a model served elsewhere, which scores sampled tokens.
+
+It is asked over `/v1/completions`, with token ids for a prompt and `prompt_logprobs`: a route that
+a stock `vllm serve` (vLLM 0.32) and `python -m launch.serve` both have. These log-probabilities are
+at temperature 1, over the whole vocabulary. They come into the examples before these leave for the
+learner, and so into the log of rollouts: a resumed or replayed step asks no teacher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel
+
+from rollout_actors.backends.http import (
+    POLL_S,
+    STILL_LOADING,
+    HttpClient,
+    HttpStatusError,
+    ServerAddress,
+    UnansweredError,
+    all_answers,
+    token_in,
+)
+from rollout_actors.backends.stock_messages import NO_LOGPROB
+from shared.config.algorithm import TeacherSection
+from shared.errors import UnreachableError
+from shared.rollouts import TRIES
+from shared.trajectory import TrainingExample
+
+_M = TypeVar("_M", bound=BaseModel)
+
+SECTION = "environment.teacher"
+MODELS = "/v1/models"
+COMPLETIONS = "/v1/completions"
+NUM_PROBED = 1000
+"""Token ids, from all over the vocabulary, whose texts are compared before the first rollout."""
+ROUNDING = 1e-3
+"""A log-probability is above 0 by no more than this: else it is none."""
+_REMEDY = "serve the teacher by `vllm serve` of vLLM 0.32, or by `python -m launch.serve`"
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSettings:
+    """A teacher's address, and the name that it is served under."""
+
+    model: str
+    address: ServerAddress
+
+    @classmethod
+    def from_section(cls, section: TeacherSection) -> Self:
+        """Take the token from this process's environment. Raises ConfigError without one."""
+        token = token_in(section.token_env, f"{SECTION}.token_env")
+        # Every call has a limit, whichever kind of server it is.
+        limit_s = section.timeout_s
+        return cls(
+            section.model,
+            ServerAddress(SECTION, section.base_url, limit_s, limit_s, "vllm", token),
+        )
+
+
+class _Model(BaseModel):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+class _PromptToken(BaseModel):
+    logprob: float
+    decoded_token: str | None = None
+
+
+class _Choice(BaseModel):
+    prompt_logprobs: list[dict[int, _PromptToken] | None] | None = None
+
+
+class _Completion(BaseModel):
+    choices: tuple[_Choice]
+
+
+class Teacher:
+    """Scores examples; errors are RolloutErrors that name the teacher, its URL and the key."""
+
+    def __init__(self, settings: TeacherSettings, *, max_under_way: int) -> None:
+        """`max_under_way`: most calls of one `score` that the server has at a time."""
+        self._model = settings.model
+        self._http = HttpClient("teacher", settings.address)
+        self._max_under_way = max_under_way
+
+    async def require_suitable(self, tokenizer: Any, longest: int) -> None:
+        """Wait until it is served, and check that it can score what the run samples.
+
+        Args:
+            tokenizer: the run's, whose token ids the teacher has to read as the same texts.
+            longest: most tokens of an example.
+
+        Raises:
+            UnreachableError: it does not answer.
+            RolloutError: it has another vocabulary, takes fewer tokens, or is no such server.
+        """
+        models = self._read(_Models, await self._wait_until_up(), "start")
+        model = next((one for one in models.data if one.id == self._model), None)
+        if model is None:
+            served = ", ".join(one.id for one in models.data) or "nothing"
+            why = f"serves {served}, and {SECTION}.model is {self._model}; write one of its names"
+            raise self._http.error(why, "start")
+        # It has to sample one token behind those that it scores.
+        if model.max_model_len is not None and model.max_model_len <= longest:
+            why = f"takes {model.max_model_len} tokens, and scores up to global_max_length"
+            remedy = (
+                f"start it with --max-model-len {longest + 1} (max_model_len={longest + 1}), or"
+                f" lower global_max_length to {model.max_model_len - 1}"
+            )
+            raise self._http.error(f"{why} = {longest} and samples one more; {remedy}", "start")
+        await self._require_vocabulary(tokenizer, model.max_model_len or longest)
+
+    async def score(self, examples: Sequence[TrainingExample]) -> list[TrainingExample]:
+        """Return the examples with `teacher_logprobs`, in order. Raises RolloutError."""
+        slots = asyncio.Semaphore(self._max_under_way)
+
+        async def scored(example: TrainingExample) -> TrainingExample:
+            learned = [index for index, is_learned in enumerate(example.mask) if is_learned]
+            logprobs = [0.0] * len(example.token_ids)
+            if learned:
+                async with slots:
+                    # What follows the last of them is not needed.
+                    tokens = await self._ask(example.token_ids[: learned[-1] + 1], "score")
+                for index in learned:
+                    token = tokens[index]
+                    logprob = NO_LOGPROB if token is None else token.logprob
+                    if not (math.isfinite(logprob) and NO_LOGPROB < logprob <= ROUNDING):
+                        raise self._http.error(
+                            f"gave token {index} of example {example.example_id!r} the"
+                            f" log-probability {logprob:g}, which is none; serve it with"
+                            " --logprobs-mode raw_logprobs, and check its weights",
+                            "score",
+                        )
+                    logprobs[index] = logprob
+            return replace(example, teacher_logprobs=logprobs)
+
+        return await all_answers([scored(example) for example in examples])
+
+    async def _require_vocabulary(self, tokenizer: Any, max_model_len: int) -> None:
+        size = len(tokenizer)
+        # With the first one twice, the last one, and the one that is sampled.
+        count = max(1, min(size, NUM_PROBED, max_model_len - 3))
+        spread = dict.fromkeys([*(size * index // count for index in range(count)), size - 1])
+        # The first token of a prompt has no entry.
+        token_ids = [0, *spread]
+        tokens = await self._ask(token_ids, "start")
+        for token_id, token in zip(token_ids[1:], tokens[1:], strict=True):
+            ours = tokenizer.decode([token_id])
+            theirs = None if token is None else token.decoded_token
+            # Half a character is written by what stands before it.
+            if theirs != ours and "�" not in ours:
+                raise self._http.error(
+                    f"reads token id {token_id} as {theirs!r}, and model.path as {ours!r}: a"
+                    " teacher needs the student's vocabulary; serve one of the same family",
+                    "start",
+                )
+
+    async def _wait_until_up(self) -> bytes:
+        limit_s = self._http.address.timeout_s
+        remedy = (
+            f"check that it runs, that {SECTION}.base_url is its address without /v1, and that no"
+            " firewall is between"
+        )
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                left_s = max(POLL_S, deadline - time.monotonic())
+                return await self._http.get(MODELS, timeout_s=left_s)
+            except UnansweredError as error:
+                last = str(error)
+            except HttpStatusError as error:
+                if error.status not in STILL_LOADING:
+                    if error.status == 401:
+                        remedy = f"name the variable that holds its key in {SECTION}.token_env"
+                    why = f"answers {MODELS} with {error}; {remedy}"
+                    raise self._http.error(why, "start") from error
+                last = str(error)
+            if time.monotonic() + POLL_S >= deadline:
+                limit = f"{SECTION}.timeout_s = {limit_s:g} s"
+                message = self._http.with_url(f"did not get ready within {limit} (last: {last})")
+                raise UnreachableError(f"{message}; {remedy}", actor="teacher", phase="start")
+            await asyncio.sleep(POLL_S)
+
+    async def _ask(self, token_ids: Sequence[int], phase: str) -> list[_PromptToken | None]:
+        """Ask for what the teacher says of each token; None of the first. Once more on failure."""
+        body = {
+            "model": self._model,
+            "prompt": list(token_ids),
+            "prompt_logprobs": 0,
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        limit_s = self._http.address.timeout_s
+        for _ in range(TRIES):
+            try:
+                content = json.dumps(body).encode()
+                answer = await self._http.post(COMPLETIONS, content, timeout_s=limit_s)
+            except HttpStatusError as error:
+                if error.status < 500:
+                    raise self._http.error(
+                        f"refused {len(token_ids)} token ids: {error}; check {SECTION}.model, whose"
+                        " vocabulary must be that of model.path",
+                        phase,
+                    ) from error
+                last: Exception = error
+            except UnansweredError as error:
+                last = error
+            else:
+                return self._prompt_tokens(answer, token_ids, phase)
+        why = f"failed {TRIES} times, last with: {last}; check its own output, and that one answer"
+        limit = f"fits into {SECTION}.timeout_s = {limit_s:g} s"
+        raise self._http.error(f"{why} {limit}", phase) from last
+
+    def _prompt_tokens(
+        self, answer: bytes, token_ids: Sequence[int], phase: str
+    ) -> list[_PromptToken | None]:
+        (choice,) = self._read(_Completion, answer, phase).choices
+        entries = choice.prompt_logprobs
+        if entries is None or len(entries) != len(token_ids):
+            found = "none" if entries is None else str(len(entries))
+            why = f"gave {found} of the log-probabilities of {len(token_ids)} tokens"
+            raise self._http.error(f"{why}; {_REMEDY}", phase)
+        return [
+            None if entry is None else entry.get(token_id)
+            for entry, token_id in zip(entries, token_ids, strict=True)
+        ]
+
+    def _read(self, form: type[_M], body: bytes, phase: str) -> _M:
+        try:
+            return form.model_validate_json(body)
+        except ValueError as error:
+            raise self._http.error(f"answered something else: {error}; {_REMEDY}", phase) from error
