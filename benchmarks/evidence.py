@@ -288,7 +288,7 @@ def picture_counts(data: Path, predictions: Path) -> list[list[int]]:
     rows = [json.loads(line) for line in predictions.open()]
     return [
         counts_of(position, sample, row["objects"])
-        for position, (sample, row) in enumerate(zip(samples, rows, strict=True))
+        for position, (sample, row) in enumerate(zip(samples.samples, rows, strict=True))
     ]
 
 

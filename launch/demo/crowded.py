@@ -68,9 +68,15 @@ class Placed:
         )
 
 
-def arrange(digits: Sequence[Digit], rng: np.random.Generator) -> list[Placed]:
-    """Place 6 to 14 digits in reading order, then clutter where there is room."""
-    count = int(rng.integers(MIN_DIGITS, MAX_DIGITS + 1))
+def arrange(
+    digits: Sequence[Digit],
+    rng: np.random.Generator,
+    *,
+    fewest: int = MIN_DIGITS,
+    most: int = MAX_DIGITS,
+) -> list[Placed]:
+    """Place digits in reading order, then clutter where there is room."""
+    count = int(rng.integers(fewest, most + 1))
     scene: list[Placed] = []
     attempts = 0
     while len(scene) < count:

@@ -2,7 +2,7 @@
 
 From random weights a run learns places and no names: a name is right or wrong as a whole, and the
 loss says so in one token of twenty, far behind the tower. So the tower is taught alone first, with
-one label for every image token: which digit lies there, and how far its edges are. A linear head
+one label for every image token: which digit lies there, and where its edges are. A linear head
 reads them from what the language model is going to be given, the tower's output and its deepstack
 features, and is thrown away. docs/evidence.md has the figures.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launch.demo.crowded import CANVAS, SIZES, SPLITS, Placed, draw, scenes
+from launch.demo.crowded import CANVAS, SPLITS, Placed, draw, scenes
 from launch.demo.data import NAMES, load_all_digits
 from launch.demo.model import HIDDEN, MERGE, PATCH, random_model
 from launch.demo.once import make_once
@@ -30,6 +30,8 @@ TOKENS = CANVAS // (PATCH * MERGE)
 BATCH = 16
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
+PLACES_WEIGHT = 4.0
+"""Of the edges' mean error, beside names' cross-entropy."""
 MIN_LR_RATIO = 0.05
 
 
@@ -39,8 +41,8 @@ class DenseLabels(NamedTuple):
     digit: np.ndarray
     """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""
     edges: np.ndarray
-    """[TOKENS * TOKENS, 4] float32: from the token's middle to the digit's left, upper, right and
-    lower edge, in units of the largest digit's side."""
+    """[TOKENS * TOKENS, 4] float32: the digit's left, upper, right and lower edge, as fractions of
+    the scene: what an answer says."""
 
 
 def dense_labels(scene: Sequence[Placed]) -> DenseLabels:
@@ -59,8 +61,7 @@ def dense_labels(scene: Sequence[Placed]) -> DenseLabels:
         is_on &= distance < nearest
         nearest[is_on] = distance[is_on]
         digit[is_on] = NAMES.index(placed.name)
-        of_all = np.broadcast_arrays(x - placed.left, y - placed.top, right - x, bottom - y)
-        edges[is_on] = np.stack(of_all, axis=-1)[is_on] / max(SIZES)
+        edges[is_on] = np.array([placed.left, placed.top, right, bottom]) / CANVAS
     return DenseLabels(digit.ravel(), edges.reshape(-1, 4))
 
 
@@ -121,9 +122,12 @@ def _teach_tower(
         names = nn.functional.cross_entropy(said[:, : NOTHING + 1], digit, weight=weight_of_digit)
         places = nn.functional.l1_loss(said[is_on, NOTHING + 1 :], edges[is_on])
         optimizer.zero_grad()
-        (names + places).backward()
+        (names + PLACES_WEIGHT * places).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if (step + 1) % 50 == 0 or step + 1 == steps:
             right = (said[is_on, : NOTHING + 1].argmax(dim=1) == digit[is_on]).float().mean()
-            report(f"tower     {step + 1}/{steps}  names right under {right:.2f} of the tokens")
+            report(
+                f"tower     {step + 1}/{steps}  names right under {right:.2f} of the tokens,"
+                f" edges {CANVAS * places.item():.1f} pixels off"
+            )

@@ -7,6 +7,8 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks import evidence
 from benchmarks.evidence import ARMS, FIGURES, counts_of, f1_named, interval, is_flat, pipeline
+from launch.cli import as_mapping, as_schema_overrides
+from shared.config import load_config
 from shared.records import GeometryKind, GroundTruthObject, Sample
 
 
@@ -29,7 +31,7 @@ def test_the_figures_of_a_picture():
 
     truth = [("six", (0, 0, 100, 100)), ("two", (500, 500, 600, 600)), ("one", (900, 0, 999, 99))]
     objects = tuple(GroundTruthObject(GeometryKind.BBOX, bins, name) for name, bins in truth)
-    sample = Sample("a", (), objects, 160, 160, {})
+    sample = Sample("a", (), 160, 160, objects)
     found = [
         box("six", 0, 0, 100, 100),
         box("six", 2, 0, 100, 100),  # the same one again
@@ -69,7 +71,8 @@ def test_the_configuration_of_every_arm_is_sound(name, tmp_path):
     text = yaml.safe_dump(pipeline(ARMS[name]))
     conf.write_text("# @package rollout_matching.pipeline\n" + text)
     search = f"hydra.searchpath=[{tmp_path / 'conf'}]"
-    arguments = ["+experiment=crowded_on", search, f"objective={name}", *ARMS[name].overrides]
+    overrides = as_schema_overrides(list(ARMS[name].overrides))
+    arguments = ["+experiment=crowded_on", search, f"objective={name}", *overrides]
     with initialize_config_dir(str(evidence.ROOT / "conf"), version_base="1.3"):
         config = load_config(as_mapping(compose("train", overrides=arguments)))
     learned = [entry.name for entry in config.rollout_matching.pipeline.objective if entry.weight]
