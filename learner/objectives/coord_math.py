@@ -3,8 +3,8 @@
 Training, diagnostics and evaluation call these functions, so that NaN, infinities, temperature and
 clamps mean the same everywhere. The parts: the whole vocabulary, the coord vocabulary, boxes.
 
-Shape legend: N positions, P positions whose coord logits are wanted, S coord slots, T text tokens,
-B boxes, C the 1,000 coord bins, V the vocabulary.
+Shape legend: N positions, P positions whose coord logits are wanted, M positions where K tokens are
+picked, S coord slots, T text tokens, B boxes, C the 1,000 coord bins, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -59,6 +59,15 @@ class Normalizer:
     """Token ids of probability 0."""
 
 
+class PickedTokens(NamedTuple):
+    """Tokens whose logits are wanted at some positions, as many at each."""
+
+    at_M: torch.Tensor
+    """int64, positions without repetition."""
+    ids_MK: torch.Tensor
+    """int64, without repetition at a position."""
+
+
 class LogitReading(NamedTuple):
     """The parts of full-vocabulary logits that are kept. Float32, finite."""
 
@@ -67,6 +76,7 @@ class LogitReading(NamedTuple):
     coord_logits_PC: torch.Tensor
     log_normalizers_N: tuple[torch.Tensor, ...]
     """`logsumexp(logits / T)` without the excluded ids, in the order asked."""
+    picked_logits_MK: torch.Tensor
 
 
 def read_logits(
@@ -75,6 +85,7 @@ def read_logits(
     coord_at_P: torch.Tensor,
     coord_ids_C: torch.Tensor,
     normalizers: tuple[Normalizer, ...],
+    picked: PickedTokens | None = None,
 ) -> LogitReading:
     """Read everything that any loss needs of full-vocabulary logits.
 
@@ -85,11 +96,14 @@ def read_logits(
         token_ids_N: int64, a token per position.
         coord_at_P: int64, positions without repetition.
         coord_ids_C: int64, the token id of each bin.
+        picked: None: no others.
     """
-    token_logits_N, coord_logits_PC, *log_normalizers = _ReadLogits.apply(
-        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers
+    if picked is None:
+        picked = PickedTokens(token_ids_N[:0], token_ids_N[:0, None])
+    token_logits_N, coord_logits_PC, picked_logits_MK, *log_normalizers = _ReadLogits.apply(
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, *picked, normalizers
     )
-    return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers))
+    return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers), picked_logits_MK)
 
 
 class _ReadLogits(torch.autograd.Function):
@@ -106,6 +120,8 @@ class _ReadLogits(torch.autograd.Function):
         token_ids_N: torch.Tensor,
         coord_at_P: torch.Tensor,
         coord_ids_C: torch.Tensor,
+        picked_at_M: torch.Tensor,
+        picked_ids_MK: torch.Tensor,
         normalizers: tuple[Normalizer, ...],
     ) -> tuple[torch.Tensor, ...]:
         log_normalizers = tuple(
@@ -113,10 +129,12 @@ class _ReadLogits(torch.autograd.Function):
         )
         ctx.normalizers = normalizers
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers)
+        places = (token_ids_N, coord_at_P, coord_ids_C, picked_at_M, picked_ids_MK)
+        ctx.save_for_backward(logits_NV, *places, *log_normalizers)
         tokens_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0]
         coord_PC = logits_NV[coord_at_P[:, None], coord_ids_C]
-        return _fenced(tokens_N), _fenced(coord_PC), *log_normalizers
+        picked_MK = logits_NV[picked_at_M[:, None], picked_ids_MK]
+        return _fenced(tokens_N), _fenced(coord_PC), _fenced(picked_MK), *log_normalizers
 
     @staticmethod
     @once_differentiable
@@ -124,9 +142,11 @@ class _ReadLogits(torch.autograd.Function):
         ctx: Any,
         tokens_N: torch.Tensor | None,
         coord_PC: torch.Tensor | None,
+        picked_MK: torch.Tensor | None,
         *normalizers_N: torch.Tensor | None,
     ) -> tuple[Any, ...]:
-        logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers = ctx.saved_tensors
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, *saved = ctx.saved_tensors
+        picked_at_M, picked_ids_MK, *log_normalizers = saved
         total_NV: torch.Tensor | None = None
         for normalizer, log_normalizer_N, gradient_N in zip(
             ctx.normalizers, log_normalizers, normalizers_N, strict=True
@@ -143,11 +163,13 @@ class _ReadLogits(torch.autograd.Function):
             total_NV[torch.arange(len(tokens_N), device=tokens_N.device), token_ids_N] += tokens_N
         if coord_PC is not None:
             total_NV[coord_at_P[:, None], coord_ids_C] += coord_PC
+        if picked_MK is not None:
+            total_NV[picked_at_M[:, None], picked_ids_MK] += picked_MK
         # The fence passes no gradient where it replaced the logit.
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
         total_NV.masked_fill_(within_NV.logical_not_(), 0.0)
-        return total_NV.to(logits_NV.dtype), None, None, None, None
+        return total_NV.to(logits_NV.dtype), None, None, None, None, None, None
 
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
@@ -162,6 +184,12 @@ def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Te
     scaled_NV = _logits_under(logits_NV, normalizer)
     largest_N = scaled_NV.amax(-1)
     return scaled_NV.sub_(largest_N[:, None]).exp_().sum(-1).log_().add_(largest_N)
+
+
+def most_probable(logits_MV: torch.Tensor, normalizer: Normalizer, count: int) -> torch.Tensor:
+    """Find each position's most probable tokens: int64 [M, K], of `count` or of all that exist."""
+    count = min(count, logits_MV.shape[1] - len(normalizer.excluded_ids))
+    return _logits_under(logits_MV, normalizer).topk(count).indices
 
 
 def token_logprobs(
