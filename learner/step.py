@@ -10,7 +10,7 @@ divided by is for the step's end, so rows add up in any order and packing.
 
 Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X
 text, S coord slots, K and M sampled tokens, to compare and to learn, T tokens that the reference
-finds most probable, V vocabulary, C coord bins.
+finds most probable, J = T + 1, V vocabulary, C coord bins.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def _read_reference(
 ) -> ReferenceValues:
     """Read what the model says of the tokens that are learned by their advantage."""
     learned_at_M = row.supervision.sampled.at
-    parts = []
+    temperature = sampled_under.temperature
+    logprobs, top_ids, top_logprobs = [], [], []
     # In the chunks of `LogitsPass`: a product of other shapes may round otherwise, and where the
     # weights are the same the difference is to be 0.
     for index, part_ND in enumerate(_hidden_states(model, row).split(logit_chunk)):
@@ -169,24 +170,26 @@ def _read_reference(
         stop = first + len(part_ND)
         at_M = learned_at_M[(learned_at_M >= first) & (learned_at_M < stop)] - first
         logits_NV = model.lm_head(part_ND)
-        ids_MT = coord_math.most_probable(logits_NV[at_M], sampled_under, num_top)
+        picked = None
+        if num_top:
+            ids_MT = coord_math.most_probable(logits_NV[at_M], sampled_under, num_top)
+            picked = PickedTokens(at_M, ids_MT, sampled_under)
+            top_ids.append(ids_MT)
+        token_ids = row.token_ids_N[first:stop]
         reading = coord_math.read_logits(
-            logits_NV,
-            row.token_ids_N[first:stop],
-            at_M[:0],
-            coord_ids_C,
-            (sampled_under,),
-            PickedTokens(at_M, ids_MT),
+            logits_NV, token_ids, at_M[:0], coord_ids_C, (sampled_under,), picked
         )
-        of_tokens = (reading.token_logits_N[at_M, None], reading.picked_logits_MK)
-        logprobs_M, top_logprobs_MT = (
-            coord_math.token_logprobs(
-                logits, reading.log_normalizers_N[0][at_M, None], sampled_under.temperature
-            )
-            for logits in of_tokens
-        )
-        parts.append((logprobs_M[:, 0], ids_MT, top_logprobs_MT))
-    return ReferenceValues(*map(torch.cat, zip(*parts, strict=True)))
+        normalizer_M = reading.log_normalizers_N[0][at_M]
+        logits_M = reading.token_logits_N[at_M]
+        logprobs.append(coord_math.token_logprobs(logits_M, normalizer_M, temperature))
+        if (logits_MJ := reading.picked_logits_MJ) is not None:
+            normalizer_M1 = normalizer_M[:, None]
+            top_logprobs.append(coord_math.token_logprobs(logits_MJ, normalizer_M1, temperature))
+    return ReferenceValues(
+        torch.cat(logprobs),
+        torch.cat(top_ids) if num_top else None,
+        torch.cat(top_logprobs) if num_top else None,
+    )
 
 
 @torch.no_grad()
@@ -236,7 +239,8 @@ class LogitsPass:
         top = None
         if needs.reference_top:
             assert reference is not None
-            top = PickedTokens(learned.at, reference.top_ids_MT)
+            assert reference.top_ids_MT is not None
+            top = PickedTokens(learned.at, reference.top_ids_MT, self.sampled_under)
         reading = self._read(hidden_ND, row.token_ids_N, coord_at_P, normalizers, top)
         log_normalizers = dict(zip(normalizers, reading.log_normalizers_N, strict=True))
 
@@ -265,14 +269,12 @@ class LogitsPass:
         # The gate of a slot is the leak itself, -log p(coord); that of text is of its complement.
         coord_gate_S = None if needs.coord_gate is None else leak(coord.at, needs.coord_gate)
         coord_mass_S = coord_math.coord_mass(leak(coord.at, 1.0)) if needs.coord_mass else None
-        top_logprobs_MT = None
-        if top is not None:
-            top_logprobs_MT = reading.picked_logits_MK  # empty where no token was sampled
-            if len(learned.at):
-                normalizer_M1 = log_normalizers[self.sampled_under][learned.at, None]
-                top_logprobs_MT = coord_math.token_logprobs(
-                    top_logprobs_MT, normalizer_M1, self.sampled_under.temperature
-                )
+        top_logprobs_MJ = reading.picked_logits_MJ
+        if top_logprobs_MJ is not None and len(learned.at):  # else there is no normalizer
+            normalizer_M1 = log_normalizers[self.sampled_under][learned.at, None]
+            top_logprobs_MJ = coord_math.token_logprobs(
+                top_logprobs_MJ, normalizer_M1, self.sampled_under.temperature
+            )
         return RowValues(
             text_ce_X,
             text_gate_X,
@@ -282,7 +284,7 @@ class LogitsPass:
             sampled_logprobs_K=sampled_logprobs(row.sampled.at),
             learned_logprobs_M=sampled_logprobs(learned.at) if needs.sampled else None,
             reference=reference,
-            top_logprobs_MT=top_logprobs_MT,
+            top_logprobs_MJ=top_logprobs_MJ,
         )
 
     def _normalizers(self, num_sampled: int) -> tuple[Normalizer, ...]:
@@ -310,7 +312,9 @@ class LogitsPass:
             picked_here = picked
             if picked is not None:
                 is_here_M = (picked.at_M >= start) & (picked.at_M < stop)
-                picked_here = PickedTokens(picked.at_M[is_here_M] - start, picked.ids_MK[is_here_M])
+                picked_here = PickedTokens(
+                    picked.at_M[is_here_M] - start, picked.ids_MK[is_here_M], picked.normalizer
+                )
             return coord_math.read_logits(
                 self.lm_head(chunk_ND),
                 token_ids_N[start:stop],
@@ -327,11 +331,12 @@ class LogitsPass:
             for index, part_ND in enumerate(hidden_ND.split(self.chunk))
         ]
         by_normalizer = zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)
+        of_picked = [chunk.picked_logits_MJ for chunk in chunks if picked is not None]
         return LogitReading(
             torch.cat([chunk.token_logits_N for chunk in chunks]),
             torch.cat([chunk.coord_logits_PC for chunk in chunks]),
             tuple(torch.cat(of_chunks) for of_chunks in by_normalizer),
-            torch.cat([chunk.picked_logits_MK for chunk in chunks]),
+            torch.cat(of_picked) if of_picked else None,
         )
 
 

@@ -5,7 +5,7 @@ segment, so that the terms of rows add and packing cannot change a step's loss (
 
 Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them
 predict sampled tokens to compare, M of them sampled tokens that are learned by their advantage, T
-tokens that are most probable to the reference, B boxes, C the 1,000 coord bins.
+tokens that the reference finds most probable, J = T + 1, B boxes, C the 1,000 coord bins.
 """
 
 from __future__ import annotations
@@ -123,16 +123,17 @@ class ReferenceValues:
 
     Float32 and finite, without gradient, under what the engine sampled from.
 
-    Example: one token, of probability 1/2, and `reference_top` 2: `learned_logprobs_M`
-    [log 1/2], `top_ids_MT` [[7, 3]], `top_logprobs_MT` [[log 1/2, log 1/4]].
+    Example: one token, of probability 1/2, and `reference_top` 2: `learned_logprobs_M` [log 1/2],
+    `top_ids_MT` [[7, 3]], `top_logprobs_MJ` [[log 1/2, log 3/8, log 1/8]].
     """
 
     learned_logprobs_M: torch.Tensor
     """Log-probability of each token."""
-    top_ids_MT: torch.Tensor
-    """int64: the most probable tokens in its place, the most probable first."""
-    top_logprobs_MT: torch.Tensor
-    """Theirs."""
+    top_ids_MT: torch.Tensor | None
+    """int64: the most probable tokens in its place, the most probable first; None where
+    `reference_top` is 0."""
+    top_logprobs_MJ: torch.Tensor | None
+    """Theirs, and that of all other tokens together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,10 @@ class RowValues:
     learned_logprobs_M: torch.Tensor | None = None
     """Likewise, of the tokens that are learned by their advantage."""
     reference: ReferenceValues | None = None
-    top_logprobs_MT: torch.Tensor | None = None
-    """Log-probabilities of the reference's most probable tokens, `reference.top_ids_MT`."""
+    """The same row under the weights that the run started with."""
+    top_logprobs_MJ: torch.Tensor | None = None
+    """Log-probabilities of the reference's most probable tokens, `reference.top_ids_MT`, and that
+    of all others together."""
 
 
 class ObjectiveLoss(NamedTuple):

@@ -58,6 +58,11 @@ class Normalizer:
     excluded_ids: tuple[int, ...] = ()
     """Token ids of probability 0."""
 
+    @property
+    def divisor(self) -> float:
+        """The floored temperature, which logits are divided by."""
+        return max(self.temperature, _TEMPERATURE_FLOOR)
+
 
 class PickedTokens(NamedTuple):
     """Tokens whose logits are wanted at some positions, as many at each."""
@@ -65,7 +70,9 @@ class PickedTokens(NamedTuple):
     at_M: torch.Tensor
     """int64, positions without repetition."""
     ids_MK: torch.Tensor
-    """int64, without repetition at a position."""
+    """int64, without repetition at a position; none that the normalizer excludes."""
+    normalizer: Normalizer
+    """The one that all other tokens are put together under."""
 
 
 class LogitReading(NamedTuple):
@@ -76,7 +83,9 @@ class LogitReading(NamedTuple):
     coord_logits_PC: torch.Tensor
     log_normalizers_N: tuple[torch.Tensor, ...]
     """`logsumexp(logits / T)` without the excluded ids, in the order asked."""
-    picked_logits_MK: torch.Tensor
+    picked_logits_MJ: torch.Tensor | None
+    """J = K + 1: those of the picked tokens, and the logit that one token had which were as
+    probable as all others together."""
 
 
 def read_logits(
@@ -98,12 +107,10 @@ def read_logits(
         coord_ids_C: int64, the token id of each bin.
         picked: None: no others.
     """
-    if picked is None:
-        picked = PickedTokens(token_ids_N[:0], token_ids_N[:0, None])
-    token_logits_N, coord_logits_PC, picked_logits_MK, *log_normalizers = _ReadLogits.apply(
-        logits_NV, token_ids_N, coord_at_P, coord_ids_C, *picked, normalizers
+    token_logits_N, coord_logits_PC, picked_logits_MJ, *log_normalizers = _ReadLogits.apply(
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers, picked
     )
-    return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers), picked_logits_MK)
+    return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers), picked_logits_MJ)
 
 
 class _ReadLogits(torch.autograd.Function):
@@ -120,21 +127,24 @@ class _ReadLogits(torch.autograd.Function):
         token_ids_N: torch.Tensor,
         coord_at_P: torch.Tensor,
         coord_ids_C: torch.Tensor,
-        picked_at_M: torch.Tensor,
-        picked_ids_MK: torch.Tensor,
         normalizers: tuple[Normalizer, ...],
-    ) -> tuple[torch.Tensor, ...]:
+        picked: PickedTokens | None,
+    ) -> tuple[torch.Tensor | None, ...]:
         log_normalizers = tuple(
             _log_normalizer(logits_NV, normalizer) for normalizer in normalizers
         )
         ctx.normalizers = normalizers
+        ctx.picked = picked
         ctx.set_materialize_grads(False)
-        places = (token_ids_N, coord_at_P, coord_ids_C, picked_at_M, picked_ids_MK)
-        ctx.save_for_backward(logits_NV, *places, *log_normalizers)
+        ctx.save_for_backward(logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers)
         tokens_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0]
         coord_PC = logits_NV[coord_at_P[:, None], coord_ids_C]
-        picked_MK = logits_NV[picked_at_M[:, None], picked_ids_MK]
-        return _fenced(tokens_N), _fenced(coord_PC), _fenced(picked_MK), *log_normalizers
+        picked_MJ = None
+        if picked is not None:
+            picked_MK = _fenced(logits_NV[picked.at_M[:, None], picked.ids_MK])
+            others_M1 = torch.logsumexp(_others(logits_NV, picked), dim=-1, keepdim=True)
+            picked_MJ = torch.cat([picked_MK, others_M1 * picked.normalizer.divisor], dim=1)
+        return _fenced(tokens_N), _fenced(coord_PC), picked_MJ, *log_normalizers
 
     @staticmethod
     @once_differentiable
@@ -142,11 +152,10 @@ class _ReadLogits(torch.autograd.Function):
         ctx: Any,
         tokens_N: torch.Tensor | None,
         coord_PC: torch.Tensor | None,
-        picked_MK: torch.Tensor | None,
+        picked_MJ: torch.Tensor | None,
         *normalizers_N: torch.Tensor | None,
     ) -> tuple[Any, ...]:
-        logits_NV, token_ids_N, coord_at_P, coord_ids_C, *saved = ctx.saved_tensors
-        picked_at_M, picked_ids_MK, *log_normalizers = saved
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers = ctx.saved_tensors
         total_NV: torch.Tensor | None = None
         for normalizer, log_normalizer_N, gradient_N in zip(
             ctx.normalizers, log_normalizers, normalizers_N, strict=True
@@ -154,8 +163,7 @@ class _ReadLogits(torch.autograd.Function):
             if gradient_N is not None:
                 scaled_NV = _logits_under(logits_NV, normalizer)
                 share_NV = scaled_NV.sub_(log_normalizer_N[:, None]).exp_()
-                temperature = max(normalizer.temperature, _TEMPERATURE_FLOOR)
-                share_NV.mul_((gradient_N / temperature)[:, None])
+                share_NV.mul_((gradient_N / normalizer.divisor)[:, None])
                 total_NV = share_NV if total_NV is None else total_NV.add_(share_NV)
         if total_NV is None:
             total_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
@@ -163,13 +171,16 @@ class _ReadLogits(torch.autograd.Function):
             total_NV[torch.arange(len(tokens_N), device=tokens_N.device), token_ids_N] += tokens_N
         if coord_PC is not None:
             total_NV[coord_at_P[:, None], coord_ids_C] += coord_PC
-        if picked_MK is not None:
-            total_NV[picked_at_M[:, None], picked_ids_MK] += picked_MK
+        if picked_MJ is not None:
+            picked = ctx.picked
+            total_NV[picked.at_M[:, None], picked.ids_MK] += picked_MJ[:, :-1]
+            share_MV = _others(logits_NV, picked).softmax(dim=-1)
+            total_NV[picked.at_M] += share_MV.mul_(picked_MJ[:, -1:])
         # The fence passes no gradient where it replaced the logit.
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
         total_NV.masked_fill_(within_NV.logical_not_(), 0.0)
-        return total_NV.to(logits_NV.dtype), None, None, None, None, None, None
+        return total_NV.to(logits_NV.dtype), None, None, None, None, None
 
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
@@ -177,6 +188,13 @@ def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tens
     if normalizer.excluded_ids:
         scaled_NV[:, torch.tensor(normalizer.excluded_ids, device=scaled_NV.device)] = -math.inf
     return scaled_NV
+
+
+def _others(logits_NV: torch.Tensor, picked: PickedTokens) -> torch.Tensor:
+    """Compute the logits of the tokens that are not picked, over the temperature: [M, V]."""
+    scaled_MV = _logits_under(logits_NV[picked.at_M], picked.normalizer)
+    # Finite, where there are no others: their probability is 0 all the same.
+    return scaled_MV.scatter_(1, picked.ids_MK, -2 * _LOGIT_LIMIT / picked.normalizer.divisor)
 
 
 def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:

@@ -18,7 +18,8 @@ most the whole. The top is the reference's: then the tokens are the same whateve
 the term is smooth in its weights, and all that the learner moves to other tokens is in `q`, where
 `s` is small.
 
-Shape legend: M sampled tokens that are learned, T tokens that are most probable to the reference.
+Shape legend: M sampled tokens that are learned, J tokens that the reference finds most probable,
+with all others as one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import ClassVar
 
 import torch
 
-from learner.objectives import coord_math
 from learner.objectives.base import LogitNeeds, ObjectiveLoss, RowValues, Supervision
 from shared.config.pipeline import ReferenceKLConfig
 
@@ -42,22 +42,13 @@ def k3(learner_logprobs_M: torch.Tensor, reference_logprobs_M: torch.Tensor) -> 
     return torch.expm1(log_ratio_M) - log_ratio_M
 
 
-def top_kl(learner_logprobs_MT: torch.Tensor, reference_logprobs_MT: torch.Tensor) -> torch.Tensor:
-    """Compute `KL(p, r)` over the tokens that are given and all others as one: [M].
-
-    What is left to the others counts as 1e-6 where it is less.
+def top_kl(learner_logprobs_MJ: torch.Tensor, reference_logprobs_MJ: torch.Tensor) -> torch.Tensor:
+    """Compute `sum_j p_j log(p_j / r_j)` over the top tokens and all others as one: [M].
 
     Example: 0.5 to the one token, and 0.25 in the reference: 0.5 log 2 + 0.5 log(2/3) = 0.144.
     """
-    learner = _with_rest(learner_logprobs_MT)
-    return (learner.exp() * (learner - _with_rest(reference_logprobs_MT))).sum(-1)
-
-
-def _with_rest(logprobs_MT: torch.Tensor) -> torch.Tensor:
-    """Append the log-probability of all other tokens: [M, T + 1]."""
-    # At least 0, which rounding may miss.
-    leak_M1 = -torch.logsumexp(logprobs_MT, dim=-1, keepdim=True).clamp_max(0.0)
-    return torch.cat([logprobs_MT, -coord_math.gate_of_leak(leak_M1)], dim=-1)
+    log_ratio_MJ = learner_logprobs_MJ - reference_logprobs_MJ
+    return (learner_logprobs_MJ.exp() * log_ratio_MJ).sum(-1)
 
 
 class ReferenceKL:
@@ -72,8 +63,9 @@ class ReferenceKL:
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         reference = values.reference
         assert reference is not None
-        if values.top_logprobs_MT is not None:
-            divergence_M = top_kl(values.top_logprobs_MT, reference.top_logprobs_MT)
+        if values.top_logprobs_MJ is not None:
+            assert reference.top_logprobs_MJ is not None
+            divergence_M = top_kl(values.top_logprobs_MJ, reference.top_logprobs_MJ)
         else:
             assert values.learned_logprobs_M is not None
             divergence_M = k3(values.learned_logprobs_M, reference.learned_logprobs_M)
