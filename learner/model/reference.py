@@ -62,7 +62,7 @@ def load_reference(
         return None
     if config.model.adapter is not None:
         return Reference(loaded.model, None, parallel)
-    copy, its_parallel = load_parallel(config, loaded.device, ranks)
+    copy, its_parallel = load_parallel(config, loaded.device, ranks, parallel.mesh)
     # `eval` computes the same, since there is no dropout, and recomputes no activations.
     copy.model.requires_grad_(False).eval()
     return Reference(loaded.model, copy.model, its_parallel)
