@@ -400,6 +400,15 @@ def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_whil
     assert working.total == 90 + 60 + 7 + 7 + 4 * shape.num_parameters
 
 
+@pytest.mark.parametrize("moves_model", [True, False])
+def test_a_reference_leaves_the_gpu_to_the_engine_where_models_do(config, shape, moves_model):
+    run = config(**COLOCATE, rollout_matching__offload=OFFLOAD | {"offload_model": moves_model})
+    learner = replace(LEARNER, parts={**LEARNER_PARTS, "reference model": 10**6})
+    engine = replace(ENGINE, parts={"weights": 10**7})
+    working = shared_device_estimate(run, shape, learner, engine)
+    assert ("reference model" in working.parts) is not moves_model
+
+
 def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, shape):
     name = "weights made for the sync"
     adapter = {"kind": "dora", "rank": 4, "target_modules": ["q_proj"]}
