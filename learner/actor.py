@@ -67,9 +67,14 @@ class EngineHost:
     def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
         from learner.model.offload import offloaded
 
-        loaded = self._learner.loaded
+        learner = self._learner
         return offloaded(
-            self._config, loaded.model, self._learner.optimizer, loaded.device, with_model=model
+            self._config,
+            learner.loaded.model,
+            learner.optimizer,
+            learner.loaded.device,
+            with_model=model,
+            reference=None if learner.reference is None else learner.reference.copy,
         )
 
 

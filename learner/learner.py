@@ -37,6 +37,7 @@ from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
 from learner.model.host_memory import NodeMemory, available_memory, in_gib, node_number
 from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
+from learner.model.reference import load_reference
 from learner.model.sharding import load_parallel
 from learner.packing import Row, packing_policy
 from learner.run_state import RandomState, RankState, missing_parts
@@ -101,6 +102,7 @@ class Learner:
         self.name = rank_name(place.rank, place.world_size)
         with self._ranks.of_phase("start"):
             self.loaded, self.parallel = load_parallel(config, device.device, self._ranks)
+            self.reference = load_reference(config, self.loaded, self.parallel, self._ranks)
         decode = config.rollout_matching.decode_settings(
             stop_token_ids=(self.loaded.codec.eos_token_id,),
             banned_token_ids=self.loaded.banned_token_ids,
@@ -111,7 +113,7 @@ class Learner:
             self.algorithm = Trajectories(config, self.loaded, decode, self._ranks, examples)
         else:
             self.algorithm = RolloutMatching(config, self.loaded, decode, self._ranks)
-        self._trainer = RowTrainer(config, self.loaded, self.parallel, decode)
+        self._trainer = RowTrainer(config, self.loaded, self.parallel, decode, self.reference)
         self._packing = packing_policy(config)
         self.optimizer = Optimizer(self.loaded.model, config.training, self._ranks)
         self.publisher = WeightPublisher.from_config(
@@ -398,7 +400,9 @@ class Learner:
         the data and of the weights that are not trained, and the threads that share a sum.
         """
         if not self._fingerprints_of_start:
-            parameters = self.loaded.model.parameters()
+            parameters = [*self.loaded.model.parameters()]
+            if self.reference is not None and self.reference.copy is not None:
+                parameters += self.reference.copy.parameters()
             frozen = (parameter for parameter in parameters if not parameter.requires_grad)
             self._fingerprints_of_start = {
                 **self.algorithm.fingerprints(),

@@ -9,7 +9,8 @@ loss is the sum over both segments of each term's mean within the segment. What 
 divided by is for the step's end, so rows add up in any order and packing.
 
 Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X
-text, S coord slots, K and M sampled tokens, to compare and to learn, V vocabulary, C coord bins.
+text, S coord slots, K and M sampled tokens, to compare and to learn, T tokens that the reference
+finds most probable, J = T + 1, V vocabulary, C coord bins.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from learner.checks import Compared, LogprobTolerance, check_logprobs, compares_logprobs
 from learner.collate import PackedRow, collate
 from learner.model.loading import LoadedModel
+from learner.model.reference import Reference
 from learner.model.sharding import Parallel
 from learner.objectives import coord_math
-from learner.objectives.base import ChannelObjectives, LogitNeeds, RowValues
-from learner.objectives.coord_math import LogitReading, Normalizer
+from learner.objectives.base import ChannelObjectives, LogitNeeds, ReferenceValues, RowValues
+from learner.objectives.coord_math import LogitReading, Normalizer, PickedTokens
 from learner.objectives.registry import build_objectives
 from learner.packing import Row
 from learner.segments import Segment
@@ -83,6 +85,7 @@ def train_row(
     logit_chunk: int = LOGIT_CHUNK,
     run: Callable[..., Any] = operator.call,
     weight: float = 1.0,
+    reference: Reference | None = None,
 ) -> RowResult:
     """Run forward, losses and backward of one row. Adds to the gradients alone.
 
@@ -91,8 +94,16 @@ def train_row(
         logit_chunk: positions whose full-vocabulary logits exist at a time.
         run: calls the forward; a sharded model has to do so itself.
         weight: factor of the gradient. With 0 the row only joins the other ranks' collectives.
+        reference: the model that the run started with, for objectives that compare with it.
     """
-    forward: _RowForward = run(_forward, model, row, objectives, sampled_under, logit_chunk)
+    needs = objectives.needs
+    start: ReferenceValues | None = None
+    if needs.reference:
+        assert reference is not None, "a run that declares reference_kl has one"
+        # Before the forward with a gradient, whose backward then finds its own activations alone.
+        top = (objectives.coord_ids_C, needs.reference_top)
+        start = reference.forward(_read_reference, row, *top, sampled_under, logit_chunk)
+    forward: _RowForward = run(_forward, model, row, objectives, sampled_under, logit_chunk, start)
     # Gradients of a step's rows add up, in the masters where there are some (`MasterWeights`); the
     # optimizer divides once, at the step's end.
     (weight * forward.loss).backward()
@@ -111,7 +122,22 @@ def _forward(
     objectives: ChannelObjectives,
     sampled_under: Normalizer,
     logit_chunk: int,
+    reference: ReferenceValues | None,
 ) -> _RowForward:
+    read = LogitsPass(
+        model.lm_head, objectives.coord_ids_C, objectives.needs, sampled_under, logit_chunk
+    )
+    values = read(_hidden_states(model, row), row, reference)
+    losses = [objective(values, row.supervision) for objective in objectives.objectives]
+    # So that a row without supervised slots or text has a gradient too, of zero.
+    nothing = 0.0 * values.coord_logits_SC.sum()
+    loss = torch.stack([nothing, *(part.loss for part in losses)]).sum()
+    terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)])[1:]
+    return _RowForward(loss, terms, values)
+
+
+def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
+    """Return [N, D], in the model's own type."""
     inputs = row.inputs
     output = model.model(
         input_ids=inputs.input_ids,
@@ -121,16 +147,49 @@ def _forward(
         **inputs.image_arguments(model.dtype),
         use_cache=False,
     )
-    read = LogitsPass(
-        model.lm_head, objectives.coord_ids_C, objectives.needs, sampled_under, logit_chunk
+    hidden_ND: torch.Tensor = output.last_hidden_state[0, row.positions_N]
+    return hidden_ND
+
+
+def _read_reference(
+    model: Any,
+    row: PackedRow,
+    coord_ids_C: torch.Tensor,
+    num_top: int,
+    sampled_under: Normalizer,
+    logit_chunk: int,
+) -> ReferenceValues:
+    """Read what the model says of the tokens that are learned by their advantage."""
+    learned_at_M = row.supervision.sampled.at
+    temperature = sampled_under.temperature
+    logprobs, top_ids, top_logprobs = [], [], []
+    # In the chunks of `LogitsPass`: a product of other shapes may round otherwise, and where the
+    # weights are the same the difference is to be 0.
+    for index, part_ND in enumerate(_hidden_states(model, row).split(logit_chunk)):
+        first = index * logit_chunk
+        stop = first + len(part_ND)
+        at_M = learned_at_M[(learned_at_M >= first) & (learned_at_M < stop)] - first
+        logits_NV = model.lm_head(part_ND)
+        picked = None
+        if num_top:
+            ids_MT = coord_math.most_probable(logits_NV[at_M], sampled_under, num_top)
+            picked = PickedTokens(at_M, ids_MT, sampled_under)
+            top_ids.append(ids_MT)
+        token_ids = row.token_ids_N[first:stop]
+        reading = coord_math.read_logits(
+            logits_NV, token_ids, at_M[:0], coord_ids_C, (sampled_under,), picked
+        )
+        normalizer_M = reading.log_normalizers_N[0][at_M]
+        logits_M = reading.token_logits_N[at_M]
+        logprobs.append(coord_math.token_logprobs(logits_M, normalizer_M, temperature))
+        if (logits_MJ := reading.picked_logits_MJ) is not None:
+            normalizer_M1 = normalizer_M[:, None]
+            top_logprobs.append(coord_math.token_logprobs(logits_MJ, normalizer_M1, temperature))
+    return ReferenceValues(
+        torch.cat(logprobs),
+        torch.cat(top_ids) if num_top else None,
+        torch.cat(top_logprobs) if num_top else None,
     )
-    values = read(output.last_hidden_state[0, row.positions_N], row)
-    losses = [objective(values, row.supervision) for objective in objectives.objectives]
-    # So that a row without supervised slots or text has a gradient too, of zero.
-    nothing = 0.0 * values.coord_logits_SC.sum()
-    loss = torch.stack([nothing, *(part.loss for part in losses)]).sum()
-    terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)])[1:]
-    return _RowForward(loss, terms, values)
 
 
 @torch.no_grad()
@@ -162,7 +221,9 @@ class LogitsPass:
     """How the engine drew its tokens."""
     chunk: int = LOGIT_CHUNK
 
-    def __call__(self, hidden_ND: torch.Tensor, row: PackedRow) -> RowValues:
+    def __call__(
+        self, hidden_ND: torch.Tensor, row: PackedRow, reference: ReferenceValues | None = None
+    ) -> RowValues:
         """Return the row's values, differentiable; `hidden_ND` belongs to `row.positions_N`."""
         needs = self.needs
         text = row.supervision.text
@@ -175,7 +236,12 @@ class LogitsPass:
         # Each normalizer costs a pass over the vocabulary: the sampling's only where it is used.
         num_sampled = len(row.sampled.at) + (len(learned.at) if needs.sampled else 0)
         normalizers = self._normalizers(num_sampled)
-        reading = self._read(hidden_ND, row.token_ids_N, coord_at_P, normalizers)
+        top = None
+        if needs.reference_top:
+            assert reference is not None
+            assert reference.top_ids_MT is not None
+            top = PickedTokens(learned.at, reference.top_ids_MT, self.sampled_under)
+        reading = self._read(hidden_ND, row.token_ids_N, coord_at_P, normalizers, top)
         log_normalizers = dict(zip(normalizers, reading.log_normalizers_N, strict=True))
 
         def leak(at: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -203,6 +269,12 @@ class LogitsPass:
         # The gate of a slot is the leak itself, -log p(coord); that of text is of its complement.
         coord_gate_S = None if needs.coord_gate is None else leak(coord.at, needs.coord_gate)
         coord_mass_S = coord_math.coord_mass(leak(coord.at, 1.0)) if needs.coord_mass else None
+        top_logprobs_MJ = reading.picked_logits_MJ
+        if top_logprobs_MJ is not None and len(learned.at):  # else there is no normalizer
+            normalizer_M1 = log_normalizers[self.sampled_under][learned.at, None]
+            top_logprobs_MJ = coord_math.token_logprobs(
+                top_logprobs_MJ, normalizer_M1, self.sampled_under.temperature
+            )
         return RowValues(
             text_ce_X,
             text_gate_X,
@@ -211,6 +283,8 @@ class LogitsPass:
             coord_mass_S,
             sampled_logprobs_K=sampled_logprobs(row.sampled.at),
             learned_logprobs_M=sampled_logprobs(learned.at) if needs.sampled else None,
+            reference=reference,
+            top_logprobs_MJ=top_logprobs_MJ,
         )
 
     def _normalizers(self, num_sampled: int) -> tuple[Normalizer, ...]:
@@ -229,13 +303,25 @@ class LogitsPass:
         token_ids_N: torch.Tensor,
         coord_at_P: torch.Tensor,
         normalizers: tuple[Normalizer, ...],
+        picked: PickedTokens | None,
     ) -> LogitReading:
         def read(chunk_ND: torch.Tensor, start: int) -> LogitReading:
             stop = start + len(chunk_ND)
             # Positions within the chunk; the concatenation of all chunks is in the order of P.
             here = coord_at_P[(coord_at_P >= start) & (coord_at_P < stop)] - start
+            picked_here = picked
+            if picked is not None:
+                is_here_M = (picked.at_M >= start) & (picked.at_M < stop)
+                picked_here = PickedTokens(
+                    picked.at_M[is_here_M] - start, picked.ids_MK[is_here_M], picked.normalizer
+                )
             return coord_math.read_logits(
-                self.lm_head(chunk_ND), token_ids_N[start:stop], here, self.coord_ids_C, normalizers
+                self.lm_head(chunk_ND),
+                token_ids_N[start:stop],
+                here,
+                self.coord_ids_C,
+                normalizers,
+                picked_here,
             )
 
         # The logits of a chunk are computed again in its backward, so that no two chunks' exist at
@@ -245,10 +331,12 @@ class LogitsPass:
             for index, part_ND in enumerate(hidden_ND.split(self.chunk))
         ]
         by_normalizer = zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)
+        of_picked = [chunk.picked_logits_MJ for chunk in chunks if picked is not None]
         return LogitReading(
             torch.cat([chunk.token_logits_N for chunk in chunks]),
             torch.cat([chunk.coord_logits_PC for chunk in chunks]),
             tuple(torch.cat(of_chunks) for of_chunks in by_normalizer),
+            torch.cat(of_picked) if of_picked else None,
         )
 
 
@@ -256,12 +344,18 @@ class RowTrainer:
     """Trains the rows of a run: `train_row` with the objectives of the row's channel."""
 
     def __init__(
-        self, config: RunConfig, loaded: LoadedModel, parallel: Parallel, decode: DecodeSettings
+        self,
+        config: RunConfig,
+        loaded: LoadedModel,
+        parallel: Parallel,
+        decode: DecodeSettings,
+        reference: Reference | None = None,
     ) -> None:
-        """`decode`: how the rollouts are sampled."""
+        """`decode`: how the rollouts are sampled; `reference`: as `load_reference` returns it."""
         pipeline = config.rollout_matching.pipeline
         self._loaded = loaded
         self._parallel = parallel
+        self._reference = reference
         self._objectives = {
             channel: build_objectives(pipeline, channel, loaded.coord_ids_C) for channel in Channel
         }
@@ -286,6 +380,7 @@ class RowTrainer:
             self._sampled_under,
             run=self._parallel.forward,
             weight=weight,
+            reference=self._reference,
         )
 
     def compare(

@@ -62,6 +62,8 @@ loss/coord_reg.text_gate | sum | Probability of coord tokens at supervised text 
 loss/bbox_geo | sum | Weighted smooth-L1 and CIoU losses of decoded boxes, as one number.
 loss/policy_gradient | sum | Ratio times advantage of sampled tokens, negated. No measure of
     progress: near 0 where engine and learner agree.
+loss/reference_kl | sum | Divergence from the policy that the run started with, of sampled tokens,
+    in nats, unweighted by the module's weight.
 # The distance of the learner from the engines that sampled; with `policy_gradient` alone.
 policy/ratio | mean | Probability of a sampled token in the learner over the engine's, truncated at
     `ratio_cap`; of its call of the model with another `ratio_level`.

@@ -20,7 +20,13 @@ from learner.model.host_memory import container_limits, in_gib
 from learner.model.parts import model_part, part_settings
 from learner.step import LOGIT_CHUNK
 from shared.config import RunConfig
-from shared.config.derive import is_sharded, may_send_full, rollout_servers, tokens_beside_adapter
+from shared.config.derive import (
+    is_sharded,
+    may_send_full,
+    reference_kl,
+    rollout_servers,
+    tokens_beside_adapter,
+)
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
 from shared.model_families import ModelPart, find_part
@@ -44,6 +50,7 @@ COPIES = {
 """Buckets of weights on the GPU of either end, by transport."""
 CONTEXT = "CUDA context"
 BUCKETS = "buckets of a sync"
+REFERENCE = "reference model"
 RESERVED = 0.08
 """Part of a GPU's memory for unused space between tensors, the driver, and errors of the estimates.
 
@@ -245,6 +252,7 @@ def learner_estimate(
             "master weights": trainable * 4 // ranks if size == 2 else 0,
             "gradients": trainable * 4 // ranks,
             "optimizer": trainable * 8 // ranks,
+            REFERENCE: _reference_bytes(config, shape) // ranks,
             # peft computes with a copy that has the rows in it, and the copy has a gradient.
             "copies of an embedding with trained rows": 2 * size * with_rows,
             **of_a_row,
@@ -252,6 +260,15 @@ def learner_estimate(
             CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
         },
     )
+
+
+def _reference_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Count the second model of `reference_kl`, which an adapter makes needless."""
+    if reference_kl(config) is None or config.model.adapter is not None:
+        return 0
+    # Shards are float32, whatever the forward computes in.
+    size = BYTES["float32" if is_sharded(config) else config.model.dtype]
+    return shape.num_parameters * size
 
 
 def _text_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -391,6 +408,7 @@ def shared_device_estimate(
         "master weights": moves_optimizer,
         "gradients": moves_gradients,
         "optimizer": moves_optimizer,
+        REFERENCE: moves_model,
         CONTEXT: False,
     }
     of_engine = {f"engine's {name}": size for name, size in engine.parts.items()}

@@ -130,17 +130,16 @@ def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Make a model compute what it does without its LoRA adapter: its effect is multiplied by 0."""
-    assert not embeddings_with_trained_rows(model), "vLLM takes no adapter that has them"
-    layers = adapted_layers(model).values()
-    scalings = [layer.scaling[NAME] for layer in layers]
+    """Make a model compute what it does without its adapter and without trained rows."""
+    layers = (*adapted_layers(model).values(), *embeddings_with_trained_rows(model).values())
     try:
         for layer in layers:
-            layer.scaling[NAME] = 0.0
+            # Not by peft's `enable_adapters`, which has the adapter's tensors lose their gradient.
+            layer._disable_adapters = True
         yield
     finally:
-        for layer, scaling in zip(layers, scalings, strict=True):
-            layer.scaling[NAME] = scaling
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def adapter_files(model: Any) -> AdapterFiles | None:

@@ -99,10 +99,12 @@ def offloaded(
     device: torch.device,
     *,
     with_model: bool,
+    reference: nn.Module | None = None,
 ) -> Iterator[None]:
     """Move away what the configuration names; the model only where `with_model`.
 
-    On a GPU the memory is given back to the driver, because the engine is another process.
+    A `reference` of its own goes where models go. On a GPU the memory is given back to the driver,
+    because the engine is another process.
     """
     if not offloads(config):
         yield
@@ -113,6 +115,8 @@ def offloaded(
             stack.enter_context(offloaded_optimizer(optimizer, device))
         if section.moves_model and with_model:
             stack.enter_context(offloaded_model(model))
+        if section.moves_model and reference is not None:
+            stack.enter_context(offloaded_model(reference))
         if device.type == "cuda":
             torch.cuda.empty_cache()
         yield

@@ -50,6 +50,8 @@ class Parallel:
 
     holds_parts = False
     """Whether the model's parameters are this rank's shards (DTensor) and not ordinary tensors."""
+    mesh: DeviceMesh | None = None
+    """The ranks that hold the parts."""
 
     def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
         self.weights = weights
@@ -104,6 +106,7 @@ class ShardedModel(Parallel):
         device: torch.device,
         dtype: torch.dtype,
         every_rank_sends: bool,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Shard `model` in place and move the shards to `device`.
 
@@ -114,6 +117,7 @@ class ShardedModel(Parallel):
         Args:
             weights: what the whole model would send.
             every_rank_sends: each to an engine beside it; else rank 0 alone sends.
+            mesh: that of another model of these ranks; None: this is the first.
         """
         super().__init__(model, self, ranks)
         self._source = weights
@@ -123,7 +127,7 @@ class ShardedModel(Parallel):
         self._gathered: list[tuple[str, torch.Tensor]] = []
         """Whole tensors in host memory, of a rank that sends."""
         self._root = _Root(model)
-        mesh = _mesh(ranks, device)
+        self.mesh = _mesh(ranks, device) if mesh is None else mesh
         # cast_forward_inputs would round the rotary embeddings, which the model computes in
         # float32.
         policy = MixedPrecisionPolicy(
@@ -135,7 +139,9 @@ class ShardedModel(Parallel):
         for module in (*blocks, self._root):
             # The root too gives its weights back after a forward: one without a backward, the
             # canary's, would leave them behind for the next update to outdate.
-            sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+            sharded = fully_shard(
+                module, mesh=self.mesh, reshard_after_forward=True, mp_policy=policy
+            )
             # Sums, not means: what a step is divided by is known at its end (decisions 6
             # and 7). As plain sums, because gloo knows no others.
             sharded.set_gradient_divide_factor(1.0)
@@ -224,9 +230,9 @@ def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
 
 
 def load_parallel(
-    config: RunConfig, device: torch.device, ranks: Ranks
+    config: RunConfig, device: torch.device, ranks: Ranks, mesh: DeviceMesh | None = None
 ) -> tuple[LoadedModel, Parallel]:
-    """Load the checkpoint, held as the configuration says.
+    """Load the checkpoint, held as the configuration says. `mesh`: of one that was loaded before.
 
     Raises ConfigError as `load_model` does, and LearnerError where the ranks loaded different
     weights: all of them are compared, this once.
@@ -245,6 +251,7 @@ def load_parallel(
         device=device,
         dtype=DTYPES[config.model.dtype],
         every_rank_sends=engines_in(config) is EngineLocation.RANKS,
+        mesh=mesh,
     )
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel
 

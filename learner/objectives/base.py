@@ -4,8 +4,8 @@ Every term is a weighted sum over a row's positions. The weights already hold th
 segment, so that the terms of rows add and packing cannot change a step's loss (decision 6).
 
 Shape legend: N positions whose logits are needed, X of them text, S of them coord slots, K of them
-predict sampled tokens to compare, M of them sampled tokens that are learned by their advantage, B
-boxes, C the 1,000 coord bins.
+predict sampled tokens to compare, M of them sampled tokens that are learned by their advantage, T
+tokens that the reference finds most probable, J = T + 1, B boxes, C the 1,000 coord bins.
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ class LogitNeeds:
     """The gate's temperature; None: not asked."""
     coord_mass: bool = False
     sampled: bool = False
+    reference: bool = False
+    """The same of the weights that the run started with, which a run has that declares a
+    `reference_kl`."""
+    reference_top: int = 0
+    """The tokens most probable to them at each sampled token, to be compared too."""
 
     def __or__(self, other: LogitNeeds) -> LogitNeeds:
         return LogitNeeds(
@@ -110,6 +115,25 @@ class LogitNeeds:
 def _either(a: Any, b: Any) -> Any:
     assert not a or not b or a == b, "a gate has one temperature per channel"
     return a or b
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceValues:
+    """The policy that the run started with, at the tokens that are learned by their advantage.
+
+    Float32 and finite, without gradient, under what the engine sampled from.
+
+    Example: one token, of probability 1/2, and `reference_top` 2: `learned_logprobs_M` [log 1/2],
+    `top_ids_MT` [[7, 3]], `top_logprobs_MJ` [[log 1/2, log 3/8, log 1/8]].
+    """
+
+    learned_logprobs_M: torch.Tensor
+    """Log-probability of each token."""
+    top_ids_MT: torch.Tensor | None
+    """int64: the most probable tokens in its place, the most probable first; None where
+    `reference_top` is 0."""
+    top_logprobs_MJ: torch.Tensor | None
+    """Theirs, and that of all other tokens together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +153,11 @@ class RowValues:
     """Log-probabilities of the tokens to compare, under what the engine sampled from."""
     learned_logprobs_M: torch.Tensor | None = None
     """Likewise, of the tokens that are learned by their advantage."""
+    reference: ReferenceValues | None = None
+    """The same row under the weights that the run started with."""
+    top_logprobs_MJ: torch.Tensor | None = None
+    """Log-probabilities of the reference's most probable tokens, `reference.top_ids_MT`, and that
+    of all others together."""
 
 
 class ObjectiveLoss(NamedTuple):

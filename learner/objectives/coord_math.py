@@ -3,8 +3,8 @@
 Training, diagnostics and evaluation call these functions, so that NaN, infinities, temperature and
 clamps mean the same everywhere. The parts: the whole vocabulary, the coord vocabulary, boxes.
 
-Shape legend: N positions, P positions whose coord logits are wanted, S coord slots, T text tokens,
-B boxes, C the 1,000 coord bins, V the vocabulary.
+Shape legend: N positions, P positions whose coord logits are wanted, M positions where K tokens are
+picked, S coord slots, T text tokens, B boxes, C the 1,000 coord bins, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -58,6 +58,22 @@ class Normalizer:
     excluded_ids: tuple[int, ...] = ()
     """Token ids of probability 0."""
 
+    @property
+    def divisor(self) -> float:
+        """The floored temperature, which logits are divided by."""
+        return max(self.temperature, _TEMPERATURE_FLOOR)
+
+
+class PickedTokens(NamedTuple):
+    """Tokens whose logits are wanted at some positions, as many at each."""
+
+    at_M: torch.Tensor
+    """int64, positions without repetition."""
+    ids_MK: torch.Tensor
+    """int64, without repetition at a position; none that the normalizer excludes."""
+    normalizer: Normalizer
+    """The one that all other tokens are put together under."""
+
 
 class LogitReading(NamedTuple):
     """The parts of full-vocabulary logits that are kept. Float32, finite."""
@@ -67,6 +83,9 @@ class LogitReading(NamedTuple):
     coord_logits_PC: torch.Tensor
     log_normalizers_N: tuple[torch.Tensor, ...]
     """`logsumexp(logits / T)` without the excluded ids, in the order asked."""
+    picked_logits_MJ: torch.Tensor | None
+    """J = K + 1: those of the picked tokens, and the logit that one token had which were as
+    probable as all others together."""
 
 
 def read_logits(
@@ -75,6 +94,7 @@ def read_logits(
     coord_at_P: torch.Tensor,
     coord_ids_C: torch.Tensor,
     normalizers: tuple[Normalizer, ...],
+    picked: PickedTokens | None = None,
 ) -> LogitReading:
     """Read everything that any loss needs of full-vocabulary logits.
 
@@ -85,11 +105,12 @@ def read_logits(
         token_ids_N: int64, a token per position.
         coord_at_P: int64, positions without repetition.
         coord_ids_C: int64, the token id of each bin.
+        picked: None: no others.
     """
-    token_logits_N, coord_logits_PC, *log_normalizers = _ReadLogits.apply(
-        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers
+    token_logits_N, coord_logits_PC, picked_logits_MJ, *log_normalizers = _ReadLogits.apply(
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers, picked
     )
-    return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers))
+    return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers), picked_logits_MJ)
 
 
 class _ReadLogits(torch.autograd.Function):
@@ -107,16 +128,23 @@ class _ReadLogits(torch.autograd.Function):
         coord_at_P: torch.Tensor,
         coord_ids_C: torch.Tensor,
         normalizers: tuple[Normalizer, ...],
-    ) -> tuple[torch.Tensor, ...]:
+        picked: PickedTokens | None,
+    ) -> tuple[torch.Tensor | None, ...]:
         log_normalizers = tuple(
             _log_normalizer(logits_NV, normalizer) for normalizer in normalizers
         )
         ctx.normalizers = normalizers
+        ctx.picked = picked
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers)
         tokens_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0]
         coord_PC = logits_NV[coord_at_P[:, None], coord_ids_C]
-        return _fenced(tokens_N), _fenced(coord_PC), *log_normalizers
+        picked_MJ = None
+        if picked is not None:
+            picked_MK = _fenced(logits_NV[picked.at_M[:, None], picked.ids_MK])
+            others_M1 = torch.logsumexp(_others(logits_NV, picked), dim=-1, keepdim=True)
+            picked_MJ = torch.cat([picked_MK, others_M1 * picked.normalizer.divisor], dim=1)
+        return _fenced(tokens_N), _fenced(coord_PC), picked_MJ, *log_normalizers
 
     @staticmethod
     @once_differentiable
@@ -124,6 +152,7 @@ class _ReadLogits(torch.autograd.Function):
         ctx: Any,
         tokens_N: torch.Tensor | None,
         coord_PC: torch.Tensor | None,
+        picked_MJ: torch.Tensor | None,
         *normalizers_N: torch.Tensor | None,
     ) -> tuple[Any, ...]:
         logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers = ctx.saved_tensors
@@ -134,8 +163,7 @@ class _ReadLogits(torch.autograd.Function):
             if gradient_N is not None:
                 scaled_NV = _logits_under(logits_NV, normalizer)
                 share_NV = scaled_NV.sub_(log_normalizer_N[:, None]).exp_()
-                temperature = max(normalizer.temperature, _TEMPERATURE_FLOOR)
-                share_NV.mul_((gradient_N / temperature)[:, None])
+                share_NV.mul_((gradient_N / normalizer.divisor)[:, None])
                 total_NV = share_NV if total_NV is None else total_NV.add_(share_NV)
         if total_NV is None:
             total_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
@@ -143,11 +171,16 @@ class _ReadLogits(torch.autograd.Function):
             total_NV[torch.arange(len(tokens_N), device=tokens_N.device), token_ids_N] += tokens_N
         if coord_PC is not None:
             total_NV[coord_at_P[:, None], coord_ids_C] += coord_PC
+        if picked_MJ is not None:
+            picked = ctx.picked
+            total_NV[picked.at_M[:, None], picked.ids_MK] += picked_MJ[:, :-1]
+            share_MV = _others(logits_NV, picked).softmax(dim=-1)
+            total_NV[picked.at_M] += share_MV.mul_(picked_MJ[:, -1:])
         # The fence passes no gradient where it replaced the logit.
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
         total_NV.masked_fill_(within_NV.logical_not_(), 0.0)
-        return total_NV.to(logits_NV.dtype), None, None, None, None
+        return total_NV.to(logits_NV.dtype), None, None, None, None, None
 
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
@@ -157,11 +190,24 @@ def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tens
     return scaled_NV
 
 
+def _others(logits_NV: torch.Tensor, picked: PickedTokens) -> torch.Tensor:
+    """Compute the logits of the tokens that are not picked, over the temperature: [M, V]."""
+    scaled_MV = _logits_under(logits_NV[picked.at_M], picked.normalizer)
+    # Finite, where there are no others: their probability is 0 all the same.
+    return scaled_MV.scatter_(1, picked.ids_MK, -2 * _LOGIT_LIMIT / picked.normalizer.divisor)
+
+
 def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
     """Compute `torch.logsumexp` without its two temporaries."""
     scaled_NV = _logits_under(logits_NV, normalizer)
     largest_N = scaled_NV.amax(-1)
     return scaled_NV.sub_(largest_N[:, None]).exp_().sum(-1).log_().add_(largest_N)
+
+
+def most_probable(logits_MV: torch.Tensor, normalizer: Normalizer, count: int) -> torch.Tensor:
+    """Find each position's most probable tokens: int64 [M, K], of `count` or of all that exist."""
+    count = min(count, logits_MV.shape[1] - len(normalizer.excluded_ids))
+    return _logits_under(logits_MV, normalizer).topk(count).indices
 
 
 def token_logprobs(

@@ -19,6 +19,7 @@ from learner.objectives.bbox_geo import BboxGeo
 from learner.objectives.coord_diag import CoordDiag
 from learner.objectives.coord_reg import CoordReg
 from learner.objectives.policy_gradient import PolicyDiag, PolicyGradient
+from learner.objectives.reference_kl import ReferenceKL
 from learner.objectives.token_ce import TokenCE
 from shared.config.base import Section
 from shared.config.explain import explain
@@ -37,6 +38,7 @@ OBJECTIVES: dict[str, Callable[[float, Any], Objective]] = {
     "coord_reg": CoordReg,
     "bbox_geo": BboxGeo,
     "policy_gradient": PolicyGradient,
+    "reference_kl": ReferenceKL,
 }
 """The class of each module, made of its entry's `weight` and `config`."""
 

@@ -9,7 +9,13 @@ from typing import Literal
 
 from shared.chunking import chunk_size
 from shared.config.base import Section
-from shared.config.pipeline import Channel, PolicyGradientConfig, PolicyGradientEntry
+from shared.config.pipeline import (
+    Channel,
+    PolicyGradientConfig,
+    PolicyGradientEntry,
+    ReferenceKLConfig,
+    ReferenceKLEntry,
+)
 from shared.config.rollout import EngineLocation, ServerSection
 from shared.config.run import RunConfig
 from shared.tokens.fresh import FILE, FreshTokens
@@ -167,6 +173,13 @@ def policy_gradient(run: RunConfig) -> PolicyGradientConfig | None:
     """Return the settings of the policy gradient that channel B learns; None without one."""
     entries = run.rollout_matching.pipeline.active(Channel.B)
     found = (entry.config for entry in entries if isinstance(entry, PolicyGradientEntry))
+    return next(found, None)
+
+
+def reference_kl(run: RunConfig) -> ReferenceKLConfig | None:
+    """Return the settings of the divergence from the run's start; None without one."""
+    entries = run.rollout_matching.pipeline.active(Channel.B)
+    found = (entry.config for entry in entries if isinstance(entry, ReferenceKLEntry))
     return next(found, None)
 
 

@@ -1,9 +1,9 @@
 """`rollout_matching.pipeline`: the declared objective, which is all there is (decisions 2 and 37).
 
 Every entry is written out in full: no key has a default but the variants of `policy_gradient`, its
-`advantage_epsilon`, and the options beyond the specification (decision 30). A new objective of this
-repository has its settings and its entry here, and a line in `_Objective`; one of your own modules
-needs nothing here (`ImportedEntry`).
+`advantage_epsilon`, `top_tokens`, and the options beyond the specification (decision 30). A new
+objective of this repository has its settings and its entry here, and a line in `_Objective`; one of
+your own modules needs nothing here (`ImportedEntry`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
     Tag,
 )
 
@@ -242,6 +243,26 @@ class PolicyGradientEntry(PipelineEntry):
     """The module's settings."""
 
 
+class ReferenceKLConfig(Section):
+    estimator: Literal["k3", "top"]
+    """How a token's divergence is measured: from the token that was sampled (`k3`), or summed over
+    the tokens that are most probable to the reference, with all others as one (`top`)."""
+    top_tokens: PositiveInt | None = None
+    """How many tokens `top` sums over; required there, and without effect beside `k3`."""
+
+
+class ReferenceKLEntry(PipelineEntry):
+    """Divergence of the learner's policy from the one that the run started with, over the tokens
+    of `policy_gradient` and with their weights."""
+
+    name: Literal["reference_kl"]
+    """The module."""
+    channels: Annotated[Channels, AfterValidator(_b_alone)]
+    """[B]: it goes with `policy_gradient`."""
+    config: ReferenceKLConfig
+    """The module's settings."""
+
+
 class CoordDiagConfig(Section):
     """No settings: the mapping is written out, and empty."""
 
@@ -279,7 +300,14 @@ class ImportedEntry(PipelineEntry):
     torch."""
 
 
-ObjectiveEntry = TokenCEEntry | CoordRegEntry | BboxGeoEntry | PolicyGradientEntry | ImportedEntry
+ObjectiveEntry = (
+    TokenCEEntry
+    | CoordRegEntry
+    | BboxGeoEntry
+    | PolicyGradientEntry
+    | ReferenceKLEntry
+    | ImportedEntry
+)
 
 
 def _kind(entry: Any) -> str | None:
@@ -299,6 +327,7 @@ _Objective = Annotated[
     | Annotated[CoordRegEntry, Tag("coord_reg")]
     | Annotated[BboxGeoEntry, Tag("bbox_geo")]
     | Annotated[PolicyGradientEntry, Tag("policy_gradient")]
+    | Annotated[ReferenceKLEntry, Tag("reference_kl")]
     | Annotated[ImportedEntry, Tag(IMPORTED)],
     Discriminator(_kind),
 ]

@@ -121,7 +121,8 @@ OF_AN_ENVIRONMENT = {
 @pytest.fixture(scope="module")
 def played(demo_lm, tmp_path_factory):
     """A run of an environment, whose rounds of one group are stale or not within a step. Calls are
-    merged or not, a rollout fails, and advantages are divided by the deviation of the group.
+    merged or not, a rollout fails, and advantages are divided by the deviation of the group. What
+    is learned is compared with the weights that the run started with.
     """
     folder = tmp_path_factory.mktemp("replay") / "played"
     changes = {"training__max_steps": 4, "rollout_matching__max_staleness": 1}
@@ -129,6 +130,7 @@ def played(demo_lm, tmp_path_factory):
         demo_lm,
         folder,
         objective={"advantage_std": True, "advantage_epsilon": 1e-4},
+        reference={"estimator": "top", "top_tokens": 5},
         **OF_AN_ENVIRONMENT | changes,
     )
     start(config, round_size=1, fails={5})
@@ -142,6 +144,8 @@ def test_a_step_of_an_environment_is_learned_again_to_the_bit(played):
         for example in line["examples"]
     }
     assert len(versions) == 2
+    apart = [line["loss/reference_kl"] for line in read_lines(played / "metrics.jsonl")]
+    assert apart[0] == 0.0 < apart[1] < apart[3]
     assert replayed(played, 4) == {3: [], 4: []}
     assert replayed(played, 2) == {1: [], 2: []}
 

@@ -31,6 +31,7 @@ from shared.config.pipeline import (
     CoordRegEntry,
     ImportedEntry,
     PolicyGradientEntry,
+    ReferenceKLEntry,
     TokenCEEntry,
 )
 from shared.config.run import RunConfig
@@ -73,9 +74,10 @@ def objective_has_its_input(run: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(pipeline.objective):
         if not entry.enabled or isinstance(entry, ImportedEntry):  # which may use either
             continue
-        if isinstance(entry, PolicyGradientEntry) and run.algorithm.learns_rewards:
+        is_of_samples = isinstance(entry, (PolicyGradientEntry, ReferenceKLEntry))
+        if is_of_samples and run.algorithm.learns_rewards:
             continue
-        if isinstance(entry, PolicyGradientEntry) is not on_trajectories:
+        if is_of_samples is not on_trajectories:
             wrong = f"'{entry.name}' has no {missing} to learn from under {variant}"
             path = f"{_OBJECTIVE}[{index}].name"
             yield Problem(path, wrong, f"remove the entry, or {change}")
@@ -118,6 +120,27 @@ def policy_gradient_agrees_with_itself(run: RunConfig) -> Iterator[Problem]:
                 " cispo ends the factors of the gradient",
                 f"set {1 + config.clip_high:g} or more, or lower clip_high",
             )
+
+
+def reference_kl_can_be_measured(run: RunConfig) -> Iterator[Problem]:
+    """It is of the tokens of `policy_gradient`, and sums over as many as it is told to."""
+    for index, entry in enumerate(run.rollout_matching.pipeline.objective):
+        if not isinstance(entry, ReferenceKLEntry) or not entry.enabled:
+            continue
+        path = f"{_OBJECTIVE}[{index}]"
+        # Trajectories without one, and variants that have none, are told so already.
+        if run.algorithm.learns_rewards and policy_gradient(run) is None:
+            yield Problem(
+                f"{path}.name",
+                "'reference_kl' takes the tokens of policy_gradient, and none is enabled",
+                f"add one such as `{as_yaml(EXAMPLE_POLICY_GRADIENT)}`, or remove the entry",
+            )
+        key = f"{path}.config.top_tokens"
+        if entry.config.estimator == "top" and entry.config.top_tokens is None:
+            yield Problem(key, f"{MISSING} beside estimator: top", "write a number such as 20")
+        if entry.config.estimator == "k3" and entry.config.top_tokens is not None:
+            wrong = f"{entry.config.top_tokens} has no effect beside estimator: k3"
+            yield Problem(key, wrong, "remove the key, or set estimator: top")
 
 
 def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:

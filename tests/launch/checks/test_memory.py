@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from safetensors.torch import save_file
 from tiny_qwen import FAMILIES, make_stock_model
 
@@ -34,6 +34,7 @@ from shared.errors import ConfigError
 from shared.weight_sync.transports import Device, TransportKind
 
 GIB = 2**30
+REFERENCE = {"estimator": "k3"}
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 COLOCATE = {"rollout_matching__vllm": {"mode": "colocate"}, **NO_QUEUE}
 BUCKETS = "buckets of a sync"
@@ -113,6 +114,24 @@ def test_sharding_divides_all_but_the_activations(learner_parts):
     divided = {"weights", "master weights", "gradients", "optimizer"}
     assert divided < set(whole)
     assert shared == {name: size // (1 + (name in divided)) for name, size in whole.items()}
+
+
+def test_a_reference_is_a_second_model_where_there_is_no_adapter(demo_lm, tmp_path):
+    of = ModelShape.read(demo_lm)
+
+    def parts(reference=REFERENCE, **changes):
+        run = trajectory_config(demo_lm, tmp_path, reference=reference, **changes)
+        return learner_estimate(run, of).parts
+
+    weights = parts()["weights"]
+    assert parts(None)["reference model"] == 0
+    assert parts()["reference model"] == weights
+    assert parts(model__adapter={"kind": "lora"})["reference model"] == 0
+    for dtype, size in (("bfloat16", weights // 2), ("float32", weights)):
+        assert parts(model__dtype=dtype)["reference model"] == size
+        # Shards are float32 in any case.
+        sharded = {"learner__world_size": 2, "learner__parallel": "fsdp", "model__dtype": dtype}
+        assert parts(**sharded)["reference model"] == weights // 2
 
 
 def test_recomputing_activations_keeps_one_layer_and_the_inputs_of_the_others(learner_parts):
@@ -379,6 +398,15 @@ def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_whil
     working = shared_device_estimate(run, shape, learner, engine, TransportKind.IPC)
     assert working.parts[BUCKETS] == 4 * shape.num_parameters
     assert working.total == 90 + 60 + 7 + 7 + 4 * shape.num_parameters
+
+
+@pytest.mark.parametrize("moves_model", [True, False])
+def test_a_reference_leaves_the_gpu_to_the_engine_where_models_do(config, shape, moves_model):
+    run = config(**COLOCATE, rollout_matching__offload=OFFLOAD | {"offload_model": moves_model})
+    learner = replace(LEARNER, parts={**LEARNER_PARTS, "reference model": 10**6})
+    engine = replace(ENGINE, parts={"weights": 10**7})
+    working = shared_device_estimate(run, shape, learner, engine)
+    assert ("reference model" in working.parts) is not moves_model
 
 
 def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(config, shape):

@@ -92,9 +92,13 @@ def sampled(learner, plan):
     return answers
 
 
-def learned(settings, rounds=(range(ROLLOUTS),)):
-    """The report of a first step, and its gradient."""
+def learned(settings, rounds=(range(ROLLOUTS),), moved=0.0):
+    """The report of a first step, and its gradient; `moved`: how far weights are from the start."""
     learner = make_learner(settings)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in learner.loaded.model.parameters():
+            parameter.add_(moved * torch.randn(parameter.shape, generator=draw))
     answers = sampled(learner, RunSchedule(settings).plan(0))
     gradients = {}
 
@@ -125,6 +129,22 @@ def test_a_step_that_matches_and_rewards_its_rollouts_has_the_sum_of_both_losses
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
     counts = [both[f"rollout/{name}"] for name in ("num", "num_groups", "num_left_out")]
     assert counts == [ROLLOUTS, ROLLOUTS // PER_SAMPLE, PER_SAMPLE]
+
+
+def test_a_step_that_stays_near_the_start_too_has_the_sum_of_all_three(config):
+    unlearned = REWARDED | {"weight": 0.0}
+    near = REWARDED | {"name": "reference_kl", "config": {"estimator": "k3"}}
+    all_three, gradients = learned(config(*MATCHED, REWARDED, near), moved=0.02)
+    both, of_both = learned(config(*MATCHED, REWARDED), moved=0.02)
+    apart, of_near = learned(config(unlearned, near), moved=0.02)
+    assert apart["loss/reference_kl"] == all_three["loss/reference_kl"] > 1e-3
+    assert apart["loss/total"] == pytest.approx(0.5 * apart["loss/reference_kl"], abs=1e-6)
+    total = both["loss/total"] + apart["loss/total"]
+    assert all_three["loss/total"] == pytest.approx(total, abs=1e-6)
+    assert max(gradient.abs().max().item() for gradient in of_near.values()) > 1e-3
+    for name, gradient in gradients.items():
+        expected = of_both[name] + of_near[name]
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_was_sampled_is_credited_with_its_f1_less_that_of_its_samples_other_rollouts(config):

@@ -94,6 +94,33 @@ def test_ranks_that_divide_by_the_steps_tokens_divide_by_those_of_all_of_them(
     assert_same_updates(alone, ranks)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "reference", "adapter"),
+    [
+        pytest.param(DDP, {"estimator": "k3"}, None, id="ddp, k3"),
+        pytest.param(FSDP, {"estimator": "k3"}, None, id="fsdp, k3"),
+        pytest.param(FSDP, {"estimator": "top", "top_tokens": 6}, None, id="fsdp, top"),
+        pytest.param(FSDP, {"estimator": "k3"}, {"kind": "lora", "rank": 4}, id="fsdp, lora"),
+    ],
+)
+def test_ranks_compare_with_the_start_of_the_run_as_one_does(
+    two_ranks, config, parallel, reference, adapter
+):
+    changes = {
+        "reference": reference,
+        "model__adapter": adapter,
+        "training__learning_rate": 1e-2,
+        "rollout_matching__logprob_tolerance": 100.0,  # the answers are the start's
+    }
+    alone = trajectory_jobs.learn(ALONE, None, config(**changes), 2, 3, by_start=True)
+    ranks = two_ranks.run(trajectory_jobs.learn, config(**changes, **parallel), 2, 1, (), True)
+    assert_same_updates(alone, ranks)
+    first, second = (report.metrics["loss/reference_kl"] for report in merged(ranks))
+    assert (first, second > 1e-4) == (pytest.approx(0.0, abs=1e-9), True)
+    expected = merged([alone])[1].metrics["loss/reference_kl"]
+    assert second == pytest.approx(expected, rel=1e-3)
+
+
 def test_each_rank_has_a_share_of_whole_groups_and_together_they_have_what_one_asks_for(alone, ddp):
     for step in range(STEPS):
         first, second = (

@@ -243,10 +243,12 @@ def test_a_checkpoint_is_merged_and_ordinary_with_the_adapter_beside_it(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("token_ids", [(), range(5, 8)], ids=["", "trained rows"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_without_its_adapter_the_model_is_the_checkpoint_to_the_bit_and_afterwards_itself_again(
-    demo_checkpoint,
+    demo_checkpoint, kind, token_ids
 ):
-    model = adapted(demo_checkpoint)
+    model = adapted(demo_checkpoint, kind, token_ids=token_ids)
     with_it, before = logits(model), snapshot(model)
     with without_adapter(model):
         assert torch.equal(logits(model), logits(load(demo_checkpoint)))

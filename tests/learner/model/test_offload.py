@@ -198,6 +198,16 @@ def test_only_what_is_named_goes_and_the_model_stays_while_it_is_read(
     assert optimizer.moves == moves
 
 
+def test_a_reference_goes_where_models_go_also_while_the_model_is_read(
+    configured: Configured, model: Tied
+) -> None:
+    config, reference = configured(**ON), Tied()
+    held = StorageWeakRef(reference.turned.untyped_storage())
+    with offloaded(config, model, SpyOptimizer(), CPU, with_model=False, reference=reference):
+        assert held.expired()
+    assert all(torch.isfinite(parameter).all() for parameter in reference.parameters())
+
+
 def test_enabled_alone_moves_the_model_and_the_optimizer(
     configured: Configured, model: Tied
 ) -> None:

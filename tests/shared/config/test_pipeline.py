@@ -48,6 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "normalize": "step",
         "advantage_std": False,
     },
+    "reference_kl": {"estimator": "k3"},
     "coord_diag": {},
 }
 """Every module of this version with all the keys of its config (decision 37)."""
@@ -60,10 +61,11 @@ OPTIONAL = {
         "clip",
         "above_cap",
     ],
+    "reference_kl": ["top_tokens"],
 }
 """Keys beside them that have a default."""
 ENTRIES = {
-    name: entry(name, *("B" if name == "policy_gradient" else "AB"), **config)
+    name: entry(name, *("B" if name in ("policy_gradient", "reference_kl") else "AB"), **config)
     for name, config in CONFIGS.items()
 }
 ALL_KEYS = [(name, key) for name, config in CONFIGS.items() for key in config]
@@ -96,7 +98,8 @@ def names(entries):
 
 
 def test_all_modules_written_out_in_full_are_accepted_and_listed_by_channel():
-    lists = lists_with("bbox_geo", BBOX_GEO) | {f"{path('policy_gradient')}.enabled": False}
+    lists = lists_with("bbox_geo", BBOX_GEO)
+    lists |= {f"{path(name)}.enabled": False for name in ("policy_gradient", "reference_kl")}
     pipeline = load(lists).rollout_matching.pipeline
     assert names(pipeline.active(Channel.A)) == ["token_ce", "coord_reg"]
     assert names(pipeline.active(Channel.B)) == ["token_ce", "coord_reg", "bbox_geo"]

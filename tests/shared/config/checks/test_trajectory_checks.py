@@ -419,12 +419,14 @@ def test_the_other_variants_learn_from_no_environment(variant):
 def test_the_other_variants_have_no_advantages(variant):
     """But for `stage2_two_channel`, which compares the rollouts of a sample."""
     other = {"custom.trainer_variant": variant}
-    assert problems(other | {f"{OBJECTIVE}[2]": EXAMPLE_POLICY_GRADIENT}) == [
-        (
-            f"{OBJECTIVE}[2].name: 'policy_gradient' has no advantages to learn from under {variant};"
-            " remove the entry, or set custom.trainer_variant: trajectory_pg"
-        )
-    ]
+    near_the_start = {"name": "reference_kl", "config": {"estimator": "k3"}}
+    for entry in (EXAMPLE_POLICY_GRADIENT, EXAMPLE_POLICY_GRADIENT | near_the_start):
+        assert problems(other | {f"{OBJECTIVE}[2]": entry}) == [
+            (
+                f"{OBJECTIVE}[2].name: '{entry['name']}' has no advantages to learn from under"
+                f" {variant}; remove the entry, or set custom.trainer_variant: trajectory_pg"
+            )
+        ]
     assert problems(other | {f"{OBJECTIVE}[2]": EXAMPLE_POLICY_GRADIENT | {"enabled": False}}) == []
 
 

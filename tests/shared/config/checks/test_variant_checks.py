@@ -103,6 +103,7 @@ PER_SAMPLE = "stage2_ab.channel_b.rollouts_per_sample"
 REWARDED = EXAMPLE_POLICY_GRADIENT | {
     "config": EXAMPLE_POLICY_GRADIENT["config"] | {"normalize": "rollout"}
 }
+NEAR_THE_START = REWARDED | {"name": "reference_kl", "config": {"estimator": "k3"}}
 COMPARED = {f"{OBJECTIVE}[2]": REWARDED, PER_SAMPLE: 4, TEMPERATURE: 1.0}
 
 
@@ -140,6 +141,31 @@ COMPARED = {f"{OBJECTIVE}[2]": REWARDED, PER_SAMPLE: 4, TEMPERATURE: 1.0}
             (
                 f"{OBJECTIVE}[2].config.normalize: batch would divide the losses of matched objects"
                 " by sampled tokens too; set step, rollout or constant"
+            ),
+        ),
+        (
+            {f"{OBJECTIVE}[2]": NEAR_THE_START},
+            (
+                f"{OBJECTIVE}[2].name: 'reference_kl' takes the tokens of policy_gradient, and none"
+                " is enabled; add one such as `{name: policy_gradient, "
+            ),
+        ),
+        (
+            {**COMPARED, f"{OBJECTIVE}[3]": NEAR_THE_START | {"config": {"estimator": "top"}}},
+            (
+                f"{OBJECTIVE}[3].config.top_tokens: is required, and missing beside estimator: top;"
+                " write a number such as 20"
+            ),
+        ),
+        (
+            {
+                **COMPARED,
+                f"{OBJECTIVE}[3]": NEAR_THE_START
+                | {"config": {"estimator": "k3", "top_tokens": 9}},
+            },
+            (
+                f"{OBJECTIVE}[3].config.top_tokens: 9 has no effect beside estimator: k3; remove the"
+                " key, or set estimator: top"
             ),
         ),
         (
