@@ -321,8 +321,8 @@ def table() -> list[str]:
     """Return the lines of a Markdown table: mean over the seeds, and the interval of the first."""
     lines = [
         (
-            "| arm | seeds | updates | wall, s | F1@0.5, named | 95 % | against `sft_low` | F1@0.5 |"
-            " F1@0.75, named | AP | error of the count | doubled | valid | unfinished |"
+            "| arm | seeds | updates | wall, s | F1@0.5, named | 95 % | against `sft_low` |"
+            " F1@0.5 | F1@0.75, named | AP | error of the count | doubled | valid | unfinished |"
         ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]

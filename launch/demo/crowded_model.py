@@ -2,9 +2,10 @@
 
 From random weights a run learns places and no names: a name is right or wrong as a whole, and the
 loss says so in one token of twenty, far behind the tower. So the tower is taught alone first, with
-one label for every image token: which digit lies there, and where its edges are. A linear head
-reads them from what the language model is going to be given, the tower's output and its deepstack
-features, and is thrown away. docs/evidence.md has the figures.
+labels for every image token: which digit lies there, how far its edges are, and where the token
+lies, which together say what an answer has to. A linear head reads them from what the language
+model is going to be given, the tower's output and its deepstack features, and is thrown away.
+docs/evidence.md has the figures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launch.demo.crowded import CANVAS, SPLITS, Placed, draw, scenes
+from launch.demo.crowded import CANVAS, SIZES, SPLITS, Placed, draw, scenes
 from launch.demo.data import NAMES, load_all_digits
 from launch.demo.model import HIDDEN, MERGE, PATCH, random_model
 from launch.demo.once import make_once
@@ -30,8 +31,6 @@ TOKENS = CANVAS // (PATCH * MERGE)
 BATCH = 16
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
-PLACES_WEIGHT = 4.0
-"""Of the edges' mean error, beside names' cross-entropy."""
 MIN_LR_RATIO = 0.05
 
 
@@ -41,8 +40,8 @@ class DenseLabels(NamedTuple):
     digit: np.ndarray
     """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""
     edges: np.ndarray
-    """[TOKENS * TOKENS, 4] float32: the digit's left, upper, right and lower edge, as fractions of
-    the scene: what an answer says."""
+    """[TOKENS * TOKENS, 4] float32: from the token's middle to the digit's left, upper, right and
+    lower edge, in units of the largest digit's side."""
 
 
 def dense_labels(scene: Sequence[Placed]) -> DenseLabels:
@@ -61,7 +60,8 @@ def dense_labels(scene: Sequence[Placed]) -> DenseLabels:
         is_on &= distance < nearest
         nearest[is_on] = distance[is_on]
         digit[is_on] = NAMES.index(placed.name)
-        edges[is_on] = np.array([placed.left, placed.top, right, bottom]) / CANVAS
+        of_all = np.broadcast_arrays(x - placed.left, y - placed.top, right - x, bottom - y)
+        edges[is_on] = np.stack(of_all, axis=-1)[is_on] / max(SIZES)
     return DenseLabels(digit.ravel(), edges.reshape(-1, 4))
 
 
@@ -99,7 +99,9 @@ def _teach_tower(
     steps: int,
     report: Callable[[str], None],
 ) -> None:
-    head = nn.Linear(HIDDEN, NOTHING + 1 + 4)
+    head = nn.Linear(HIDDEN, NOTHING + 1 + 4 + 2)
+    middle_T = (torch.arange(TOKENS) + 0.5) / TOKENS
+    middle = torch.cartesian_prod(middle_T, middle_T).repeat(BATCH, 1)
     parameters = [*tower.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98))
     train = scenes(load_all_digits()[SPLITS["train"]], np.random.default_rng([seed, 3]))
@@ -117,17 +119,19 @@ def _teach_tower(
         edges = torch.from_numpy(np.concatenate([one.edges for one in labels]))
         inputs = image_processor([draw(scene) for scene in batch], return_tensors="pt")
         seen = tower(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
-        said = head(torch.stack([seen.pooler_output, *seen.deepstack_features]).sum(dim=0))
+        given = torch.stack([seen.pooler_output, *seen.deepstack_features]).sum(dim=0)
+        names, sides, places = head(given).split([NOTHING + 1, 4, 2], dim=1)
         is_on = digit != NOTHING
-        names = nn.functional.cross_entropy(said[:, : NOTHING + 1], digit, weight=weight_of_digit)
-        places = nn.functional.l1_loss(said[is_on, NOTHING + 1 :], edges[is_on])
+        side_error = nn.functional.l1_loss(sides[is_on], edges[is_on])
+        loss = nn.functional.cross_entropy(names, digit, weight=weight_of_digit) + side_error
+        loss += nn.functional.l1_loss(places, middle)
         optimizer.zero_grad()
-        (names + PLACES_WEIGHT * places).backward()
+        loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if (step + 1) % 50 == 0 or step + 1 == steps:
-            right = (said[is_on, : NOTHING + 1].argmax(dim=1) == digit[is_on]).float().mean()
+            right = (names[is_on].argmax(dim=1) == digit[is_on]).float().mean()
             report(
                 f"tower     {step + 1}/{steps}  names right under {right:.2f} of the tokens,"
-                f" edges {CANVAS * places.item():.1f} pixels off"
+                f" edges {max(SIZES) * side_error.item():.1f} pixels off"
             )
