@@ -171,11 +171,7 @@ class StepMetrics:
 
     def add_row(self, row: PackedRow, result: RowResult) -> None:
         """Count a row that was learned. Its losses are sums over segments."""
-        for name, value in {"loss/total": result.loss, **result.terms}.items():
-            # Not 0 + value: a sum begins with the first row's own bits.
-            self._losses[name] = self._losses[name] + value if name in self._losses else value
-        for name, mean in result.diagnostics.items():
-            self.totals.add_mean(name, mean.total, mean.num_slots)
+        self.add_losses(result)
         is_underfilled = row.num_tokens < self._min_fill_ratio * self._capacity
         ages = [self._plan.step - segment.step for segment in row.segments]
         self.num_segments += len(row.segments)
@@ -198,6 +194,14 @@ class StepMetrics:
         self.totals.add_mean("packing/learned_age", sum(ages), len(ages))
         self.totals.add_max("packing/learned_age_max", max(ages))
 
+    def add_losses(self, result: RowResult) -> None:
+        """Add what a row's forward gave, also where the row is learned again."""
+        for name, value in {"loss/total": result.loss, **result.terms}.items():
+            # Not 0 + value: a sum begins with the first row's own bits.
+            self._losses[name] = self._losses[name] + value if name in self._losses else value
+        for name, mean in result.diagnostics.items():
+            self.totals.add_mean(name, mean.total, mean.num_slots)
+
     def report(
         self,
         version: int,
@@ -213,7 +217,8 @@ class StepMetrics:
         Args:
             step_metrics: numbers of the whole step, the same on every rank.
             waits: waits for other ranks, within the spans that were marked.
-            denominator: the segments that the step's gradient was divided by.
+            denominator: what losses are divided by: the segments that the gradient of an update
+                was divided by, times the updates.
             num_carried: segments that wait for a later step.
             weights: digest of the trained weights after the update, where digests are kept.
         """

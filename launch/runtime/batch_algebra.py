@@ -61,6 +61,8 @@ class BatchAlgebra:
     packing_window: int | None
     """Rollouts or segments after which rows are taken; None but for row rule STEP."""
     updates: int
+    """Optimizer updates of the run."""
+    updates_per_step: int
     warmup_steps: int
     """Channel-A steps before the schedule's ratio applies."""
     a_steps: int
@@ -88,7 +90,8 @@ class BatchAlgebra:
             if not self.is_rollout_aligned:
                 examples = _counted(self.raw_rollouts_per_step // self.group_size, "example")
                 factors = f"{examples} x {self.group_size} rollouts"
-            all_b = f"updates         {self.updates}, one per step, all channel B"
+            often = "one" if self.updates_per_step == 1 else f"{self.updates_per_step}"
+            all_b = f"updates         {self.updates}, {often} per step, all channel B"
             lines = [all_b, *self._describe_rounds(f" = {factors},")]
         else:
             samples = _counted(self.effective_batch_size, "sample")
@@ -178,7 +181,8 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         packing_length=run.global_max_length,
         row_rule=rows,
         packing_window=run.training.packing_window if rows is RowRule.STEP else None,
-        updates=run.training.max_steps,
+        updates=run.training.max_steps * run.training.updates_per_batch,
+        updates_per_step=run.training.updates_per_batch,
         warmup_steps=warmup_steps(run),
         a_steps=run.training.max_steps - b_steps,
         b_steps=b_steps,

@@ -121,10 +121,15 @@ OF_AN_ENVIRONMENT = {
 @pytest.fixture(scope="module")
 def played(demo_lm, tmp_path_factory):
     """A run of an environment, whose rounds of one group are stale or not within a step. Calls are
-    merged or not, a rollout fails, and advantages are divided by the deviation of the group.
+    merged or not, a rollout fails, advantages are divided by the deviation of the group, and steps
+    are of two updates.
     """
     folder = tmp_path_factory.mktemp("replay") / "played"
-    changes = {"training__max_steps": 4, "rollout_matching__max_staleness": 1}
+    changes = {
+        "training__max_steps": 4,
+        "training__updates_per_batch": 2,
+        "rollout_matching__max_staleness": 1,
+    }
     config = trajectory_config(
         demo_lm,
         folder,

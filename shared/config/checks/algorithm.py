@@ -120,6 +120,18 @@ def policy_gradient_agrees_with_itself(run: RunConfig) -> Iterator[Problem]:
             )
 
 
+def updates_have_a_ratio(run: RunConfig) -> Iterator[Problem]:
+    """Only the ratio of `policy_gradient` knows of updates since its tokens were sampled."""
+    updates = run.training.updates_per_batch
+    if updates > 1 and not run.algorithm.uses_environment:
+        variant = run.custom.trainer_variant
+        yield Problem(
+            "training.updates_per_batch",
+            f"{updates}, and {variant} learns targets, where no ratio bounds the later updates",
+            f"set it to 1, or {_SET_TRAJECTORIES}",
+        )
+
+
 def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
     """The rollouts of a sample are compared by one rank, and all of them are of one step."""
     size = run.stage2_ab.channel_b.rollouts_per_sample

@@ -120,6 +120,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     algorithm.objective_covers_channels,
     algorithm.objective_has_its_input,
     algorithm.policy_gradient_agrees_with_itself,
+    algorithm.updates_have_a_ratio,
     algorithm.groups_of_samples_are_whole,
     engines.staleness_has_a_queue,
     engines.adapters_can_be_sent,

@@ -242,6 +242,7 @@ ACCEPTED = [
         "environment.max_concurrent_scoring": 8,
     },
     {"environment.tool_call_parser": "hermes", "environment.drop_equal_groups": True},
+    {"training.updates_per_batch": 4, "training.max_nonfinite_updates": 1},
     {"environment.drop_truncated": True, f"{CONFIG}.normalize": "batch"},
     {f"{CONFIG}.clip": "cispo", f"{CONFIG}.above_cap": "mask", f"{CONFIG}.ratio_cap": 3.0},
     {
