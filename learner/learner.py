@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
-from learner.algorithms.trajectories import Trajectories
+from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
 from learner.model.checkpoint_save import CheckpointSave, Write
 from learner.model.host_memory import available_memory, in_gib
 from learner.model.optimizer import Optimizer, update_metrics
@@ -171,6 +171,18 @@ class Learner:
         requests = step.requests()[len(self._answers_ahead) :]
         self._answers_ahead = ()
         metrics.mark("draw samples", started_s)
+        return requests
+
+    def refill_requests(self) -> list[Any]:
+        """Return requests in the place of this rank's groups without signal, for one more round.
+
+        Asked at most `environment.refill_rounds` times, when every group so far is learned.
+        """
+        step = self._current
+        assert isinstance(step, TrajectoryBatch), "no other step has groups of an environment"
+        started_s = time.time()
+        requests = step.refill_requests()
+        step.metrics.mark("draw again", started_s)
         return requests
 
     def accumulate(self, answers: Sequence[Any]) -> None:

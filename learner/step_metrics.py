@@ -49,6 +49,8 @@ class StepMetrics:
         """Segments learned so far."""
         self.num_credited = 0
         """Sampled tokens that have an advantage, 0 included, so far."""
+        self.refilled: dict[int, int] = {}
+        """Rows of examples drawn in place of groups without signal, by the group's position."""
         self.compared = Compared()
         """Comparison of the engine's log-probabilities with the learner's so far."""
         self._plan = plan
@@ -159,6 +161,10 @@ class StepMetrics:
         self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
         self.totals.add("rollout/num_left_out", num_left_out)
 
+    def add_refill(self, *, is_refill: bool) -> None:
+        """Count a group, where groups without signal are drawn again."""
+        self.totals.add("rollout/num_refilled", float(is_refill))
+
     def add_credited(self, num_tokens: int, *, is_masked: bool) -> None:
         """Count the tokens of a rollout that its advantage is for; none of one that is masked."""
         self.num_credited += num_tokens
@@ -245,4 +251,6 @@ class StepMetrics:
         digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
         if weights is not None:
             digests["weights"] = weights
-        return RankReport(step, channel, version, self.totals, step_metrics, spans, digests)
+        return RankReport(
+            step, channel, version, self.totals, step_metrics, spans, digests, self.refilled
+        )

@@ -137,7 +137,9 @@ rollout/num_groups_without_signal | sum | Of these, those whose rewards are all 
 rollout/no_signal_share | rollout/num_groups_without_signal / rollout/num_groups | Share of groups
     without signal.
 rollout/num_left_out | sum | Rollouts of such groups that were left out
-    (`environment.drop_equal_groups`).
+    (`environment.drop_equal_groups`) or replaced (`environment.refill_rounds`).
+rollout/num_refilled | sum | Groups of further examples, among `rollout/num_groups`, that were drawn
+    in the place of one without signal; absent without `environment.refill_rounds`.
 rollout/num_masked | sum | Rollouts that were cut for their length and left out
     (`environment.drop_truncated`).
 rollout/num_compared_tokens | sum | Sampled tokens whose log-probability was compared; absent where
@@ -362,6 +364,9 @@ class RankReport:
     spans: tuple[Span, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of this rank's part, by the names in `DIGESTS`."""
+    refilled: Mapping[int, int] = field(default_factory=dict)
+    """Rows of the examples that took the place of groups without signal, by the position in the
+    step of the group's first rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +387,8 @@ class StepReport:
     spans: tuple[Span, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
     """Hex digests of what decided the step, by the names in `DIGESTS`; empty without a ledger."""
+    refilled: Mapping[int, int] = field(default_factory=dict)
+    """As of the ranks, in the order of positions."""
 
     @property
     def number(self) -> int:
@@ -411,6 +418,7 @@ def merge_reports(reports: Sequence[RankReport]) -> StepReport:
         {**totals.as_dict(), **first.step_metrics},
         spans,
         digests,
+        dict(sorted(pair for report in reports for pair in report.refilled.items())),
     )
 
 

@@ -33,6 +33,7 @@ from shared.errors import (
     late,
 )
 from shared.metrics import RankReport, StepReport, merge_reports
+from shared.schedule import RunSchedule
 from shared.weight_sync.transports import Device, TransportKind
 
 Reports = Generator[RankReport, None, None]
@@ -144,7 +145,8 @@ def _serve(pipe: Connection, recording: Recording, place: RankTopology, work: Wo
 def _limit(config: RunConfig, step: RecordedStep, *, is_started: bool) -> Timeout:
     """Return the longest that a step may take: of the first one with all that is loaded."""
     timeouts = config.timeouts
-    seconds = timeouts.learn_s * (len(step.rounds) * config.training.updates_per_batch + 1)
+    num_rounds = len(step.rounds) * (1 + RunSchedule(config).refill_rounds)
+    seconds = timeouts.learn_s * (num_rounds * config.training.updates_per_batch + 1)
     key = "timeouts.learn_s for each round and the update"
     if not is_started:
         return Timeout(seconds + timeouts.start_s, f"timeouts.start_s + {key}")

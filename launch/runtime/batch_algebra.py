@@ -20,6 +20,7 @@ from shared.config.derive import (
     warmup_steps,
 )
 from shared.config.run import RunConfig
+from shared.schedule import RunSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class BatchAlgebra:
     """Most rollouts of one learner rank in a round."""
     group_size: int
     """Rollouts of one example of an environment, which stay together; 1: each is by itself."""
+    refill_rounds: int
+    """Most times that the groups of a step without signal are drawn again."""
     rounds: tuple[tuple[range, ...], ...]
     """`[round][rank]`, the positions of a channel-B step that each rank learns in each round."""
     shares: tuple[tuple[int, ...], ...]
@@ -103,6 +106,9 @@ class BatchAlgebra:
             ]
             if self.raw_rollouts_per_step:
                 lines += self._describe_rounds("")
+        if self.refill_rounds:
+            most = _counted(self.refill_rounds, "time")
+            lines.append(f"refill          groups without signal are drawn again, at most {most}")
         return (*lines, f"rows            {self._describe_rows()}")
 
     def _describe_rounds(self, factors: str) -> tuple[str, str]:
@@ -176,6 +182,7 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         decode_batch_size=decode_batch_size,
         chunk=chunk,
         group_size=together,
+        refill_rounds=RunSchedule(run).refill_rounds,
         rounds=tuple(rounds),
         shares=tuple(_engine_shares(run, round_, devices) for round_ in rounds),
         packing_length=run.global_max_length,

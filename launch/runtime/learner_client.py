@@ -134,6 +134,9 @@ class RayLearner:
     def next_requests(self, plan: StepPlan) -> PerRank:
         return self._begin("next_requests", plan)
 
+    def refill_requests(self) -> PerRank:
+        return self._begin("refill_requests")
+
     def accumulate(self, done: PerRank) -> None:
         self._num_rounds += 1
         self._on_rollouts("accumulate", done)
@@ -292,10 +295,10 @@ class RayLearner:
             lambda: SyncReport.of_slowest(self._wait("receive_weights", phases, asked))
         )
 
-    def _begin(self, phase: str, argument: Any) -> PerRank:
-        """Begin a step or a report. Returns references to each rank's requests."""
+    def _begin(self, phase: str, *arguments: Any) -> PerRank:
+        """Begin a step, a refill or a report. Returns references to each rank's requests."""
         # They are not waited for: the engines of the first round begin when theirs are ready.
-        asked = self._ask_all("begin", phase, argument)
+        asked = self._ask_all("begin", phase, *arguments)
         counts = self._wait(phase, self._timeouts.limit("learn_s"), asked)
 
         def ask() -> PerRank:

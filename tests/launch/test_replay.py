@@ -151,6 +151,15 @@ def test_a_step_of_an_environment_is_learned_again_to_the_bit(played):
     assert replayed(played, 2) == {1: [], 2: []}
 
 
+def test_groups_that_were_drawn_again_are_learned_again_to_the_bit(demo_lm, tmp_path):
+    changes = {"environment__refill_rounds": 2, "training__max_steps": 2}
+    config = trajectory_config(demo_lm, tmp_path, **OF_AN_ENVIRONMENT | changes)
+    start(config, round_size=1, reward=lambda at: 0.5 if at < 8 else at % 2)
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["rollout/num_refilled"] for line in metrics] == [2, 2]
+    assert replayed(tmp_path, 2) == {1: [], 2: []}
+
+
 def test_what_an_environments_log_does_not_have_is_told(played, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(played, run)

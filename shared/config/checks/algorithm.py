@@ -132,6 +132,19 @@ def updates_have_a_ratio(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def refills_are_of_one_version(run: RunConfig) -> Iterator[Problem]:
+    """What is drawn again depends on all rewards of a step, and the next may begin before them."""
+    rounds = 0 if run.environment is None else run.environment.refill_rounds
+    staleness = run.rollout_matching.max_staleness
+    if rounds and staleness:
+        yield Problem(
+            "environment.refill_rounds",
+            f"{rounds}, and rollout_matching.max_staleness {staleness} generates the next step"
+            " before it is known which groups of this one to draw again",
+            "set one of the two to 0",
+        )
+
+
 def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
     """The rollouts of a sample are compared by one rank, and all of them are of one step."""
     size = run.stage2_ab.channel_b.rollouts_per_sample

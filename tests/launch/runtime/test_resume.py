@@ -62,8 +62,13 @@ CASES = {
     },
     "environment": {},
     "environment, three updates of a step": {"training__updates_per_batch": 3},
+    "environment, drawn again": {"environment__refill_rounds": 2},
     "bfloat16 masters": {"stage2_ab__schedule__warmup_steps": 3, "model__dtype": "bfloat16"},
 }
+
+
+HOW = {"environment, drawn again": {"reward": lambda at: 0.5 if at // 4 % 2 else at % 2}}
+"""How environments answer, of some cases: here without signal in every second group."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,8 @@ def test_a_run_that_is_interrupted_anywhere_and_resumed_has_the_ledger_of_one_th
 ):
     whole = tmp_path / "whole"
     count = Interruption()
-    weights = start(config_of(case, whole), count)
+    how = HOW.get(case, {})
+    weights = start(config_of(case, whole), count, **how)
     parts = tmp_path / "parts"
     starts = 0
     while True:
@@ -113,13 +119,15 @@ def test_a_run_that_is_interrupted_anywhere_and_resumed_has_the_ledger_of_one_th
         config = config_of(case, parts, resume={"run": "auto"})
         try:
             # Each start comes some events further than its checkpoint.
-            resumed_weights = start(config, Interruption(at=6 + 3 * starts))
+            resumed_weights = start(config, Interruption(at=6 + 3 * starts), **how)
             break
         except KeyboardInterrupt:
             assert starts < 40
     assert starts > 2
     assert_same(weights, resumed_weights)
     assert differences(ledger(parts), ledger(whole)) == []
+    refilled = [line for line in ledger(whole)["ledger.jsonl"] if "refilled" in line]
+    assert bool(refilled) is bool(how)
     assert not (parts / "error.txt").exists()
     # Where the run was interrupted the periodic ones are of other steps.
     best = [
