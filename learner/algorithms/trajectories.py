@@ -163,8 +163,7 @@ class Trajectories:
         size = self.environment.rollouts_per_example
         drawn = self._stream.take(plan.num_samples // size)
         share = rank_share(plan.num_samples, self.ranks.world_size, self.ranks.rank, together=size)
-        examples = [drawn[position // size] for position in share[::size]]
-        return TrajectoryBatch(self, plan, share, examples, drawn, metrics)
+        return TrajectoryBatch(self, plan, share, drawn, metrics)
 
     def refill_order(self, plan: StepPlan, drawn: Sequence[int]) -> list[int]:
         """Return all examples in the order in which a step draws again.
@@ -213,23 +212,21 @@ class Trajectories:
 
 
 class TrajectoryBatch:
-    """One step of one rank: the rollouts of `examples`, which have the positions of `share`."""
+    """One step of one rank: the rollouts that have the positions of `share`."""
 
     def __init__(
         self,
         algorithm: Trajectories,
         plan: StepPlan,
         share: range,
-        examples: list[int],
         drawn: list[int],
         metrics: StepMetrics,
     ) -> None:
-        """`drawn`: the examples of all ranks."""
+        """`drawn`: the examples of the step, of all ranks."""
         self.plan = plan
         self.metrics = metrics
         self._algorithm = algorithm
         self._share = share
-        self._examples = examples
         self._drawn = drawn
         self._refill_round = 0
         """Rounds in which groups were drawn again, so far."""
@@ -243,8 +240,8 @@ class TrajectoryBatch:
 
     def requests(self) -> list[EnvironmentRequest]:
         size = self._algorithm.environment.rollouts_per_example
-        places = zip(self._share[::size], self._examples, strict=True)
-        return [self._request(position, example) for position, example in places]
+        places = self._share[::size]
+        return [self._request(position, self._drawn[position // size]) for position in places]
 
     def refill_requests(self) -> list[EnvironmentRequest]:
         """Return a request for another example in each place of a group without signal."""
