@@ -5,7 +5,8 @@ One step of channel B with two rounds, pipelined; time runs to the right::
     learner  | requests |         | learn 1 | learn 2 | update | send weights    |
     engines             | round 1 | round 2 |                  | receive weights |
 
-A step of channel A has no rounds: the learner learns the ground truth in `finish_step`.
+A step of channel A has no rounds: the learner learns the ground truth in `finish_step`. There it
+also learns the rounds again, where `training.updates_per_batch` asks for more than one update.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class LearnerClient(HeldOutClient, SendingLearner, Protocol):
 
     def next_requests(self, plan: StepPlan) -> PerRank: ...
     def accumulate(self, done: PerRank) -> None: ...
+    def refill_requests(self) -> PerRank:
+        """Return requests in the place of groups without signal, once all were accumulated."""
+
     def finish_step(self) -> StepReport: ...
     def last_report(self) -> StepReport:
         """Return the report of the last step before the run was resumed."""
@@ -125,6 +129,9 @@ def train(
             rounds.insert(0, answers_ahead)
         return rounds
 
+    def refills_of(_plan: StepPlan) -> list[PerRank]:
+        return rollouts.split(learner.refill_requests())
+
     def generate(round_: PerRank) -> _Round:
         future = done_before if round_ is answers_ahead else rollouts.generate(round_)
         return _Round(rollouts, round_, future, rollouts.version, sync_again)
@@ -153,9 +160,15 @@ def train(
             if plan.evaluate_before:
                 report_held_out(plan.step)
             with telemetry.step(plan) as record:
-                for done in rounds.of_next_step():
-                    learner.accumulate(done)
-                record.queue_wait_s = rounds.pop_wait_s()
+                refills = [
+                    RoundStream(queue, generate, refills_of, [plan])
+                    for _ in range(schedule.refill_rounds)
+                ]
+                streams = (rounds, *refills)
+                for stream in streams:
+                    for done in stream.of_next_step():
+                        learner.accumulate(done)
+                record.queue_wait_s = sum(stream.pop_wait_s() for stream in streams)
                 # From here on the update may be over.
                 ahead: _Round | None = rounds.ahead
                 checkpoints.round_ahead(plan.number, None if ahead is None else ahead.future)

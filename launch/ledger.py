@@ -73,6 +73,8 @@ class Ledger:
         """Write the line of a step that has ended. Raises StorageError."""
         first = self._num_samples
         self._num_samples += self._num_drawn[plan.channel]
+        # Pairs, since keys of JSON are strings.
+        refilled = {"refilled": list(report.refilled.items())} if report.refilled else {}
         self._write(
             {
                 "step": report.number,
@@ -80,6 +82,7 @@ class Ledger:
                 "samples": [first, self._num_samples],
                 "seed": self._seed,
                 "weight_version": report.weight_version,
+                **refilled,
                 **report.digests,
                 "loss": report.metrics.get("loss/total"),
                 "grad_norm": report.metrics.get("optim/grad_norm"),

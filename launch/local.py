@@ -120,6 +120,9 @@ class LocalRun:
     def next_requests(self, plan: StepPlan) -> PerRank:
         return [self._do(self._learner.next_requests, plan)]
 
+    def refill_requests(self) -> PerRank:
+        raise AssertionError("an engine beside the learner serves no environments")
+
     def accumulate(self, done: PerRank) -> None:
         self._do(self._learner.accumulate, list(itertools.chain(*done[0])))
 

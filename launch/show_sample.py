@@ -295,6 +295,11 @@ def _rollout_notes(config: RunConfig, line: TrajectoryRecord) -> tuple[str, ...]
             "Its advantages are 0: where all rollouts of its row have the same reward,"
             " drop_equal_groups leaves them out of the step."
         )
+    if config.environment.refill_rounds and values and not any(values):
+        notes.append(
+            "Its advantages are 0: where all rollouts of its row have the same reward, those of"
+            " another row take their place, in at most refill_rounds rounds."
+        )
     return tuple(notes)
 
 

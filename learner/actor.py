@@ -85,7 +85,7 @@ class LearnerActor:
     _rendezvous: Rendezvous | None = None
     _backend: RolloutBackend | None = None
     _requests: list[Any]
-    """Requests of the step or the report that was begun last."""
+    """Requests of the step, the refill or the report that was begun last."""
 
     def __init__(self) -> None:
         self._shelf = PictureShelf(ray.put)
@@ -118,12 +118,13 @@ class LearnerActor:
             self._backend = make_backend(EngineHost(config, self._learner))
         return torch.get_num_threads(), self._learner.publisher.offers_adapter
 
-    def begin(self, method: str, argument: Any) -> int:
-        """Begin a step (`next_requests`) or a report (`held_out_requests`).
+    def begin(self, method: str, *arguments: Any) -> int:
+        """Begin a step (`next_requests`), a refill (`refill_requests`) or a report
+        (`held_out_requests`).
 
         Returns the number of its requests, which `requests` gives.
         """
-        self._requests = getattr(self._learner, method)(argument)
+        self._requests = getattr(self._learner, method)(*arguments)
         return len(self._requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:

@@ -1,4 +1,5 @@
-"""The learner: owns data, model and optimizer, and turns rollouts into one update per step.
+"""The learner: owns data, model and optimizer, and turns rollouts into one update per step, or
+into `training.updates_per_batch`.
 
     next_requests -> accumulate (per round) -> finish_step
 
@@ -32,10 +33,10 @@ from torch.distributed.tensor import DTensor
 
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
-from learner.algorithms.trajectories import Trajectories
+from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
 from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
 from learner.model.host_memory import NodeMemory, available_memory, in_gib, node_number
-from learner.model.optimizer import Optimizer
+from learner.model.optimizer import Optimizer, update_metrics
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.reference import load_reference
 from learner.model.sharding import load_parallel
@@ -127,9 +128,11 @@ class Learner:
             self.algorithm.fixed_images,
         )
         self.num_updates = 0
-        """Finished updates: the weights are theirs."""
+        """Steps whose updates are all finished: the weights are theirs."""
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
+        self._rows: list[Row] = []
+        """Rows of the step in progress, where they are learned more than once."""
         self._stopping = threading.Event()
         self._fingerprints_of_start: dict[str, str] = {}
         """The result of `_fingerprints`, once it was needed."""
@@ -172,6 +175,18 @@ class Learner:
         metrics.mark("draw samples", started_s)
         return requests
 
+    def refill_requests(self) -> list[Any]:
+        """Return requests in the place of this rank's groups without signal, for one more round.
+
+        Asked at most `environment.refill_rounds` times, when every group so far is learned.
+        """
+        step = self._current
+        assert isinstance(step, TrajectoryBatch), "no other step has groups of an environment"
+        started_s = time.time()
+        requests = step.refill_requests()
+        step.metrics.mark("draw again", started_s)
+        return requests
+
     def accumulate(self, answers: Sequence[Any]) -> None:
         """Check this rank's answers of one round, in position order, and learn from them.
 
@@ -188,19 +203,15 @@ class Learner:
             step.metrics.mark("learn round", started_s, answers=len(answers))
 
     def finish_step(self) -> RankReport:
-        """Learn what is left and take exactly one optimizer update."""
+        """Learn what is left and take the optimizer update, or `training.updates_per_batch`.
+
+        Behind the first update the step is not left any more for `stop`: its weights would be
+        between two steps, which no checkpoint can be of.
+        """
         with self._ranks.of_phase("finish_step"):
             step = self._current
             started_s = time.time()
-            # All ranks take the update or none does: one that leaves its rows comes to the others
-            # before it ends.
-            try:
-                learned = self._train_rows(self._last_rows())
-            except RolloutError:
-                self._ranks.meet(True)
-                raise
-            if self._ranks.meet(not learned):
-                raise self._left("finish_step")
+            self._train_last_rows(self._last_rows())
             # A step without carrying learns every sample it drew; one that carries knows only now
             # what it learned (decisions 6 and 7).
             denominator = step.plan.num_samples
@@ -210,7 +221,15 @@ class Learner:
                 # Rows were learned with weight 1 a token before the step's last rollout came; 0 of
                 # all ranks' tokens have a gradient of 0.
                 denominator = max(1, self._ranks.sum(step.metrics.num_credited))
-            update = self.optimizer.update(step.plan.step, denominator)
+            updates = [self.optimizer.update(step.plan.step, denominator)]
+            while len(updates) < self._config.training.updates_per_batch:
+                # One that is skipped leaves the weights, of which the same rows have the same
+                # gradient.
+                if updates[-1].skipped:
+                    break
+                self._train_last_rows(iter(self._rows), again=True)
+                updates.append(self.optimizer.update(step.plan.step, denominator))
+            self._rows = []
             weights: str | None = None
             if self._config.telemetry.ledger:
                 # Not a sync's: not every step has one, and its buckets are the transport's.
@@ -223,9 +242,9 @@ class Learner:
                 self._current.become_current()
             report = step.metrics.report(
                 self.publisher.version,
-                update.metrics(),
+                update_metrics(updates),
                 self._ranks.pop_spans(),
-                denominator=denominator,
+                denominator=denominator * len(updates),
                 num_carried=self._packing.num_carried,
                 weights=weights,
             )
@@ -441,8 +460,23 @@ class Learner:
         step.require_complete()
         yield from self._packing.finish_step()
 
-    def _train_rows(self, rows: Iterator[Row]) -> bool:
-        """Train on the rows, in step with the other ranks; False where a rank left after a row."""
+    def _train_last_rows(self, rows: Iterator[Row], *, again: bool = False) -> None:
+        """Train on the last rows before an update, which all ranks take or none does."""
+        # A rank that leaves its rows comes to the others before it ends.
+        try:
+            learned = self._train_rows(rows, again=again)
+        except RolloutError:
+            self._ranks.meet(True)
+            raise
+        if self._ranks.meet(not learned):
+            raise self._left("finish_step")
+
+    def _train_rows(self, rows: Iterator[Row], *, again: bool = False) -> bool:
+        """Train on the rows, in step with the other ranks; False where a rank left after a row.
+
+        `again`: behind an update. They were counted, and compared with the engine, before it.
+        """
+        keeps_rows = not again and self._config.training.updates_per_batch > 1
         channel = self._current.plan.channel
         metrics = self._current.metrics
         version = self.publisher.version
@@ -455,14 +489,20 @@ class Learner:
                 else:
                     row = self._trainer.collate(segments, channel, version=version)
                     result = self._trainer.train(row, channel)
-                    metrics.compared = self._trainer.compare(row, result, channel, metrics.compared)
-                    metrics.add_row(row, result)
+                    if again:
+                        metrics.add_losses(result)
+                    else:
+                        so_far = metrics.compared
+                        metrics.compared = self._trainer.compare(row, result, channel, so_far)
+                        metrics.add_row(row, result)
+                    if keeps_rows:
+                        self._rows.append(segments)
             except RolloutError:
                 # Found after the row's backward, where the other ranks are too.
                 self.parallel.any_of_row(True)
                 raise
             # Asked after every row, so that all ranks leave after the same one.
-            if self.parallel.any_of_row(self.is_told_to_stop):
+            if self.parallel.any_of_row(self.is_told_to_stop and not again):
                 return False
         return True
 

@@ -49,6 +49,8 @@ class StepMetrics:
         """Segments learned so far."""
         self.num_credited = 0
         """Sampled tokens that have an advantage, 0 included, so far."""
+        self.refilled: dict[int, int] = {}
+        """Rows of examples drawn in place of groups without signal, by the group's position."""
         self.compared = Compared()
         """Comparison of the engine's log-probabilities with the learner's so far."""
         self._plan = plan
@@ -159,6 +161,10 @@ class StepMetrics:
         self.totals.add("rollout/num_groups_without_signal", float(not has_signal))
         self.totals.add("rollout/num_left_out", num_left_out)
 
+    def add_refill(self, *, is_refill: bool) -> None:
+        """Count a group, where groups without signal are drawn again."""
+        self.totals.add("rollout/num_refilled", float(is_refill))
+
     def add_credited(self, num_tokens: int, *, is_masked: bool) -> None:
         """Count the tokens of a rollout that its advantage is for; none of one that is masked."""
         self.num_credited += num_tokens
@@ -175,11 +181,7 @@ class StepMetrics:
 
     def add_row(self, row: PackedRow, result: RowResult) -> None:
         """Count a row that was learned. Its losses are sums over segments."""
-        for name, value in {"loss/total": result.loss, **result.terms}.items():
-            # Not 0 + value: a sum begins with the first row's own bits.
-            self._losses[name] = self._losses[name] + value if name in self._losses else value
-        for name, mean in result.diagnostics.items():
-            self.totals.add_mean(name, mean.total, mean.num_slots)
+        self.add_losses(result)
         is_underfilled = row.num_tokens < self._min_fill_ratio * self._capacity
         ages = [self._plan.step - segment.step for segment in row.segments]
         self.num_segments += len(row.segments)
@@ -202,6 +204,14 @@ class StepMetrics:
         self.totals.add_mean("packing/learned_age", sum(ages), len(ages))
         self.totals.add_max("packing/learned_age_max", max(ages))
 
+    def add_losses(self, result: RowResult) -> None:
+        """Add what a row's forward gave, also where the row is learned again."""
+        for name, value in {"loss/total": result.loss, **result.terms}.items():
+            # Not 0 + value: a sum begins with the first row's own bits.
+            self._losses[name] = self._losses[name] + value if name in self._losses else value
+        for name, mean in result.diagnostics.items():
+            self.totals.add_mean(name, mean.total, mean.num_slots)
+
     def report(
         self,
         version: int,
@@ -217,7 +227,8 @@ class StepMetrics:
         Args:
             step_metrics: numbers of the whole step, the same on every rank.
             waits: waits for other ranks, within the spans that were marked.
-            denominator: the segments that the step's gradient was divided by.
+            denominator: what losses are divided by: the segments that the gradient of an update
+                was divided by, times the updates.
             num_carried: segments that wait for a later step.
             weights: digest of the trained weights after the update, where digests are kept.
         """
@@ -244,4 +255,6 @@ class StepMetrics:
         digests = {name: digest.hexdigest() for name, digest in self._digests.items()}
         if weights is not None:
             digests["weights"] = weights
-        return RankReport(step, channel, version, self.totals, step_metrics, spans, digests)
+        return RankReport(
+            step, channel, version, self.totals, step_metrics, spans, digests, self.refilled
+        )

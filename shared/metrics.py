@@ -50,7 +50,8 @@ REWARD_FAMILY = "reward/"
 _TABLE = """
 # The objective. Every term is a mean within its segment, then over the segments that the step
 # divides by.
-loss/total | sum | The step's loss: weighted modules, summed. What the update descends.
+loss/total | sum | The step's loss: weighted modules, summed. What the update descends. Like
+    all losses and `policy/...`, the mean over the step's updates (`training.updates_per_batch`).
 loss/token_ce | sum | Cross-entropy of supervised text tokens, in nats, unweighted by the module's
     weight.
 loss/coord_reg.coord_ce | sum | Cross-entropy within the coord vocabulary, in nats.
@@ -140,7 +141,9 @@ rollout/num_groups_without_signal | sum | Of these, those whose rewards are all 
 rollout/no_signal_share | rollout/num_groups_without_signal / rollout/num_groups | Share of groups
     without signal.
 rollout/num_left_out | sum | Rollouts of such groups that were left out
-    (`environment.drop_equal_groups`).
+    (`environment.drop_equal_groups`) or replaced (`environment.refill_rounds`).
+rollout/num_refilled | sum | Groups of further examples, among `rollout/num_groups`, that were drawn
+    in the place of one without signal; absent without `environment.refill_rounds`.
 rollout/num_masked | sum | Rollouts that were cut for their length and left out
     (`environment.drop_truncated`).
 rollout/num_compared_tokens | sum | Sampled tokens whose log-probability was compared; absent where
@@ -153,7 +156,7 @@ rollout/logprob_outlier_rate | rollout/num_logprob_outliers / rollout/num_compar
     share of the compared ones.
 # Rows.
 packing/num_segments | sum | Segments learned.
-packing/num_rows | sum | Rows: forwards.
+packing/num_rows | sum | Rows: forwards, those of the step's first update.
 packing/num_tokens | sum | Tokens of those rows.
 packing/capacity | sum | Tokens that they could have held: `global_max_length` each.
 packing/fill_ratio | packing/num_tokens / packing/capacity | How full the rows were.
@@ -168,9 +171,10 @@ optim/learning_rate | step | Of this update, for the parts of the model without 
 optim/learning_rate.vision_tower | step | Of the vision tower, where it has a rate of its own.
 optim/learning_rate.aligner | step | Of the aligner, likewise.
 optim/learning_rate.language_model | step | Of the language model, likewise.
-optim/grad_norm | step | L2 norm of the gradient before clipping; absent where it was not finite.
-optim/num_skipped | step | 1 where the update was skipped, because the gradient was not finite;
-    else 0.
+optim/grad_norm | step | L2 norm of the gradient before clipping, the mean over the step's updates;
+    absent where it was not finite.
+optim/num_skipped | step | 1 where an update was skipped, because the gradient was not finite, and
+    with it the rest of the step's; else 0.
 optim/num_skipped_in_a_row | step | Skipped updates up to this one, since the last that was not.
 # Weights.
 sync/version | step | Weight version that the sync after this step made current.
@@ -364,6 +368,9 @@ class RankReport:
     spans: tuple[Span, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of this rank's part, by the names in `DIGESTS`."""
+    refilled: Mapping[int, int] = field(default_factory=dict)
+    """Rows of the examples that took the place of groups without signal, by the position in the
+    step of the group's first rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +391,8 @@ class StepReport:
     spans: tuple[Span, ...]
     digests: Mapping[str, str] = field(default_factory=dict)
     """Hex digests of what decided the step, by the names in `DIGESTS`; empty without a ledger."""
+    refilled: Mapping[int, int] = field(default_factory=dict)
+    """As of the ranks, in the order of positions."""
 
     @property
     def number(self) -> int:
@@ -413,6 +422,7 @@ def merge_reports(reports: Sequence[RankReport]) -> StepReport:
         {**totals.as_dict(), **first.step_metrics},
         spans,
         digests,
+        dict(sorted(pair for report in reports for pair in report.refilled.items())),
     )
 
 

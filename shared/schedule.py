@@ -51,6 +51,10 @@ class RunSchedule:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.max_steps = config.training.max_steps
+        self.refill_rounds = 0
+        """Most rounds of a step in which groups without signal are drawn again."""
+        if config.environment is not None:
+            self.refill_rounds = config.environment.refill_rounds
         self.num_b_steps = num_b_steps(config)
         self._warmup_steps = warmup_steps(config)
         self._num_samples = {

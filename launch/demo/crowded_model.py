@@ -88,7 +88,8 @@ def make_crowded_model(
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
 
-    settings = {"scenes": "crowded", "seed": seed, "prompt": prompt, "tower_steps": steps}
+    settings: dict[str, str | int] = {"scenes": "crowded", "seed": seed}
+    settings |= {"prompt": prompt, "tower_steps": steps}
     return make_once(out, settings, make)
 
 

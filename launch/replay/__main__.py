@@ -32,7 +32,7 @@ from launch.runtime.resume import full_checkpoints
 from launch.runtime.saved_run import changed_config, read_run
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
-from shared.config.derive import policy_gradient
+from shared.config.derive import is_sharded, policy_gradient
 from shared.errors import ConfigError
 from shared.run_files import read_lines
 from shared.schedule import RunSchedule
@@ -136,6 +136,12 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, i
         raise ConfigError(
             "run: its rollouts of samples are learned by their rewards too (policy_gradient), and"
             " their log does not keep the log-probabilities that this needs: not replayed yet"
+        )
+    if is_sharded(config) and RunSchedule(config).refill_rounds:
+        raise ConfigError(
+            "run: its ranks hold parts of the model (learner.parallel: fsdp) and learn groups that"
+            " were drawn again (environment.refill_rounds) in rounds that plan.jsonl does not know"
+            " before: not replayed yet"
         )
     return config, 0 if checkpoint is None else states[checkpoint].step
 

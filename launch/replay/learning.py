@@ -18,7 +18,7 @@ from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.metrics import RankReport
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
-from shared.schedule import StepPlan
+from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts
 
@@ -71,6 +71,10 @@ def learn_again(
                 answers += _recorded(learner, requests, recording.logs, step.plan)
             for part in _rounds(answers, step, place.rank):
                 learner.accumulate(part)
+            for _ in range(RunSchedule(recording.config).refill_rounds):
+                # Rows of one rank do not depend on how these were cut into rounds.
+                again = learner.refill_requests()
+                learner.accumulate(_recorded(learner, again, recording.logs, step.plan))
             yield learner.finish_step()
     finally:
         learner.close()

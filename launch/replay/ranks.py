@@ -22,7 +22,7 @@ import torch
 
 from launch.replay.learning import RecordedStep, Recording, learn_again
 from learner.model.ranks import RankTopology, Rendezvous
-from shared.config.job import TimeoutsSection
+from shared.config import RunConfig
 from shared.errors import (
     CollectiveError,
     ConfigError,
@@ -33,6 +33,7 @@ from shared.errors import (
     late,
 )
 from shared.metrics import RankReport, StepReport, merge_reports
+from shared.schedule import RunSchedule
 from shared.weight_sync.transports import Device, TransportKind
 
 Reports = Generator[RankReport, None, None]
@@ -80,7 +81,7 @@ def learned_steps(
                 (endpoint,) = _answers(ranks, recording.config.timeouts.limit("start_s"))
         is_started = False
         for step in recording.steps:
-            limit = _limit(recording.config.timeouts, step, is_started=is_started)
+            limit = _limit(recording.config, step, is_started=is_started)
             is_started = True
             yield merge_reports(_answers(ranks, limit))
         # What has nothing left to say ends by itself, and in order.
@@ -141,9 +142,11 @@ def _serve(pipe: Connection, recording: Recording, place: RankTopology, work: Wo
         pipe.send(error)
 
 
-def _limit(timeouts: TimeoutsSection, step: RecordedStep, *, is_started: bool) -> Timeout:
+def _limit(config: RunConfig, step: RecordedStep, *, is_started: bool) -> Timeout:
     """Return the longest that a step may take: of the first one with all that is loaded."""
-    seconds = timeouts.learn_s * (len(step.rounds) + 1)
+    timeouts = config.timeouts
+    num_rounds = len(step.rounds) * (1 + RunSchedule(config).refill_rounds)
+    seconds = timeouts.learn_s * (num_rounds * config.training.updates_per_batch + 1)
     key = "timeouts.learn_s for each round and the update"
     if not is_started:
         return Timeout(seconds + timeouts.start_s, f"timeouts.start_s + {key}")

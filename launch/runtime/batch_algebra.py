@@ -20,6 +20,7 @@ from shared.config.derive import (
     warmup_steps,
 )
 from shared.config.run import RunConfig
+from shared.schedule import RunSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class BatchAlgebra:
     """Most rollouts of one learner rank in a round."""
     group_size: int
     """Rollouts of one example of an environment, which stay together; 1: each is by itself."""
+    refill_rounds: int
+    """Most times that the groups of a step without signal are drawn again."""
     rounds: tuple[tuple[range, ...], ...]
     """`[round][rank]`, the positions of a channel-B step that each rank learns in each round."""
     shares: tuple[tuple[int, ...], ...]
@@ -61,6 +64,8 @@ class BatchAlgebra:
     packing_window: int | None
     """Rollouts or segments after which rows are taken; None but for row rule STEP."""
     updates: int
+    """Optimizer updates of the run."""
+    updates_per_step: int
     warmup_steps: int
     """Channel-A steps before the schedule's ratio applies."""
     a_steps: int
@@ -88,7 +93,8 @@ class BatchAlgebra:
             if not self.is_rollout_aligned:
                 examples = _counted(self.raw_rollouts_per_step // self.group_size, "example")
                 factors = f"{examples} x {self.group_size} rollouts"
-            all_b = f"updates         {self.updates}, one per step, all channel B"
+            often = "one" if self.updates_per_step == 1 else f"{self.updates_per_step}"
+            all_b = f"updates         {self.updates}, {often} per step, all channel B"
             lines = [all_b, *self._describe_rounds(f" = {factors},")]
         else:
             samples = _counted(self.effective_batch_size, "sample")
@@ -100,6 +106,9 @@ class BatchAlgebra:
             ]
             if self.raw_rollouts_per_step:
                 lines += self._describe_rounds("")
+        if self.refill_rounds:
+            most = _counted(self.refill_rounds, "time")
+            lines.append(f"refill          groups without signal are drawn again, at most {most}")
         return (*lines, f"rows            {self._describe_rows()}")
 
     def _describe_rounds(self, factors: str) -> tuple[str, str]:
@@ -173,12 +182,14 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         decode_batch_size=decode_batch_size,
         chunk=chunk,
         group_size=together,
+        refill_rounds=RunSchedule(run).refill_rounds,
         rounds=tuple(rounds),
         shares=tuple(_engine_shares(run, round_, devices) for round_ in rounds),
         packing_length=run.global_max_length,
         row_rule=rows,
         packing_window=run.training.packing_window if rows is RowRule.STEP else None,
-        updates=run.training.max_steps,
+        updates=run.training.max_steps * run.training.updates_per_batch,
+        updates_per_step=run.training.updates_per_batch,
         warmup_steps=warmup_steps(run),
         a_steps=run.training.max_steps - b_steps,
         b_steps=b_steps,

@@ -94,6 +94,9 @@ class RayLearner:
         self._asking.submit(int).result()
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner")
         self._has_backends = False
+        self._updates_per_batch = 1
+        self._num_rounds = 0
+        """Rounds of the step in progress that were learned."""
         self._waits_by_nccl = False
 
     def start(
@@ -114,6 +117,7 @@ class RayLearner:
             Exception: what a rank finds wrong with them.
         """
         self._has_backends = make_backend is not None
+        self._updates_per_batch = config.training.updates_per_batch
         self.falls_back = config.rollout_matching.vllm.sync.fallback_to_full
         self._waits_by_nccl = len(topologies) > 1 and topologies[0].device is Device.CUDA
         limit = self._timeouts.limit("start_s")
@@ -130,11 +134,21 @@ class RayLearner:
     def next_requests(self, plan: StepPlan) -> PerRank:
         return self._begin("next_requests", plan)
 
+    def refill_requests(self) -> PerRank:
+        return self._begin("refill_requests")
+
     def accumulate(self, done: PerRank) -> None:
+        self._num_rounds += 1
         self._on_rollouts("accumulate", done)
 
     def finish_step(self) -> StepReport:
-        return merge_reports(self._all("finish_step", "finish_step"))
+        limit = self._timeouts.limit("learn_s")
+        # Each update behind the first learns the rows of all rounds again.
+        if again := (self._updates_per_batch - 1) * self._num_rounds:
+            key = f"{again + 1} x timeouts.learn_s (training.updates_per_batch)"
+            limit = Timeout((again + 1) * limit.seconds, key)
+        self._num_rounds = 0
+        return merge_reports(self._all("finish_step", "finish_step", limit=limit))
 
     def held_out_requests(self, step: int) -> PerRank:
         return self._begin("held_out_requests", step)
@@ -281,10 +295,10 @@ class RayLearner:
             lambda: SyncReport.of_slowest(self._wait("receive_weights", phases, asked))
         )
 
-    def _begin(self, phase: str, argument: Any) -> PerRank:
-        """Begin a step or a report. Returns references to each rank's requests."""
+    def _begin(self, phase: str, *arguments: Any) -> PerRank:
+        """Begin a step, a refill or a report. Returns references to each rank's requests."""
         # They are not waited for: the engines of the first round begin when theirs are ready.
-        asked = self._ask_all("begin", phase, argument)
+        asked = self._ask_all("begin", phase, *arguments)
         counts = self._wait(phase, self._timeouts.limit("learn_s"), asked)
 
         def ask() -> PerRank:

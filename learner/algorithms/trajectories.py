@@ -9,6 +9,12 @@ rewards: nothing is encoded or parsed.
 Example: `rollouts_per_example` 2, rewards 1 and 0. The first rollout has two calls of the model
 that extend each other: one example, one segment, whose sampled tokens have the advantage 0.5. The
 second has two calls that do not: two segments with -0.5.
+
+With `environment.refill_rounds` a step is generated in further rounds: a group without signal
+gives its place to the rollouts of another example, whose positions are those of the place plus the
+round times the step's rollouts. So their seeds are new ones, and which example a place gets in a
+round follows from the seed, the step and the round alone, whatever other places need and
+whatever rank has them.
 """
 
 from __future__ import annotations
@@ -133,6 +139,7 @@ class Trajectories:
         self._stream = SampleStream(
             examples.train, seed=config.training.seed, shuffle=config.data.shuffle
         )
+        self._num_examples = examples.train
         self._num_held_out = examples.held_out
         self._digest = f"{examples.train} {examples.held_out} {examples.digest}"
         entries = config.rollout_matching.pipeline.active(Channel.B)
@@ -158,8 +165,21 @@ class Trajectories:
         size = self.environment.rollouts_per_example
         drawn = self._stream.take(plan.num_samples // size)
         share = rank_share(plan.num_samples, self.ranks.world_size, self.ranks.rank, together=size)
-        examples = [drawn[position // size] for position in share[::size]]
-        return TrajectoryBatch(self, plan, share, examples, metrics)
+        return TrajectoryBatch(self, plan, share, drawn, metrics)
+
+    def refill_order(self, plan: StepPlan, drawn: Sequence[int]) -> list[int]:
+        """Return all examples in the order in which a step draws again.
+
+        A permutation by the run's seed and the step, in which those that the step has `drawn` come
+        last. Place `g` of `G` gets number `(round - 1) G + g`, from the beginning again at the end.
+        """
+        seed = self.config.training.seed
+        # Three numbers: the orders of epochs are of two (`SampleStream`), for which a third of 0
+        # would be the same.
+        generator = np.random.Generator(np.random.PCG64((seed, plan.step, 1)))
+        order = generator.permutation(self._num_examples)
+        is_drawn = np.isin(order, drawn)
+        return [*order[~is_drawn].tolist(), *order[is_drawn].tolist()]
 
     def held_out_requests(self, step: int) -> list[EnvironmentRequest]:
         greedy = replace(self.decode, mode=DecodeMode.GREEDY, temperature=0.0)
@@ -194,37 +214,63 @@ class Trajectories:
 
 
 class TrajectoryBatch:
-    """One step of one rank: the rollouts of `examples`, which have the positions of `share`."""
+    """One step of one rank: the rollouts that have the positions of `share`."""
 
     def __init__(
         self,
         algorithm: Trajectories,
         plan: StepPlan,
         share: range,
-        examples: list[int],
+        drawn: list[int],
         metrics: StepMetrics,
     ) -> None:
+        """`drawn`: the examples of the step, of all ranks."""
         self.plan = plan
         self.metrics = metrics
         self._algorithm = algorithm
         self._share = share
-        self._examples = examples
+        self._drawn = drawn
+        self._refill_round = 0
+        """Rounds in which groups were drawn again, so far."""
+        self._without_signal: list[int] = []
+        """Places, by the position in the step of their first rollout, that are to be refilled."""
+        self._positions = list(share)
+        """Positions of the rollouts that were asked for."""
         self._num_taken = 0
         self._num_failed = 0
         self._first_failure: EnvironmentRollout | None = None
 
     def requests(self) -> list[EnvironmentRequest]:
+        size = self._algorithm.environment.rollouts_per_example
+        places = self._share[::size]
+        return [self._request(position, self._drawn[position // size]) for position in places]
+
+    def refill_requests(self) -> list[EnvironmentRequest]:
+        """Return a request for another example in each place of a group without signal."""
         algorithm = self._algorithm
         size = algorithm.environment.rollouts_per_example
-        run_seed = algorithm.config.training.seed
+        places = self._without_signal
+        self._without_signal = []
+        first = self._refill_round * len(self._drawn)
+        self._refill_round += 1
+        order = algorithm.refill_order(self.plan, self._drawn) if places else []
         requests = []
-        for position, example in zip(self._share[::size], self._examples, strict=True):
-            group = ExampleGroup(example, range(position, position + size))
-            requests.append(
-                EnvironmentRequest(self.plan.step, (group,), algorithm.decode, run_seed)
-            )
-            self.metrics.record("requests", requests[-1])
+        for place in places:
+            example = order[(first + place // size) % len(order)]
+            position = self._refill_round * self.plan.num_samples + place
+            requests.append(self._request(position, example))
+            self._positions += range(position, position + size)
+            self.metrics.refilled[place] = example
         return requests
+
+    def _request(self, position: int, example: int) -> EnvironmentRequest:
+        algorithm = self._algorithm
+        size = algorithm.environment.rollouts_per_example
+        group = ExampleGroup(example, range(position, position + size))
+        run_seed = algorithm.config.training.seed
+        request = EnvironmentRequest(self.plan.step, (group,), algorithm.decode, run_seed)
+        self.metrics.record("requests", request)
+        return request
 
     def become_current(self) -> None:
         if self._algorithm.log is not None:
@@ -256,12 +302,18 @@ class TrajectoryBatch:
         # A group of equal rewards has advantages of 0: its rows would cost a forward for nothing.
         drops_equal = self._algorithm.environment.drop_equal_groups
         drops_truncated = self._algorithm.environment.drop_truncated
+        refill_rounds = self._algorithm.environment.refill_rounds
         differ = []
+        is_replaced = []
         is_learned = []
         for group in answers:
             rewards = [rollout.reward for rollout in group if rollout.error is None]
             differ.append(has_signal(rewards))
-            is_learned.append(differ[-1] or not drops_equal or _has_own_advantages(group))
+            teaches = differ[-1] or _has_own_advantages(group)
+            is_replaced.append(not teaches and self._refill_round < refill_rounds)
+            is_learned.append(teaches or not (drops_equal or is_replaced[-1]))
+            if is_replaced[-1]:
+                self._without_signal.append(group[0].position % self.plan.num_samples)
         learned_groups = itertools.compress(answers, is_learned)
         segments = self._algorithm.ahead.map(
             lambda rollout: list(self._segments_of(rollout)),
@@ -271,16 +323,21 @@ class TrajectoryBatch:
                 if not (drops_truncated and _is_cut(rollout))
             ),
         )
-        for group, has_differed, learned in zip(answers, differ, is_learned, strict=True):
+        kinds = zip(differ, is_replaced, is_learned, strict=True)
+        for group, (has_differed, replaced, learned) in zip(answers, kinds, strict=True):
             num_left_out = 0 if learned else len(group)
             self.metrics.add_group(has_signal=has_differed, num_left_out=num_left_out)
+            if refill_rounds:
+                self.metrics.add_refill(is_refill=self._refill_round > 0)
             for rollout in group:
                 self._take(rollout, version)
                 masked = drops_truncated and _is_cut(rollout)
                 # A group that is left out has its tokens in the step's divisor, as it has its
-                # rollouts: whether its rows are computed may change no update.
+                # rollouts: whether its rows are computed may change no update. One that is
+                # replaced is not of the step.
                 num_tokens = sum(example.num_learned for example in rollout.examples)
-                self.metrics.add_credited(0 if masked else num_tokens, is_masked=masked)
+                num_credited = 0 if masked or replaced else num_tokens
+                self.metrics.add_credited(num_credited, is_masked=masked)
                 if learned and not masked:
                     yield from next(segments)
 
@@ -288,15 +345,18 @@ class TrajectoryBatch:
         return iter(())
 
     def require_complete(self) -> None:
-        assert self._num_taken == len(self._share), (
-            f"{self._num_taken} of {len(self._share)} rollouts came back"
+        assert self._num_taken == len(self._positions), (
+            f"{self._num_taken} of {len(self._positions)} rollouts came back"
         )
         # Over all ranks: their number must not decide what ends a run.
         num_sound = self._algorithm.ranks.sum(self._num_taken - self._num_failed)
+        if num_sound:
+            return
+        num_taken = self._algorithm.ranks.sum(self._num_taken)
         first = self._first_failure
-        if first is not None and not num_sound:
+        if first is not None:
             raise RolloutError(
-                f"all {self.plan.num_samples} rollouts of step {self.plan.number} failed, the one"
+                f"all {num_taken} rollouts of step {self.plan.number} failed, the one"
                 f" at position {first.position} with: {first.error}; check the environment",
                 actor=first.actor,
                 phase="environment",
@@ -304,7 +364,8 @@ class TrajectoryBatch:
 
     def _take(self, rollout: EnvironmentRollout, version: int) -> None:
         """Check the next rollout, count it and write it down."""
-        expected = self._share.start + self._num_taken
+        assert self._num_taken < len(self._positions), "no more rollouts than were asked for"
+        expected = self._positions[self._num_taken]
         assert rollout.position == expected, (
             f"expected position {expected}, got {rollout.position}: rounds arrive in order"
         )

@@ -1,10 +1,11 @@
-"""The one optimizer update of a step."""
+"""The optimizer updates of a step: one, or `training.updates_per_batch`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -95,16 +96,18 @@ class UpdateResult:
     num_skipped_in_a_row: int = 0
     """Up to and including this update."""
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics by name; a norm that is not finite is left out."""
-        metrics = {"optim/learning_rate": self.learning_rate}
-        for part, rate in self.part_learning_rates.items():
-            metrics[f"optim/learning_rate.{part}"] = rate
-        if not self.skipped:
-            metrics["optim/grad_norm"] = self.grad_norm
-        metrics["optim/num_skipped"] = float(self.skipped)
-        metrics["optim/num_skipped_in_a_row"] = float(self.num_skipped_in_a_row)
-        return metrics
+
+def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """Return the metrics of a step's updates by name; a norm that is not finite is left out."""
+    last = updates[-1]
+    metrics = {"optim/learning_rate": last.learning_rate}
+    for part, rate in last.part_learning_rates.items():
+        metrics[f"optim/learning_rate.{part}"] = rate
+    if norms := [update.grad_norm for update in updates if not update.skipped]:
+        metrics["optim/grad_norm"] = fmean(norms)
+    metrics["optim/num_skipped"] = float(sum(update.skipped for update in updates))
+    metrics["optim/num_skipped_in_a_row"] = float(last.num_skipped_in_a_row)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class _ParameterGroup:
 
 
 class Optimizer:
-    """AdamW with a schedule over what has a gradient; `update` is called once a step.
+    """AdamW with a schedule over what has a gradient; `update` is called at the end of a step.
 
     DTensors (FSDP2) are updated like any others: each rank its part.
     """

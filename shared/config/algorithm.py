@@ -191,6 +191,10 @@ class EnvironmentSection(Section):
     drop_equal_groups: bool = False
     """Learn nothing from groups whose rewards are all equal, which have no gradient, and count them
     (`rollout/num_left_out`). The step's loss is divided by its raw rollouts all the same."""
+    refill_rounds: NonNegativeInt = 0
+    """Most times in a step that groups without signal (equal rewards, or fewer than two rollouts
+    that did not fail) are replaced by rollouts of further examples; 0: they stay. What is left
+    without signal after so many rounds stays."""
     drop_truncated: bool = False
     """Learn nothing from rollouts that were cut for their length, an answer at
     `rollout_matching.max_new_tokens` included, and count them (`rollout/num_masked`). Their rewards

@@ -38,7 +38,8 @@ class TimeoutsSection(Section):
     """A rollout or environment actor that does not answer for so long, or samples no token for an
     answer that it owes, is given up."""
     learn_s: PositiveFloat = 600.0
-    """Learning one round, or finishing a step. Also scoring, saving, and waits of ranks for each
+    """Learning one round, or finishing a step: as long again for each round that
+    `training.updates_per_batch` learns again. Also scoring, saving, and waits of ranks for each
     other."""
     sync_phase_s: PositiveFloat = 60.0
     """Each phase of a weight sync; the joining of servers has

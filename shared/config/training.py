@@ -71,7 +71,11 @@ class TrainingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, examples=[17])]
     """The run's seed: data order, initial state and, through `request_seed`, every rollout."""
     max_steps: Annotated[PositiveInt, Field(examples=[100])]
-    """Optimizer updates of the run."""
+    """Steps of the run, each of one optimizer update, or of `updates_per_batch`."""
+    updates_per_batch: PositiveInt = 1
+    """Optimizer updates that a step takes of its rollouts, between generation and sync: all of its
+    rows are learned once for each. Only under `trajectory_pg`. Schedules, weight versions and
+    checkpoints count steps, so the updates of a step have one learning rate."""
     per_device_train_batch_size: PositiveInt = 1
     """Samples per learner rank and micro-step. Under `stage2_rollout_aligned` the raw rollouts that
     enter the carry buffer before each row."""
@@ -97,7 +101,7 @@ class TrainingSection(Section):
     adam_epsilon: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Updates over which the learning rate rises linearly to its peak."""
+    """Steps over which the learning rate rises linearly to its peak."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Course of the learning rate after its warm-up, down to the floor at `max_steps`."""
     min_lr_ratio: Fraction01 = 0.0
@@ -106,7 +110,8 @@ class TrainingSection(Section):
     """Largest L2 norm of the gradient of one update; null: no clipping."""
     max_nonfinite_updates: NonNegativeInt = 0
     """Updates in a row that may be skipped, and are counted, for a gradient that is not finite; one
-    more stops the run. A skipped update leaves weights and optimizer as they are."""
+    more stops the run. A skipped update leaves weights and optimizer as they are, and is the last
+    of its step."""
     parts: PartsSection = PartsSection()
     """What is trained, and how fast."""
     packing: bool = True

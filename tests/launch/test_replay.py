@@ -121,11 +121,15 @@ OF_AN_ENVIRONMENT = {
 @pytest.fixture(scope="module")
 def played(demo_lm, tmp_path_factory):
     """A run of an environment, whose rounds of one group are stale or not within a step. Calls are
-    merged or not, a rollout fails, and advantages are divided by the deviation of the group. What
-    is learned is compared with the weights that the run started with.
+    merged or not, a rollout fails, advantages are divided by the deviation of the group, and steps
+    are of two updates. What is learned is compared with the weights that the run started with.
     """
     folder = tmp_path_factory.mktemp("replay") / "played"
-    changes = {"training__max_steps": 4, "rollout_matching__max_staleness": 1}
+    changes = {
+        "training__max_steps": 4,
+        "training__updates_per_batch": 2,
+        "rollout_matching__max_staleness": 1,
+    }
     config = trajectory_config(
         demo_lm,
         folder,
@@ -148,6 +152,15 @@ def test_a_step_of_an_environment_is_learned_again_to_the_bit(played):
     assert apart[0] == 0.0 < apart[1] < apart[3]
     assert replayed(played, 4) == {3: [], 4: []}
     assert replayed(played, 2) == {1: [], 2: []}
+
+
+def test_groups_that_were_drawn_again_are_learned_again_to_the_bit(demo_lm, tmp_path):
+    changes = {"environment__refill_rounds": 2, "training__max_steps": 2}
+    config = trajectory_config(demo_lm, tmp_path, **OF_AN_ENVIRONMENT | changes)
+    start(config, round_size=1, reward=lambda at: 0.5 if at < 8 else at % 2)
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["rollout/num_refilled"] for line in metrics] == [2, 2]
+    assert replayed(tmp_path, 2) == {1: [], 2: []}
 
 
 def test_what_an_environments_log_does_not_have_is_told(played, tmp_path):

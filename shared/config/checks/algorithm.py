@@ -143,6 +143,31 @@ def reference_kl_can_be_measured(run: RunConfig) -> Iterator[Problem]:
             yield Problem(key, wrong, "remove the key, or set estimator: top")
 
 
+def updates_have_a_ratio(run: RunConfig) -> Iterator[Problem]:
+    """Only the ratio of `policy_gradient` knows of updates since its tokens were sampled."""
+    updates = run.training.updates_per_batch
+    if updates > 1 and not run.algorithm.uses_environment:
+        variant = run.custom.trainer_variant
+        yield Problem(
+            "training.updates_per_batch",
+            f"{updates}, and {variant} learns targets, where no ratio bounds the later updates",
+            f"set it to 1, or {_SET_TRAJECTORIES}",
+        )
+
+
+def refills_are_of_one_version(run: RunConfig) -> Iterator[Problem]:
+    """What is drawn again depends on all rewards of a step, and the next may begin before them."""
+    rounds = 0 if run.environment is None else run.environment.refill_rounds
+    staleness = run.rollout_matching.max_staleness
+    if rounds and staleness:
+        yield Problem(
+            "environment.refill_rounds",
+            f"{rounds}, and rollout_matching.max_staleness {staleness} generates the next step"
+            " before it is known which groups of this one to draw again",
+            "set one of the two to 0",
+        )
+
+
 def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
     """The rollouts of a sample are compared by one rank, and all of them are of one step."""
     size = run.stage2_ab.channel_b.rollouts_per_sample

@@ -122,6 +122,8 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     algorithm.objective_has_its_input,
     algorithm.policy_gradient_agrees_with_itself,
     algorithm.reference_kl_can_be_measured,
+    algorithm.updates_have_a_ratio,
+    algorithm.refills_are_of_one_version,
     algorithm.groups_of_samples_are_whole,
     engines.staleness_has_a_queue,
     engines.adapters_can_be_sent,

@@ -61,8 +61,15 @@ CASES = {
         "stage2_ab__schedule__warmup_steps": 2,
         "model__adapter": {"kind": "lora", "rank": 4, "alpha": 8.0},
     },
+    "environment": {},
+    "environment, three updates of a step": {"training__updates_per_batch": 3},
+    "environment, drawn again": {"environment__refill_rounds": 2},
     "bfloat16 masters": {"stage2_ab__schedule__warmup_steps": 3, "model__dtype": "bfloat16"},
 }
+
+
+HOW = {"environment, drawn again": {"reward": lambda at: 0.5 if at // 4 % 2 else at % 2}}
+"""How environments answer, of some cases: here without signal in every second group."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +77,8 @@ def config_of(demo_checkpoint, demo_data, demo_lm):
     """Make the configuration of a case in this folder."""
 
     def make(case: str, folder: Path, **changes):
-        if case == "environment":
+        if case.startswith("environment"):
+            changes = CASES.get(case, {}) | changes
             keys = {
                 key: value
                 for key, value in GROUNDING.items()
@@ -97,13 +105,14 @@ def assert_same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES, "environment"])
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_interrupted_anywhere_and_resumed_has_the_ledger_of_one_that_was_not(
     case, config_of, tmp_path
 ):
     whole = tmp_path / "whole"
     count = Interruption()
-    weights = start(config_of(case, whole), count)
+    how = HOW.get(case, {})
+    weights = start(config_of(case, whole), count, **how)
     parts = tmp_path / "parts"
     starts = 0
     while True:
@@ -111,13 +120,15 @@ def test_a_run_that_is_interrupted_anywhere_and_resumed_has_the_ledger_of_one_th
         config = config_of(case, parts, resume={"run": "auto"})
         try:
             # Each start comes some events further than its checkpoint.
-            resumed_weights = start(config, Interruption(at=6 + 3 * starts))
+            resumed_weights = start(config, Interruption(at=6 + 3 * starts), **how)
             break
         except KeyboardInterrupt:
             assert starts < 40
     assert starts > 2
     assert_same(weights, resumed_weights)
     assert differences(ledger(parts), ledger(whole)) == []
+    refilled = [line for line in ledger(whole)["ledger.jsonl"] if "refilled" in line]
+    assert bool(refilled) is bool(how)
     assert not (parts / "error.txt").exists()
     # Where the run was interrupted the periodic ones are of other steps.
     best = [

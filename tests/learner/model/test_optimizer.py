@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from learner.model.optimizer import Optimizer, learning_rate_at
+from learner.model.optimizer import Optimizer, learning_rate_at, update_metrics
 from learner.model.parts import freeze_parts
 from learner.model.ranks import Ranks
 from shared.config.training import TrainingSection
@@ -125,7 +125,7 @@ def test_every_part_has_its_own_peak_on_the_same_schedule():
     updater = optimizer_of(model, **schedule, parts=parts)
     for step in range(10):
         result = learn(model, updater, step, rows=1)
-        rates, metrics = result.part_learning_rates, result.metrics()
+        rates, metrics = result.part_learning_rates, update_metrics([result])
         assert rates["vision_tower"] == pytest.approx(result.learning_rate * 0.1)
         assert rates["aligner"] == pytest.approx(result.learning_rate * 10)
         assert metrics["optim/learning_rate.aligner"] == rates["aligner"]
@@ -182,7 +182,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing_and_is_cou
     assert all(torch.equal(a, b) for a, b in zip(state, state_tensors(model, updater), strict=True))
     counts = [(result.skipped, result.num_skipped_in_a_row) for result in skipped]
     assert counts == [(True, 1), (True, 2)]
-    assert skipped[1].metrics() == {
+    assert update_metrics(skipped[1:]) == {
         "optim/learning_rate": pytest.approx(0.008),
         "optim/num_skipped": 1.0,
         "optim/num_skipped_in_a_row": 2.0,

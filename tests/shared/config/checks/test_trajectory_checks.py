@@ -62,6 +62,14 @@ MISSING = "environment: is required, and missing; add it, for example `environme
 
 # The minimal configuration of an environment with these changes, and the one line that it gives.
 REFUSED = [
+    (
+        {"environment.refill_rounds": 3, f"{MATCHING}.max_staleness": 1},
+        (
+            f"environment.refill_rounds: 3, and {MATCHING}.max_staleness 1 generates the next ..."
+            " step before it is known which groups of this one to draw again; set one of the two"
+            " to 0"
+        ),
+    ),
     ({"environment": ...}, MISSING),
     ({"environment": None}, MISSING),
     *(
@@ -270,6 +278,8 @@ ACCEPTED = [
         "environment.max_concurrent_scoring": 8,
     },
     {"environment.tool_call_parser": "hermes", "environment.drop_equal_groups": True},
+    {"environment.refill_rounds": 3, "environment.drop_equal_groups": True},
+    {"training.updates_per_batch": 4, "training.max_nonfinite_updates": 1},
     {"environment.drop_truncated": True, f"{CONFIG}.normalize": "batch"},
     {f"{CONFIG}.clip": "cispo", f"{CONFIG}.above_cap": "mask", f"{CONFIG}.ratio_cap": 3.0},
     {

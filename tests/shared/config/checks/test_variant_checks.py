@@ -187,6 +187,16 @@ def test_rollouts_that_are_matched_and_rewarded_are_of_whole_groups_and_sampled(
     assert fits(line, expected), line
 
 
+@pytest.mark.parametrize("changes", [{}, ALIGNED, STAGE1, COMPARED])
+def test_several_updates_of_targets_are_refused(changes):
+    (line,) = problems({**changes, "training.updates_per_batch": 2})
+    expected = (
+        "training.updates_per_batch: 2, and ... learns targets, where no ratio bounds the later"
+        " updates; set it to 1, or set custom.trainer_variant: trajectory_pg"
+    )
+    assert fits(line, expected), line
+
+
 @pytest.mark.parametrize(
     "changes",
     [
