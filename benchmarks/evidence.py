@@ -39,6 +39,9 @@ RESULTS = Path(__file__).parent / "results" / "evidence"
 SEED = 17
 """Of data, model and start."""
 COUNTS = {"train": 8000, "val": 128, "test": 256}
+EASY_COUNTS = {"train": 6000, "val": 64, "test": 0}
+"""Scenes of 1 to 4 digits, on which the language model learns to look at the picture."""
+EASY_UPDATES = 1000
 RATE = 1.5e-3
 EVERY = 100
 """Updates of the start between two reports."""
@@ -132,9 +135,19 @@ def main() -> None:
 
 def make_start(out: Path) -> Path:
     """Make data and model, and train until the curve is flat. Returns the best checkpoint."""
-    counts = [argument for split, n in COUNTS.items() for argument in (f"--{split}", str(n))]
-    python("launch.demo", "crowded", "--out", str(out / "data"), "--seed", str(SEED), *counts)
+    make_scenes(out / "data", COUNTS)
+    make_scenes(out / "easy", EASY_COUNTS, "--fewest", "1", "--most", "4")
     python("launch.demo", "crowded-model", "--out", str(out / "model"), "--seed", str(SEED))
+    easy = out / "start_easy"
+    if not (easy / "checkpoint").exists():
+        train(
+            "crowded_easy",
+            easy,
+            f"training.seed={SEED}",
+            f"training.max_steps={EASY_UPDATES}",
+            *data(out / "easy", "val"),
+            f"model.path={out / 'model'}",
+        )
     run = out / "start"
     curve: list[float] = []
     for updates in range(EVERY, MAX_START_UPDATES + 1, EVERY):
@@ -148,7 +161,8 @@ def make_start(out: Path) -> Path:
                 f"training.learning_rate={RATE:g}",
                 "training.lr_schedule=constant",
                 *(f"checkpoint.save_steps={EVERY}", "checkpoint.keep_best=1"),
-                *places(out, "val"),
+                *data(out / "data", "val"),
+                f"model.path={easy / 'checkpoint'}",
             )
         curve.append(class_aware_f1(report))
         print(f"start     {updates} updates: class-aware F1 {curve[-1]:.3f}", flush=True)
@@ -197,7 +211,7 @@ def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
         f"training.seed={seed}",
         f"training.max_steps={updates}",
         *arm.overrides,
-        *places(out, "test", model=False),
+        *data(out / "data", "test"),
     )
     report = run / "evaluations" / f"step_{updates:06d}"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").open()]
@@ -231,10 +245,14 @@ def pipeline(arm: Arm) -> dict[str, list[Entry]]:
     return {"objective": entries + [REWARDS_ENTRY] * arm.rewards, "diagnostics": []}
 
 
-def places(out: Path, split: str, *, model: bool = True) -> list[str]:
-    """Return the overrides that name the data, and the model of the start."""
-    data = [f"data.train={out / 'data/train.jsonl'}", f"data.val={out / 'data' / split}.jsonl"]
-    return [*data, f"model.path={out / 'model'}"] if model else data
+def make_scenes(out: Path, counts: Mapping[str, int], *options: str) -> None:
+    sizes = [argument for split, n in counts.items() for argument in (f"--{split}", str(n))]
+    python("launch.demo", "crowded", "--out", str(out), "--seed", str(SEED), *sizes, *options)
+
+
+def data(folder: Path, split: str) -> list[str]:
+    """Return the overrides that name the scenes to learn and to report on."""
+    return [f"data.train={folder / 'train.jsonl'}", f"data.val={folder / split}.jsonl"]
 
 
 def python(module: str, *arguments: str) -> None:

@@ -7,10 +7,11 @@ What exists already, made from the same arguments, is kept. `--help` behind each
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.demo.crowded import SPLITS, make_crowded_data
+from launch.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
 from launch.demo.data import DemoGeometry, make_demo_data
 from shared.prompts import DEFAULT_USER_PROMPT
 
@@ -28,7 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = f"demo data: {options.train} training and {options.val} validation scenes"
     elif options.what == "crowded":
         counts = {split: getattr(options, split) for split in SPLITS}
-        is_new = make_crowded_data(options.out, seed=options.seed, counts=counts)
+        if not 0 < options.fewest <= options.most <= MAX_DIGITS:
+            sys.exit(
+                f"--fewest and --most: 1 to {MAX_DIGITS}, got {options.fewest}, {options.most}"
+            )
+        is_new = make_crowded_data(
+            options.out,
+            seed=options.seed,
+            counts=counts,
+            fewest=options.fewest,
+            most=options.most,
+        )
         made = ", ".join(f"{number} {split}" for split, number in counts.items())
         result = f"crowded scenes ({made})"
     else:
@@ -63,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.demo", description=__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     data = commands.add_parser("data", help="scenes of handwritten digits")
-    crowded = commands.add_parser("crowded", help="6 to 14 digits among clutter; three splits")
+    crowded = commands.add_parser("crowded", help="many digits among clutter; three splits")
     model = commands.add_parser("model", help="a small random Qwen3-VL")
     crowded_model = commands.add_parser(
         "crowded-model", help="the same for crowded scenes, with a tower that has learned digits"
@@ -82,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     crowded_model.add_argument(
         "--tower-steps", type=int, default=450, help="updates of the tower; default: %(default)s"
     )
+    for option, number in (("--fewest", MIN_DIGITS), ("--most", MAX_DIGITS)):
+        crowded.add_argument(option, type=int, default=number, help="digits; default: %(default)s")
     geometries = list(DemoGeometry)
     data.add_argument(
         "--geometry",

@@ -8,8 +8,9 @@ the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -114,30 +115,47 @@ def draw(scene: Sequence[Placed]) -> Image.Image:
     return Image.fromarray(canvas).convert("RGB")
 
 
-def scenes(digits: Sequence[Digit], rng: np.random.Generator) -> Iterator[list[Placed]]:
+def scenes(
+    digits: Sequence[Digit],
+    rng: np.random.Generator,
+    *,
+    fewest: int = MIN_DIGITS,
+    most: int = MAX_DIGITS,
+) -> Iterator[list[Placed]]:
     """Yield scene after scene, without end."""
     while True:
-        yield arrange(digits, rng)
+        yield arrange(digits, rng, fewest=fewest, most=most)
 
 
-def make_crowded_data(out: Path, *, seed: int, counts: Mapping[str, int]) -> bool:
-    """Write `counts` scenes of each split into the folder `out`, as `make_once` does."""
+def make_crowded_data(
+    out: Path,
+    *,
+    seed: int,
+    counts: Mapping[str, int],
+    fewest: int = MIN_DIGITS,
+    most: int = MAX_DIGITS,
+) -> bool:
+    """Write `counts` scenes of each split into the folder `out`, as `make_once` does.
+
+    `fewest`, `most`: digits of a scene.
+    """
 
     def make(folder: Path) -> None:
         digits = load_all_digits()
         for number, split in enumerate(SPLITS):
             rng = np.random.default_rng([seed, number])
-            _write_split(folder, split, digits[SPLITS[split]], counts[split], rng)
+            of_split = scenes(digits[SPLITS[split]], rng, fewest=fewest, most=most)
+            _write_split(folder, split, islice(of_split, counts[split]))
 
-    return make_once(out, {"scenes": "crowded", "seed": seed, **counts}, make)
+    settings: dict[str, str | int] = {"scenes": "crowded", "seed": seed, **counts}
+    settings |= {"fewest": fewest, "most": most}
+    return make_once(out, settings, make)
 
 
-def _write_split(
-    folder: Path, split: str, digits: Sequence[Digit], count: int, rng: np.random.Generator
-) -> None:
+def _write_split(folder: Path, split: str, of_split: Iterable[Sequence[Placed]]) -> None:
     (folder / split).mkdir()
     with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as lines:
-        for number, scene in zip(range(count), scenes(digits, rng), strict=False):
+        for number, scene in enumerate(of_split):
             image = f"{split}/{number:05d}.png"
             draw(scene).save(folder / image)
             objects: list[dict[str, Any]] = [

@@ -86,3 +86,20 @@ def test_a_box_is_of_its_first_and_last_pixel():
     assert first_and_last == [80, 4, 103, 27]
     # Rounded outwards: bins are of 999 to 159 pixels.
     assert placed.bins() == (502, 25, 648, 170)
+
+
+def test_scenes_may_have_fewer_digits(tmp_path):
+    few = ["--fewest", "1", "--most", "3", "--train", "20", "--val", "0", "--test", "0"]
+    main(["crowded", "--out", str(tmp_path / "few"), *few])
+    rows = [json.loads(line) for line in (tmp_path / "few" / "train.jsonl").open()]
+    assert {len(row["objects"]) for row in rows} == {1, 2, 3}
+    with pytest.raises(SystemExit, match="--fewest and --most: 1 to 14, got 4, 3"):
+        main(["crowded", "--out", str(tmp_path / "none"), "--fewest", "4", "--most", "3"])
+
+
+def test_a_scene_without_room_for_its_digits_is_begun_again():
+    digits = load_all_digits()
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        crowd = crowded.arrange(digits, rng, fewest=16, most=16)
+        assert sum(bool(placed.name) for placed in crowd) == 16
