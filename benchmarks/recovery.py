@@ -32,14 +32,18 @@ LIMIT_S = 900.0
 Strike = Callable[[psutil.Process], None]
 
 
-def end_one(name: str, number: signal.Signals) -> Strike:
-    """Return what sends the signal to a process of the run with this in its command line."""
+def end_one(name: str, number: signal.Signals, *, busy: str | None = None) -> Strike:
+    """Return what sends the signal to a process of the run with this in its command line.
+
+    `busy`: what is there instead while it does something.
+    """
+    names = [name] if busy is None else [name, busy]
 
     def strike(command: psutil.Process) -> None:
         deadline = time.monotonic() + LIMIT_S
         found: list[psutil.Process] = []
         while not found:  # as where it is being started again
-            found = [one for one in command.children(recursive=True) if name in _line(one)]
+            found = [one for one in command.children(recursive=True) if _is_one(one, names)]
             if command.status() == psutil.STATUS_ZOMBIE or time.monotonic() > deadline:
                 sys.exit(f"no process of the run is called {name}")
         found[-1].send_signal(number)
@@ -56,18 +60,19 @@ FAULTS: dict[str, Strike | None] = {
     "none": None,
     "an engine is killed": end_one("EngineCore", signal.SIGKILL),
     "an engine hangs": end_one("EngineCore", signal.SIGSTOP),
-    "a rollout actor is killed": end_one("ray::EngineActor", signal.SIGKILL),
-    "a rollout actor is stopped": end_one("ray::EngineActor", signal.SIGSTOP),
+    "a rollout actor is killed": end_one("ray::EngineActor", signal.SIGKILL, busy="ray::generate"),
+    "a rollout actor is stopped": end_one("ray::EngineActor", signal.SIGSTOP, busy="ray::generate"),
     "the learner is killed": end_one("ray::LearnerActor", signal.SIGKILL),
     "the driver is killed, and the command given again": end_all,
 }
 
 
-def _line(process: psutil.Process) -> str:
+def _is_one(process: psutil.Process, names: Sequence[str]) -> bool:
     try:
-        return " ".join(process.cmdline())
+        line = " ".join(process.cmdline())
     except psutil.NoSuchProcess:
-        return ""
+        return False
+    return any(name in line for name in names)
 
 
 def job(folder: Path, steps: int, *overrides: str) -> list[str]:
