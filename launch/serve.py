@@ -103,9 +103,9 @@ class ServeOptions(Section):
     """Largest body of one call, and largest image file."""
     max_image_pixels: PositiveInt = IMAGE_PIXELS
     """Largest image, decoded: width times height."""
-    stall_s: PositiveFloat | None = 240.0
-    """Seconds without a token or any other answer from the engine after which the server ends;
-    null: never."""
+    stall_s: PositiveFloat | None = 120.0
+    """Seconds without a token or any other answer from the engine after which the server ends, but
+    for those in which a sync waits for others; null: never. Longer than any step of the engine."""
     seed: int = 0
     """Of the engine; every request brings its own."""
 

@@ -214,8 +214,13 @@ class Checkpoints:
             except StorageError as error:
                 if not saves_last:
                     raise
-                self._telemetry.gives_up_save(error)
-            patience.limit_s = patience_s
+                if writing is not None and writing.is_dir():
+                    # Of the index, which is written again below, or of what it replaces.
+                    self._telemetry.goes_on_saving(error)
+                else:
+                    self._telemetry.gives_up_save(error)
+            # The wait has taken its part of the time.
+            patience.limit_s = min(patience_s, max(0.0, deadline - time.monotonic()) / 2)
             # A save that was interrupted here went on in the learner, which is free now: it is
             # complete, or not there at all.
             complete = [
@@ -229,8 +234,7 @@ class Checkpoints:
             elif saves_last:
                 folder = self._run_dir / f"checkpoint_interrupted_{num_updates:06d}"
                 self._save_lasting(folder, num_updates, reason, deadline)
-            if self._entries():
-                self._write_index()
+            self._delete_gone()
         # Of any kind: it must not hide why the run ends.
         except Exception as error:
             self._telemetry.not_saved(error)
@@ -239,6 +243,8 @@ class Checkpoints:
         self._replaceable |= {kept.folder: kept for kept in self._retention.kept}
         if change.save is not None:
             self._finish(wait=True)
+            # Before what it replaces: an interruption in between deletes nothing.
+            self._writing = change.save
         self._gone += change.delete
         if change.save is not None:
             self._begin(change.save)
@@ -247,7 +253,6 @@ class Checkpoints:
 
     def _begin(self, folder: Path) -> None:
         """Save the present weights, and go on while they are written, if that can be."""
-        self._writing = folder
         started_s = time.monotonic()
         background = self._config.checkpoint.background
         reason = self._save(folder, self._replaceable[folder].step, background=background)
@@ -274,6 +279,7 @@ class Checkpoints:
                 lambda: self._learner.finish_save(wait=wait, timeout_s=_left_s(deadline))
             )
         except StorageError:
+            self._gone = []
             self._writing = None
             raise
         if written is not None:
@@ -282,21 +288,28 @@ class Checkpoints:
 
     def _note_whole(self, written: Sequence[Span]) -> None:
         folder = self._writing
-        self._writing = None
         # At an early end the learner may never have been asked to save it.
-        if folder is not None and folder.is_dir():
-            self._telemetry.saved(folder, written)
-            self._delete_gone()
-            self._delete_superseded()
+        if folder is None or not folder.is_dir():
+            self._gone = []
+            self._writing = None
+            return
+        self._writing = None
+        self._telemetry.saved(folder, written)
+        self._delete_gone()
+        self._delete_superseded()
 
     def _delete_gone(self) -> None:
+        """Write the index, and delete what a checkpoint that is whole has replaced.
+
+        Raises StorageError; where it is the index's, a later call deletes them.
+        """
+        for folder in self._gone:
+            self._replaceable.pop(folder, None)
+        # The index first: it never lists a checkpoint that is being deleted.
+        if self._entries() or self._gone:
+            self._write_index()
         gone = self._gone
         self._gone = []
-        for folder in gone:
-            del self._replaceable[folder]
-        # The index first: it never lists a checkpoint that is being deleted.
-        if self._replaceable or gone:
-            self._write_index()
         for folder in gone:
             _delete(folder)
 

@@ -436,6 +436,10 @@ class Telemetry:
         """Tell why a checkpoint under way is given up for the last update's own."""
         self._warn(f"{error}; it is given up, and the last update is saved without it")
 
+    def goes_on_saving(self, error: StorageError) -> None:
+        """Tell what the disk refused behind a checkpoint that is whole."""
+        self._warn(f"{error}; the last update is saved all the same")
+
     def not_saved(self, error: Exception) -> None:
         self._warn(f"the weights of this run could not be saved: {error}")
 

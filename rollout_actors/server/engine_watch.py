@@ -16,8 +16,9 @@ QUIET_S = 5.0
 class EngineWatch:
     """Notices an engine that neither samples nor answers.
 
-    An engine answers between two steps, so it may be asked whatever it is doing. A sync is left
-    alone: the engine waits for others in it, within limits that come with the offer.
+    An engine answers between two steps, so it may be asked whatever it is doing. Time does not
+    count in which it waits for others: in two phases of a sync, within limits of the offer. One
+    that answers and schedules nothing is not noticed here, only by who waits for its tokens.
     """
 
     def __init__(
@@ -45,8 +46,7 @@ class EngineWatch:
             return
         engine = self._service.engine
         now_s = self._clock_s()
-        # Nobody looked, as where this process was stopped: that time says nothing of the engine.
-        was_away = now_s - self._looked_s > QUIET_S
+        away_s = now_s - self._looked_s
         self._looked_s = now_s
         has_answered = self._answer is not None and self._answer.done()
         if has_answered:
@@ -55,9 +55,14 @@ class EngineWatch:
             self._answer.exception()
             self._answer = None
         num_tokens = engine.num_tokens
-        if num_tokens != self._num_tokens or has_answered or was_away or self._service.num_syncing:
+        if num_tokens != self._num_tokens or has_answered:
             self._num_tokens = num_tokens
             self._alive_s = now_s
+        # It waits for others, or nobody looked, as where this process was stopped: that says
+        # nothing of the engine. It is no sign of life either, or syncs that fail would hide for
+        # good that it is stuck.
+        elif away_s > QUIET_S or self._service.num_joined:
+            self._alive_s += away_s
         quiet_s = now_s - self._alive_s
         if quiet_s >= QUIET_S and self._answer is None:
             self._answer = asyncio.create_task(engine.check_alive())

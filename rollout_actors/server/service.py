@@ -210,8 +210,8 @@ class RolloutService:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
-        self.num_syncing = 0
-        """Phases of a sync under way."""
+        self.num_joined = 0
+        """Phases under way in which the engine waits for others of a group."""
         self._guard: RepeatTerminateSection | None = None
         """Rule of the requests of `infer`; None: not known."""
         self._num_guarded = 0
@@ -335,11 +335,12 @@ class RolloutService:
         # The pause has ended what was running; what was queued would be answered under the weights
         # that arrive now.
         self._num_arrivals += phase is SyncPhase.WIRE
-        self.num_syncing += 1
+        waits = phase in (SyncPhase.RENDEZVOUS, SyncPhase.WIRE)
+        self.num_joined += waits
         try:
             report = await self.engine.run_sync_phase(phase, state.offer)
         finally:
-            self.num_syncing -= 1
+            self.num_joined -= waits
         if self._sync is not state:
             raise RefusalError(409, f"the sync to version {call.version} was given up for another")
         self._sync = state.finish(phase)

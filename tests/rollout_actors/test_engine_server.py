@@ -153,14 +153,14 @@ def test_a_stuck_engine_ends_its_server_with_a_message(
     demo_checkpoint: Path, tmp_path: Path
 ) -> None:
     settings = small_settings(demo_checkpoint)
-    with serve_process([*serve_arguments(settings, port=0), "stall_s=12"], tmp_path) as one:
+    with serve_process([*serve_arguments(settings, port=0), "stall_s=30"], tmp_path) as one:
         pool = OneServer(ServerClient("server-0", one.address(), index=0, expected=settings))
         assert pool.start() == 1
         pool.close()
         _, *children = one.family()
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.suspend()
-        assert one.process.wait(60) == 1
+        assert one.process.wait(180) == 1
         assert "the engine has sampled no token and answered nothing" in one.errors.read_text()
         assert eventually(lambda: not any(child.is_running() for child in children))
 

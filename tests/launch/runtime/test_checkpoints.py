@@ -108,6 +108,15 @@ def world(tmp_path, demo_checkpoint, demo_data):
     return make
 
 
+@pytest.fixture
+def now_s(monkeypatch):
+    """The seconds of the run's clock, which stands still where a test does not move it."""
+    seconds = [0.0]
+    clock = Mock(monotonic=lambda: seconds[0])
+    monkeypatch.setattr("launch.runtime.checkpoints.time", clock)
+    return seconds
+
+
 def end(checkpoints, error):
     """The run ends early with this error, which stays what it was."""
     with pytest.raises(type(error)) as caught, checkpoints.saved_at_an_early_end():
@@ -199,7 +208,7 @@ def test_a_run_that_a_full_disk_ends_saves_elsewhere_what_it_can_and_does_not_wa
     assert "checkpoint_interrupted_000003" in refused.path
 
 
-def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(world):
+def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(world, now_s):
     world.telemetry.patience = Patience(300.0)
     checkpoints = world(save_steps=5)
     checkpoints.after_step(6)
@@ -207,8 +216,8 @@ def test_an_interrupted_run_saves_its_last_finished_update_within_a_stated_time(
     end(checkpoints, KeyboardInterrupt())
     name, _, left_s = world.writer.events[-1]
     assert (name, world.writer.stops) == ("checkpoint_interrupted_000007", [7.0])
-    assert 6.0 < left_s <= 7.0, "one limit for the learner's present row and for the writing"
-    assert 3.0 < world.telemetry.patience.limit_s <= 3.5, "and for a disk that refuses"
+    assert left_s == 7.0, "one limit for the learner's present row and for the writing"
+    assert world.telemetry.patience.limit_s == 3.5, "and for a disk that refuses"
     assert index(world.run_dir)[-1] == entry("checkpoint_interrupted_000007", 7, "interrupted")
 
 
@@ -450,7 +459,7 @@ def test_an_early_end_waits_for_what_is_written_beside_the_run(world, error, kep
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), GONE])
 def test_a_disk_that_refuses_what_is_written_beside_the_run_costs_no_save_of_the_last_update(
-    world, error
+    world, now_s, error
 ):
     world.telemetry.patience = Patience(300.0)
     checkpoints = world(save_steps=2, keep_last=1)
@@ -463,9 +472,71 @@ def test_a_disk_that_refuses_what_is_written_beside_the_run_costs_no_save_of_the
     ((given_up,),) = (call.args for call in world.telemetry.gives_up_save.call_args_list)
     assert given_up.path.endswith("step_000004")
     (*_, left_s) = world.writer.events[-1]
-    assert 6.0 < left_s <= 7.0, "the time of timeouts.interrupt_s is the last update's"
-    assert 3.0 < world.telemetry.patience.limit_s <= 3.5
+    assert left_s == 7.0, "the time of timeouts.interrupt_s is the last update's"
+    assert world.telemetry.patience.limit_s == 3.5
     assert world.telemetry.not_saved.call_args_list == []
+
+
+def test_the_wait_for_what_is_written_beside_the_run_is_no_time_of_the_last_update(world, now_s):
+    world.telemetry.patience = Patience(300.0)
+    checkpoints = world(save_steps=2)
+    checkpoints.after_step(2)
+    world.writer.finished = 3
+    finish_save = world.writer.finish_save
+
+    def finish_slowly(**limits):
+        now_s[0] += 5.0
+        return finish_save(**limits)
+
+    world.writer.finish_save = finish_slowly
+    end(checkpoints, KeyboardInterrupt())
+    (*_, left_s) = world.writer.events[-1]
+    assert left_s == 2.0
+    assert world.telemetry.patience.limit_s == 1.0, "half of what is left of it"
+
+
+@pytest.fixture
+def index_refused(world):
+    """Checkpoints whose second one is being written, with no way to write the index behind it:
+    a folder is where it is written first.
+    """
+    checkpoints = world(save_steps=2, keep_last=1)
+    checkpoints.after_step(2)
+    checkpoints.after_step(4)
+    world.writer.finished = 5
+    in_the_way = world.run_dir / "checkpoints.json.partial"
+    in_the_way.mkdir()
+    yield checkpoints, in_the_way
+    assert world.telemetry.gives_up_save.call_args_list == []
+    assert world.telemetry.not_saved.call_args_list == []
+    assert [one["step"] for one in index(world.run_dir)] == [4, 5]
+    kept = ["checkpoint_interrupted_000005", "checkpoints/step_000004"]
+    assert folders(world.run_dir) == kept, "what the whole one replaces goes behind the index"
+
+
+def test_a_whole_checkpoint_is_not_given_up_where_the_index_cannot_be_written(world, index_refused):
+    checkpoints, in_the_way = index_refused
+    world.telemetry.goes_on_saving = Mock(side_effect=lambda _: in_the_way.rmdir())
+    end(checkpoints, KeyboardInterrupt())
+    world.telemetry.goes_on_saving.assert_called_once()
+
+
+def test_a_run_that_the_index_ends_has_the_whole_checkpoint_and_the_last_update(index_refused):
+    checkpoints, in_the_way = index_refused
+    with pytest.raises(StorageError, match=r"checkpoints\.json") as caught:
+        checkpoints.after_step(5)
+    in_the_way.rmdir()
+    end(checkpoints, caught.value)
+
+
+def test_what_a_checkpoint_would_have_replaced_stays_where_its_save_was_interrupted(world):
+    checkpoints = world(save_steps=2, keep_last=1, save_on_interrupt=False, background=False)
+    checkpoints.after_step(2)
+    world.writer.interrupted = "fails"
+    with pytest.raises(KeyboardInterrupt), checkpoints.saved_at_an_early_end():
+        checkpoints.after_step(4)
+    assert [one["step"] for one in index(world.run_dir)] == [2]
+    assert folders(world.run_dir) == ["checkpoints/step_000002"]
 
 
 @pytest.mark.slow

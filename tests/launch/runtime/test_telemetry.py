@@ -155,6 +155,16 @@ def test_a_checkpoint_that_is_given_up_for_the_last_update_s_is_told_with_the_di
     assert "it is given up, and the last update is saved without it" in told
 
 
+def test_what_the_disk_refuses_behind_a_whole_checkpoint_is_told_and_given_up_is_nothing(config):
+    output = io.StringIO()
+    with placed(config, output=output) as telemetry:
+        telemetry.goes_on_saving(StorageError("run/checkpoints.json", "No space left on device"))
+    told = output.getvalue()
+    assert "cannot write run/checkpoints.json: No space left on device; free space" in told
+    assert "the last update is saved all the same" in told
+    assert "given up" not in told
+
+
 def test_a_step_in_which_an_actor_was_replaced_has_it_in_metrics_and_timeline(config):
     with placed(config) as telemetry:
         take_step(telemetry, config, 25)

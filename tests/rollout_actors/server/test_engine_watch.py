@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from counted_time import counted
@@ -13,7 +14,7 @@ from fake_server import ObedientEngine, make_offer, make_service, make_settings
 
 from rollout_actors.server.engine_watch import EngineWatch
 from rollout_actors.server.messages import SyncCall
-from shared.errors import RolloutError
+from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync.phases import SyncPhase
 
 LIMIT_S = 60.0
@@ -37,7 +38,8 @@ class Engine(ObedientEngine):
         self.samples = samples
         self.answers_after_s = answers_after_s
         self.num_asked = 0
-        self.phase_s = 0.0
+        self.phase_s: dict[SyncPhase, float] = {}
+        self.fails = False
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +50,9 @@ class Engine(ObedientEngine):
         await asyncio.sleep(self.answers_after_s(now_s()))
 
     async def run_sync_phase(self, phase, offer):
-        await asyncio.sleep(self.phase_s)
+        await asyncio.sleep(self.phase_s.get(phase, 0.0))
+        if self.fails:
+            raise WeightSyncError("late", actor="server-0", phase=phase)
 
 
 @pytest.fixture
@@ -62,16 +66,24 @@ def given_up_s(tmp_path):
         limit_s: float | None = LIMIT_S,
         *,
         away: tuple[float, float] = (0.0, 0.0),
-        syncs: bool = False,
+        sync: tuple[SyncPhase, ...] = (),
+        sync_every_s: float = LONG_S,
     ) -> float | None:
+        async def sync_again(service) -> None:
+            while True:
+                next_s = now_s() + sync_every_s
+                for phase in sync:
+                    call = SyncCall.of(phase, make_offer(), "a run")
+                    with suppress(WeightSyncError):
+                        await service.run_sync_phase(phase, call)
+                await asyncio.sleep(next_s - now_s())
+
         async def serve() -> float | None:
             service = make_service(engine, make_settings(tmp_path / "model"))
             one = EngineWatch(service, limit_s, clock_s=now_s)
             one.look()  # it is starting
             await service.start()
-            if syncs:
-                call = SyncCall.of(SyncPhase.PAUSE, make_offer(), "a run")
-                syncing = asyncio.create_task(service.run_sync_phase(SyncPhase.PAUSE, call))
+            syncing = asyncio.create_task(sync_again(service))
             while now_s() < LONG_S:
                 await asyncio.sleep(0.5)
                 try:
@@ -80,8 +92,7 @@ def given_up_s(tmp_path):
                 except RolloutError as error:
                     told.append(error.message)
                     return now_s()
-            if syncs:
-                await syncing
+            assert not syncing.done(), "no phase was refused"
             return None
 
         return counted(serve())[0]
@@ -121,11 +132,28 @@ def test_an_engine_that_samples_is_not_asked(given_up_s):
     assert engine.num_asked == 0
 
 
-def test_a_sync_under_way_has_limits_of_its_own(given_up_s):
+@pytest.mark.parametrize("phase", [SyncPhase.RENDEZVOUS, SyncPhase.WIRE])
+def test_time_in_which_a_sync_waits_for_others_does_not_count(given_up_s, phase):
     engine = Engine(answers_after_s=lambda _: LONG_S)
-    engine.phase_s = 500.0
-    second = given_up_s(engine, syncs=True)
+    engine.phase_s = {phase: 500.0}
+    second = given_up_s(engine, sync=(SyncPhase.PAUSE, SyncPhase.RENDEZVOUS, SyncPhase.WIRE))
     assert 559 <= second <= 561
+
+
+def test_syncs_that_fail_at_a_stuck_engine_do_not_hide_it(given_up_s):
+    engine = Engine(answers_after_s=lambda s: LONG_S if s > 30 else 0.0)
+    engine.phase_s = {SyncPhase.PAUSE: 62.0}
+    engine.fails = True
+    second = given_up_s(engine, sync=(SyncPhase.PAUSE,), sync_every_s=100.0)
+    assert 84 <= second <= 92
+
+
+def test_a_stuck_engine_is_noticed_between_syncs_that_wait_for_others(given_up_s):
+    engine = Engine(answers_after_s=lambda _: LONG_S)
+    engine.phase_s = {SyncPhase.WIRE: 62.0}
+    order = (SyncPhase.PAUSE, SyncPhase.RENDEZVOUS, SyncPhase.WIRE)
+    second = given_up_s(engine, sync=order, sync_every_s=100.0)
+    assert 183 <= second <= 186, "38 s behind the first one, and 22 s behind the second"
 
 
 def test_time_in_which_nobody_looked_does_not_count(given_up_s):
