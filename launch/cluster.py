@@ -49,7 +49,7 @@ from shared.config.derive import (
     server_name,
 )
 from shared.config.rollout import ServerSection
-from shared.errors import ConfigError, Timeout
+from shared.errors import ConfigError
 from shared.protocols import MakeBackend
 from shared.trajectory import ExampleCounts
 
@@ -208,7 +208,7 @@ class Cluster:
         timeouts = RolloutTimeouts.for_actors(self._config.timeouts)
         replacements = None
         if replaces_lost:
-            replacements = self._replacements(create, names, timeouts.start)
+            replacements = self._replacements(create, names, timeouts)
         return self._engines(actors, timeouts, replacements=replacements)
 
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
@@ -229,21 +229,22 @@ class Cluster:
         can_return = self._config.rollout_matching.vllm.actors.max_restarts > 0
         timeouts = RolloutTimeouts.for_servers(section, self._config.timeouts, watched=can_return)
         urls = [address.base_url for address in addresses]
-        replacements = self._replacements(create, names, timeouts.start, servers=urls)
+        replacements = self._replacements(create, names, timeouts, servers=urls)
         return self._engines(actors, timeouts, asks_next=True, replacements=replacements)
 
     def _replacements(
         self,
         create: Callable[[int, int], Any],
         names: Sequence[str],
-        start: Timeout,
+        timeouts: RolloutTimeouts,
         *,
         servers: Sequence[str] | None = None,
     ) -> Replacements | None:
         """Return what starts new actors in place of lost ones, where the run permits any."""
         if self._config.rollout_matching.vllm.actors.max_restarts == 0:
             return None
-        return Replacements(create, names, start, self._budget, servers=servers)
+        start, check = timeouts.start, timeouts.start_check
+        return Replacements(create, names, start, self._budget, check=check, servers=servers)
 
     def _engines(
         self,
@@ -298,8 +299,8 @@ class Cluster:
             )
 
         actors = [create(index) for index in range(section.num_actors)]
-        timeouts = RolloutTimeouts.for_environments(config.timeouts)
-        replacements = self._replacements(create, names, timeouts.start)
+        timeouts = RolloutTimeouts.for_environments(config.timeouts, section.teacher)
+        replacements = self._replacements(create, names, timeouts)
         environments = RolloutClient(actors, names, timeouts, replacements=replacements)
         self._ends.callback(environments.close)
         self._start(environments)

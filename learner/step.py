@@ -99,7 +99,7 @@ def train_row(
     needs = objectives.needs
     start: ReferenceValues | None = None
     if needs.reference:
-        assert reference is not None, "a run that declares reference_kl has one"
+        assert reference is not None, "`build_objectives` lets only a run that has one ask"
         # Before the forward with a gradient, whose backward then finds its own activations alone.
         top = (objectives.coord_ids_C, needs.reference_top)
         start = reference.forward(_read_reference, row, *top, sampled_under, logit_chunk)

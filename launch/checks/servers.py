@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rollout_actors.backends.http import (
     IN_THE_LEARNER,
+    STILL_LOADING,
     HttpClient,
     HttpStatusError,
     ServerAddress,
@@ -131,11 +131,15 @@ def teacher_problems(config: RunConfig, *, waits: bool) -> Iterator[str]:
     section = None if config.environment is None else config.environment.teacher
     if section is None:
         return
-    settings = TeacherSettings.from_section(section.model_copy(update={"timeout_s": INSPECT_S}))
+    settings = TeacherSettings.from_section(section)
 
     async def ask() -> None:
-        with suppress(HttpStatusError):  # which is asked again, and explained
+        try:
             await HttpClient("teacher", settings.address).get(MODELS, timeout_s=ANSWER_S)
+        except HttpStatusError as error:
+            if error.status in STILL_LOADING:
+                raise UnansweredError(f"it is loading: {error}") from error
+            # Any other is asked again, and explained.
         tokenizer = load_tokenizer(config.model.path)
         teacher = Teacher(settings, max_under_way=1)
         await teacher.require_suitable(tokenizer, config.global_max_length)

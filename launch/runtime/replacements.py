@@ -23,6 +23,8 @@ _LOGGER = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """Longest time between two looks at the same actor."""
+START_CHECK = "the engine's log for what it is loading, and the machine's free memory"
+"""What to look at where the start of an actor is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Replacements:
         start: Timeout,
         budget: RestartBudget,
         *,
+        check: str = START_CHECK,
         servers: Sequence[str] | None = None,
     ) -> None:
         """Keep what a new actor needs.
@@ -105,12 +108,12 @@ class Replacements:
         Args:
             create: `create(index, number)` makes the Ray actor of a place; its first actor was
                 number 1.
+            check: what to look at where a start is late.
             servers: URL of the server of each place; None: the actors have no servers.
         """
         self._create = create
         self._names = tuple(names)
         self._servers = servers
-        check = "the engine's log for what it is loading, and the machine's free memory"
         self._call = RayCall("start", start, check, RolloutError)
         self._budget = budget
         self._starting: dict[int, _Starting] = {}

@@ -16,9 +16,16 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from launch.runtime.learner_client import RayLearner
-from launch.runtime.replacements import Replacement, Replacements, StallWatch, ended_error
+from launch.runtime.replacements import (
+    START_CHECK,
+    Replacement,
+    Replacements,
+    StallWatch,
+    ended_error,
+)
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of, wait_for_all
 from shared.chunking import RoundPart, cut_rounds, round_chunk, round_parts
+from shared.config.algorithm import TeacherSection
 from shared.config.derive import rank_name
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
@@ -59,6 +66,8 @@ class RolloutTimeouts:
     """Limit of the phase that joins the engines to the sender; None: as of any other."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
     """What to look at where a round is late."""
+    start_check: str = START_CHECK
+    """What to look at where a start is late."""
     closed_s: float = CLOSED_S
     """Seconds for all actors together to end in order."""
 
@@ -96,10 +105,26 @@ class RolloutTimeouts:
         )
 
     @classmethod
-    def for_environments(cls, timeouts: TimeoutsSection) -> RolloutTimeouts:
-        """Return the limits over environments: an engine that is late is reported first."""
+    def for_environments(
+        cls, timeouts: TimeoutsSection, teacher: TeacherSection | None
+    ) -> RolloutTimeouts:
+        """Return the limits over environments: an engine, or a teacher, that is late is reported
+        first.
+        """
+        limits = cls.for_actors(timeouts)
+        start, start_check = limits.start, limits.start_check
+        if teacher is not None:
+            # It is waited for, and then asked about its vocabulary.
+            waits = 1 + TRIES
+            start = Timeout(
+                timeouts.start_s + waits * teacher.timeout_s,
+                f"{start.key} + {waits} x environment.teacher.timeout_s",
+            )
+            start_check = "what the environment loads, and whether the teacher answers"
         return replace(
-            cls.for_actors(timeouts),
+            limits,
+            start=start,
+            start_check=start_check,
             generate=Timeout(2 * timeouts.generate_s, "2 x timeouts.generate_s"),
             check="what the environment waits for (`py-spy dump`), and whether its rollouts, with"
             " their tools and rewards, fit the time",
@@ -176,8 +201,7 @@ class RolloutClient:
             ConfigError: not every learner rank could have a request in each round, or two
                 base_urls lead to the same server.
         """
-        check = "the engine's log for what it is loading, and the machine's free memory"
-        call = RayCall("start", self.timeouts.start, check, RolloutError)
+        call = RayCall("start", self.timeouts.start, self.timeouts.start_check, RolloutError)
         started = wait_for_all(
             call, [(name, actor.start.remote()) for name, actor in self._named()]
         )

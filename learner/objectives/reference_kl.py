@@ -58,12 +58,15 @@ class ReferenceKL:
 
     def __init__(self, weight: float, config: ReferenceKLConfig) -> None:
         self._weight = weight
+        self._is_top = config.estimator == "top"
         self.needs = LogitNeeds(sampled=True, reference=True, reference_top=config.top_tokens or 0)
 
     def __call__(self, values: RowValues, supervision: Supervision) -> ObjectiveLoss:
         reference = values.reference
         assert reference is not None
-        if values.top_logprobs_MJ is not None:
+        # Another objective may have asked for the top.
+        if self._is_top:
+            assert values.top_logprobs_MJ is not None
             assert reference.top_logprobs_MJ is not None
             divergence_M = top_kl(values.top_logprobs_MJ, reference.top_logprobs_MJ)
         else:

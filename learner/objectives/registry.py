@@ -29,6 +29,7 @@ from shared.config.pipeline import (
     ObjectiveEntry,
     PipelineSection,
     PolicyGradientEntry,
+    ReferenceKLEntry,
 )
 from shared.errors import ConfigError
 from shared.metrics import Reduction, metric_of
@@ -52,12 +53,15 @@ def build_objectives(
         coord_ids_C: int64, the token id of each bin.
 
     Raises:
-        ConfigError: an imported objective or its settings are wrong; two objectives log a term of
+        ConfigError: an imported objective or its settings are wrong; it needs the reference
+            of a `reference_kl`, and none is declared; two objectives log a term of
             the same name; a diagnostic's numbers are not in the table of metrics, so that its
             first step could not be logged.
     """
     problems: list[str] = []
     entries = pipeline.active(channel)
+    # As a run is told whether to load one.
+    has_reference = any(isinstance(one, ReferenceKLEntry) for one in pipeline.active(Channel.B))
     objectives: list[Objective] = []
     term_owners: dict[str, str] = {}
     for entry in entries:
@@ -68,6 +72,12 @@ def build_objectives(
             problems += error.problems
             continue
         objectives.append(objective)
+        needs_reference = objective.needs.reference or objective.needs.reference_top
+        if needs_reference and not has_reference:
+            problems.append(
+                f"{path}.name: {entry.name} needs the reference, and no reference_kl of channel B"
+                " is enabled; declare one, with weight 0 to measure alone"
+            )
         for term in objective.term_names:
             if term in term_owners:
                 problems.append(

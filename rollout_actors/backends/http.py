@@ -103,6 +103,10 @@ class UnansweredError(Exception):
     """No connection, a broken one, or no answer in time: the call may be tried again."""
 
 
+class LateError(UnansweredError):
+    """No answer in time."""
+
+
 class HttpStatusError(Exception):
     """An answer with an error status. A 5xx may be tried again; a 4xx would be the same again."""
 
@@ -173,7 +177,7 @@ class HttpClient:
                     method, self.address.base_url + route, content=body, headers=headers
                 )
         except TimeoutError as error:
-            raise UnansweredError(f"no answer to {route} after {timeout_s:g} s") from error
+            raise LateError(f"no answer to {route} after {timeout_s:g} s") from error
         except httpx.HTTPError as error:
             reason = f"{route}: {type(error).__name__}: {error}".rstrip(": ")
             raise UnansweredError(reason) from error

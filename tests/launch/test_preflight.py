@@ -165,8 +165,8 @@ def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(co
 def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_for(
     demo_lm, tmp_path
 ):
-    def found(url, waits=False):
-        teacher = {"base_url": url, "model": "teacher"}
+    def found(url, waits=False, **keys):
+        teacher = {"base_url": url, "model": "teacher", **keys}
         run = trajectory_config(demo_lm, tmp_path / "run", environment__teacher=teacher)
         return list(teacher_problems(run, waits=waits))
 
@@ -180,6 +180,16 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
     with serving(FakeTeacher(tokenizer, max_model_len=48).app()) as url:
         (problem,) = found(url, waits=True)
         assert problem.startswith(f"environment.teacher: {url} takes 48 tokens, and scores up to")
+    teacher = FakeTeacher(tokenizer, loads=2)
+    with serving(teacher.app()) as url:
+        assert found(url, waits=True) == []
+        (problem,) = found(url)
+        assert f"{url} does not answer (it is loading: HTTP 503: loading); launch it" in problem
+    assert teacher.bodies == []
+    # The limit of what it scores is the run's own, and no other.
+    with serving(FakeTeacher(tokenizer, troubles=[0, 0]).app()) as url:
+        (problem,) = found(url, waits=True, timeout_s=0.5)
+        assert problem.endswith("one answer fits into environment.teacher.timeout_s = 0.5 s")
 
 
 @pytest.mark.parametrize(("kind", "route"), [("rollmatch", "/health/"), ("vllm", "/health")])

@@ -23,6 +23,7 @@ from rollout_actors.backends.http import (
     STILL_LOADING,
     HttpClient,
     HttpStatusError,
+    LateError,
     ServerAddress,
     UnansweredError,
     all_answers,
@@ -43,6 +44,7 @@ NUM_PROBED = 1000
 """Token ids, from all over the vocabulary, whose texts are compared before the first rollout."""
 ROUNDING = 1e-3
 """A log-probability is above 0 by no more than this: else it is none."""
+_KEY_REMEDY = f"name the variable that holds its key in {SECTION}.token_env"
 _REMEDY = "serve the teacher by `vllm serve` of vLLM 0.32, or by `python -m launch.serve`"
 
 
@@ -184,7 +186,7 @@ class Teacher:
             except HttpStatusError as error:
                 if error.status not in STILL_LOADING:
                     if error.status == 401:
-                        remedy = f"name the variable that holds its key in {SECTION}.token_env"
+                        remedy = _KEY_REMEDY
                     why = f"answers {MODELS} with {error}; {remedy}"
                     raise self._http.error(why, "start") from error
                 last = str(error)
@@ -195,7 +197,12 @@ class Teacher:
             await asyncio.sleep(POLL_S)
 
     async def _ask(self, token_ids: Sequence[int], phase: str) -> list[_PromptToken | None]:
-        """Ask for what the teacher says of each token; None of the first. Once more on failure."""
+        """Ask for what the teacher says of each token; None of the first.
+
+        A failure is asked about once more. Where nobody is there, or the server loads, it is asked
+        until `timeout_s` is over, so that a teacher that is started again ends no run. All of it
+        takes `TRIES` times that at the most.
+        """
         body = {
             "model": self._model,
             "prompt": list(token_ids),
@@ -203,26 +210,40 @@ class Teacher:
             "max_tokens": 1,
             "temperature": 0.0,
         }
+        content = json.dumps(body).encode()
         limit_s = self._http.address.timeout_s
-        for _ in range(TRIES):
+        limit = f"{SECTION}.timeout_s = {limit_s:g} s"
+        deadline = time.monotonic() + limit_s
+        num_tries = 0
+        while True:
+            num_tries += 1
             try:
-                content = json.dumps(body).encode()
                 answer = await self._http.post(COMPLETIONS, content, timeout_s=limit_s)
             except HttpStatusError as error:
                 if error.status < 500:
-                    raise self._http.error(
-                        f"refused {len(token_ids)} token ids: {error}; check {SECTION}.model, whose"
-                        " vocabulary must be that of model.path",
-                        phase,
-                    ) from error
+                    remedy = f"check {SECTION}.model, whose vocabulary must be that of model.path"
+                    if error.status == 401:
+                        remedy = _KEY_REMEDY
+                    why = f"refused {len(token_ids)} token ids: {error}; {remedy}"
+                    raise self._http.error(why, phase) from error
+                is_away = error.status in STILL_LOADING
                 last: Exception = error
             except UnansweredError as error:
+                is_away = not isinstance(error, LateError)
                 last = error
             else:
                 return self._prompt_tokens(answer, token_ids, phase)
-        why = f"failed {TRIES} times, last with: {last}; check its own output, and that one answer"
-        limit = f"fits into {SECTION}.timeout_s = {limit_s:g} s"
-        raise self._http.error(f"{why} {limit}", phase) from last
+            is_over = time.monotonic() + POLL_S >= deadline
+            if num_tries >= TRIES and (is_over or not is_away):
+                break
+            await asyncio.sleep(POLL_S)
+        why = f"failed {num_tries} times, last with: {last}; check its own output"
+        if isinstance(last, LateError):
+            why += f", and that one answer fits into {limit}"
+        elif is_away:
+            why = f"is not there, and was waited for over {limit} (last: {last})"
+            why += "; see in its own output why it ended, and start it again"
+        raise self._http.error(why, phase) from last
 
     def _prompt_tokens(
         self, answer: bytes, token_ids: Sequence[int], phase: str

@@ -415,6 +415,13 @@ def teacher_scores_what_is_sampled(run: RunConfig) -> Iterator[Problem]:
             "true, and groups of equal rewards are learned from environment.teacher",
             "set it to false, or remove environment.teacher",
         )
+    if run.environment.refill_rounds:
+        yield Problem(
+            "environment.refill_rounds",
+            f"{run.environment.refill_rounds}, and groups of equal rewards are learned from"
+            " environment.teacher",
+            "set it to 0, or remove environment.teacher",
+        )
 
 
 def environments_have_room(run: RunConfig) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from launch.runtime.placement import Resources, plan_placement
 from launch.runtime.rollout_client import RolloutTimeouts
 from rollout_actors.backends.colocate import colocate_tensor_parallel
 from rollout_actors.engine import warm_python
+from shared.config.algorithm import TeacherSection
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ServerSection
 from shared.errors import ConfigError, Timeout
@@ -259,6 +260,18 @@ def test_a_wait_for_servers_that_ends_names_the_keys_that_bound_it(infer_s, gene
     assert timeouts.join == Timeout(240.0, f"{server}.timeout_s")
     expected = generate_s and Timeout(generate_s, f"2 x {server}.infer_timeout_s + 60")
     assert timeouts.generate == expected
+
+
+def test_a_wait_for_environments_is_longer_than_that_for_their_teacher_and_names_its_key():
+    limits_of_run = TimeoutsSection(start_s=300.0)
+    teacher = TeacherSection(base_url="http://h:1", model="m", timeout_s=100.0)
+    timeouts = RolloutTimeouts.for_environments(limits_of_run, teacher)
+    # Until it is up, and two tries to have its vocabulary.
+    key = "timeouts.start_s + 3 x environment.teacher.timeout_s"
+    assert timeouts.start == Timeout(600.0, key)
+    assert "the teacher answers" in timeouts.start_check
+    alone = RolloutTimeouts.for_environments(limits_of_run, None)
+    assert alone.start == Timeout(300.0, "timeouts.start_s")
 
 
 @pytest.mark.parametrize(

@@ -151,3 +151,19 @@ def test_two_objectives_that_log_the_same_term_are_refused(own_module):
     assert line.startswith(
         f"{PATH}.name: mine.focal_text:FocalText logs loss/token_ce, and so does "
     )
+
+
+@pytest.mark.parametrize("needs", ["reference=True", "reference_top=20"])
+def test_one_that_needs_the_reference_is_refused_where_none_is_declared(own_module, needs):
+    code = MODULE.replace("LogitNeeds(text_ce=True)", f"LogitNeeds(text_ce=True, {needs})")
+    assert code != MODULE
+    (own_module / "focal_text.py").write_text(code)
+    (line,) = problems()
+    assert line.startswith(
+        f"{PATH}.name: mine.focal_text:FocalText needs the reference, and no ref"
+    )
+    entry = {"name": "reference_kl", "enabled": True, "weight": 0.0, "channels": ["B"]}
+    pipeline = yaml.safe_load(PIPELINE)
+    pipeline["objective"].append(entry | {"config": {"estimator": "k3"}})
+    for channel in Channel:
+        build_objectives(PipelineSection.model_validate(pipeline), channel, COORD_IDS)

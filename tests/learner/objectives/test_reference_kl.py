@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -196,6 +197,30 @@ def test_beside_a_policy_gradient_loss_and_gradient_are_the_sum_of_both(config):
     assert both == pytest.approx(policy + near, abs=1e-6)
     assert terms == of_policy | of_near
     torch.testing.assert_close(gradient, policy_gradient + near_gradient, rtol=0, atol=1e-6)
+
+
+def test_the_estimator_is_the_entrys_also_where_another_objective_asks_for_the_top():
+    model, start = TableModel(0.3), TableModel()
+    reference, rows = copy_as_reference(model, start), [segments()]
+    k3, top = (
+        build_objectives(
+            PipelineSection(
+                objective=[POLICY | {"name": "reference_kl", "config": config}], diagnostics=[]
+            ),
+            Channel.B,
+            NO_COORDS,
+        )
+        for config in ({"estimator": "k3"}, {"estimator": "top", "top_tokens": 3})
+    )
+    both = replace(k3, objectives=(*k3.objectives, *top.objectives))
+    row = collate(rows[0], text_weights=NO_TEXT, rope_index=None)
+    sampled_under = Normalizer(TEMPERATURE, BANNED)
+    of_k3, of_top, of_both = (
+        train_row(model, row, objectives, sampled_under, reference=reference).loss
+        for objectives in (k3, top, both)
+    )
+    assert of_k3 != pytest.approx(of_top, rel=0.01)
+    assert of_both == pytest.approx(of_k3 + of_top, rel=1e-5)
 
 
 def test_where_the_weights_are_the_start_the_divergence_is_exactly_0():

@@ -197,14 +197,33 @@ def test_it_is_asked_for_each_example_as_far_as_it_is_learned_and_so_many_at_a_t
 
 def test_an_answer_that_fails_is_asked_for_once_more_and_then_ends_the_run() -> None:
     assert score(FakeTeacher(TOKENIZER, troubles=[500]), EXAMPLE)[0].teacher_logprobs is not None
-    again = FakeTeacher(TOKENIZER, troubles=[500, 502])
-    problem = "score on teacher: http://.* failed 2 times, last with: HTTP 502: no such luck; check"
+    again = FakeTeacher(TOKENIZER, troubles=[500, 500])
+    problem = "score on teacher: http://.* failed 2 times, last with: HTTP 500: no such luck; check"
     with pytest.raises(RolloutError, match=problem):
         score(again, EXAMPLE)
     refused = FakeTeacher(TOKENIZER, troubles=[404])
     with pytest.raises(RolloutError, match="refused 3 token ids: HTTP 404: no such luck; check"):
         score(refused, EXAMPLE)
     assert [len(one.bodies) for one in (again, refused)] == [2, 1]
+    with pytest.raises(RolloutError, match=r"HTTP 401: .* key in environment\.teacher\.token_env$"):
+        score(FakeTeacher(TOKENIZER, troubles=[401]), EXAMPLE)
+
+
+def test_a_teacher_that_is_started_again_is_waited_for_within_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_actors.environments.training.teacher.POLL_S", 0.02)
+    loads = FakeTeacher(TOKENIZER, troubles=[502, 503, 503, 504])
+    assert score(loads, EXAMPLE)[0].teacher_logprobs is not None
+    assert len(loads.bodies) == 5
+    section = TeacherSection(base_url="http://127.0.0.1:9", model="teacher", timeout_s=0.2)
+    gone = Teacher(TeacherSettings.from_section(section), max_under_way=3)
+    problem = (
+        r"score on teacher: http://127\.0\.0\.1:9 is not there, and was waited for over"
+        r" environment\.teacher\.timeout_s = 0\.2 s \(last: .*\); see in its own output why it ended"
+    )
+    with pytest.raises(RolloutError, match=problem):
+        asyncio.run(gone.score([EXAMPLE]))
 
 
 def test_an_answer_that_does_not_come_says_which_key_it_should_fit_into() -> None:

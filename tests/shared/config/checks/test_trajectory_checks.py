@@ -247,6 +247,13 @@ REFUSED = [
         ),
     ),
     (
+        {TEACHER: URL, "environment.refill_rounds": 2},
+        (
+            "environment.refill_rounds: 2, and groups of equal rewards are learned from"
+            " environment.teacher; set it to 0, or remove environment.teacher"
+        ),
+    ),
+    (
         {TEACHER: URL | {"base_url": "127.0.0.1:8000"}},
         "environment.teacher.base_url: must be an http(s) URL without query",
     ),
