@@ -5,18 +5,21 @@ in chunks and all at once.
 4,000 coord slots, all of them compared with an engine's log-probabilities, over a vocabulary of
 152,000 with a small hidden size. Each case runs in a process of its own and reports what its
 largest resident set exceeds the one before the pass by, in MB and in float32 copies of a chunk's
-logits. All logits at once are measured on a shorter row, and computed for the long one. Before
-that, losses and gradients of all of them must agree on a short row.
+logits. A last case compares each position's 20 most probable tokens with a reference's too
+(`reference_kl`, `estimator: top`). All logits at once are measured on a shorter row, and computed
+for the long one. Before that, losses and gradients of all chunk sizes must agree on a short row.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,18 +30,22 @@ from learner.objectives.base import (
     BoxSupervision,
     ChannelObjectives,
     CoordSupervision,
+    ReferenceValues,
     RowValues,
+    SampledSupervision,
     Supervision,
     TextSupervision,
 )
 from learner.objectives.coord_math import Normalizer, coord_mass, gate_of_leak
+from learner.objectives.reference_kl import ReferenceKL
 from learner.objectives.registry import build_objectives
 from learner.step import LOGIT_CHUNK, LogitsPass
-from shared.config.pipeline import Channel, PipelineSection
+from shared.config.pipeline import Channel, PipelineSection, ReferenceKLConfig
 from shared.tokens.vocabulary import NUM_BINS
 
 BANNED = (1, 2, 3, 4)
 FIRST_COORD = 10
+NUM_TOP = 20
 CHANNELS = {"enabled": True, "weight": 1.0, "channels": ["A", "B"]}
 COORD_REG = {
     "coord_ce_weight": 1.0,
@@ -137,7 +144,16 @@ def loss_of(values: RowValues, row: PackedRow, objectives: ChannelObjectives) ->
 class Case:
     """A head, hidden states and a row; `chunk` None: all logits at once."""
 
-    def __init__(self, num_positions: int, vocabulary: int, hidden: int, chunk: int | None) -> None:
+    def __init__(
+        self,
+        num_positions: int,
+        vocabulary: int,
+        hidden: int,
+        chunk: int | None,
+        *,
+        has_top: bool = False,
+    ) -> None:
+        """`has_top`: every position is also compared with a reference, by its top tokens."""
         torch.manual_seed(0)
         self.head = torch.nn.Linear(hidden, vocabulary, bias=False)
         self.hidden_ND = torch.randn(num_positions, hidden, requires_grad=True)
@@ -146,6 +162,19 @@ class Case:
             PIPELINE, Channel.B, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS)
         )
         self._chunk = chunk
+        self._reference: ReferenceValues | None = None
+        if has_top:
+            config = ReferenceKLConfig(estimator="top", top_tokens=NUM_TOP)
+            top = (*self.objectives.objectives, ReferenceKL(1.0, config))
+            self.objectives = replace(self.objectives, objectives=top)
+            at = torch.arange(num_positions)
+            ones = torch.ones(num_positions)
+            learned = SampledSupervision(at, -ones, ones, ones / num_positions, at)
+            supervision = self.row.supervision._replace(sampled=learned)
+            self.row = replace(self.row, supervision=supervision)
+            top_ids_MT = (at[:, None] + torch.arange(NUM_TOP)) % NUM_TOP + FIRST_COORD
+            top_logprobs_MJ = torch.full((num_positions, NUM_TOP + 1), -math.log(NUM_TOP + 1))
+            self._reference = ReferenceValues(-ones, top_ids_MT, top_logprobs_MJ)
 
     def backward(self) -> float:
         if self._chunk is None:
@@ -159,7 +188,7 @@ class Case:
                 self.objectives.needs,
                 Normalizer(1.0, BANNED),
                 self._chunk,
-            )(self.hidden_ND, self.row)
+            )(self.hidden_ND, self.row, self._reference)
         loss = loss_of(values, self.row, self.objectives)
         loss.backward()
         return loss.item()
@@ -180,7 +209,7 @@ def _status_bytes(name: str) -> int:
 
 
 def measure(
-    num_positions: int, vocabulary: int, hidden: int, chunk: int | None
+    num_positions: int, vocabulary: int, hidden: int, chunk: int | None, *, has_top: bool = False
 ) -> tuple[int, float]:
     """(peak bytes, seconds) in a process of its own."""
     arguments = [
@@ -196,6 +225,8 @@ def measure(
             chunk or 0,
         )
     ]
+    if has_top:
+        arguments.append("--top")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.logit_memory", *arguments],
         check=True,
@@ -206,9 +237,13 @@ def measure(
     return int(peak), float(seconds)
 
 
-def run_case(num_positions: int, vocabulary: int, hidden: int, chunk: int | None) -> None:
-    Case(24, 2000, hidden, chunk).backward()  # what torch loads on first use is no part of the pass
-    case = Case(num_positions, vocabulary, hidden, chunk)
+def run_case(
+    num_positions: int, vocabulary: int, hidden: int, chunk: int | None, *, has_top: bool
+) -> None:
+    Case(
+        24, 2000, hidden, chunk, has_top=has_top
+    ).backward()  # what torch loads on first use is no part of the pass
+    case = Case(num_positions, vocabulary, hidden, chunk, has_top=has_top)
     started = time.perf_counter()
     print(peak_bytes(case.backward), time.perf_counter() - started)
 
@@ -247,10 +282,11 @@ def main() -> None:
         type=int,
         help="measure this chunk (0: all at once) in this process, and print bytes and seconds",
     )
+    parser.add_argument("--top", action="store_true", help="in that case, with top tokens too")
     arguments = parser.parse_args()
     size = arguments.vocabulary, arguments.hidden
     if arguments.case is not None:
-        run_case(arguments.positions, *size, arguments.case or None)
+        run_case(arguments.positions, *size, arguments.case or None, has_top=arguments.top)
         return
     check(arguments.chunks)
     print(
@@ -258,11 +294,11 @@ def main() -> None:
         f" float32 on CPU; the default chunk is {LOGIT_CHUNK}"
     )
     print(f"{'positions':>10} {'chunk':>8} {'peak MB':>9} {'copies':>7} {'s':>7}")
-    for chunk in arguments.chunks:
-        peak, seconds = measure(arguments.positions, *size, chunk)
+    for chunk, has_top in [*((chunk, False) for chunk in arguments.chunks), (LOGIT_CHUNK, True)]:
+        peak, seconds = measure(arguments.positions, *size, chunk, has_top=has_top)
         print(
             f"{arguments.positions:10} {chunk:8} {peak / 1e6:9.0f}"
-            f" {peak / (4 * chunk * size[0]):7.2f} {seconds:7.1f}"
+            f" {peak / (4 * chunk * size[0]):7.2f} {seconds:7.1f}{'  with top' * has_top}"
         )
     peak, seconds = measure(arguments.plain_positions, *size, None)
     copies = peak / (4 * arguments.plain_positions * size[0])

@@ -68,7 +68,9 @@ class StepMetrics:
         """Add to a digest of the ledger (`shared.metrics.DIGESTS`).
 
         The content is told by its `repr`, and holds nothing of times, places and engines' last
-        bits: two runs of one configuration have the same.
+        bits: two runs of one configuration have the same. With `environment.teacher` alone
+        `targets` has advantages that are made of the teacher's and the engines' log-probabilities,
+        and repeats where these do to the bit.
         """
         if self._keeps_digests:
             digest = self._digests.setdefault(name, hashlib.sha256())

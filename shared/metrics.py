@@ -76,7 +76,8 @@ policy/logprob_difference | mean | Absolute difference between the learner's and
 policy/entropy | mean | Of the learner's next token, in nats, estimated from the tokens that were
     sampled.
 policy/teacher_log_ratio | mean | Log-probability of a sampled token under the teacher less the
-    engine's, in nats: minus an estimate of the reverse KL; absent without `environment.teacher`.
+    engine's, in nats: minus an estimate of the reverse KL, on average negative; absent without
+    `environment.teacher`.
 # Diagnostics.
 coord_diag/expected_bin_error | mean | Distance of the expected bin from the target, in bins, over
     supervised coord slots.

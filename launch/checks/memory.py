@@ -276,7 +276,12 @@ def _text_bytes(config: RunConfig, shape: ModelShape) -> int:
     inputs = tokens * shape.hidden
     layer = tokens * shape.layer_numbers_per_token
     numbers = _kept_for_backward(config, shape.layers, inputs, layer)
-    logits = min(LOGIT_CHUNK, tokens) * shape.vocabulary * LOGIT_BYTES
+    of_logit = LOGIT_BYTES
+    reference = reference_kl(config)
+    if reference is not None and reference.top_tokens is not None:
+        # The logits of sampled tokens once more, with a float32 copy, beside value and gradient.
+        of_logit = 2 * (BYTES[config.model.dtype] + 4)
+    logits = min(LOGIT_CHUNK, tokens) * shape.vocabulary * of_logit
     return numbers * BYTES[config.model.dtype] + logits
 
 

@@ -98,7 +98,9 @@ def read_logits(
 ) -> LogitReading:
     """Read everything that any loss needs of full-vocabulary logits.
 
-    Beside them the pass holds one float32 copy, and its backward two bytes more per logit.
+    Beside them the pass holds one float32 copy, and its backward a byte per logit for a mask and
+    the gradient in the logits' type. Where tokens are picked, the logits of these positions exist
+    once more, and in another float32 copy (benchmarks/logit_memory.py).
 
     Args:
         logits_NV: any float type.
@@ -136,14 +138,17 @@ class _ReadLogits(torch.autograd.Function):
         ctx.normalizers = normalizers
         ctx.picked = picked
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers)
         tokens_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0]
         coord_PC = logits_NV[coord_at_P[:, None], coord_ids_C]
         picked_MJ = None
+        others_M1 = None
         if picked is not None:
             picked_MK = _fenced(logits_NV[picked.at_M[:, None], picked.ids_MK])
-            others_M1 = torch.logsumexp(_others(logits_NV, picked), dim=-1, keepdim=True)
+            others_M1 = _logsumexp_(_others(logits_NV, picked))[:, None]
             picked_MJ = torch.cat([picked_MK, others_M1 * picked.normalizer.divisor], dim=1)
+        ctx.save_for_backward(
+            *(logits_NV, token_ids_N, coord_at_P, coord_ids_C, others_M1), *log_normalizers
+        )
         return _fenced(tokens_N), _fenced(coord_PC), picked_MJ, *log_normalizers
 
     @staticmethod
@@ -155,16 +160,19 @@ class _ReadLogits(torch.autograd.Function):
         picked_MJ: torch.Tensor | None,
         *normalizers_N: torch.Tensor | None,
     ) -> tuple[Any, ...]:
-        logits_NV, token_ids_N, coord_at_P, coord_ids_C, *log_normalizers = ctx.saved_tensors
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, others_M1, *log_normalizers = (
+            ctx.saved_tensors
+        )
         total_NV: torch.Tensor | None = None
         for normalizer, log_normalizer_N, gradient_N in zip(
             ctx.normalizers, log_normalizers, normalizers_N, strict=True
         ):
             if gradient_N is not None:
-                scaled_NV = _logits_under(logits_NV, normalizer)
-                share_NV = scaled_NV.sub_(log_normalizer_N[:, None]).exp_()
+                share_NV = _logits_under(logits_NV, normalizer)
+                share_NV.sub_(log_normalizer_N[:, None]).exp_()
                 share_NV.mul_((gradient_N / normalizer.divisor)[:, None])
                 total_NV = share_NV if total_NV is None else total_NV.add_(share_NV)
+                del share_NV
         if total_NV is None:
             total_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
         if tokens_N is not None:
@@ -174,8 +182,10 @@ class _ReadLogits(torch.autograd.Function):
         if picked_MJ is not None:
             picked = ctx.picked
             total_NV[picked.at_M[:, None], picked.ids_MK] += picked_MJ[:, :-1]
-            share_MV = _others(logits_NV, picked).softmax(dim=-1)
-            total_NV[picked.at_M] += share_MV.mul_(picked_MJ[:, -1:])
+            share_MV = _others(logits_NV, picked).sub_(others_M1).exp_()
+            # Not by `+=`, which copies the rows first; no position is there twice.
+            total_NV.index_add_(0, picked.at_M, share_MV.mul_(picked_MJ[:, -1:]))
+            del share_MV
         # The fence passes no gradient where it replaced the logit.
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
@@ -198,8 +208,11 @@ def _others(logits_NV: torch.Tensor, picked: PickedTokens) -> torch.Tensor:
 
 
 def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
-    """Compute `torch.logsumexp` without its two temporaries."""
-    scaled_NV = _logits_under(logits_NV, normalizer)
+    return _logsumexp_(_logits_under(logits_NV, normalizer))
+
+
+def _logsumexp_(scaled_NV: torch.Tensor) -> torch.Tensor:
+    """Compute `torch.logsumexp` without its two temporaries: [N]. Overwrites the argument."""
     largest_N = scaled_NV.amax(-1)
     return scaled_NV.sub_(largest_N[:, None]).exp_().sum(-1).log_().add_(largest_N)
 

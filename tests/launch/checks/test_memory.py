@@ -30,6 +30,7 @@ from launch.checks.memory import (
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Resources, plan_placement
 from learner.model.loading import load_model
+from learner.step import LOGIT_CHUNK
 from shared.errors import ConfigError
 from shared.weight_sync.transports import Device, TransportKind
 
@@ -398,6 +399,26 @@ def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_whil
     working = shared_device_estimate(run, shape, learner, engine, TransportKind.IPC)
     assert working.parts[BUCKETS] == 4 * shape.num_parameters
     assert working.total == 90 + 60 + 7 + 7 + 4 * shape.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_logit", "with_top"), [("bfloat16", 9, 12), ("float32", 9, 16)]
+)
+def test_the_top_of_a_reference_takes_the_logits_of_its_tokens_once_more(
+    demo_lm, tmp_path, dtype, of_logit, with_top
+):
+    shape = ModelShape.read(demo_lm)
+
+    def row_bytes(reference):
+        run = trajectory_config(demo_lm, tmp_path, reference=reference, model__dtype=dtype)
+        parts = learner_estimate(run, shape).parts
+        return parts[f"activations of a row of {run.global_max_length} tokens"], run
+
+    top = {"estimator": "top", "top_tokens": 20}
+    plain, run = row_bytes({"estimator": "k3"})
+    more = row_bytes(top)[0] - plain
+    positions = min(LOGIT_CHUNK, run.global_max_length)
+    assert more == positions * shape.vocabulary * (with_top - of_logit)
 
 
 @pytest.mark.parametrize("moves_model", [True, False])
