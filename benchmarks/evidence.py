@@ -42,9 +42,10 @@ COUNTS = {"train": 8000, "val": 128, "test": 256}
 EASY_COUNTS = {"train": 6000, "val": 64, "test": 0}
 """Scenes of 1 to 4 digits, on which the language model learns to look at the picture."""
 EASY_UPDATES = 1000
-RATE = 1.5e-3
+RATE = 6e-4
 TAUGHT = ("vision_tower", "aligner")
-"""Parts that `launch.demo crowded-model` has taught."""
+"""Parts that `launch.demo crowded-model` has taught, and that forget it at the others' rate."""
+TAUGHT_RATIO = 0.05
 EVERY = 100
 """Updates of the start between two reports."""
 MAX_START_UPDATES = 1500
@@ -84,23 +85,31 @@ _HALF = "stage2_ab.schedule.b_ratio=0.5"
 _TRIM = "rollout_matching.trim_trailing_false_positives=true"
 _SEPARATORS = "rollout_matching.supervise_separators=true"
 _GATE = "rollout_matching.maskiou_gate_schedule={start: 0.1, steps: 60}"
-LOW = f"training.learning_rate={RATE / 10:g}"
 _SFT = "custom.trainer_variant=stage1_sft"
 
+
+def rates(rate: float) -> list[str]:
+    """Return the overrides of a learning rate, and of the parts that have been taught."""
+    taught = [f"training.parts.{part}.learning_rate={rate * TAUGHT_RATIO:g}" for part in TAUGHT]
+    return [f"training.learning_rate={rate:g}", *taught]
+
+
+LOW = rates(RATE / 10)
+
 ARMS = {
-    "sft": Arm("supervised, at the start's rate", [_SFT, f"training.learning_rate={RATE:g}"]),
-    "sft_low": Arm("supervised, at a tenth of it", [_SFT, LOW]),
-    "b": Arm("channel B alone", [LOW, "stage2_ab.schedule.b_ratio=1.0"]),
-    "b_20": Arm("a fifth of the steps channel B", [LOW, "stage2_ab.schedule.b_ratio=0.2"]),
-    "b_50": Arm("half of the steps channel B", [LOW, _HALF]),
-    "trim": Arm("b_50, trailing false positives trimmed", [LOW, _HALF, _TRIM]),
-    "separators": Arm("b_50, separators supervised", [LOW, _HALF, _SEPARATORS]),
-    "names": Arm("b_50, matched names corrected", [LOW, _HALF], {"matched_desc_weight": 1.0}),
-    "gate": Arm("b_50, a gate that rises", [LOW, _HALF, _GATE]),
-    "end": Arm("b_50, the end behind mistakes weighs less", [LOW, _HALF], {"fp_end_weight": 0.25}),
-    "rewards": Arm("policy gradient alone", [LOW, *_GROUPS], rewards=True, targets=False),
-    "both": Arm("channel B and policy gradient at once", [LOW, *_GROUPS], rewards=True),
-    "sft_low_wall": Arm("sft_low, in the wall time of b_50", [_SFT, LOW], as_long_as="b_50"),
+    "sft": Arm("supervised, at the start's rate", [_SFT, *rates(RATE)]),
+    "sft_low": Arm("supervised, at a tenth of it", [_SFT, *LOW]),
+    "b": Arm("channel B alone", [*LOW, "stage2_ab.schedule.b_ratio=1.0"]),
+    "b_20": Arm("a fifth of the steps channel B", [*LOW, "stage2_ab.schedule.b_ratio=0.2"]),
+    "b_50": Arm("half of the steps channel B", [*LOW, _HALF]),
+    "trim": Arm("b_50, trailing false positives trimmed", [*LOW, _HALF, _TRIM]),
+    "separators": Arm("b_50, separators supervised", [*LOW, _HALF, _SEPARATORS]),
+    "names": Arm("b_50, matched names corrected", [*LOW, _HALF], {"matched_desc_weight": 1.0}),
+    "gate": Arm("b_50, a gate that rises", [*LOW, _HALF, _GATE]),
+    "end": Arm("b_50, the end behind mistakes weighs less", [*LOW, _HALF], {"fp_end_weight": 0.25}),
+    "rewards": Arm("policy gradient alone", [*LOW, *_GROUPS], rewards=True, targets=False),
+    "both": Arm("channel B and policy gradient at once", [*LOW, *_GROUPS], rewards=True),
+    "sft_low_wall": Arm("sft_low, in the wall time of b_50", [_SFT, *LOW], as_long_as="b_50"),
 }
 
 REWARDS_ENTRY: Entry = {
@@ -164,9 +173,7 @@ def make_start(out: Path) -> Path:
                 run,
                 f"training.seed={SEED}",
                 f"training.max_steps={updates}",
-                f"training.learning_rate={RATE:g}",
-                # They have learned already.
-                *(f"training.parts.{part}.learning_rate={RATE / 5:g}" for part in TAUGHT),
+                *rates(RATE),
                 *(f"checkpoint.save_steps={EVERY}", "checkpoint.keep_last=100"),
                 *data(out / "data", "val"),
                 f"model.path={easy / 'checkpoint'}",
