@@ -131,8 +131,8 @@ class Learner:
         """Steps whose updates are all finished: the weights are theirs."""
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
-        self._rows: list[Row] = []
-        """Rows of the step in progress, where they are learned more than once."""
+        self._rounds: list[list[Row]] = []
+        """Rows of the step in progress, where they are learned more than once, by round."""
         self._stopping = threading.Event()
         self._fingerprints_of_start: dict[str, str] = {}
         """The result of `_fingerprints`, once it was needed."""
@@ -196,6 +196,7 @@ class Learner:
             step = self._current
             started_s = time.time()
             step.metrics.add_generation(step.generation_spans(answers))
+            self._rounds.append([])
             # Lazy: rows are trained while the following segments are prepared in a thread.
             segments = step.segments(answers, version=self.publisher.version)
             if not self._train_rows(self._rows_of(segments)):
@@ -211,6 +212,7 @@ class Learner:
         with self._ranks.of_phase("finish_step"):
             step = self._current
             started_s = time.time()
+            self._rounds.append([])
             self._train_last_rows(self._last_rows())
             # A step without carrying learns every sample it drew; one that carries knows only now
             # what it learned (decisions 6 and 7).
@@ -227,9 +229,11 @@ class Learner:
                 # gradient.
                 if updates[-1].skipped:
                     break
-                self._train_last_rows(iter(self._rows), again=True)
+                # Ranks meet after each round, as they did: none waits for a whole pass of another.
+                for rows in self._rounds:
+                    self._train_last_rows(iter(rows), again=True)
                 updates.append(self.optimizer.update(step.plan.step, denominator))
-            self._rows = []
+            self._rounds = []
             weights: str | None = None
             if self._config.telemetry.ledger:
                 # Not a sync's: not every step has one, and its buckets are the transport's.
@@ -238,8 +242,6 @@ class Learner:
             # Only now: a checkpoint that is written after an interruption is of finished updates.
             self.num_updates = step.plan.step + 1
             self.steps.popleft()
-            if self.steps:
-                self._current.become_current()
             report = step.metrics.report(
                 self.publisher.version,
                 update_metrics(updates),
@@ -249,6 +251,9 @@ class Learner:
                 weights=weights,
             )
             self._state = self._state_now(report)
+            # Last: where its log cannot be written, what is saved then is all of one update.
+            if self.steps:
+                self._current.become_current()
             return report
 
     def held_out_requests(self, step: int) -> list[Any]:
@@ -496,7 +501,7 @@ class Learner:
                         metrics.compared = self._trainer.compare(row, result, channel, so_far)
                         metrics.add_row(row, result)
                     if keeps_rows:
-                        self._rows.append(segments)
+                        self._rounds[-1].append(segments)
             except RolloutError:
                 # Found after the row's backward, where the other ranks are too.
                 self.parallel.any_of_row(True)

@@ -333,11 +333,11 @@ class TrajectoryBatch:
                 self._take(rollout, version)
                 masked = drops_truncated and _is_cut(rollout)
                 # A group that is left out has its tokens in the step's divisor, as it has its
-                # rollouts: whether its rows are computed may change no update. One that is
-                # replaced is not of the step.
+                # rollouts: whether its rows are computed may not change the policy gradient. One
+                # that is replaced is not of the step.
                 num_tokens = sum(example.num_learned for example in rollout.examples)
                 num_credited = 0 if masked or replaced else num_tokens
-                self.metrics.add_credited(num_credited, is_masked=masked)
+                self.metrics.add_credited(num_credited, is_masked=masked and not replaced)
                 if learned and not masked:
                     yield from next(segments)
 

@@ -189,8 +189,8 @@ class EnvironmentSection(Section):
     """Rollouts of each drawn example: the group whose mean reward is taken off the reward of each.
     Steps, and the learner ranks' parts of them, have whole groups."""
     drop_equal_groups: bool = False
-    """Learn nothing from groups whose rewards are all equal, which have no gradient, and count them
-    (`rollout/num_left_out`). The step's loss is divided by its raw rollouts all the same."""
+    """Learn nothing from groups whose rewards are all equal, with advantages of 0, and count
+    them (`rollout/num_left_out`). The step's loss is divided by its raw rollouts all the same."""
     refill_rounds: NonNegativeInt = 0
     """Most times in a step that groups without signal (equal rewards, or fewer than two rollouts
     that did not fail) are replaced by rollouts of further examples; 0: they stay. What is left

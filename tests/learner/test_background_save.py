@@ -153,9 +153,9 @@ def test_the_copy_holds_each_tensor_once_and_so_much_memory_is_asked_for(
         monkeypatch.setattr(
             "learner.learner.available_memory", lambda available=available: available
         )
-        reason = learner.save(tmp_path / "again", "{}", background=True)
+        reason = learner.save(tmp_path / f"room {has_room}", "{}", background=True)
         assert (reason is None) is has_room
-    learner.finish_save(wait=True)
+        learner.finish_save(wait=True)
 
 
 def test_only_a_tensor_of_the_same_elements_gets_the_copy_that_there_is():

@@ -175,7 +175,7 @@ def test_an_environment_with_few_examples_has_them_drawn_again(config):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_draw_again_what_one_draws_and_take_its_update(two_ranks, config, parallel):
     changes = {"training__effective_batch_size": 4 * GROUP, "training__adam_epsilon": 1e-2}
-    job = (trajectory_jobs.learn, 1, 1, (), trajectory_jobs.flat_at_first)
+    job = (trajectory_jobs.learn, 1, 1, (), False, trajectory_jobs.flat_at_first)
     alone = job[0](ALONE, None, config(**changes), *job[1:])
     ranks = two_ranks.run(
         job[0], config(learner__world_size=2, learner__parallel=parallel, **changes), *job[1:]
