@@ -37,7 +37,7 @@ from shared.records import GeometryKind, Sample
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "evidence"
 SEED = 17
-"""Of data, model and start."""
+"""The seed of data, model and start."""
 COUNTS = {"train": 8000, "val": 128, "test": 256}
 EASY_COUNTS = {"train": 6000, "val": 64, "test": 0}
 """Scenes of 1 to 4 digits, on which the language model learns to look at the picture."""
@@ -73,7 +73,7 @@ class Arm:
     targets: bool = True
     """Matched and appended tokens are learned."""
     as_long_as: str | None = None
-    """So many updates as fit into the wall time of that arm's, by the same seed."""
+    """Name of another arm: take as many updates as fit into its wall time with the same seed."""
 
 
 _GROUPS = (
@@ -110,20 +110,6 @@ ARMS = {
     "rewards": Arm("policy gradient alone", [*LOW, *_GROUPS], rewards=True, targets=False),
     "both": Arm("channel B and policy gradient at once", [*LOW, *_GROUPS], rewards=True),
     "sft_low_wall": Arm("sft_low, in the wall time of b_50", [_SFT, *LOW], as_long_as="b_50"),
-}
-
-REWARDS_ENTRY: Entry = {
-    "name": "policy_gradient",
-    "enabled": True,
-    "weight": 1.0,
-    "channels": ["B"],
-    "config": {
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "ratio_cap": 2.0,
-        "normalize": "constant",
-        "advantage_std": True,
-    },
 }
 
 
@@ -249,14 +235,22 @@ def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
 
 def pipeline(arm: Arm) -> dict[str, list[Entry]]:
     """Return the objectives of an arm: those of `objective=boxes`, changed."""
-    boxes = yaml.safe_load((ROOT / "conf" / "objective" / "boxes.yaml").read_text())
-    entries: list[Entry] = boxes["objective"]
+    entries = objectives("boxes")
     for entry in entries:
         if entry["name"] == "token_ce":
             entry["config"].update(arm.token_ce)
         if not arm.targets:
             entry["weight"] = 0.0
-    return {"objective": entries + [REWARDS_ENTRY] * arm.rewards, "diagnostics": []}
+    if arm.rewards:
+        entries += objectives("policy_gradient_constant")
+    return {"objective": entries, "diagnostics": []}
+
+
+def objectives(name: str) -> list[Entry]:
+    """Return the entries of `objective=NAME`."""
+    text = (ROOT / "conf" / "objective" / f"{name}.yaml").read_text()
+    entries: list[Entry] = yaml.safe_load(text)["objective"]
+    return entries
 
 
 def make_scenes(out: Path, counts: Mapping[str, int], *options: str) -> None:
@@ -310,8 +304,8 @@ def class_aware_f1(report: Path) -> float:
 
 
 FIGURES = ("ground_truth", "found", "any50", "named50", "any75", "named75", "doubled")
-"""Of a picture: true objects, found objects, pairs by IoU 0.5 and 0.75 whatever the name and with
-the same name, and found objects that are another picture of a true one that has a pair."""
+"""The counts of a picture: true objects; found objects; pairs at IoU 0.5, whatever the name and
+with equal names; the same at 0.75; found objects without a pair that lie on a true one."""
 
 
 def picture_counts(data: Path, predictions: Path) -> list[list[int]]:

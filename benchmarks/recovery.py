@@ -35,7 +35,7 @@ Strike = Callable[[psutil.Process], None]
 def end_one(name: str, number: signal.Signals, *, busy: str | None = None) -> Strike:
     """Return what sends the signal to a process of the run with this in its command line.
 
-    `busy`: what is there instead while it does something.
+    `busy`: Ray shows this instead of the name while the process does something.
     """
     names = [name] if busy is None else [name, busy]
 

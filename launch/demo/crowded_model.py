@@ -35,7 +35,7 @@ MIN_LR_RATIO = 0.05
 
 
 class DenseLabels(NamedTuple):
-    """What lies under every image token of a scene, in the order of the tokens."""
+    """The labels of a scene's image tokens, in their order."""
 
     digit: np.ndarray
     """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""

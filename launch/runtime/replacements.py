@@ -24,7 +24,7 @@ _LOGGER = logging.getLogger(__name__)
 LOOK_S = 5.0
 """Longest time between two looks at the same actor."""
 START_CHECK = "the engine's log for what it is loading, and the machine's free memory"
-"""What to look at where the start of an actor is late."""
+"""The end of the message of a start that is late: things to look at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,9 +65,9 @@ class RolloutTimeouts:
     join: Timeout | None = None
     """Limit of the phase that joins the engines to the sender; None: as of any other."""
     check: str = "the engine's log, and whether max_new_tokens times the share fits the time"
-    """What to look at where a round is late."""
+    """The end of the message of a round that is late: things to look at."""
     start_check: str = START_CHECK
-    """What to look at where a start is late."""
+    """The same for a start."""
     closed_s: float = CLOSED_S
     """Seconds for all actors together to end in order."""
 

@@ -33,7 +33,7 @@ class Reference:
     copy: Any | None
     """The second model, frozen; None with an adapter."""
     parallel: Parallel
-    """Of the one that computes."""
+    """The sharding of the model that computes: the copy, or the learner's."""
 
     def forward(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return `function(model, *arguments)`, which is one forward, without gradient.

@@ -248,7 +248,7 @@ class ReferenceKLConfig(Section):
     """How a token's divergence is measured: from the token that was sampled (`k3`), or summed over
     the tokens that are most probable to the reference, with all others as one (`top`)."""
     top_tokens: PositiveInt | None = None
-    """How many tokens `top` sums over; required there, and without effect beside `k3`."""
+    """Tokens that `top` sums over; required there, and refused beside `k3`."""
 
 
 class ReferenceKLEntry(PipelineEntry):

@@ -156,7 +156,7 @@ def updates_have_a_ratio(run: RunConfig) -> Iterator[Problem]:
 
 
 def refills_are_of_one_version(run: RunConfig) -> Iterator[Problem]:
-    """What is drawn again depends on all rewards of a step, and the next may begin before them."""
+    """A refill depends on all rewards of a step, and a stale next step begins before them."""
     rounds = 0 if run.environment is None else run.environment.refill_rounds
     staleness = run.rollout_matching.max_staleness
     if rounds and staleness:
