@@ -34,7 +34,7 @@ from launch.runtime.start_up import StartUp
 from launch.runtime.sweep import is_sweep, run_trial
 from shared.config import RunConfig
 from shared.config.derive import EngineLocation, engine_devices, engines_in, remarks
-from shared.errors import CollectiveError, ConfigError, LostLearnerError
+from shared.errors import CollectiveError, ConfigError, LostLearnerError, LostStartError
 
 if TYPE_CHECKING:
     from launch.runtime.replacements import RestartBudget
@@ -51,7 +51,8 @@ def main(composed: DictConfig) -> None:
 
 
 def run_job(config: RunConfig, console: Console) -> None:
-    """Run; where the learner is lost and `resume.automatic` permits it, start again and go on.
+    """Run; where the learner or a start is lost and `resume.automatic` permits it, start again and
+    go on.
 
     What a start wrote to `error.txt` stays, as `error_1.txt` and so on. Raises what ends a run for
     good.
@@ -61,7 +62,7 @@ def run_job(config: RunConfig, console: Console) -> None:
         try:
             run(config, console)
         # Its own errors, such as a loss that is not finite, would come again to the bit.
-        except (LostLearnerError, CollectiveError) as error:
+        except (LostLearnerError, CollectiveError, LostStartError) as error:
             if not config.resume.automatic:
                 raise
             from launch.runtime.replacements import RestartBudget
@@ -69,6 +70,8 @@ def run_job(config: RunConfig, console: Console) -> None:
             budget = budget or RestartBudget(config.rollout_matching.vllm.actors)
             if not budget.take():
                 message = f"{error.message}; {budget.refusal('the job is not started again')}"
+                if isinstance(error, LostStartError):
+                    raise LostStartError(message, actor=error.actor, phase="start") from error
                 raise LostLearnerError(message, phase=error.phase) from error
             why = " ".join(str(error).split())
             details = _keep_story(config.telemetry.run_dir)

@@ -15,6 +15,7 @@ import ray
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
+from shared.fate import end_with_parent
 from shared.protocols import MakeBackend, RolloutBackend
 from shared.rollouts import Rollout, SyncReport, WeightOffer
 from shared.run_files import Span
@@ -88,6 +89,7 @@ class LearnerActor:
     """Requests of the step, the refill or the report that was begun last."""
 
     def __init__(self) -> None:
+        end_with_parent()
         self._shelf = PictureShelf(ray.put)
 
     def open_rendezvous(self, config: RunConfig) -> str:

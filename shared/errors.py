@@ -148,6 +148,10 @@ class UnreachableError(RolloutError):
     """
 
 
+class LostStartError(RolloutError):
+    """An actor was killed while it started, or is late: another start may go better."""
+
+
 class LostRoundError(RolloutError):
     """Nobody is left to answer a round. New engines are starting: it may be asked again behind a
     sync of the weights that it is of.

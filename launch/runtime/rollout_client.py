@@ -32,6 +32,7 @@ from shared.config.rollout import ServerSection
 from shared.errors import (
     ConfigError,
     LostRoundError,
+    LostStartError,
     RolloutError,
     Timeout,
     UnreachableError,
@@ -194,19 +195,38 @@ class RolloutClient:
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="rollout-client")
 
     def start(self) -> None:
-        """Start every engine at once and wait for all.
+        """Start every engine at once and wait for all. One that is killed meanwhile is replaced.
 
         Raises:
-            RolloutError: phase "start".
+            RolloutError: phase "start"; a LostStartError where another start may go better.
             ConfigError: not every learner rank could have a request in each round, or two
                 base_urls lead to the same server.
         """
-        call = RayCall("start", self.timeouts.start, self.timeouts.start_check, RolloutError)
-        started = wait_for_all(
-            call, [(name, actor.start.remote()) for name, actor in self._named()]
+        timeouts = self.timeouts
+        call = RayCall(
+            "start", timeouts.start, timeouts.start_check, RolloutError, gone=LostStartError
         )
-        self.devices = tuple(devices for devices, _ in started)
-        _require_several([process for _, process in started])
+        deadline = call.deadline()
+        waiting = {actor.start.remote(): index for index, actor in enumerate(self.actors)}
+        devices: dict[int, int] = {}
+        processes = [""] * len(self.actors)
+        while waiting:
+            answer = next_ready(dict.fromkeys(waiting, deadline))
+            if answer is None:
+                # Not replaced: a limit that is too short for the model is late as often as it is
+                # tried.
+                names = [self.names[index] for index in waiting.values()]
+                raise replace(call, error=LostStartError).timeout_error(names)
+            index = waiting.pop(answer)
+            try:
+                devices[index], processes[index] = result_of(call, self.names[index], answer)
+            except LostStartError as error:
+                if self._replacements is None:
+                    raise
+                self._replacements.lose(index, self.actors[index], error)
+        devices |= self._take_over()
+        self.devices = tuple(devices[index] for index in range(len(self.actors)))
+        _require_several(processes)
         try:
             self._chunk()
         except ValueError as error:
@@ -437,17 +457,25 @@ class RolloutClient:
 
     def _join(self) -> bool:
         """Take the new actors over, once they are ready; return whether there are any."""
-        joined = {} if self._replacements is None else self._replacements.join()
-        actors = list(self.actors)
-        for index, (actor, num_devices) in joined.items():
+        joined = self._take_over()
+        for index, num_devices in joined.items():
             if num_devices != self.devices[index]:
                 had = f"{self.devices[index]}, on which rounds and process groups are built"
                 why = f"came back with {num_devices} rollout devices and had {had}"
                 message = f"{why}; start it as before, and go on with `resume=RUN`"
                 raise RolloutError(message, actor=self.names[index], phase="start")
+        return bool(joined)
+
+    def _take_over(self) -> dict[int, int]:
+        """Wait for the actors that are being started, and put them in their places; return their
+        rollout devices, by place.
+        """
+        joined = {} if self._replacements is None else self._replacements.join()
+        actors = list(self.actors)
+        for index, (actor, _) in joined.items():
             actors[index] = actor
         self.actors = tuple(actors)
-        return bool(joined)
+        return {index: num_devices for index, (_, num_devices) in joined.items()}
 
     def _send(self, part: RoundPart, round_: PerRank, deadline: float) -> _SentPart:
         objects, places = in_objects(round_[part.rank][part.requests.start : part.requests.stop])

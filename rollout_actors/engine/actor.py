@@ -19,6 +19,7 @@ from rollout_actors.engine.left_over import EngineProcesses
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.engine.vllm_import import explained_import
 from shared.errors import RolloutError
+from shared.fate import end_with_parent
 from shared.protocols import WatchedEngine
 from shared.rollouts import Rollout, SyncReport, WeightOffer
 from shared.sent_requests import SentRequests
@@ -62,6 +63,7 @@ class EngineActor:
     """
 
     def __init__(self, make_engine: MakeEngine) -> None:
+        end_with_parent()
         # Made here: vLLM is then imported while the learner loads. Its error is raised by `start`,
         # because of one in a constructor Ray tells the driver a traceback, and no type.
         self._failure: RolloutError | None = None

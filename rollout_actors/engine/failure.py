@@ -127,6 +127,14 @@ class EngineFailures:
             return self.of_end({name: int(code) for name, code in EXIT_CODES.findall(text)})
         return f"{type(error).__name__}: {error}", ""
 
+    def was_killed(self, error: Exception) -> bool:
+        """Return whether this error of a start says that a process ended, by none of its own."""
+        text = str(error)
+        codes = [int(code) for _, code in EXIT_CODES.findall(text)]
+        return (
+            PROCESS_ENDED in text and self.first_cause() is None and all(code < 0 for code in codes)
+        )
+
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:
         """Return why the engine's process has ended, and the whole story.
 

@@ -34,7 +34,7 @@ from rollout_actors.engine.vllm_io import (
 from rollout_actors.repeat_guard.rule import engine_rule, guard_call, require_guard
 from rollout_actors.weight_sync.adapters import AdapterLoader
 from rollout_actors.weight_sync.receiver import TransferGroup, WeightReceiver
-from shared.errors import RolloutError
+from shared.errors import LostStartError, RolloutError
 from shared.protocols import CLOSE_S
 from shared.rollouts import Rollout, RolloutRequest, SyncReport, WeightOffer
 from shared.tokens.repeat_guard import RepeatGuardSettings, RepeatRule
@@ -86,7 +86,8 @@ class VllmEngine:
         """Load the model, which blocks this event loop for 10 s or more. Returns the devices.
 
         The environment must hold `engine_environment(settings)` already. Raises RolloutError with
-        vLLM's reason, or where the repeat guard is configured and not active.
+        vLLM's reason, a LostStartError where its process was killed, or where the repeat guard is
+        configured and not active.
         """
         os.environ.update(self._failures.environment)
         if self._processes is not None:
@@ -98,10 +99,9 @@ class VllmEngine:
             )
         except Exception as error:  # vLLM has no class of its own for a bad model or machine
             reason, story = self._failures.of_error(error)
+            kind = LostStartError if self._failures.was_killed(error) else RolloutError
             self._failures.remove()
-            failure = RolloutError(
-                f"the engine did not start: {reason}", actor=self.name, phase="start"
-            )
+            failure = kind(f"the engine did not start: {reason}", actor=self.name, phase="start")
             # Not in the message: it is for error.txt.
             failure.add_note(story)
             raise failure from error

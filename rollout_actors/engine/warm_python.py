@@ -9,7 +9,7 @@ threads, and from then on does nothing but fork. The parts of this file:
   environment), multiprocessing for EngineCore (`set_executable`). It sends the server arguments,
   environment, working folder and open files, and asks for a fork. It stays as the process that its
   parent knows: it ends with the fork's exit status, passes signals on, and when it is killed, so is
-  the fork.
+  the fork, as it is `ORPHAN_S` after their parent's end: a fork that is stopped would not notice.
 - The *server* ends when nothing has been connected to it for `IDLE_S`; forks end with it.
 - The *fork* does what a new interpreter would do, with the server's limits, nice value and
   processors, and no effect of a new `LD_PRELOAD`.
@@ -28,6 +28,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import shlex
 import signal
 import socket
@@ -59,6 +60,8 @@ HIDDEN = ("ray", "sklearn", "pandas", "pyarrow")
 IDLE_S = 3.0  # of a server without connections
 START_S = 240.0  # to import everything, on a machine where others do the same
 REQUEST_S = 10.0  # for a shim that has begun to ask
+LOOK_S = 2.0  # between two looks at the parent
+ORPHAN_S = 5.0  # for a fork to end by itself when its parent has
 FOLDER = "ROLLMATCH_WARM_FOLDER"
 """Environment variable: the folder of the server to ask, also for a fork's own children."""
 VARIABLES = "ROLLMATCH_WARM_VARIABLES"
@@ -89,6 +92,7 @@ def run_folder() -> str:
 
 def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoReturn:
     """Be the process that `python *arguments` would be."""
+    parent = os.getppid()
     folder = Path(os.environ[FOLDER])
     try:
         connection = connect(folder, os.environ, preloaded)
@@ -107,6 +111,11 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     # A pipe's reader waits until its last writer has closed it: the fork must be the only one.
     for file in files:
         os.close(file)
+    while not select.select([connection], [], [], LOOK_S)[0]:
+        if os.getppid() != parent:
+            if not select.select([connection], [], [], ORPHAN_S)[0]:
+                _kill(pid, signal.SIGKILL)
+            break
     status = _receive_number(connection)
     if status is None:  # the server has died
         _kill(pid, signal.SIGKILL)
@@ -257,8 +266,6 @@ class _Server:
         """A pipe that wakes `select` when a fork has ended, which the signal alone does not."""
 
     def run(self) -> None:
-        import select
-
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wake)

@@ -13,7 +13,7 @@ from config_support import configuration
 from rich.console import Console
 
 from launch.train import run, run_job
-from shared.errors import ConfigError, LearnerError, LostLearnerError
+from shared.errors import ConfigError, LearnerError, LostLearnerError, LostStartError
 
 pytestmark = pytest.mark.slow
 
@@ -120,9 +120,16 @@ LOST = LostLearnerError("its process has ended", phase="accumulate")
 BY_ITSELF = LearnerError("the loss is not finite", phase="update")
 
 
-def test_a_job_that_lost_its_learner_is_started_again_from_its_checkpoint(job, tmp_path):
+LATE = LostStartError("no answer from actor-0", actor="actor-0", phase="start")
+
+
+@pytest.mark.parametrize(
+    "at_the_start", [LostLearnerError("its process has ended", phase="start"), LATE]
+)
+def test_a_job_that_lost_its_learner_is_started_again_from_its_checkpoint(
+    job, tmp_path, at_the_start
+):
     """It keeps the story of every start. A start that fails is made once more as it was asked."""
-    at_the_start = LostLearnerError("its process has ended", phase="start")
     starts, output = job(at_the_start, LOST, automatic=True)
     assert starts == [None, None, "auto"]
     told = "accumulate on the learner: its process has ended; the job is started again; details in"
@@ -152,6 +159,7 @@ def test_a_job_that_could_not_be_started_again_is_refused(
             True,
             r"ended; the job is not started again, for .*max_restarts permits 2 in 3600 s",
         ),
+        ([LATE] * 3, True, r"^start on actor-0: no answer from actor-0; .*max_restarts permits 2"),
         ([ConfigError("a.b: is wrong")], True, "a.b"),
     ],
 )

@@ -22,6 +22,7 @@ from rollout_actors.environments.training.runner import (
     load_tokenizer,
 )
 from shared.errors import RolloutError, Timeout, UnreachableError
+from shared.fate import end_with_parent
 from shared.protocols import CLOSED_S
 from shared.rollouts import Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf, SentRequests
@@ -120,6 +121,7 @@ class EnvironmentActor:
         outlives_engines: bool = False,
     ) -> None:
         """Take the engines, as `RayEngines` does. `outlives_engines`: its `outlived`."""
+        end_with_parent()
         self._name = name
         self._settings = settings
         self._engines = RayEngines(engines, engine_names, limit, outlived=outlives_engines)

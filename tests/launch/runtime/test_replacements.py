@@ -18,7 +18,7 @@ from launch.runtime.replacements import Replacements, RestartBudget, StallWatch
 from launch.runtime.rollout_client import RolloutClient, RolloutTimeouts
 from shared.config.job import TimeoutsSection
 from shared.config.rollout import ActorsSection
-from shared.errors import LostRoundError, RolloutError, Timeout, WeightSyncError
+from shared.errors import LostRoundError, LostStartError, RolloutError, Timeout, WeightSyncError
 from shared.protocols import PerRank
 from shared.rollouts import WeightOffer
 from shared.sent_requests import PictureShelf
@@ -228,6 +228,29 @@ def test_a_round_that_nobody_is_left_to_answer_is_lost_and_may_be_asked_again(cl
 
 
 @pytest.mark.ray
+def test_an_actor_that_is_killed_while_the_run_starts_is_replaced(client):
+    dies = ("start", "die")
+    run = client(GOOD, dies, then=[dies])
+    run.devices = ()
+    run.start()
+    assert run.devices == (1, 1)
+    assert who_answers(run) == ["actor-0"] * 2 + ["actor-1"] * 2
+    (replaced,) = run.pop_replaced()
+    assert "start on actor-1: its process has ended" in replaced.reason
+
+
+def test_an_actor_that_is_late_or_fails_by_itself_ends_the_start(client):
+    """A limit that is too short, or a bad model, would be so again."""
+    with pytest.raises(RolloutError, match="told to fail") as caught:
+        client(GOOD, ("start", "fail")).start()
+    assert not isinstance(caught.value, LostStartError)
+    late = client(GOOD, ("start", "sleep"))
+    late.timeouts = replace(late.timeouts, start=Timeout(0.5, "timeouts.start_s"))
+    message = "no answer from actor-1 after timeouts.start_s = 0.5 s"
+    with pytest.raises(LostStartError, match=message):
+        late.start()
+
+
 def test_an_actor_that_does_not_start_is_replaced_again(client):
     pool = client(GOOD, DIES, then=[("start", "fail")])
     who_answers(pool)

@@ -95,6 +95,23 @@ def test_an_engine_that_was_killed_is_said_to_have_been(failures):
 
 
 @pytest.mark.parametrize(
+    ("logged", "codes", "was_killed"),
+    [
+        ([], "{'EngineCore': -9}", True),
+        ([], "{}", True),
+        ([], "{'EngineCore': 1}", False),
+        ([NO_WEIGHTS], "{'EngineCore': -15}", False),
+    ],
+)
+def test_a_start_may_go_better_again_only_where_the_process_was_killed(
+    failures, logged, codes, was_killed
+):
+    log(*logged)
+    assert failures.was_killed(RuntimeError(STARTED.format(codes))) is was_killed
+    assert not failures.was_killed(ValueError("bad model"))
+
+
+@pytest.mark.parametrize(
     ("logged", "error", "told"),
     [
         (

@@ -183,6 +183,28 @@ def test_a_fork_ends_with_a_shim_that_was_killed(folder: Path) -> None:
     assert ends(fork)
 
 
+def test_a_stopped_fork_ends_with_the_parent_of_its_shim(folder: Path) -> None:
+    started = [
+        *warm_python.command(),
+        "-c",
+        "import time; print('here', flush=True); time.sleep(600)",
+    ]
+    code = f"import subprocess, time; subprocess.Popen({started!r}); time.sleep(600)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(folder), stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "here\n"
+    (shim,) = psutil.Process(parent.pid).children()
+    fork = fork_of(shim)
+    assert fork is not None
+    fork.suspend()
+    parent.kill()
+    assert ends(fork)
+    assert ends(shim)
+    parent.communicate(timeout=SECONDS)
+
+
 def test_a_pipe_ends_with_the_fork_that_writes_to_it(folder: Path) -> None:
     """The shim holds none of the files that it has handed over."""
     process = start(
