@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.recovery import FAULTS, LIMIT_S, compare, end_all, job, run, wait_for_steps
+from benchmarks.recovery import FAULTS, LIMIT_S, compare, end_all, job, run, start, wait_for_steps
 
 
 def main() -> None:
@@ -41,7 +40,7 @@ def main() -> None:
         permitted = f"rollout_matching.vllm.actors.max_restarts={2 * options.faults}"
         command = job(folder / "chaos", steps, permitted, *overrides)
         started_s = time.monotonic()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = start(folder / "chaos", command)
         try:
             for step in range(1, options.faults + 1):
                 wait_for_steps(folder / "chaos", step, process)
@@ -53,7 +52,7 @@ def main() -> None:
                 strike(psutil.Process(process.pid))
                 if strike is end_all:
                     process.wait(timeout=LIMIT_S)
-                    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+                    process = start(folder / "chaos", command)
             status = process.wait(timeout=LIMIT_S)
         finally:
             process.terminate()

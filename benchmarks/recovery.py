@@ -29,6 +29,8 @@ from launch.ledger import LEDGER
 
 STALL_S = 10.0
 LIMIT_S = 900.0
+RUN = "ROLLMATCH_BENCHMARK_RUN"
+"""Environment variable of all processes of a run: its folder."""
 Strike = Callable[[psutil.Process], None]
 
 
@@ -40,10 +42,12 @@ def end_one(name: str, number: signal.Signals, *, busy: str | None = None) -> St
     names = [name] if busy is None else [name, busy]
 
     def strike(command: psutil.Process) -> None:
+        # Not by descent: whoever started the warm server, whose forks actors are, may have ended.
+        run = command.environ()[RUN]
         deadline = time.monotonic() + LIMIT_S
         found: list[psutil.Process] = []
         while not found:  # as where it is being started again
-            found = [one for one in command.children(recursive=True) if _is_one(one, names)]
+            found = [one for one in psutil.process_iter() if _is_one(one, names, run)]
             if command.status() == psutil.STATUS_ZOMBIE or time.monotonic() > deadline:
                 sys.exit(f"no process of the run is called {name}")
         found[-1].send_signal(number)
@@ -67,12 +71,19 @@ FAULTS: dict[str, Strike | None] = {
 }
 
 
-def _is_one(process: psutil.Process, names: Sequence[str]) -> bool:
+def _is_one(process: psutil.Process, names: Sequence[str], run: str) -> bool:
     try:
         line = " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
+        return any(name in line for name in names) and process.environ().get(RUN) == run
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
-    return any(name in line for name in names)
+
+
+def start(folder: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start the command of a run in this folder, whose processes faults can find."""
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env=os.environ | {RUN: str(folder.resolve())}
+    )
 
 
 def job(folder: Path, steps: int, *overrides: str) -> list[str]:
@@ -93,7 +104,7 @@ def run(folder: Path, steps: int, overrides: Sequence[str], strike: Strike | Non
     """Run to the end, with the fault after half of the steps. Returns the seconds that it took."""
     command = job(folder, steps, *overrides)
     started_s = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = start(folder, command)
     try:
         if strike is not None:
             wait_for_steps(folder, steps // 2, process)

@@ -1,5 +1,5 @@
 """Makes data and models: `python -m launch.demo WHAT --out FOLDER`, where WHAT is data, crowded,
-model, crowded-model or language-model.
+model, crowded-model or language-model. `python -m launch.demo picture --run RUN` draws a run.
 
 What exists already, made from the same arguments, is kept. `--help` behind each lists its options.
 """
@@ -11,6 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from launch.cli import explained
 from launch.demo.crowded import MAX_DIGITS, MIN_DIGITS, SPLITS, make_crowded_data
 from launch.demo.data import DemoGeometry, make_demo_data
 from shared.prompts import DEFAULT_USER_PROMPT
@@ -18,6 +21,12 @@ from shared.prompts import DEFAULT_USER_PROMPT
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
+    if options.what == "picture":
+        from launch.demo.picture import draw_run
+
+        with explained(Console(soft_wrap=True)):
+            print(f"picture   {draw_run(options.run, num_scenes=options.scenes)}")
+        return
     if options.what == "data":
         is_new = make_demo_data(
             options.out,
@@ -86,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         out = Path("outputs/demo") / folder
         command.add_argument("--out", type=Path, default=out, help="default: %(default)s")
         command.add_argument("--seed", type=int, default=17)
+    picture = commands.add_parser("picture", help="held-out scenes before and after a run")
+    picture.add_argument("--run", type=Path, required=True, help="the run's folder")
+    picture.add_argument("--scenes", type=int, default=3, help="default: %(default)s")
     data.add_argument("--train", type=int, default=2000, help="training scenes")
     data.add_argument("--val", type=int, default=256, help="validation scenes")
     for split, number in (("train", 4000), ("val", 256), ("test", 512)):
