@@ -1,6 +1,7 @@
 """Where rollouts pay: one start, several ways to go on, some seeds, one table.
 
     python -m benchmarks.evidence [--out outputs/evidence] [--arms NAME ...] [--seeds 1 2 3]
+                                  [--jobs 2]
     python -m benchmarks.evidence --table
 
 Makes crowded scenes and a model whose tower knows digits, trains it until its held-out curve is
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -41,14 +43,15 @@ SEED = 17
 COUNTS = {"train": 8000, "val": 128, "test": 256}
 EASY_COUNTS = {"train": 6000, "val": 64, "test": 0}
 """Scenes of 1 to 4 digits, on which the language model learns to look at the picture."""
-EASY_UPDATES = 1000
-RATE = 6e-4
-TAUGHT = ("vision_tower", "aligner")
-"""Parts that `launch.demo crowded-model` has taught, and that forget it at the others' rate."""
-TAUGHT_RATIO = 0.05
+EASY_UPDATES = 1500
+EASY_RATE = 2e-3
+RATE = 2e-4
+"""The rate to which the start falls, and of everything behind it but where a tenth is said."""
+FALL_UPDATES = 1250
+"""Updates on crowded scenes in which the rate falls."""
 EVERY = 100
-"""Updates of the start between two reports."""
-MAX_START_UPDATES = 1500
+"""Updates at the last rate between two reports."""
+MAX_FLAT_UPDATES = 1500
 FLAT_GAIN = 0.005
 FLAT_REPORTS = 3
 """The start is flat when so many reports in a row are not this much better than the best before."""
@@ -88,16 +91,10 @@ _GATE = "rollout_matching.maskiou_gate_schedule={start: 0.1, steps: 60}"
 _SFT = "custom.trainer_variant=stage1_sft"
 
 
-def rates(rate: float) -> list[str]:
-    """Return the overrides of a learning rate, and of the parts that have been taught."""
-    taught = [f"training.parts.{part}.learning_rate={rate * TAUGHT_RATIO:g}" for part in TAUGHT]
-    return [f"training.learning_rate={rate:g}", *taught]
-
-
-LOW = rates(RATE / 10)
+LOW = [f"training.learning_rate={RATE / 10:g}"]
 
 ARMS = {
-    "sft": Arm("supervised, at the start's rate", [_SFT, *rates(RATE)]),
+    "sft": Arm("supervised, at the start's rate", [_SFT, f"training.learning_rate={RATE:g}"]),
     "sft_low": Arm("supervised, at a tenth of it", [_SFT, *LOW]),
     "b": Arm("channel B alone", [*LOW, "stage2_ab.schedule.b_ratio=1.0"]),
     "b_20": Arm("a fifth of the steps channel B", [*LOW, "stage2_ab.schedule.b_ratio=0.2"]),
@@ -118,14 +115,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/evidence"))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--table", action="store_true", help="tabulate what has been run")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not options.table:
         start = make_start(options.out)
         for seed in options.seeds:  # a whole table of one seed comes first
-            for name in options.arms:
-                run_arm(options.out, start, name, seed)
+            run_arms(options.out, start, options.arms, seed, options.jobs)
     for line in table():
         print(line)
 
@@ -135,34 +132,28 @@ def make_start(out: Path) -> Path:
     make_scenes(out / "data", COUNTS)
     make_scenes(out / "easy", EASY_COUNTS, "--fewest", "1", "--most", "4")
     python("launch.demo", "crowded-model", "--out", str(out / "model"), "--seed", str(SEED))
-    easy = out / "start_easy"
-    if not (easy / "checkpoint").exists():
-        train(
-            "crowded_sft",
-            easy,
-            f"training.seed={SEED}",
-            f"training.max_steps={EASY_UPDATES}",
-            *("training.learning_rate=2e-3", "training.lr_schedule=cosine"),
-            "training.min_lr_ratio=0.2",
-            # As it is: half of the price of a step.
-            *(f"training.parts.{part}.frozen=true" for part in TAUGHT),
-            *data(out / "easy", "val"),
-            f"model.path={out / 'model'}",
-        )
+    common = [f"training.seed={SEED}", "training.effective_batch_size=8"]
+    falls = ["training.lr_schedule=cosine", f"training.learning_rate={EASY_RATE:g}"]
+    easy = [f"training.max_steps={EASY_UPDATES}", "training.min_lr_ratio=0.2"]
+    easy += [*data(out / "easy", "val"), f"model.path={out / 'model'}"]
+    before = stage(out / "start_easy", *common, *falls, *easy)
+    crowded = [*data(out / "data", "val"), f"training.max_steps={FALL_UPDATES}"]
+    crowded += [f"training.min_lr_ratio={RATE / EASY_RATE:g}", f"model.path={before}"]
+    before = stage(out / "start_falls", *common, *falls, *crowded)
     run = out / "start"
     curve: list[float] = []
-    for updates in range(EVERY, MAX_START_UPDATES + 1, EVERY):
+    for updates in range(EVERY, MAX_FLAT_UPDATES + 1, EVERY):
         report = run / "evaluations" / f"step_{updates:06d}" / "report.json"
         if not report.exists():
             train(
                 "crowded_sft",
                 run,
-                f"training.seed={SEED}",
+                *common,
+                f"training.learning_rate={RATE:g}",
                 f"training.max_steps={updates}",
-                *rates(RATE),
                 *(f"checkpoint.save_steps={EVERY}", "checkpoint.keep_last=100"),
                 *data(out / "data", "val"),
-                f"model.path={easy / 'checkpoint'}",
+                f"model.path={before}",
             )
         curve.append(class_aware_f1(report))
         print(f"start     {updates} updates: class-aware F1 {curve[-1]:.3f}", flush=True)
@@ -177,6 +168,13 @@ def make_start(out: Path) -> Path:
     return checkpoint
 
 
+def stage(run: Path, *overrides: str) -> Path:
+    """Train one stage of the start, unless it is there. Returns its checkpoint."""
+    if not (run / "checkpoint").exists():
+        train("crowded_sft", run, *overrides)
+    return run / "checkpoint"
+
+
 def is_flat(curve: Sequence[float]) -> bool:
     """Tell whether none of the last reports is much better than the best before them.
 
@@ -185,6 +183,14 @@ def is_flat(curve: Sequence[float]) -> bool:
     if len(curve) <= FLAT_REPORTS:
         return False
     return max(curve[-FLAT_REPORTS:]) < max(curve[:-FLAT_REPORTS]) + FLAT_GAIN
+
+
+def run_arms(out: Path, start: Path, names: Sequence[str], seed: int, jobs: int) -> None:
+    """Go on from the start in these ways. Those of the length of others come behind them."""
+    behind = [name for name in names if ARMS[name].as_long_as is not None]
+    with ThreadPoolExecutor(jobs) as pool:
+        for some in ([name for name in names if name not in behind], behind):
+            list(pool.map(lambda name: run_arm(out, start, name, seed), some))
 
 
 def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
@@ -208,6 +214,7 @@ def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
         f"hydra.searchpath=[{out.resolve() / 'conf'}]",
         f"objective={name}",
         f"model.path={start}",
+        "learner.cpu_threads=1",
         f"training.seed={seed}",
         f"training.max_steps={updates}",
         *arm.overrides,

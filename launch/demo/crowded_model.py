@@ -2,10 +2,10 @@
 
 From random weights a run learns places and no names: a name is right or wrong as a whole, and the
 loss says so in one token of twenty, far behind the tower. So the tower is taught alone first, with
-labels for every image token: which digit lies there, how far its edges are, and where the token
-lies, which together say what an answer has to. A linear head reads them from what the language
-model is going to be given, the tower's output and its deepstack features, and is thrown away.
-docs/evidence.md has the figures.
+labels for every image token: which digit lies there, how far its edges are, where the token lies,
+and the four coordinates that an answer has to write, as the model's own coord tokens. Linear heads
+read them from what the language model is going to be given, the tower's output and its deepstack
+features, and are thrown away. docs/evidence.md has the figures.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from launch.demo.crowded import CANVAS, SIZES, SPLITS, Placed, draw, scenes
 from launch.demo.data import NAMES, load_all_digits
 from launch.demo.model import HIDDEN, MERGE, PATCH, random_model
 from launch.demo.once import make_once
+from shared.tokens.vocabulary import NUM_BINS, coord_token
 
 NOTHING = len(NAMES)
 """Label of an image token that lies on no digit."""
@@ -32,6 +33,9 @@ BATCH = 16
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
 MIN_LR_RATIO = 0.05
+COORD_WEIGHT = 0.3
+COORD_SIGMA = 16.0
+"""Width of a coordinate's target, in bins: 2.6 pixels."""
 
 
 class DenseLabels(NamedTuple):
@@ -84,7 +88,10 @@ def make_crowded_model(
         model, processor = random_model(seed, prompt, canvas=CANVAS)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            _teach_tower(model.model.visual, processor.image_processor, seed, steps, report)
+            first = processor.tokenizer.convert_tokens_to_ids(coord_token(0))
+            coord_CD = model.get_input_embeddings().weight[first : first + NUM_BINS].detach()
+            tower = model.model.visual
+            _teach_tower(tower, processor.image_processor, coord_CD, seed, steps, report)
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
 
@@ -96,14 +103,17 @@ def make_crowded_model(
 def _teach_tower(
     tower: nn.Module,
     image_processor: Callable[..., dict[str, torch.Tensor]],
+    coord_CD: torch.Tensor,
     seed: int,
     steps: int,
     report: Callable[[str], None],
 ) -> None:
     head = nn.Linear(HIDDEN, NOTHING + 1 + 4 + 2)
+    to_coord_tokens = nn.Linear(HIDDEN, 4 * HIDDEN)
+    bin_C = torch.arange(NUM_BINS, dtype=torch.float32)
     middle_T = (torch.arange(TOKENS) + 0.5) / TOKENS
     middle = torch.cartesian_prod(middle_T, middle_T).repeat(BATCH, 1)
-    parameters = [*tower.parameters(), *head.parameters()]
+    parameters = [*tower.parameters(), *head.parameters(), *to_coord_tokens.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.98))
     train = scenes(load_all_digits()[SPLITS["train"]], np.random.default_rng([seed, 3]))
     # Most tokens lie on nothing.
@@ -126,6 +136,17 @@ def _teach_tower(
         side_error = nn.functional.l1_loss(sides[is_on], edges[is_on])
         loss = nn.functional.cross_entropy(names, digit, weight=weight_of_digit) + side_error
         loss += nn.functional.l1_loss(places, middle)
+        # As the language model will write them: by the product with its coord tokens.
+        logits = to_coord_tokens(given[is_on]).view(-1, 4, HIDDEN) @ coord_CD.T
+        outward = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+        sides_px = CANVAS * middle[is_on][:, [1, 0, 1, 0]] + max(SIZES) * outward * edges[is_on]
+        # A box ends with its last pixel.
+        sides_px -= torch.tensor([0.0, 0.0, 1.0, 1.0])
+        distance = bin_C - (NUM_BINS - 1) / (CANVAS - 1) * sides_px[..., None]
+        target = torch.softmax(-0.5 * (distance / COORD_SIGMA) ** 2, dim=-1)
+        loss += COORD_WEIGHT * nn.functional.cross_entropy(
+            logits.flatten(0, 1), target.flatten(0, 1)
+        )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -1,0 +1,92 @@
+"""A run in one picture: held-out scenes as the model saw them before and after it, and as they are.
+
+::
+
+    before | after | ground truth        one row for each scene
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from launch.reports.pictures import draw_scene
+from shared.dataset import load_dataset
+from shared.errors import ConfigError
+from shared.grounding.coco import ScoredObject
+from shared.grounding.evaluation import Scene, pair_objects
+from shared.records import GeometryKind, Sample
+
+IOU = 0.5
+TITLE = 34
+"""Height of a column's title, in pixels."""
+GAP = 8
+
+
+def draw_run(run: Path, *, num_scenes: int) -> Path:
+    """Write `demo.png` into the run's folder: the first scenes of its first and last report.
+
+    Raises ConfigError where the run has fewer than two reports.
+    """
+    reports = sorted((run / "evaluations").glob("step_*/predictions.jsonl"))
+    if len(reports) < 2:
+        raise ConfigError(f"{run}: a picture needs two held-out reports, found {len(reports)}")
+    config = json.loads((run / "config.json").read_text())
+    held_out = load_dataset(
+        Path(config["data"]["val"]), on_bad_row="error", sort_objects=True, check_images=False
+    )
+    samples = held_out.samples[:num_scenes]
+    before, after = (_objects_of(reports[index], len(samples)) for index in (0, -1))
+    nothing: list[tuple[ScoredObject, ...]] = [()] * len(samples)
+    columns = []
+    for title, found in (
+        (f"before ({_headline(reports[0])})", before),
+        (f"after ({_headline(reports[-1])})", after),
+        ("ground truth", nothing),
+    ):
+        columns.append(_column(title, samples, found))
+    width, height = columns[0].size
+    whole = Image.new("RGB", (len(columns) * (width + GAP) - GAP, height), "white")
+    for place, column in enumerate(columns):
+        whole.paste(column, (place * (width + GAP), 0))
+    out = run / "demo.png"
+    whole.save(out, optimize=True)
+    return out
+
+
+def _objects_of(predictions: Path, count: int) -> list[tuple[ScoredObject, ...]]:
+    rows = [json.loads(line) for line in predictions.read_text().splitlines()[:count]]
+    return [
+        tuple(
+            ScoredObject(GeometryKind(one["kind"]), tuple(one["bins"]), one["desc"], one["score"])
+            for one in row["objects"]
+        )
+        for row in rows
+    ]
+
+
+def _headline(predictions: Path) -> str:
+    report = json.loads((predictions.parent / "report.json").read_text())
+    return f"F1 {report['detection'][0]['class_aware']['f1']:.2f} with names"
+
+
+def _column(
+    title: str, samples: tuple[Sample, ...], found: list[tuple[ScoredObject, ...]]
+) -> Image.Image:
+    pictures = []
+    for position, (sample, objects) in enumerate(zip(samples, found, strict=True)):
+        scene = Scene(position, sample, objects, dropped=(), truncated=False)
+        pairs = pair_objects(objects, sample.objects, iou_threshold=IOU)
+        pictures.append(draw_scene(scene, pairs))
+    width = max(picture.width for picture in pictures)
+    height = sum(picture.height + GAP for picture in pictures)
+    column = Image.new("RGB", (width, TITLE + height), "white")
+    font = ImageFont.load_default(size=20)
+    ImageDraw.Draw(column).text((6, 6), title, fill="black", font=font)
+    top = TITLE
+    for picture in pictures:
+        column.paste(picture, (0, top))
+        top += picture.height + GAP
+    return column

@@ -1,0 +1,56 @@
+"""A run's picture shows its first scenes before and after it, beside the ground truth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops
+
+from launch.demo.crowded import make_crowded_data
+from launch.demo.picture import TITLE, draw_run
+from shared.errors import ConfigError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose first report found nothing, and whose last one found everything."""
+    make_crowded_data(tmp_path / "data", seed=1, counts={"train": 0, "val": 2, "test": 0})
+    val = tmp_path / "data" / "val.jsonl"
+    run = tmp_path / "run"
+    for step in (0, 5):
+        report = run / "evaluations" / f"step_{step:06d}"
+        report.mkdir(parents=True)
+        rows = []
+        for line in val.read_text().splitlines():
+            found = [
+                {"kind": "bbox_2d", "bins": one["bbox_2d"], "desc": one["desc"], "score": 0.5}
+                for one in json.loads(line)["objects"]
+            ]
+            rows.append(json.dumps({"objects": found if step else []}))
+        (report / "predictions.jsonl").write_text("\n".join(rows) + "\n")
+        detection = {"detection": [{"class_aware": {"f1": float(bool(step))}}]}
+        (report / "report.json").write_text(json.dumps(detection))
+    (run / "config.json").write_text(json.dumps({"data": {"val": str(val)}}))
+    return run
+
+
+def test_before_after_and_ground_truth_lie_side_by_side(run: Path) -> None:
+    with Image.open(draw_run(run, num_scenes=2)) as picture:
+        width, height = picture.width // 3, picture.height
+        before, after, truth = (
+            picture.crop(
+                (place * picture.width // 3, TITLE, place * picture.width // 3 + 400, height)
+            )
+            for place in range(3)
+        )
+    assert height > 2 * width, "one scene below the other"
+    assert ImageChops.difference(before, after).getbbox(), "objects were found"
+    assert after.getcolors(1 << 20) != truth.getcolors(1 << 20)
+
+
+def test_a_run_with_one_report_has_no_picture(run: Path) -> None:
+    (run / "evaluations" / "step_000005" / "predictions.jsonl").unlink()
+    with pytest.raises(ConfigError, match="a picture needs two held-out reports, found 1"):
+        draw_run(run, num_scenes=1)
