@@ -15,8 +15,7 @@ import ray
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
-from shared.fate import end_with_parent
-from shared.protocols import MakeBackend, RolloutBackend
+from shared.protocols import MakeBackend, RolloutBackend, end_with_parent
 from shared.rollouts import Rollout, SyncReport, WeightOffer
 from shared.run_files import Span
 from shared.sent_requests import PictureShelf, SentRequests

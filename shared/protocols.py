@@ -1,7 +1,9 @@
-"""The interfaces between the packages: what generates rollouts, and its host."""
+"""The interfaces between the packages: what generates rollouts, its host, and how both end."""
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -23,6 +25,18 @@ WORKER_CLOSE_S = 12
 
 CLOSED_S = CLOSE_S + 3.0
 """Longest wait for an engine that was told to end; what `CLOSE_S` leaves it kills itself."""
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when its parent ends, even where this one is stopped or stuck.
+
+    Ray's workers notice the end of their node by themselves, but not in such a state: a driver that
+    was killed would leave them behind, with their memory and their device.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RolloutBackend(Protocol):

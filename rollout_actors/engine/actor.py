@@ -19,8 +19,7 @@ from rollout_actors.engine.left_over import EngineProcesses
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.engine.vllm_import import explained_import
 from shared.errors import RolloutError
-from shared.fate import end_with_parent
-from shared.protocols import WatchedEngine
+from shared.protocols import WatchedEngine, end_with_parent
 from shared.rollouts import Rollout, SyncReport, WeightOffer
 from shared.sent_requests import SentRequests
 from shared.weight_sync.phases import SyncPhase

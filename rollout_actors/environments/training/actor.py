@@ -22,8 +22,7 @@ from rollout_actors.environments.training.runner import (
     load_tokenizer,
 )
 from shared.errors import RolloutError, Timeout, UnreachableError
-from shared.fate import end_with_parent
-from shared.protocols import CLOSED_S
+from shared.protocols import CLOSED_S, end_with_parent
 from shared.rollouts import Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf, SentRequests
 

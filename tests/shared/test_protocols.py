@@ -9,7 +9,7 @@ import psutil
 
 CHILD = """
 import os, signal
-from shared.fate import end_with_parent
+from shared.protocols import end_with_parent
 end_with_parent()
 print(os.getpid(), flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
