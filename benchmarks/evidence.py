@@ -47,7 +47,7 @@ EASY_UPDATES = 1500
 EASY_RATE = 2e-3
 RATE = 2e-4
 """The rate to which the start falls, and of everything behind it but where a tenth is said."""
-FALL_UPDATES = 1250
+FALL_UPDATES = 1500
 """Updates on crowded scenes in which the rate falls."""
 EVERY = 100
 """Updates at the last rate between two reports."""

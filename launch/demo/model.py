@@ -7,9 +7,11 @@ arguments give the same bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -37,6 +39,7 @@ HIDDEN = 128
 INITIALIZER_RANGE = 0.06
 """Near 1 / sqrt(HIDDEN): from transformers' 0.02 the weights would first have to grow."""
 MAX_LENGTH = 4096
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 PAD = "<|endoftext|>"
 START = "<|im_start|>"
@@ -154,7 +157,13 @@ def make_processor(tokenizer: PreTrainedTokenizerFast, *, canvas: int = CANVAS) 
     )
 
 
-def make_config(tokenizer: PreTrainedTokenizerFast, *, canvas: int = CANVAS) -> Qwen3VLConfig:
+def make_config(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    canvas: int = CANVAS,
+    text_settings: Mapping[str, Any] = NO_SETTINGS,
+) -> Qwen3VLConfig:
+    """Return the architecture. `text_settings` replace those of the language model."""
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -175,6 +184,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast, *, canvas: int = CANVAS) -> 
         "eos_token_id": tokenizer.convert_tokens_to_ids(END),
         "tie_word_embeddings": True,
         "initializer_range": INITIALIZER_RANGE,
+        **text_settings,
     }
     vision = {
         "depth": 3,
@@ -225,13 +235,17 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
 
 
 def random_model(
-    seed: int, prompt: str, *, canvas: int
+    seed: int, prompt: str, *, canvas: int, text_settings: Mapping[str, Any] = NO_SETTINGS
 ) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
-    """Make the model for scenes of `canvas` x `canvas` pixels, and what prepares its inputs."""
+    """Make the model for scenes of `canvas` x `canvas` pixels, and what prepares its inputs.
+
+    `text_settings`: as of `make_config`.
+    """
     tokenizer = make_tokenizer(prompt)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(make_config(tokenizer, canvas=canvas))
+        config = make_config(tokenizer, canvas=canvas, text_settings=text_settings)
+        model = Qwen3VLForConditionalGeneration(config)
         _order_coord_embeddings(model, tokenizer)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.convert_tokens_to_ids(END),
