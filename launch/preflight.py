@@ -21,6 +21,7 @@ from rich.console import Console
 
 from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
 from launch.checks.host import path_problems, starts_engines, version_problems
+from launch.checks.hub import with_fetched_model
 from launch.checks.memory import (
     DeviceMemory,
     ModelShape,
@@ -96,7 +97,8 @@ class PreflightReport:
 def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
     with explained(console):
-        config, point = resumed(with_absolute_paths(config_of_command(composed)))
+        config = with_fetched_model(config_of_command(composed), console.print)
+        config, point = resumed(with_absolute_paths(config))
         if point is not None:
             for line in point.describe(config):
                 console.print(line, markup=False, highlight=False)

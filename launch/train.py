@@ -21,6 +21,7 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
+from launch.checks.hub import with_fetched_model
 from launch.cli import (
     CONF,
     as_schema_overrides,
@@ -58,6 +59,7 @@ def run_job(config: RunConfig, console: Console) -> None:
     good.
     """
     budget: RestartBudget | None = None
+    config = with_fetched_model(config, lambda line: _print(console, [line]))
     while True:
         try:
             run(config, console)

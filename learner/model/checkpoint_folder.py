@@ -16,20 +16,22 @@ def checkpoint_problems(
     """Return why `folder`, which `key` names, is no checkpoint; empty where it is one."""
     if (folder / "config.json").is_file():
         return ()
-    if (hub_id := _hub_id(folder)) is not None:
-        name = hub_id.partition("/")[2]
-        download = f".venv/bin/hf download {hub_id} --local-dir models/{name}"
+    if (named := hub_id(folder)) is not None:
+        name = named.partition("/")[2]
+        download = f".venv/bin/hf download {named} --local-dir models/{name}"
         problem = (
-            f"{key}: there is no folder {hub_id}, and models of a hub are not fetched by a run; if"
-            f" {hub_id} is one, download it (`{download}`) and set {key}=models/{name}, else"
+            f"{key}: there is no folder {named}, and this command fetches no models of a hub; if"
+            f" {named} is one, download it (`{download}`) and set {key}=models/{name}, else"
             f" {remedy}"
         )
         return (problem,)
     return (f"{key}: {folder} holds no checkpoint (no config.json); {remedy}",)
 
 
-def _hub_id(folder: Path) -> str | None:
-    """Return `OWNER/NAME` where the path is written as one and hardly means a folder."""
+def hub_id(folder: Path) -> str | None:
+    """Return `OWNER/NAME`, or `OWNER/NAME@REVISION`, where the path is written so and hardly means
+    a folder.
+    """
     below = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     # Where not even a folder OWNER is there.
     is_hub_id = (

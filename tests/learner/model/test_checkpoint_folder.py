@@ -13,13 +13,13 @@ from learner.model.checkpoint_folder import checkpoint_problems
 def test_the_name_of_a_model_on_a_hub_gets_the_command_that_downloads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    """Commands of a run look for it under its absolute path."""
+    """`launch.train` and `launch.preflight` fetch it; others look for its absolute path."""
     monkeypatch.chdir(tmp_path)
     name = Path("Qwen/Qwen3-VL-4B-Instruct")
     (problem,) = checkpoint_problems(name if given == "relative" else tmp_path / name)
     assert problem.startswith(
-        "model.path: there is no folder Qwen/Qwen3-VL-4B-Instruct, and models of a hub are not"
-        " fetched by a run; "
+        "model.path: there is no folder Qwen/Qwen3-VL-4B-Instruct, and this command fetches no"
+        " models of a hub; "
     )
     download = (
         "`.venv/bin/hf download Qwen/Qwen3-VL-4B-Instruct --local-dir models/Qwen3-VL-4B-Instruct`"

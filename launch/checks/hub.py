@@ -1,0 +1,96 @@
+"""A model of the hub as a folder of this machine: fetched once, then found in the cache."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+
+from learner.model.checkpoint_folder import hub_id
+from shared.config import RunConfig
+from shared.errors import ConfigError
+
+FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+"""What a run reads: not the same weights in other formats."""
+
+
+def with_fetched_model(config: RunConfig, show: Callable[[str], None]) -> RunConfig:
+    """Return the configuration with the folder of `model.path` where it is written as a hub's id,
+    `OWNER/NAME` or `OWNER/NAME@REVISION`, and no folder OWNER is here.
+
+    Raises ConfigError as `fetch_model`.
+    """
+    named = hub_id(Path(config.model.path))
+    if named is None:
+        return config
+    model = config.model.model_copy(update={"path": fetch_model(named, show)})
+    return config.model_copy(update={"model": model})
+
+
+def fetch_model(named: str, show: Callable[[str], None]) -> str:
+    """Return the folder of a hub's model, from the cache or else downloaded with progress.
+
+    Raises ConfigError where there is no such model, no way to the hub, or too little disk.
+    """
+    # Here: commands with a folder need none of it.
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HTTPError,
+        IncompleteSnapshotError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    repo, _, revision = named.partition("@")
+    files = list(FILES)
+    try:
+        folder = snapshot_download(
+            repo, revision=revision or None, allow_patterns=files, local_files_only=True
+        )
+        show(f"model     {repo} at revision {Path(folder).name}, in {folder}")
+        return folder
+    except (LocalEntryNotFoundError, IncompleteSnapshotError):
+        pass
+    cache = Path(constants.HF_HUB_CACHE)
+    at_revision = f" --revision {revision}" if revision else ""
+    by_hand = f"hf download {repo}{at_revision}"
+    try:
+        info = HfApi().model_info(repo, revision=revision or None, files_metadata=True)
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ConfigError(
+            f"model.path: {named} is neither a folder here nor a model that the hub shows you"
+            f" ({type(error).__name__}); correct it, or log in with `hf auth login` where it is"
+            " private"
+        ) from error
+    except (HTTPError, OSError) as error:
+        raise ConfigError(
+            f"model.path: {named} is no folder here and not in {cache}, and the hub cannot be"
+            f" reached ({type(error).__name__}: {error}); fetch it with `{by_hand}` where there is"
+            " a network, and copy that cache here (HF_HOME), or set model.path to a folder"
+        ) from error
+    wanted = [one for one in info.siblings or () if any(fnmatch(one.rfilename, f) for f in files)]
+    num_bytes = sum(one.size or 0 for one in wanted)
+    cache.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache).free
+    facts = f"{num_bytes / 1e9:.2f} GB, {free / 1e9:.1f} GB free in {cache}"
+    if num_bytes > free:
+        raise ConfigError(
+            f"model.path: {named} needs {facts}; free some, or set HF_HOME to a folder on a larger"
+            " disk"
+        )
+    show(f"model     fetching {repo} at revision {info.sha}: {facts}")
+    try:
+        return snapshot_download(repo, revision=info.sha, allow_patterns=files)
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model.path: {repo} has terms that you have to accept on its page first; then log in"
+            " with `hf auth login`"
+        ) from error
+    except (HTTPError, OSError) as error:
+        raise ConfigError(
+            f"model.path: fetching {named} ended with {type(error).__name__}: {error}; give the"
+            f" command again, which goes on with what is there, or fetch it with `{by_hand}`"
+        ) from error
