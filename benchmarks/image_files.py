@@ -30,7 +30,7 @@ from learner.held_out import require_lengths
 from learner.image_files import image_size, known_images
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset, image_names, load_dataset
-from shared.prompts import DEFAULT_USER_PROMPT
+from shared.prompts import DEFAULT_USER_PROMPT, Prompts
 from shared.tokens.hf_codec import HFTokenCodec
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def main() -> None:
         )
         codec = HFTokenCodec(processor.tokenizer)
         file = write_data(Path(folder), arguments.images)
-        encoder = PromptEncoder(processor, system_prompt=None, user_prompt=DEFAULT_USER_PROMPT)
+        encoder = PromptEncoder(processor, Prompts())
         check = partial(
             require_lengths,
             encoder=encoder,

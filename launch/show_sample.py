@@ -35,7 +35,7 @@ from shared.config.base import ConfigPath, Section
 from shared.config.derive import maskiou_gate
 from shared.config.pipeline import Channel, PolicyGradientEntry
 from shared.errors import ConfigError, RecordError
-from shared.prompts import detection_messages
+from shared.prompts import Prompts, detection_messages
 from shared.records import ImageRef, Sample
 from shared.tokens.hf_codec import HFTokenCodec, token_pieces
 
@@ -84,11 +84,7 @@ def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
     sample = _find_sample(config, line)
     tokenizer = _load_tokenizer(config)
     codec = _require_same_tokens(config, tokenizer, line)
-    messages = detection_messages(
-        len(sample.images),
-        system_prompt=config.data.system_prompt,
-        user_prompt=config.data.user_prompt,
-    )
+    messages = detection_messages(len(sample.images), *Prompts.from_config(config).texts(sample))
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return SamplePage(
         run=f"{config.telemetry.name}, {options.run}",

@@ -12,6 +12,7 @@ from learner.image_files import ReportProgress, image_size, known_images
 from learner.targets import target_settings
 from shared.config import RunConfig
 from shared.dataset import Dataset, image_names, load_dataset
+from shared.prompts import Prompts
 
 
 def load_samples(config: RunConfig, path: Path, report: ReportProgress | None = None) -> Dataset:
@@ -28,4 +29,5 @@ def load_samples(config: RunConfig, path: Path, report: ReportProgress | None = 
         geometry=target_settings(config).geometry,
         image_size=image_size,
         known_images=known_images(path, image_names(path), report) if data.check_images else {},
+        require=Prompts.from_config(config).texts,
     )

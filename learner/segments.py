@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from learner.targets import Target
 from shared.config import RunConfig
 from shared.errors import RecordError
-from shared.prompts import detection_messages, on_white
+from shared.prompts import Prompts, detection_messages, on_white
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, RolloutRequest
 from shared.seeds import request_seed
@@ -88,22 +89,23 @@ class Segment:
         return torch.cat([self.prompt.modality_P, of_target])
 
 
+KEPT_TEXTS = 1024
+"""Prompts whose text and tokens are kept."""
+
+
 class PromptEncoder:
     """Encodes prompts with the checkpoint's own processor and chat template."""
 
-    def __init__(self, processor: Any, *, system_prompt: str | None, user_prompt: str) -> None:
+    def __init__(self, processor: Any, prompts: Prompts) -> None:
         self._processor = processor
-        self._system_prompt = system_prompt
-        self._user_prompt = user_prompt
-        # By the number of images, in which alone the texts of prompts differ.
-        self._texts: dict[int, str] = {}
-        self._ids: dict[int, tuple[int, ...]] = {}
+        self._prompts = prompts
+        # Where no row has a text of its own, prompts differ in their number of images alone.
+        self._text_of = lru_cache(maxsize=KEPT_TEXTS)(self._write)
+        self._ids_of = lru_cache(maxsize=KEPT_TEXTS)(self._encode_text)
 
     @classmethod
     def from_config(cls, config: RunConfig, processor: Any) -> PromptEncoder:
-        return cls(
-            processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt
-        )
+        return cls(processor, Prompts.from_config(config))
 
     def request(
         self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int
@@ -121,11 +123,7 @@ class PromptEncoder:
 
     def request_ids(self, sample: Sample) -> tuple[int, ...]:
         """Encode the prompt with one placeholder per image. Reads no image."""
-        number = len(sample.images)
-        if number not in self._ids:
-            encoded = self._processor.tokenizer(self.text(sample), add_special_tokens=False)
-            self._ids[number] = tuple(encoded["input_ids"])
-        return self._ids[number]
+        return self._ids_of(self.text(sample))
 
     def num_tokens(self, sample: Sample) -> int:
         """Count the prompt's tokens, placeholders expanded, from its images' size. Reads no image.
@@ -163,16 +161,18 @@ class PromptEncoder:
 
     def text(self, sample: Sample) -> str:
         """Write the prompt by the chat template, one placeholder per image."""
-        number = len(sample.images)
-        if number not in self._texts:
-            messages = detection_messages(
-                number, system_prompt=self._system_prompt, user_prompt=self._user_prompt
-            )
-            text = self._processor.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-            self._texts[number] = str(text)
-        return self._texts[number]
+        return self._text_of(len(sample.images), *self._prompts.texts(sample))
+
+    def _write(self, num_images: int, system_prompt: str | None, user_prompt: str) -> str:
+        messages = detection_messages(num_images, system_prompt, user_prompt)
+        text = self._processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return str(text)
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        encoded = self._processor.tokenizer(text, add_special_tokens=False)
+        return tuple(encoded["input_ids"])
 
 
 def _not_taken(sample: Sample, sizes: Sequence[tuple[int, int]], error: ValueError) -> RecordError:

@@ -6,7 +6,7 @@ import codecs
 import json
 import logging
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -72,6 +72,7 @@ def load_dataset(
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
+    require: Callable[[Sample], object] | None = None,
 ) -> Dataset:
     """Read a JSONL file of records (decision 31); blank lines mean nothing.
 
@@ -79,7 +80,8 @@ def load_dataset(
 
     Args:
         on_bad_row: "error": a bad row stops the load; "skip": it is logged and counted.
-        check_images: `require_images` of `load_record`, which the other arguments are of too.
+        check_images: `require_images` of `load_record`, which the arguments behind it are of too.
+        require: raises RecordError for a sample that the run cannot use.
 
     Raises:
         RecordError: names file, line, field and remedy of the first 20 bad rows, with the number
@@ -111,6 +113,8 @@ def load_dataset(
                     field="sample_id",
                     remedy="give every row its own id",
                 )
+            if require is not None:
+                require(sample)
         except RecordError as error:
             located = error.at(str(path), number)
             if on_bad_row == "error":

@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from shared.errors import RecordError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from shared.config import RunConfig
+    from shared.records import Sample
 
 
 DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON object."
 """Neutral and short: its tokens are paid in every prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What a run asks of each sample: its row's own texts, or the run's templates.
+
+    Example: the template `Find {phrase}.` and a row with `"phrase": "the red car"` ask "Find the
+    red car."
+    """
+
+    templates: tuple[str, ...] = (DEFAULT_USER_PROMPT,)
+    """User messages; of several, each sample has the one that `seed` and its id draw."""
+    system: str | None = None
+    seed: int = 0
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Prompts:
+        data = config.data
+        templates = data.prompts or (data.user_prompt,)
+        return cls(templates, data.system_prompt, config.training.seed)
+
+    def texts(self, sample: Sample) -> tuple[str | None, str]:
+        """Return the sample's system message, if it has one, and its user message.
+
+        Raises RecordError where the template asks for what the row does not have.
+        """
+        system = self.system if sample.system is None else sample.system
+        if sample.prompt is not None:
+            return system, sample.prompt
+        drawn = hashlib.sha256(f"{self.seed}:{sample.sample_id}".encode()).digest()[:8]
+        user = self.templates[int.from_bytes(drawn) % len(self.templates)]
+        for field, value in (("phrase", sample.phrase), ("classes", ", ".join(sample.classes))):
+            blank = f"{{{field}}}"
+            if blank not in user:
+                continue
+            if not value:
+                remedy = "write it, or the whole question as `prompt`"
+                raise RecordError(
+                    f"is missing, and the prompt is {user!r}", field=field, remedy=remedy
+                )
+            user = user.replace(blank, value)
+        return system, user
+
+
 def detection_messages(
-    num_images: int, *, system_prompt: str | None, user_prompt: str
+    num_images: int, system_prompt: str | None, user_prompt: str
 ) -> list[dict[str, Any]]:
     """Write the chat of one sample as Hugging Face processors read it.
 

@@ -122,6 +122,14 @@ class Sample:
     height: int
     objects: tuple[GroundTruthObject, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | None = None
+    """The user message; None: one of the run's (`shared.prompts.Prompts`)."""
+    system: str | None = None
+    """The system message; None: the run's."""
+    phrase: str | None = None
+    """Fills `{phrase}` in a template of the run."""
+    classes: tuple[str, ...] = ()
+    """Fill `{classes}`, joined by commas."""
 
     def with_image_data(self) -> Sample:
         """Return the sample with its images' bytes. Raises RecordError as `ImageRef.with_data`."""
@@ -152,7 +160,8 @@ def load_record(
             boxes of the row are relative to.
         known_images: facts by path as the row writes it; these files are not read again.
 
-    Keys that mean nothing here become `metadata`.
+    `prompt`, `system`, `phrase` and `classes` are what the row asks. Keys that mean nothing here
+    become `metadata`.
 
     Raises:
         RecordError: names the field, such as `objects[1].bbox_2d`, and the remedy.
@@ -172,6 +181,11 @@ def load_record(
         sort_objects,
     )
     sample_id = _sample_id(mapping, default_id)
+    prompt, system, phrase = (_text(mapping, key) for key in ("prompt", "system", "phrase"))
+    names = _list("classes", mapping.get("classes", []), "a list of names")
+    for i, name in enumerate(names):
+        if not isinstance(name, str) or not name.strip():
+            _refuse(f"classes[{i}]", f"is {_kind(name)}", "write a name")
     # Last, because it is the only part that costs anything.
     check = _ImageCheck(Path(root), require_images, image_size, known_images, width, height)
     return Sample(
@@ -181,6 +195,10 @@ def load_record(
         height=height,
         objects=objects,
         metadata={key: value for key, value in mapping.items() if key not in _ROW_KEYS},
+        prompt=prompt,
+        system=system,
+        phrase=phrase,
+        classes=tuple(names),
     )
 
 
@@ -223,7 +241,10 @@ class _ImageCheck:
             _refuse(field, f"{path} is {width} x {height} pixels, {says}", remedy)
 
 
-_ROW_KEYS = frozenset({"images", "width", "height", "objects", "id", "sample_id"})
+_ROW_KEYS = frozenset(
+    {"images", "width", "height", "objects", "id", "sample_id"}
+    | {"prompt", "system", "phrase", "classes"}
+)
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SIGNATURES = (_PNG, b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\x00", b"MM\x00*")
 _KINDS = {
@@ -253,6 +274,13 @@ def _list(field: str, value: object, wanted: str, *, least: int = 0) -> Sequence
         _refuse(field, f"is {_kind(value)}", f"write {wanted}")
     if len(value) < least:
         _refuse(field, "is empty", f"write {wanted}")
+    return value
+
+
+def _text(mapping: Mapping[str, Any], field: str) -> str | None:
+    value = mapping.get(field)
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        _refuse(field, f"is {_kind(value)}", "write a text, or leave it out")
     return value
 
 

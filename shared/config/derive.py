@@ -279,6 +279,7 @@ _OF_SAMPLES = (
     "data.check_images",
     "data.system_prompt",
     "data.user_prompt",
+    "data.prompts",
     "data.max_val_samples",
     "custom.object_field_order",
     "rollout_matching.geometry",

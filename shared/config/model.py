@@ -68,8 +68,11 @@ class DataSection(Section):
     shuffle: bool = True
     """Visit the samples of every epoch in a seeded random order; false: in the file's order."""
     system_prompt: str | None = None
-    """Text of the system message; null: no system message."""
+    """Text of the system message; null: no system message. A row's own `system` comes before it."""
     user_prompt: Annotated[str, Field(min_length=1)] = DEFAULT_USER_PROMPT
-    """Text of the user message, after its images."""
+    """Text of the user message, after its images. A row's own `prompt` comes before it; `{phrase}`
+    and `{classes}` are what the row has under these names."""
+    prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Several in place of `user_prompt`: `training.seed` and its id draw that of a sample."""
     max_val_samples: PositiveInt | None = None
     """Evaluate on the first this many rows of `val`; null: on all."""

@@ -25,6 +25,7 @@ from shared.errors import ConfigError, RecordError, RolloutError
 from shared.grounding.objects import DropReason
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import layout_append, serialize_objects
+from shared.prompts import Prompts
 from shared.records import GeometryKind, GroundTruthObject, ImageRef, Sample
 from shared.rollouts import DecodeMode, FinishReason
 from shared.tokens.hf_codec import HFTokenCodec
@@ -291,7 +292,7 @@ def test_the_length_of_a_prompt_follows_from_the_size_of_its_pictures(demo_check
     processor.image_processor = Qwen2VLImageProcessor(
         patch_size=patch_size, merge_size=2, min_pixels=4096, max_pixels=30_000
     )
-    encoder = PromptEncoder(processor, system_prompt="Look.", user_prompt="What is there?")
+    encoder = PromptEncoder(processor, Prompts(("What is there?",), "Look."))
     cases = ((96, 96, 1), (7, 9, 1), (513, 101, 1), (400, 300, 2), (3, 590, 3))
     for width, height, number in cases:
         file = io.BytesIO()

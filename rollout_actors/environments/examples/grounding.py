@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from shared.grounding.parsing import parse_rollout
 from shared.grounding.scores import Criterion, num_found
 from shared.grounding.serialize import serialize_objects
 from shared.model_families import END_OF_TURN
-from shared.prompts import DEFAULT_USER_PROMPT, detection_messages
+from shared.prompts import DEFAULT_USER_PROMPT, Prompts, detection_messages
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, ImageRef, Sample
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS, parse_coord_token
 
@@ -65,13 +65,18 @@ def load_environment(
         RecordError: a file or an image is not as it should be; it names the line.
     """
     geometry = ALL_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
-    prompt = partial(detection_messages, system_prompt=system_prompt, user_prompt=user_prompt)
+    prompts = Prompts((user_prompt,), system_prompt)
 
     def rows(path: str) -> _SampleRows:
         samples = load_dataset(
-            path, on_bad_row="error", sort_objects=True, check_images=True, geometry=geometry
+            path,
+            on_bad_row="error",
+            sort_objects=True,
+            check_images=True,
+            geometry=geometry,
+            require=prompts.texts,
         )
-        return _SampleRows(samples[:max_examples], prompt)
+        return _SampleRows(samples[:max_examples], prompts)
 
     rubric = Rubric(
         [well_formed, recall, precision],
@@ -196,20 +201,18 @@ class TextCodec:
 class _SampleRows:
     """Samples as rows of a dataset, whose images are read when a row is asked for."""
 
-    def __init__(
-        self, samples: Sequence[Sample], prompt: Callable[[int], list[dict[str, Any]]]
-    ) -> None:
-        """Take samples, and a function from a number of images to messages."""
+    def __init__(self, samples: Sequence[Sample], prompts: Prompts) -> None:
         self._samples = samples
-        self._prompt = prompt
+        self._prompts = prompts
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         sample = self._samples[index]
+        messages = detection_messages(len(sample.images), *self._prompts.texts(sample))
         return {
-            "prompt": _with_images(self._prompt(len(sample.images)), sample.images),
+            "prompt": _with_images(messages, sample.images),
             "answer": serialize_objects(sample.objects),
             "info": {"sample_id": sample.sample_id},
         }
