@@ -12,9 +12,10 @@ import pytest
 from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user
 from scripted_client import ScriptedClient
 
+from rollout_actors.environments.answers.parsers import Parser, ThinkParser
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Parser, Rubric, RubricGroup, ThinkParser
+from rollout_actors.environments.rubric import Rubric, RubricGroup
 from shared.errors import StorageError
 
 TOOL = {

@@ -18,10 +18,11 @@ from environment_support import (
 )
 from scripted_client import ScriptedClient
 
+from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, teardown
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Parser, Rubric
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Messages, State
 
 
@@ -160,7 +161,7 @@ def test_members_clean_up_after_their_rollouts_and_are_torn_down_once_with_the_g
         async with EnvGroup([Held(log, "a"), Held(log, "b")]) as group:
             await group.generate(group.get_dataset(), repeat(), "m", use_tqdm=False)
         await group.aclose()
-        for env in group.envs.values():
+        for env in group.envs:
             await env.aclose()
 
     asyncio.run(use())
