@@ -636,3 +636,13 @@ def test_rollouts_that_are_compared_are_made_again_together(shell, endpoint, ech
     shell.run("--resume", shell.evaluation)
     assert endpoint.asked == ["word 1", "word 1"]
     assert compared.read_text() == "2"
+
+
+def test_headers_are_sent_with_every_call_and_are_not_kept(shell):
+    fake = FakeOpenAI(models=["org/demo"], key="secret")
+    with serving(fake.app()) as url:
+        endpoint = ("-b", f"{url}/v1", "-n", 1, "-r", 1)
+        assert "no key was sent" in shell.run("echo_env", *endpoint, status=2).stderr
+        shell.run("echo_env", *endpoint, "--header", "Authorization: Bearer secret")
+    (folder,) = shell.folder.glob("outputs/evals/echo_env--org--demo/*")
+    assert [path for path in folder.iterdir() if "secret" in path.read_text()] == []

@@ -261,3 +261,10 @@ def test_reward_functions_get_the_parser_of_the_environment_whose_rollouts_they_
     one, two = env_adding(10), env_adding(20)
     for env, rewards in ((two, [25.0]), (one, [15.0]), (EnvGroup([one, two]), [15.0, 25.0])):
         assert generated(env, env.dataset, repeat()).reward == rewards
+
+
+def test_the_environments_of_a_group_are_found_in_order_by_name_and_by_task():
+    one, other = (SingleTurnEnv(dataset=rows(1)) for _ in range(2))
+    group = EnvGroup([one, other], ["a", "b"])
+    assert (group.envs, group.env_map) == ([one, other], {"a": one, "b": other})
+    assert (group.env_names, group.get_env_for_task("b")) == (["a", "b"], other)
