@@ -363,7 +363,7 @@ def test_an_endpoint_that_takes_max_completion_tokens_alone_is_sent_the_limit_of
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [("/models/demo", "demo"), ("owner/demo:v2", "owner-demo-v2")]
+    ("model", "name"), [("/models/demo", "demo"), ("owner/demo:v2", "owner--demo-v2")]
 )
 def test_each_evaluation_has_a_folder_named_after_environment_and_model(
     shell, endpoint, echo, model, name
