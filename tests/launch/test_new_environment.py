@@ -54,7 +54,7 @@ def test_the_experiment_that_is_written_composes_and_loads_from_any_folder(folde
 
 @pytest.mark.parametrize("name", ["my-task", "class", "2nd", "arithmetic"])
 def test_a_name_that_is_no_modules_or_is_taken_is_refused(name, tmp_path):
-    with pytest.raises(ConfigError, match="^NAME: "):
+    with pytest.raises(ConfigError, match=r"^NAME: "):
         write_environment(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
