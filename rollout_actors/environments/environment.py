@@ -84,6 +84,7 @@ class Environment(ABC):
         max_seq_len: int | None = None,
         env_id: str | None = None,
         env_args: Mapping[str, Any] | None = None,
+        *,
         client: Any = None,
         model: str | None = None,
     ) -> None:
