@@ -89,6 +89,8 @@ class EvalOptions:
     model: str | None
     base_url: str | None
     key_variable: str | None
+    headers: dict[str, str]
+    """Sent with every call beside OpenAI's own. They may be secret, and are kept nowhere."""
     num_examples: int | None
     rollouts_per_example: int | None
     sampling_args: dict[str, Any] | None
@@ -123,6 +125,8 @@ def read_options(arguments: Sequence[str]) -> EvalOptions:
         raise ConfigError("-D: names the dataset that -H pushes; give -H too, or leave it out")
     if values["output"] is not None and values["resume"] is not None:
         raise ConfigError("-o: an evaluation goes on in its own folder; leave -o or --resume out")
+    values["headers"] = dict(values["headers"])
+    del values["save_every"]
     sampling = values.pop("sampling_args")
     for flag, name in (("-t", "max_tokens"), ("-T", "temperature")):
         value = values.pop(name)
@@ -157,6 +161,16 @@ def _parser() -> argparse.ArgumentParser:
     add("-b", "--api-base-url", dest="base_url", metavar="URL", help=text)
     text = f"variable that holds the key (default: {KEY_VARIABLE}; none for a local endpoint)"
     add("-k", "--api-key-var", dest="key_variable", metavar="VARIABLE", help=text)
+    text = "sent with every call, also after --resume, and kept nowhere; may be given several times"
+    add(
+        "--header",
+        dest="headers",
+        action="append",
+        default=[],
+        type=_header,
+        metavar="'NAME: VALUE'",
+        help=text,
+    )
     add("-t", "--max-tokens", type=_POSITIVE, metavar="N", help="most tokens of one answer")
     add("-T", "--temperature", type=_NOT_NEGATIVE, metavar="T", help="of every call")
     text = 'further arguments of every call: \'{"top_p": 0.9, "extra_body": {...}}\''
@@ -175,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-concurrent-generation", help="the same of generating alone (default: -c)", **limit)
     add("--max-concurrent-scoring", help="the same of scoring alone (default: -c)", **limit)
     text = "score when all are generated, instead of each as soon as it is there"
-    add("--no-interleave-scoring", dest="interleave_scoring", action="store_false", help=text)
+    add("-N", "--no-interleave-scoring", dest="interleave_scoring", action="store_false", help=text)
     seconds: dict[str, Any] = {"type": _SECONDS, "metavar": "S"}
     text = "a rollout that is not done after so many seconds has failed (default: no limit)"
     add("--rollout-timeout", dest="rollout_timeout_s", help=text, **seconds)
@@ -185,6 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("results").add_argument
     text = "write the dataset of all rollouts: results.jsonl and metadata.json in the same folder"
     add("-s", "--save-results", dest="save", action="store_true", help=text)
+    text = "changes nothing: every finished rollout is in rollouts.jsonl at once"
+    add("-f", "--save-every", type=int, metavar="N", help=text)
     text = "fields of the state that become columns too: timing.total_ms,trajectory"
     add("-C", "--state-columns", type=_names, metavar="A,B.C", help=text)
     add("-H", "--save-to-hf-hub", dest="push", action="store_true", help="push the dataset")
@@ -221,6 +237,13 @@ def _json_object(text: str) -> dict[str, Any]:
             f'is {type(value).__name__}, not an object like {{"name": 1}}: {text}'
         )
     return value
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = (part.strip() for part in text.partition(":"))
+    if not name or not colon:
+        raise argparse.ArgumentTypeError(f"must be like 'Name: value', got {text!r}")
+    return name, value
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -32,14 +32,18 @@ class Endpoint:
     """The text `none` where no key is sent."""
     key_variable: str
 
-    def client(self) -> openai.AsyncOpenAI:
+    def client(self, headers: Mapping[str, str]) -> openai.AsyncOpenAI:
         """Return a client, to be closed; it does not try again: rollouts do, and say so."""
         # A proxy of the environment is no way to this machine's own address.
         http_client = None
         if is_loopback(urlsplit(self.url).hostname or ""):
             http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
         return openai.AsyncOpenAI(
-            base_url=self.url, api_key=self.key, http_client=http_client, max_retries=0
+            base_url=self.url,
+            api_key=self.key,
+            default_headers=headers,
+            http_client=http_client,
+            max_retries=0,
         )
 
 

@@ -150,6 +150,7 @@ def new_folder(output: Path, evaluation: EvaluationSettings) -> Path:
     model = str(evaluation.model)
     if Path(model).is_absolute():
         model = Path(model).name
+    model = model.replace("/", "--")  # as the `verifiers` package does
     name = re.sub(r"[^\w.-]+", "-", f"{environment}--{model}")
     base = output / name / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = base

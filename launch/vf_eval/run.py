@@ -97,7 +97,7 @@ class EvalRun:
         evaluation = self._evaluation
         endpoint = find_endpoint(evaluation.base_url, evaluation.key_variable, os.environ)
         self._endpoint = endpoint
-        client = await stack.enter_async_context(endpoint.client())
+        client = await stack.enter_async_context(endpoint.client(self._options.headers))
         model = await find_model(client, endpoint, evaluation.model, self._environment.message_type)
         self._evaluation = replace(evaluation, model=model)
         return client

@@ -14,11 +14,12 @@ from rich.text import Text
 
 from launch.vf_eval.record import EvaluationSettings
 from launch.vf_eval.results_file import FinishedRollout
+from rollout_actors.environments.answers.parsers import text_of
 from rollout_actors.environments.clients.openai import merged
 from rollout_actors.environments.datasets import GenerateOutputs, mean
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.generate import metadata_of
-from rollout_actors.environments.rubric import compare_rollouts, text_of
+from rollout_actors.environments.rubric import compare_rollouts
 from rollout_actors.environments.types import Messages, State
 
 _NUM_ERRORS_SHOWN = 3

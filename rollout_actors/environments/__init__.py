@@ -2,6 +2,15 @@
 Modules of this package import each other, never this.
 """
 
+from rollout_actors.environments.answers.parsers import (
+    MaybeThinkParser,
+    Parser,
+    ThinkParser,
+    XMLParser,
+    extract_boxed_answer,
+    extract_hash_answer,
+)
+from rollout_actors.environments.answers.rubrics import JudgeRubric, MathRubric
 from rollout_actors.environments.batch_generator import AsyncBatchGenerator
 from rollout_actors.environments.chat.messages import (
     cleanup_messages,
@@ -24,7 +33,7 @@ from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, stop, teardown
 from rollout_actors.environments.loading import load_environment
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
-from rollout_actors.environments.rubric import Parser, Rubric, RubricGroup, XMLParser
+from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.tool import StatefulToolEnv, ToolEnv, ToolRubric
 from rollout_actors.environments.training.examples import (
     merge_trajectories_for_training,
@@ -50,6 +59,9 @@ __all__ = [
     "Environment",
     "GenerateMetadata",
     "GenerateOutputs",
+    "JudgeRubric",
+    "MathRubric",
+    "MaybeThinkParser",
     "Message",
     "Messages",
     "MultiTurnEnv",
@@ -62,6 +74,7 @@ __all__ = [
     "SingleTurnEnv",
     "State",
     "StatefulToolEnv",
+    "ThinkParser",
     "ToolEnv",
     "ToolRubric",
     "TrainingExample",
@@ -73,6 +86,8 @@ __all__ = [
     "cleanup_messages",
     "concat_messages",
     "convert_tool_to_oai_format",
+    "extract_boxed_answer",
+    "extract_hash_answer",
     "load_environment",
     "merge_trajectories_for_training",
     "parse_response_messages",

@@ -137,7 +137,14 @@ class Examples(Sequence[RolloutInput]):
     def __getitem__(self, index: int) -> RolloutInput: ...
     @overload
     def __getitem__(self, index: slice) -> Examples: ...
-    def __getitem__(self, index: int | slice) -> RolloutInput | Examples:
+    @overload
+    def __getitem__(self, index: str) -> list[Any]: ...
+    def __getitem__(self, index: int | slice | str) -> RolloutInput | Examples | list[Any]:
+        """Return an example, some of them, or a column by its name. KeyError: there is none."""
+        if isinstance(index, str):
+            if index not in self.column_names:
+                raise KeyError(f"no column {index!r}; there are {', '.join(self.column_names)}")
+            return [row.get(index) for row in self]
         if isinstance(index, slice):
             return Examples(self._rows, self._form, self._order[index])
         number = self._order[index]
@@ -145,6 +152,11 @@ class Examples(Sequence[RolloutInput]):
 
     def __iter__(self) -> Iterator[RolloutInput]:
         return (self[index] for index in range(len(self)))
+
+    @property
+    def column_names(self) -> list[str]:
+        """The fields of the first example."""
+        return list(self[0]) if self._order else []
 
     def names_group(self, index: int) -> bool:
         """Return whether a row says by an `example_id` with which others it is compared.

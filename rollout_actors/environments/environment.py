@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.chat.messages import (
     cleanup_messages,
     cleanup_tools,
@@ -43,7 +44,7 @@ from rollout_actors.environments.lifecycle import (
     forget,
     handlers,
 )
-from rollout_actors.environments.rubric import Parser, Rubric
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.scope import bind_client, current_scope, in_scope, new_state
 from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
 
@@ -58,6 +59,8 @@ class Environment(ABC):
     Subclasses say what a rollout is. Many rollouts run at once: what one of them needs belongs into
     its state, never onto the environment.
     """
+
+    logger = _LOGGER
 
     cleanup_timeout_s = 300.0
     """Seconds for all `@cleanup` methods of one rollout together, and for each `@teardown`."""
@@ -81,6 +84,9 @@ class Environment(ABC):
         max_seq_len: int | None = None,
         env_id: str | None = None,
         env_args: Mapping[str, Any] | None = None,
+        *,
+        client: Any = None,
+        model: str | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +98,8 @@ class Environment(ABC):
             message_type: `chat`, or `completion` if prompts are plain text.
             max_seq_len: tokens of a call's prompt and answer together that end a rollout as
                 `is_truncated`.
+            client: kept with `model` as attributes, for what the environment asks by itself;
+                rollouts go to the client that they are given.
 
         Raises:
             ValueError: an argument is not of its kind, or no completion has it.
@@ -110,6 +118,9 @@ class Environment(ABC):
             raise TypeError(
                 f"rubric: is {full_name(rubric)}; give a Rubric of rollout_actors.environments"
             )
+        for name, value in (("client", client), ("model", model)):
+            if value is not None:  # a subclass may have set its own by now
+                setattr(self, name, value)
         self.env_id = env_id
         self.env_args = dict(env_args or {})
         self.message_type = message_type
@@ -164,7 +175,7 @@ class Environment(ABC):
 
     # One rollout
 
-    async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:  # noqa: ARG002
+    async def init_state(self, input: RolloutInput, *args: Any, **kwargs: Any) -> State:  # noqa: ARG002
         """Make the state that every rollout begins with. The input stays as it is."""
         row: dict[str, Any] = deeply_copied(dict(input))
         prompt = row.get("prompt")

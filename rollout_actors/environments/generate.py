@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.chat.tools import num_tool_calls
 from rollout_actors.environments.clients.openai import is_rollout_client
 from rollout_actors.environments.concurrency import (
@@ -39,7 +40,6 @@ from rollout_actors.environments.datasets import (
 )
 from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.rubric import (
-    Parser,
     Rubric,
     compare_rollouts,
     give,

@@ -45,7 +45,9 @@ class EnvGroup(Environment):
         if unused := kwargs.keys() - {"env_id", "env_args", "sampling_args"}:
             names = ", ".join(sorted(unused))
             raise TypeError(f"{names}: a group has none of its own; give it to its environments")
-        self.envs = dict(zip(_names(envs, env_names), envs, strict=True))
+        self.env_map = dict(zip(_names(envs, env_names), envs, strict=True))
+        self.envs = list(envs)
+        self.env_names = list(self.env_map)
         self.cleanup_timeout_s = max(
             type(self).cleanup_timeout_s, *(env.cleanup_timeout_s for env in envs)
         )
@@ -55,14 +57,16 @@ class EnvGroup(Environment):
                 f"envs: message_type is {' of some and '.join(message_types)} of others; make a"
                 " group of each"
             )
-        super().__init__(message_type=message_types[0], rubric=_RoutedRubric(self.envs), **kwargs)
-        forms = {name: env.prompt_format for name, env in self.envs.items()}
+        super().__init__(
+            message_type=message_types[0], rubric=_RoutedRubric(self.env_map), **kwargs
+        )
+        forms = {name: env.prompt_format for name, env in self.env_map.items()}
         self.prompt_format = _RoutedFormat(self.message_type, forms=forms)
-        self.dataset = _joined({name: env.dataset for name, env in self.envs.items()})
+        self.dataset = _joined({name: env.dataset for name, env in self.env_map.items()})
         self.eval_dataset = _joined(
             {
                 name: env.dataset if env.eval_dataset is None else env.eval_dataset
-                for name, env in self.envs.items()
+                for name, env in self.env_map.items()
             }
         )
 
@@ -76,8 +80,8 @@ class EnvGroup(Environment):
                 " make its rollouts; mark methods of those"
             )
 
-    async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
-        return await self.member(input.get("task")).init_state(input, **kwargs)
+    async def init_state(self, input: RolloutInput, *args: Any, **kwargs: Any) -> State:
+        return await self.member(input.get("task")).init_state(input, *args, **kwargs)
 
     async def rollout(
         self,
@@ -92,9 +96,11 @@ class EnvGroup(Environment):
 
     def member(self, task: str | None) -> Environment:
         """Return the environment of this task. ValueError if there is none."""
-        if task is None or task not in self.envs:
-            _refuse_task(task, self.envs)
-        return self.envs[task]
+        if task is None or task not in self.env_map:
+            _refuse_task(task, self.env_map)
+        return self.env_map[task]
+
+    get_env_for_task = member
 
     async def _render_completion(self, state: State) -> None:
         await self.member(state["task"])._render_completion(state)
@@ -104,7 +110,7 @@ class EnvGroup(Environment):
 
         All are closed, whatever the others raise and also if this is cancelled meanwhile.
         """
-        await call_all([super().aclose, *(env.aclose for env in self.envs.values())])
+        await call_all([super().aclose, *(env.aclose for env in self.envs)])
 
 
 class _RoutedRubric(Rubric):

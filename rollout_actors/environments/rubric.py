@@ -1,4 +1,4 @@
-"""Rewards of rollouts: reward functions with weights, and the parsers of answers.
+"""Rewards of rollouts: reward functions with weights.
 
 A reward function is called with the arguments that it names: any field of the state (`prompt`,
 `completion`, `answer`, `info`, `task`, ...), `state` itself, `parser`, or whatever `class_objects`
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
-import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -25,6 +25,7 @@ from functools import partial
 from itertools import chain, count
 from typing import Any, TypeVar
 
+from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.concurrency import (
     FAILURES,
     GIVEN_UP,
@@ -38,92 +39,10 @@ from rollout_actors.environments.concurrency import (
     within,
 )
 from rollout_actors.environments.lifecycle import awaited
-from rollout_actors.environments.types import Message, Messages, State
+from rollout_actors.environments.types import State
 from shared.trajectory import group_advantages
 
 T = TypeVar("T")
-
-# Parsers
-
-
-class Parser:
-    """The answer is the text itself, or the result of `extract_fn`."""
-
-    def __init__(self, extract_fn: Callable[[str], Any] = str) -> None:
-        self.extract_fn = extract_fn
-
-    def parse(self, text: str) -> Any:
-        return self.extract_fn(text)
-
-    def parse_answer(self, completion: Messages) -> Any:
-        """Return the answer in the model's last message; None if it said nothing."""
-        if isinstance(completion, str):
-            return self.parse(completion)
-        messages = self.assistant_messages(completion)
-        return self.parse(text_of(messages[-1])) if messages else None
-
-    def assistant_messages(self, completion: Messages) -> list[Message]:
-        if isinstance(completion, str):
-            return []
-        return [message for message in completion if message["role"] == "assistant"]
-
-    def format_reward_func(self) -> Callable[..., float]:
-        """Return a reward function: the share of the model's messages that have an answer."""
-
-        def format_reward(completion: Messages) -> float:
-            if isinstance(completion, str):
-                texts = [completion]
-            else:
-                texts = [text_of(message) for message in self.assistant_messages(completion)]
-            num_read = sum(self.parse(text) is not None for text in texts)
-            return num_read / len(texts) if texts else 0.0
-
-        return format_reward
-
-
-class ThinkParser(Parser):
-    """The answer stands behind `</think>`; there is none without it."""
-
-    def parse(self, text: str) -> Any:
-        _, end, answer = text.rpartition("</think>")
-        return self.extract_fn(answer.strip()) if end else None
-
-
-class XMLParser(Parser):
-    """The answer stands between `<answer>` and `</answer>`, or another of `fields`."""
-
-    def __init__(
-        self,
-        fields: Sequence[str] = ("think", "answer"),
-        answer_field: str = "answer",
-        extract_fn: Callable[[str], Any] = str,
-    ) -> None:
-        if answer_field not in fields:
-            raise ValueError(f"answer_field: {answer_field!r} is none of {', '.join(fields)}")
-        super().__init__(extract_fn)
-        self.fields = tuple(fields)
-        self.answer_field = answer_field
-
-    def parse_fields(self, text: str) -> dict[str, str | None]:
-        """Return the last text in each field; None if it is missing or not closed."""
-        found = {
-            field: re.findall(rf"<{re.escape(field)}>(.*?)</{re.escape(field)}>", text, re.DOTALL)
-            for field in self.fields
-        }
-        return {field: texts[-1].strip() if texts else None for field, texts in found.items()}
-
-    def parse(self, text: str) -> Any:
-        answer = self.parse_fields(text)[self.answer_field]
-        return None if answer is None else self.extract_fn(answer)
-
-
-def text_of(message: Message) -> str:
-    """Return the text of a message, joined from its parts."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return content or ""
-
 
 # Settings of the scoring that is under way
 
@@ -163,6 +82,8 @@ class Rubric:
     Example: functions `right` (weight 1.0) and `brief` (0.2) that return 1 and 0.5 give the reward
     1.1 and the metrics {"right": 1.0, "brief": 0.5}.
     """
+
+    logger = logging.getLogger(__name__)
 
     def __init__(
         self,
@@ -208,6 +129,19 @@ class Rubric:
     @property
     def reward_names(self) -> list[str]:
         return [reward.name for reward in self._rewards]
+
+    @property
+    def funcs(self) -> list[RewardFunction]:
+        return [reward.function for reward in self._rewards]
+
+    @property
+    def weights(self) -> list[float]:
+        return [reward.weight for reward in self._rewards]
+
+    @property
+    def current_parser(self) -> Parser:
+        """The rubric's own parser, or else that of the environment that is scored."""
+        return self.parser or _PARSER.get() or self._default_parser or Parser()
 
     def for_task(self, task: str) -> Rubric:  # noqa: ARG002
         """Return the rubric that scores rollouts of this task."""
@@ -287,7 +221,7 @@ class RubricGroup(Rubric):
             raise ValueError("rubrics: a group has at least one")
         parsers = [rubric.parser for rubric in rubrics if rubric.parser is not None]
         super().__init__(parser=parsers[0] if parsers else None)
-        self.rubrics = tuple(rubrics)
+        self.rubrics = list(rubrics)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
         self.rubrics[0].add_reward_func(func, weight)
@@ -299,6 +233,14 @@ class RubricGroup(Rubric):
     @property
     def reward_names(self) -> list[str]:
         return list(dict.fromkeys(name for rubric in self.rubrics for name in rubric.reward_names))
+
+    @property
+    def funcs(self) -> list[RewardFunction]:
+        return [function for rubric in self.rubrics for function in rubric.funcs]
+
+    @property
+    def weights(self) -> list[float]:
+        return [weight for rubric in self.rubrics for weight in rubric.weights]
 
     @property
     def compares_rollouts(self) -> bool:

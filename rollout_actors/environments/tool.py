@@ -6,11 +6,11 @@ Each turn the environment answers the calls of the model's last message.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rollout_actors.environments.chat.tools import Tool
-from rollout_actors.environments.concurrency import is_process_exit
+from rollout_actors.environments.concurrency import is_process_exit, name_of
 from rollout_actors.environments.lifecycle import awaited, stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
 from rollout_actors.environments.rubric import RewardFunction, Rubric
@@ -26,7 +26,7 @@ class ToolEnv(MultiTurnEnv):
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]] = (),
+        tools: Sequence[Callable[..., Any]] | None = None,
         max_turns: int = 10,
         error_formatter: Callable[[Exception], str] = str,
         **kwargs: Any,
@@ -47,12 +47,25 @@ class ToolEnv(MultiTurnEnv):
             raise ValueError(f"message_type: tools are called in a chat, got {self.message_type!r}")
         self.error_formatter = error_formatter
         self._tools: dict[str, Tool] = {}
-        for tool in tools:
+        for tool in tools or ():
             self.add_tool(tool)
 
     def add_tool(self, tool: Callable[..., Any]) -> None:
         """Add a tool for the rollouts that begin from now on."""
         self._add(Tool.of(tool))
+
+    def remove_tool(self, tool: Callable[..., Any]) -> None:
+        """Take a tool away from the rollouts that begin from now on. ValueError: it is none."""
+        name = name_of(tool)
+        if self.tool_map.get(name) != tool:
+            known = ", ".join(self._tools) or "none"
+            raise ValueError(f"tool {name} is not there; there are {known}")
+        del self._tools[name]
+        self.oai_tools = [one for one in self.oai_tools if one["function"]["name"] != name]
+
+    @property
+    def tool_map(self) -> dict[str, Callable[..., Any]]:
+        return {name: tool.function for name, tool in self._tools.items()}
 
     @property
     def tool_names(self) -> list[str]:
@@ -65,14 +78,34 @@ class ToolEnv(MultiTurnEnv):
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         """Return a tool message for each call of the last message, one call after the other."""
         last: Any = messages[-1]
-        return [
-            {
-                "role": "tool",
-                "tool_call_id": call["id"],
-                "content": await self._answer(call["function"], messages, state),
-            }
-            for call in calls_of(last)
-        ]
+        return [await self._answer(call, messages, state) for call in calls_of(last)]
+
+    async def call_tool(
+        self,
+        tool_name: str,
+        tool_args: dict[str, Any],
+        tool_call_id: str,
+        state: State | None = None,
+        **kwargs: Any,
+    ) -> Message:
+        """Call a tool with whole arguments, and return its tool message.
+
+        Whatever the tool raises is the message, for the model may try another way.
+
+        Args:
+            state: the rollout's, which counts the error; an override passes it on with `kwargs`.
+        """
+        try:
+            tool = self._tool(tool_name)
+            tool.require_whole(tool_args)
+            content = await tool.call(tool_args)
+        except Exception as error:
+            content = self._refusal(error, state)
+        except SystemExit as error:
+            if is_process_exit(error):
+                raise
+            content = self._refusal(RuntimeError(f"{tool_name} called exit()"), state)
+        return {"role": "tool", "tool_call_id": tool_call_id, "content": content}
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self._tools:
@@ -80,31 +113,28 @@ class ToolEnv(MultiTurnEnv):
         self._tools[tool.name] = tool
         self.oai_tools = [*self.oai_tools, tool.schema]
 
-    async def _answer(self, call: Mapping[str, Any], messages: Messages, state: State) -> str:
-        """Call a tool. Whatever it raises is told to the model, which may try another way."""
-        name = call["name"]
+    def _tool(self, name: str) -> Tool:
+        if name not in self._tools:
+            known = ", ".join(self._tools) or "none"
+            raise ValueError(f"there is no tool {name}; there are {known}")
+        return self._tools[name]
+
+    async def _answer(self, call: Message, messages: Messages, state: State) -> Message:
+        """Read a call, and make it."""
+        name = call["function"]["name"]
+        written = call["function"].get("arguments") or ""
         try:
-            if name not in self._tools:
-                known = ", ".join(self._tools) or "none"
-                raise ValueError(f"there is no tool {name}; there are {known}")
-            tool = self._tools[name]
-            arguments = tool.read(call.get("arguments") or "", is_whole=not self._fills_in)
+            arguments = self._tool(name).read(written, is_whole=not self._fills_in)
         except ValueError as error:
-            return self._refusal(error, state)
+            content = self._refusal(error, state)
+            return {"role": "tool", "tool_call_id": call["id"], "content": content}
         # Outside of the `try`: what this raises fails the rollout, the model cannot help it.
         arguments = await awaited(self.update_tool_args(name, arguments, messages, state))
-        try:
-            tool.require_whole(arguments)
-            return await tool.call(arguments)
-        except Exception as error:
-            return self._refusal(error, state)
-        except SystemExit as error:
-            if is_process_exit(error):
-                raise
-            return self._refusal(RuntimeError(f"{name} called exit()"), state)
+        return await awaited(self.call_tool(name, arguments, call["id"], state=state))
 
-    def _refusal(self, error: Exception, state: State) -> str:
-        state["num_tool_errors"] = state.get("num_tool_errors", 0) + 1
+    def _refusal(self, error: Exception, state: State | None) -> str:
+        if state is not None:
+            state["num_tool_errors"] = state.get("num_tool_errors", 0) + 1
         return self.error_formatter(error) or type(error).__name__
 
     _fills_in = False
@@ -139,11 +169,13 @@ class StatefulToolEnv(ToolEnv):
 class ToolRubric(Rubric):
     """Metrics of weight 0: `num_tool_calls`, `num_tool_errors`, and `num_calls_of_<tool>`."""
 
-    def __init__(self, tool_names: Iterable[str] = ()) -> None:
+    def __init__(self, tools: Iterable[Callable[..., Any] | str] = ()) -> None:
+        """`tools`: functions, or names."""
+        names = [tool if isinstance(tool, str) else name_of(tool) for tool in tools]
         functions: list[RewardFunction] = [
             num_tool_calls,
             num_tool_errors,
-            *(_counter_of(name) for name in tool_names),
+            *(_counter_of(name) for name in names),
         ]
         super().__init__(functions, [0.0] * len(functions))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from rollout_actors.environments.answers.parsers import Parser, XMLParser
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Parser, Rubric, XMLParser
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Messages
 
 SYSTEM_PROMPT = "Work it out, and then write the result as <answer>number</answer>."

@@ -10,8 +10,9 @@ from random import Random
 from string import digits as DIGITS
 from typing import Any
 
+from rollout_actors.environments.answers.parsers import text_of
 from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.rubric import Rubric, text_of
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Messages, State
 
 SECOND_TURN = "last"

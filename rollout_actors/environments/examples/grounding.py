@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from rollout_actors.environments.answers.parsers import Parser, text_of
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Parser, Rubric, text_of
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import State
 from shared.dataset import load_dataset
 from shared.grounding.objects import ParsedRollout
@@ -137,7 +138,7 @@ def precision(state: State, parser: Parser, criterion: Criterion) -> float:
 def findings(state: State, parser: Parser, criterion: Criterion) -> DetectionResult:
     """Compare the rollout's answer with the row's `answer`, once."""
     if "detection" not in state:
-        messages = parser.assistant_messages(state["completion"])
+        messages = parser.get_assistant_messages(state["completion"])
         text = text_of(messages[-1]) if messages else ""
         truth = [
             GroundTruthObject(one.kind, one.bins, one.desc)

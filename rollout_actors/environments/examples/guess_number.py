@@ -7,9 +7,10 @@ import re
 from random import Random
 from typing import Any
 
+from rollout_actors.environments.answers.parsers import text_of
 from rollout_actors.environments.lifecycle import stop
 from rollout_actors.environments.multi_turn import MultiTurnEnv
-from rollout_actors.environments.rubric import Rubric, text_of
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Messages, State
 
 GUESS = re.compile(r"<guess>\s*([0-9]{1,9})\s*</guess>")

@@ -6,7 +6,8 @@ from random import Random
 from string import digits as DIGITS
 from typing import Any
 
-from rollout_actors.environments.rubric import Rubric, RubricGroup, text_of
+from rollout_actors.environments.answers.parsers import text_of
+from rollout_actors.environments.rubric import Rubric, RubricGroup
 from rollout_actors.environments.tool import StatefulToolEnv, ToolRubric, num_tool_calls
 from rollout_actors.environments.types import Messages, State
 

@@ -322,7 +322,7 @@ class _PositionedRows(Examples):
 
 
 def _members(environment: Environment) -> Sequence[Environment]:
-    return list(environment.envs.values()) if isinstance(environment, EnvGroup) else [environment]
+    return environment.envs if isinstance(environment, EnvGroup) else [environment]
 
 
 def _force_greedy(request: EnvironmentRequest) -> dict[str, Any]:

@@ -35,6 +35,7 @@ ENVIRONMENTS = r"one of .*\barithmetic, .*, or any module or \.py file that has 
         (["-c", "-2"], "-c/--max-concurrent: must be a whole number from 1 on, or -1 for all, got"),
         (["-C", " ,"], "-C/--state-columns: names nothing: ' ,'"),
         (["--rollout-timeout", "0"], "--rollout-timeout: must be a number of seconds over 0, got"),
+        (["--header", "Name"], "--header: must be like 'Name: value', got 'Name'"),
         (["--solved-at", "nan"], "--solved-at: must be a number, got 'nan'"),
     ],
 )
@@ -57,6 +58,14 @@ def test_a_malformed_argument_is_told_with_its_position(arguments, message, caps
 def test_arguments_that_contradict_each_other_are_told(arguments, message):
     with pytest.raises(ConfigError, match=message):
         read_options(arguments)
+
+
+def test_commands_of_the_verifiers_package_are_read():
+    options = read_options(
+        ["e", "-n", "5", "-r", "3", "-s", "-f", "10", "-N", "--header", "A: b:c", "--header", "D:"]
+    )
+    assert options.headers == {"A": "b:c", "D": ""}
+    assert (options.save, options.interleave_scoring) == (True, False)
 
 
 def test_help_names_the_environments_that_there_are(capsys):

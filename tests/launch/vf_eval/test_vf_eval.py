@@ -363,7 +363,7 @@ def test_an_endpoint_that_takes_max_completion_tokens_alone_is_sent_the_limit_of
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [("/models/demo", "demo"), ("owner/demo:v2", "owner-demo-v2")]
+    ("model", "name"), [("/models/demo", "demo"), ("owner/demo:v2", "owner--demo-v2")]
 )
 def test_each_evaluation_has_a_folder_named_after_environment_and_model(
     shell, endpoint, echo, model, name
@@ -636,3 +636,13 @@ def test_rollouts_that_are_compared_are_made_again_together(shell, endpoint, ech
     shell.run("--resume", shell.evaluation)
     assert endpoint.asked == ["word 1", "word 1"]
     assert compared.read_text() == "2"
+
+
+def test_headers_are_sent_with_every_call_and_are_not_kept(shell):
+    fake = FakeOpenAI(models=["org/demo"], key="secret")
+    with serving(fake.app()) as url:
+        endpoint = ("-b", f"{url}/v1", "-n", 1, "-r", 1)
+        assert "no key was sent" in shell.run("echo_env", *endpoint, status=2).stderr
+        shell.run("echo_env", *endpoint, "--header", "Authorization: Bearer secret")
+    (folder,) = shell.folder.glob("outputs/evals/echo_env--org--demo/*")
+    assert [path for path in folder.iterdir() if "secret" in path.read_text()] == []

@@ -12,9 +12,10 @@ import pytest
 from environment_support import Talk, assistant, generated, rows, rubric_of, said_the_answer, user
 from scripted_client import ScriptedClient
 
+from rollout_actors.environments.answers.parsers import Parser, ThinkParser
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Parser, Rubric, RubricGroup, ThinkParser
+from rollout_actors.environments.rubric import Rubric, RubricGroup
 from shared.errors import StorageError
 
 TOOL = {
@@ -349,3 +350,26 @@ def test_a_client_whose_calls_are_not_asynchronous_is_told_so():
         "TypeError: client: calls of Plain are not asynchronous; give an openai.AsyncOpenAI"
         in state["error"]
     )
+
+
+def test_a_dataset_has_columns_by_name():
+    examples = SingleTurnEnv(dataset=rows(2), system_prompt="Hi.").get_dataset()
+    assert examples.column_names == ["prompt", "example_id", "task", "answer"]
+    assert (examples["answer"], examples["example_id"]) == (["q0", "q1"], [0, 1])
+    assert examples["prompt"][1][0] == {"role": "system", "content": "Hi."}
+    with pytest.raises(KeyError, match="no column 'question'; there are prompt, example_id"):
+        examples["question"]
+
+
+def test_a_client_and_a_model_are_kept_for_what_an_environment_asks_by_itself():
+    class Own(SingleTurnEnv):
+        def __init__(self, **kwargs):
+            self.client = "own"
+            super().__init__(**kwargs)
+
+    assert (Own().client, Own(client="given", model="m").client) == ("own", "given")
+    client = ScriptedClient([])
+    environment = SingleTurnEnv(client=client, model="m")
+    assert (environment.client, environment.model) == (client, "m")
+    state = asyncio.run(environment.init_state({"prompt": "q"}, client, "m"))
+    assert state["prompt"] == [{"role": "user", "content": "q"}]

@@ -18,10 +18,11 @@ from environment_support import (
 )
 from scripted_client import ScriptedClient
 
+from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import cleanup, teardown
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import Parser, Rubric
+from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.types import Messages, State
 
 
@@ -160,7 +161,7 @@ def test_members_clean_up_after_their_rollouts_and_are_torn_down_once_with_the_g
         async with EnvGroup([Held(log, "a"), Held(log, "b")]) as group:
             await group.generate(group.get_dataset(), repeat(), "m", use_tqdm=False)
         await group.aclose()
-        for env in group.envs.values():
+        for env in group.envs:
             await env.aclose()
 
     asyncio.run(use())
@@ -260,3 +261,10 @@ def test_reward_functions_get_the_parser_of_the_environment_whose_rollouts_they_
     one, two = env_adding(10), env_adding(20)
     for env, rewards in ((two, [25.0]), (one, [15.0]), (EnvGroup([one, two]), [15.0, 25.0])):
         assert generated(env, env.dataset, repeat()).reward == rewards
+
+
+def test_the_environments_of_a_group_are_found_in_order_by_name_and_by_task():
+    one, other = (SingleTurnEnv(dataset=rows(1)) for _ in range(2))
+    group = EnvGroup([one, other], ["a", "b"])
+    assert (group.envs, group.env_map) == ([one, other], {"a": one, "b": other})
+    assert (group.env_names, group.get_env_for_task("b")) == (["a", "b"], other)

@@ -466,7 +466,7 @@ class Group(EnvGroup):
 
     @teardown
     async def own(self):
-        self.envs["env_0"].done.append("own")
+        self.env_map["env_0"].done.append("own")
 
 
 @pytest.mark.parametrize(

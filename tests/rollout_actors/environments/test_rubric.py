@@ -12,15 +12,10 @@ import pytest
 from environment_support import assistant, generated, user, without_place
 from scripted_client import ScriptedClient, status_error
 
+from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.multi_turn import SingleTurnEnv
-from rollout_actors.environments.rubric import (
-    Parser,
-    Rubric,
-    RubricGroup,
-    relative_steps,
-    settle,
-)
+from rollout_actors.environments.rubric import Rubric, RubricGroup, relative_steps, settle
 from rollout_actors.environments.types import State
 
 

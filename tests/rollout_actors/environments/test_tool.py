@@ -318,6 +318,36 @@ def test_a_tool_that_is_added_later_is_there_for_later_rollouts():
     assert contents(rolled_out(environment, ROW, calls(("echo", {"text": "x"})))) == ["x"]
 
 
+def test_a_tool_that_is_removed_is_neither_shown_nor_called_any_more():
+    environment = ToolEnv([area, echo])
+    environment.remove_tool(area)
+    assert environment.tool_map == {"echo": echo}
+    client = calls(("area", {"width": 2}))
+    state = rolled_out(environment, ROW, client)
+    assert contents(state) == ["there is no tool area; there are echo"]
+    assert [tool["function"]["name"] for tool in client.calls[0].arguments["tools"]] == ["echo"]
+    with pytest.raises(ValueError, match="tool area is not there; there are echo"):
+        environment.remove_tool(area)
+
+
+def test_an_environment_may_call_tools_itself_and_change_how_they_are_called():
+    class Loud(ToolEnv):
+        async def call_tool(self, tool_name, tool_args, tool_call_id, **kwargs):
+            answer = await super().call_tool(tool_name, tool_args, tool_call_id, **kwargs)
+            return {**answer, "content": answer["content"].upper()}
+
+    made = calls(("echo", {"text": "x"}), ("fail", {"reason": "y"}))
+    state = rolled_out(Loud([echo, fail]), ROW, made)
+    assert (contents(state), state["num_tool_errors"]) == (["X", "'Y'"], 1)
+    message = asyncio.run(ToolEnv([echo]).call_tool("echo", {"text": "x"}, "call_7"))
+    assert message == {"role": "tool", "content": "x", "tool_call_id": "call_7"}
+
+
+def test_the_tool_rubric_takes_tools_or_their_names():
+    names = ["num_tool_calls", "num_tool_errors", "num_calls_of_area", "num_calls_of_echo"]
+    assert ToolRubric(tools=[area, "echo"]).reward_names == names
+
+
 # Stateful tools
 
 

@@ -150,7 +150,7 @@ def test_a_round_over_two_environment_actors_and_two_ranks_comes_back_in_order_a
     expected = in_process(settings, requests, pool.version)
     assert first + second == expected
     assert len({rollout.reward for rollout in expected}) > 2
-    error = "ZeroDivisionError: no such luck (runner_environment.py:47)"
+    error = "ZeroDivisionError: no such luck (runner_environment.py:48)"
     assert [rollout.error for rollout in first] == [None] * 4 + [error] * 2, "it crosses as data"
 
 

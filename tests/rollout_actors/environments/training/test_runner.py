@@ -53,7 +53,7 @@ TOKENIZER = demo_tokenizer(CHATML)
 VISION = demo_tokenizer(CHAT_TEMPLATE)
 GREEDY = decode_settings(TOKENIZER, mode=DecodeMode.GREEDY, temperature=0.0, max_new_tokens=16)
 SETTINGS = RunnerSettings("runner_environment", "model", max_model_len=512, max_under_way=64)
-ERROR_LINE = " (runner_environment.py:47)"
+ERROR_LINE = " (runner_environment.py:48)"
 Answers = Sequence[Sequence[EnvironmentRollout]]
 
 

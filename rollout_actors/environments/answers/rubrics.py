@@ -1,0 +1,133 @@
+"""Rubrics that judge an answer: by another model, and by mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+
+from rollout_actors.environments.answers.parsers import (
+    MaybeThinkParser,
+    Parser,
+    extract_boxed_answer,
+    text_of,
+)
+from rollout_actors.environments.clients.openai import OVERLONG, ask
+from rollout_actors.environments.rubric import RewardFunction, Rubric
+from rollout_actors.environments.scope import bind_client
+from rollout_actors.environments.types import Messages, SamplingArgs, State
+
+JUDGE_PROMPT = """\
+A question, its true answer and a response are given. Is the response correct?
+
+Question: {question}
+
+True answer: {answer}
+
+Response: {response}
+
+Say "yes" or "no", and nothing else."""
+
+
+class JudgeRubric(Rubric):
+    """A rubric whose reward functions may ask another model, as their argument `judge`.
+
+    Example: with `async def right(judge, prompt, completion, answer, state): return "yes" in await
+    judge(prompt, completion, answer, state)` as its function, the reward is what the judge says.
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunction] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+        judge_client: Any = None,
+        judge_model: str = "gpt-4.1-nano",
+        judge_sampling_args: SamplingArgs | None = None,
+        judge_prompt: str = JUDGE_PROMPT,
+    ) -> None:
+        """
+        Args:
+            judge_client: an asynchronous client; None: `openai.AsyncOpenAI()`, whose address and
+                key the variables `OPENAI_BASE_URL` and `OPENAI_API_KEY` say.
+            judge_prompt: a text with `{question}` (the prompt's last message), `{answer}` and
+                `{response}` (the answer that the parser finds).
+
+        Raises:
+            openai.OpenAIError: there is neither a client nor a key.
+        """
+        super().__init__(funcs, weights, parser)
+        self.judge_client = openai.AsyncOpenAI() if judge_client is None else judge_client
+        self.judge_model = judge_model
+        self.judge_sampling_args = dict(judge_sampling_args or {})
+        self.judge_prompt = judge_prompt
+        names = ("judge", "judge_client", "judge_model", "judge_sampling_args", "judge_prompt")
+        self.class_objects |= {name: getattr(self, name) for name in names}
+
+    async def judge(self, prompt: Messages, completion: Messages, answer: Any, state: State) -> str:
+        """Return the judge's words about an answer; asked once for each text that it is sent.
+
+        Raises:
+            ValueError: the text is too long for the judge.
+            Exception: what `ask` raises; the reward function has no figure then.
+        """
+        question = prompt if isinstance(prompt, str) else text_of(prompt[-1])
+        response = self.current_parser.parse_answer(completion)
+        asked = self.judge_prompt.format(question=question, answer=answer, response=response)
+        said: dict[str, str] = state.setdefault("judge_response", {})
+        if asked not in said:
+            verdict = await ask(
+                bind_client(self.judge_client),
+                self.judge_model,
+                [{"role": "user", "content": asked}],
+                message_type="chat",
+                tools=None,
+                sampling_args=self.judge_sampling_args,
+            )
+            if verdict.id == OVERLONG:
+                raise ValueError("judge: the question is too long for it; shorten judge_prompt")
+            said[asked] = verdict.choices[0].message.content or ""
+        return said[asked]
+
+
+class MathRubric(Rubric):
+    r"""A rubric with the function `correct_answer`: 1 where an answer equals the row's.
+
+    They are compared as mathematics by the package `math_verify` (extra `math`): `0.5`, `1/2` and
+    `\frac{1}{2}` are one number. Its limits of time do not work in threads: `scoring_timeout_s` is
+    the limit here.
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunction] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+    ) -> None:
+        r"""Add `correct_answer`, with weight 1, behind other functions.
+
+        Args:
+            parser: None: the last `\boxed{...}` behind the thought, or all that stands there.
+
+        Raises:
+            ImportError: `math_verify` is not installed.
+        """
+        try:
+            import math_verify  # imports sympy
+        except ImportError as error:
+            remedy = "pip install 'rollmatch[math]'"
+            raise ImportError(f"MathRubric needs math_verify ({error}); {remedy}") from error
+        super().__init__(funcs, weights, parser or MaybeThinkParser(extract_boxed_answer))
+        self._library = math_verify
+        self.add_reward_func(self.correct_answer)
+
+    def correct_answer(self, parser: Parser, completion: Messages, answer: Any) -> float:
+        said = parser.parse_answer(completion)
+        if not said:
+            return 0.0
+        truth, response = (
+            self._library.parse(rf"\boxed{{{text}}}", parsing_timeout=None)
+            for text in (answer, said)
+        )
+        return float(self._library.verify(truth, response, timeout_seconds=None))
