@@ -46,7 +46,7 @@ EASY_COUNTS = {"train": 6000, "val": 64, "test": 0}
 EASY_UPDATES = 1500
 EASY_RATE = 2e-3
 RATE = 2e-4
-"""The rate to which the start falls, and of everything behind it but where a tenth is said."""
+"""The rate to which the start falls, and of everything behind it but `sft_low`."""
 FALL_UPDATES = 1500
 """Updates on crowded scenes in which the rate falls."""
 EVERY = 100
@@ -91,22 +91,22 @@ _GATE = "rollout_matching.maskiou_gate_schedule={start: 0.1, steps: 60}"
 _SFT = "custom.trainer_variant=stage1_sft"
 
 
-LOW = [f"training.learning_rate={RATE / 10:g}"]
-
 ARMS = {
-    "sft": Arm("supervised, at the start's rate", [_SFT, f"training.learning_rate={RATE:g}"]),
-    "sft_low": Arm("supervised, at a tenth of it", [_SFT, *LOW]),
-    "b": Arm("channel B alone", [*LOW, "stage2_ab.schedule.b_ratio=1.0"]),
-    "b_20": Arm("a fifth of the steps channel B", [*LOW, "stage2_ab.schedule.b_ratio=0.2"]),
-    "b_50": Arm("half of the steps channel B", [*LOW, _HALF]),
-    "trim": Arm("b_50, trailing false positives trimmed", [*LOW, _HALF, _TRIM]),
-    "separators": Arm("b_50, separators supervised", [*LOW, _HALF, _SEPARATORS]),
-    "names": Arm("b_50, matched names corrected", [*LOW, _HALF], {"matched_desc_weight": 1.0}),
-    "gate": Arm("b_50, a gate that rises", [*LOW, _HALF, _GATE]),
-    "end": Arm("b_50, the end behind mistakes weighs less", [*LOW, _HALF], {"fp_end_weight": 0.25}),
-    "rewards": Arm("policy gradient alone", [*LOW, *_GROUPS], rewards=True, targets=False),
-    "both": Arm("channel B and policy gradient at once", [*LOW, *_GROUPS], rewards=True),
-    "sft_low_wall": Arm("sft_low, in the wall time of b_50", [_SFT, *LOW], as_long_as="b_50"),
+    "sft": Arm("supervised", [_SFT]),
+    "sft_low": Arm(
+        "supervised, at a tenth of the rate", [_SFT, f"training.learning_rate={RATE / 10:g}"]
+    ),
+    "b": Arm("channel B alone", ["stage2_ab.schedule.b_ratio=1.0"]),
+    "b_20": Arm("a fifth of the steps channel B", ["stage2_ab.schedule.b_ratio=0.2"]),
+    "b_50": Arm("half of the steps channel B", [_HALF]),
+    "trim": Arm("b_50, trailing false positives trimmed", [_HALF, _TRIM]),
+    "separators": Arm("b_50, separators supervised", [_HALF, _SEPARATORS]),
+    "names": Arm("b_50, matched names corrected", [_HALF], {"matched_desc_weight": 1.0}),
+    "gate": Arm("b_50, a gate that rises", [_HALF, _GATE]),
+    "end": Arm("b_50, the end behind mistakes weighs less", [_HALF], {"fp_end_weight": 0.25}),
+    "rewards": Arm("policy gradient alone", [*_GROUPS], rewards=True, targets=False),
+    "both": Arm("channel B and policy gradient at once", [*_GROUPS], rewards=True),
+    "sft_wall": Arm("supervised, in the wall time of b_50", [_SFT], as_long_as="b_50"),
 }
 
 
@@ -201,7 +201,7 @@ def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
     arm = ARMS[name]
     updates = UPDATES
     if arm.as_long_as is not None:
-        mine = json.loads((RESULTS / f"sft_low_{seed}.json").read_text())
+        mine = json.loads((RESULTS / f"sft_{seed}.json").read_text())
         other = json.loads((RESULTS / f"{arm.as_long_as}_{seed}.json").read_text())
         updates = round(UPDATES * other["wall_s"] / mine["wall_s"])
     conf = out / "conf" / "objective" / f"{name}.yaml"
@@ -354,7 +354,7 @@ def table() -> list[str]:
     """Return the lines of a Markdown table: mean over the seeds, and the interval of the first."""
     lines = [
         (
-            "| arm | seeds | updates | wall, s | F1@0.5, named | 95 % | against `sft_low` |"
+            "| arm | seeds | updates | wall, s | F1@0.5, named | 95 % | against `sft` |"
             " F1@0.5 | F1@0.75, named | AP | error of the count | doubled | valid | unfinished |"
         ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -373,8 +373,8 @@ def table() -> list[str]:
         )  # [runs, pictures, 7]
         low, high = interval(counts, None, rng)
         against = "-"
-        base = runs.get("sft_low", {})
-        if name != "sft_low" and (common := sorted(set(seeds) & set(base))):
+        base = runs.get("sft", {})
+        if name != "sft" and (common := sorted(set(seeds) & set(base))):
             mine = np.array([seeds[seed]["pictures"] for seed in common])
             theirs = np.array([base[seed]["pictures"] for seed in common])
             from_, to = interval(mine, theirs, rng)

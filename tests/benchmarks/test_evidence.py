@@ -82,7 +82,7 @@ def test_the_configuration_of_every_arm_is_sound(name, tmp_path):
 
 def test_results_become_a_table_with_the_difference_from_supervision(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    for arm, named in (("sft_low", 5), ("b_50", 6)):
+    for arm, named in (("sft", 5), ("b_50", 6)):
         for seed in (1, 2):
             facts = {
                 "arm": arm,
