@@ -206,7 +206,7 @@ def _learnable(
             samples,
             tokens.codec,
             max_new_tokens=config.rollout_matching.max_new_tokens,
-            field_order=config.custom.object_field_order,
+            answer_format=config.answer_format,
         )
         if warning is not None:
             lines.append(f"warning   {warning}")

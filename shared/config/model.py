@@ -65,6 +65,10 @@ class DataSection(Section):
     check_images: bool = True
     """Decode every image before the start; false: a bad image is found when its sample is used.
     What took more than a second is kept in `~/.cache/rollmatch` for files that stay the same."""
+    answer_format: Literal["coord_tokens", "qwen3_vl"] = "coord_tokens"
+    """Text of an answer. coord_tokens: `{"object_1": {"desc": ..., "bbox_2d": ["<|coord_5|>",
+    ...]}}`; qwen3_vl: `[{"bbox_2d": [5, ...], "label": ...}]`, thousandths of the picture in
+    digits, as a stock Qwen3-VL writes them. Records are the same for both."""
     shuffle: bool = True
     """Visit the samples of every epoch in a seeded random order; false: in the file's order."""
     system_prompt: str | None = None

@@ -25,6 +25,7 @@ from shared.config.model import DataSection, ModelSection
 from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
+from shared.grounding.formats import AnswerFormat, answer_format
 from shared.records import GeometryKind
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
@@ -83,7 +84,14 @@ class RunConfig(Section):
     def geometry(self) -> frozenset[GeometryKind]:
         """Kinds of shapes that are taught and read (decision 8)."""
         kinds = self.rollout_matching.geometry
-        return self.algorithm.geometry if kinds is None else frozenset(kinds)
+        if kinds is None:
+            return self.algorithm.geometry & self.answer_format.geometry
+        return frozenset(kinds)
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes its objects."""
+        return answer_format(self.data.answer_format, self.custom.object_field_order)
 
     @property
     def canary_tolerance(self) -> float | None:

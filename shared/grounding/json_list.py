@@ -1,0 +1,233 @@
+"""Qwen's own answers: a JSON list of boxes in digits (`data.answer_format: qwen3_vl`).
+
+    [{"bbox_2d": [10, 20, 300, 400], "label": "cat"}, {"bbox_2d": [...], "label": "dog"}]
+
+Coordinates are thousandths of the picture's sides, 0..1000, and are read as the bins of norm1000
+(0..999) that they are; 1000, the far border, is bin 999. By decision 31 a bin is a pixel over the
+last pixel, where a thousandth is one over the side: the two differ by less than a pixel.
+
+Models put the list into a fence of Markdown, or not. An answer may begin with the fence; then what
+is appended closes it. The inside of an entry is read as the strict JSON that `validation` reads.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.grounding.objects import DropReason
+from shared.grounding.scanner import (
+    OBJECT_VALUE,
+    SPACE,
+    Container,
+    Entry,
+    read_lexeme,
+    unescape,
+)
+from shared.grounding.serialize import ObjectLayout, SerializedText, SpannedText, escaped
+from shared.grounding.validation import (
+    Fields,
+    Leaf,
+    Response,
+    ValidValue,
+    Value,
+    is_box,
+    is_utf8,
+    read_fields,
+)
+from shared.records import GeometryKind, GroundTruthObject
+from shared.tokens.vocabulary import NUM_BINS
+
+_OPENING = re.compile(SPACE + rb"(?:(```(?:json)?)" + SPACE + rb")?(\[)")
+_FENCE = 1
+_BRACKET = 2
+_BLANK = re.compile(SPACE)
+_NUMBER = re.compile(rb"0|[1-9][0-9]{0,3}")
+_DESC_KEY = "label"
+_MOST = 1000
+_NUM_BOX_COORDS = 4
+_START = b"start"
+"""The list's own opening, among the symbols of its top level."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scanned:
+    container: Container
+    fenced: bool
+    can_append: bool
+    """Neither the list is closed, nor anything in it open."""
+
+
+def _scan(text: bytes) -> _Scanned | None:
+    """Find the objects at the list's top level; None where `text` does not begin with a list.
+
+    An entry is an object, and ends by string-aware brace depth alone; one that the text ends in is
+    not reported. Whatever else stands in the list is text.
+    """
+    opening = _OPENING.match(text)
+    if opening is None:
+        return None
+    entries: list[Entry] = []
+    earlier = b""
+    last = _START
+    depth = 0  # open `[` inside the list
+    position = opening.end(_BRACKET)
+    closed = False
+    while not closed and (lexeme := read_lexeme(text, position)) is not None:
+        symbol, start, position = lexeme
+        if symbol == OBJECT_VALUE and not depth:
+            separated = last == _START or (last == b"," and earlier not in (_START, b","))
+            number = len(entries)
+            entries.append(Entry(f"[{number}]", number, start, (start, position), separated))
+        elif symbol == b"[":
+            depth += 1
+        elif symbol == b"]":
+            closed = not depth
+            depth = max(depth - 1, 0)
+        earlier, last = last, symbol
+    can_append = not closed and not depth and _BLANK.fullmatch(text, position) is not None
+    fenced = opening[_FENCE] is not None
+    return _Scanned(Container(tuple(entries), closed), fenced, can_append)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxList:
+    """`[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`: an `AnswerFormat` in digits."""
+
+    opening = "["
+    has_coord_tokens = False
+    geometry = frozenset({GeometryKind.BBOX})
+
+    def opens(self, text: str) -> bool:
+        return _OPENING.match(text.encode(errors="replace")) is not None
+
+    def scan(self, text: bytes) -> Container | None:
+        scanned = _scan(text)
+        return None if scanned is None else scanned.container
+
+    def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:  # noqa: ARG002
+        return None
+
+    def validate(
+        self,
+        entry: Entry,
+        response: Response,
+        ends: Sequence[int],
+        geometry: frozenset[GeometryKind],  # noqa: ARG002 (boxes are always wanted)
+    ) -> ValidValue | DropReason:
+        assert entry.value is not None
+        start = entry.value[0]
+        raw = response.text[slice(*entry.value)]
+        members = read_fields(raw, {}) if entry.separated and is_utf8(raw) else None
+        if members is None:
+            return DropReason.MALFORMED
+        reason = _validate_keys(members)
+        if reason is not None:
+            return reason
+        leaf = next((value for key, value in members.fields if key == _DESC_KEY), None)
+        if not isinstance(leaf, Leaf) or not leaf.quoted:
+            return DropReason.MISSING_DESC
+        desc = unescape(raw[leaf.start : leaf.end])
+        if not desc.strip():
+            return DropReason.MISSING_DESC
+        shapes = [value for key, value in members.fields if key == GeometryKind.BBOX]
+        arrays = [value for value in shapes if isinstance(value, list)]
+        if not arrays:
+            return DropReason.MISSING_GEOM
+        spans = _number_spans(arrays[0], raw)
+        if spans is None or any(_number_spans(array, raw) is None for array in arrays[1:]):
+            return DropReason.NON_COORD_TOKEN
+        if len(shapes) > 1 or len(spans) != _NUM_BOX_COORDS:
+            return DropReason.WRONG_ARITY
+        bins = tuple(min(int(raw[slice(*span)]), NUM_BINS - 1) for span in spans)
+        if not is_box(bins):
+            return DropReason.BBOX_INVALID
+        coord_spans = tuple((start + first, start + stop) for first, stop in spans)
+        # A token may hold the ends of two numbers; it is one position all the same.
+        positions = dict.fromkeys(
+            position
+            for first, stop in coord_spans
+            for position in range(bisect_right(ends, first), bisect_left(ends, stop) + 1)
+        )
+        desc_span = (start + leaf.start, start + leaf.end)
+        return ValidValue(GeometryKind.BBOX, desc, desc_span, tuple(positions), bins, coord_spans)
+
+    def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
+        return tuple(map(str, bins))
+
+    def layout_objects(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
+        return _layout("[", objects, "]")
+
+    def layout_append(
+        self,
+        prefix_text: str,
+        objects: Sequence[GroundTruthObject],
+        *,
+        start_index: int,  # noqa: ARG002 (entries have no numbers)
+    ) -> SerializedText:
+        scanned = _scan(prefix_text.encode(errors="replace"))
+        last = prefix_text.rstrip(" \t\n\r")[-1:]
+        if scanned is None or not scanned.can_append or last not in ("[", ",", "}"):
+            raise ValueError(
+                f"cannot append behind {prefix_text[-40:]!r}: no open JSON list that ends in '[',"
+                " ',' or '}'; use ParsedRollout.prefix_text"
+            )
+        if last == "," and not objects:
+            behind = prefix_text[-40:]
+            raise ValueError(
+                f"cannot close behind {behind!r}: remove the comma, or append an object"
+            )
+        separator = ", " if last == "}" and objects else ""
+        return _layout(separator, objects, "]\n```" if scanned.fenced else "]")
+
+    def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
+        return self.layout_append("```json\n[{}", objects, start_index=1)
+
+    def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
+        before = text[: value[0]].rstrip(b" \t\n\r")
+        return len(before) - 1 if before.endswith(b",") else value[0]
+
+
+def _validate_keys(members: Fields) -> DropReason | None:
+    """Find `key_invalid` and `unknown_geom`, as of entries with coord tokens."""
+    keys = [key for key, _ in members.fields]
+    known = (_DESC_KEY, GeometryKind.BBOX)
+    unknown = [value for key, value in members.fields if key not in known]
+    lone_array = len(unknown) == 1 and isinstance(unknown[0], list)
+    if members.nested or keys.count(_DESC_KEY) > 1 or (unknown and not lone_array):
+        return DropReason.KEY_INVALID
+    return DropReason.UNKNOWN_GEOM if unknown else None
+
+
+def _number_spans(array: list[Value], raw: bytes) -> list[tuple[int, int]] | None:
+    """List the bytes of each number of a box; None where something is no number 0..1000."""
+    spans: list[tuple[int, int]] = []
+    for leaf in array:
+        if not isinstance(leaf, Leaf) or leaf.quoted:
+            return None
+        written = raw[leaf.start : leaf.end]
+        if _NUMBER.fullmatch(written) is None or int(written) > _MOST:
+            return None
+        spans.append((leaf.start, leaf.end))
+    return spans
+
+
+def _layout(opening: str, objects: Sequence[GroundTruthObject], closing: str) -> SerializedText:
+    text = SpannedText(opening)
+    layouts: list[ObjectLayout] = []
+    for object_ in objects:
+        assert object_.kind is GeometryKind.BBOX, "samples were checked against the geometry"
+        text.add(", " if layouts else "")
+        start, _ = text.add('{"bbox_2d": [')
+        coords: list[tuple[int, int]] = []
+        for bin in object_.bins:
+            text.add(", " if coords else "")
+            coords.append(text.add(str(bin)))
+        text.add('], "label": "')
+        desc = text.add(escaped(object_.desc))
+        _, end = text.add('"}')
+        layouts.append(ObjectLayout((start, end), desc, tuple(coords)))
+    end_of_list = text.add(closing)
+    return SerializedText(text.joined(), tuple(layouts), end_of_list)
