@@ -87,7 +87,7 @@ def _sample_page(options: ShowOptions, config: RunConfig) -> SamplePage:
     messages = detection_messages(
         len(sample.images),
         system_prompt=config.data.system_prompt,
-        user_prompt=config.data.user_prompt,
+        user_prompt=config.user_prompt,
     )
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return SamplePage(

@@ -102,7 +102,7 @@ class PromptEncoder:
     @classmethod
     def from_config(cls, config: RunConfig, processor: Any) -> PromptEncoder:
         return cls(
-            processor, system_prompt=config.data.system_prompt, user_prompt=config.data.user_prompt
+            processor, system_prompt=config.data.system_prompt, user_prompt=config.user_prompt
         )
 
     def request(

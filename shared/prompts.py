@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON object."
 """Neutral and short: its tokens are paid in every prompt."""
+LIST_USER_PROMPT = "Locate every object in the image. Report bbox coordinates and labels in JSON."
+"""In the words that Qwen's models were asked in."""
 
 
 def detection_messages(

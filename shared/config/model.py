@@ -74,6 +74,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     """Text of the system message; null: no system message."""
     user_prompt: Annotated[str, Field(min_length=1)] = DEFAULT_USER_PROMPT
-    """Text of the user message, after its images."""
+    """Text of the user message, after its images. The default asks for one JSON object, and under
+    `answer_format: qwen3_vl` for a JSON list."""
     max_val_samples: PositiveInt | None = None
     """Evaluate on the first this many rows of `val`; null: on all."""

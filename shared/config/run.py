@@ -26,6 +26,7 @@ from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
 from shared.grounding.formats import AnswerFormat, answer_format
+from shared.prompts import DEFAULT_USER_PROMPT
 from shared.records import GeometryKind
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
@@ -87,6 +88,12 @@ class RunConfig(Section):
         if kinds is None:
             return self.algorithm.geometry & self.answer_format.geometry
         return frozenset(kinds)
+
+    @property
+    def user_prompt(self) -> str:
+        """`data.user_prompt`; its default asks for what `data.answer_format` is."""
+        written = self.data.user_prompt
+        return self.answer_format.user_prompt if written == DEFAULT_USER_PROMPT else written
 
     @property
     def answer_format(self) -> AnswerFormat:

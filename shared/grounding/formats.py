@@ -22,6 +22,7 @@ from shared.grounding.serialize import (
     layout_objects,
 )
 from shared.grounding.validation import Response, ValidValue, validate_entry
+from shared.prompts import DEFAULT_USER_PROMPT
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
 
 
@@ -44,6 +45,11 @@ class AnswerFormat(Protocol):
     @property
     def geometry(self) -> frozenset[GeometryKind]:
         """Kinds of shapes that can be written."""
+        ...
+
+    @property
+    def user_prompt(self) -> str:
+        """The question that asks for it."""
         ...
 
     def opens(self, text: str) -> bool:
@@ -113,6 +119,7 @@ class ObjectDictionary:
     opening = "{"
     has_coord_tokens = True
     geometry = ALL_GEOMETRY
+    user_prompt = DEFAULT_USER_PROMPT
 
     def opens(self, text: str) -> bool:
         return text.lstrip(" \t\n\r").startswith("{")

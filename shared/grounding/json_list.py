@@ -37,6 +37,7 @@ from shared.grounding.validation import (
     is_utf8,
     read_fields,
 )
+from shared.prompts import LIST_USER_PROMPT
 from shared.records import GeometryKind, GroundTruthObject
 from shared.tokens.vocabulary import NUM_BINS
 
@@ -99,6 +100,7 @@ class BoxList:
     opening = "["
     has_coord_tokens = False
     geometry = frozenset({GeometryKind.BBOX})
+    user_prompt = LIST_USER_PROMPT
 
     def opens(self, text: str) -> bool:
         return _OPENING.match(text.encode(errors="replace")) is not None
