@@ -173,7 +173,7 @@ MUTANTS = (
         "self._roles[tokens] = TokenRole.DIGITS",
         ("tests/learner/test_digit_targets.py",)),
     Mutant("number-beyond-the-picture-read", "shared/grounding/json_list.py",
-        "int(written) > _MOST", "int(written) > 9999",
+        "int(written) > self._most(axis)", "int(written) > 9999",
         ("tests/shared/grounding/test_json_list.py",)),
     Mutant("sampled-token-compared-with-the-corrected-label", "learner/collate.py",
         "            index(2 * sampled_at),", "            index(2 * sampled_at + 1),",

@@ -46,7 +46,7 @@ class HeldOut:
         self.codec = tokens.codec
         self.encoder = PromptEncoder.from_config(config, tokens.processor)
         self._geometry = config.geometry
-        self._format = config.answer_format
+        self._format = config.answer_format.for_pictures(self.encoder.picture_resize)
         self._run_seed = config.training.seed
         self._score_by = config.evaluation.score
         self.samples, _ = require_lengths(
@@ -96,7 +96,7 @@ class HeldOut:
             rollout.response_token_ids,
             self.codec,
             geometry=self._geometry,
-            answer_format=self._format,
+            answer_format=self._format.of(sample),
         )
         text = b"".join(map(self.codec.piece_bytes, rollout.response_token_ids))
         return Scene(
@@ -144,7 +144,7 @@ def require_train_lengths(
         max_new_tokens=config.rollout_matching.max_new_tokens if num_b_steps(config) else 0,
         global_max_length=config.global_max_length,
         on_bad_row=config.data.on_bad_row,
-        answer_format=config.answer_format,
+        answer_format=config.answer_format.for_pictures(encoder.picture_resize),
     )
 
 
@@ -190,7 +190,7 @@ def require_lengths(
             break
         try:
             prompt = encoder.num_tokens(sample)
-            append = _append_length(sample, codec, answer_format) if taught else None
+            append = _append_length(sample, codec, answer_format.of(sample)) if taught else None
         except RecordError as error:
             located = RecordError(
                 error.problem, field=error.field, remedy=error.remedy, file=str(dataset.path)
@@ -233,7 +233,7 @@ def describe_cut_answers(
     # The append has the same objects under longer keys: where it is short enough, so is the answer,
     # and need not be encoded too.
     texts = (
-        answer_format.layout_objects(sample.objects).text
+        answer_format.of(sample).layout_objects(sample.objects).text
         for sample, append in zip(samples, appends, strict=True)
         if append >= max_new_tokens
     )

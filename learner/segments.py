@@ -20,6 +20,7 @@ import torch
 from learner.targets import Target
 from shared.config import RunConfig
 from shared.errors import RecordError
+from shared.grounding.json_list import PictureResize
 from shared.prompts import detection_messages, on_white
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, RolloutRequest
@@ -104,6 +105,13 @@ class PromptEncoder:
         return cls(
             processor, system_prompt=config.data.system_prompt, user_prompt=config.user_prompt
         )
+
+    @property
+    def picture_resize(self) -> PictureResize:
+        """The size at which the model is shown a picture."""
+        images = self._processor.image_processor
+        side = images.patch_size * images.merge_size
+        return PictureResize(side, images.size.shortest_edge, images.size.longest_edge)
 
     def request(
         self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int

@@ -30,6 +30,7 @@ from learner.ot_targets import OTSettings, slot_targets
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
 from shared.grounding.formats import AnswerFormat
+from shared.grounding.json_list import PictureResize
 from shared.grounding.matching import MatchedPair, MatchResult, match_objects
 from shared.grounding.objects import ParsedObject, ParsedRollout
 from shared.grounding.parsing import parse_rollout, trim_prefix
@@ -139,6 +140,10 @@ class TargetSettings:
     """Teach the prefix to go on where a supervised object follows."""
     corrects_names: bool = False
     """Teach the ground truth's name where a supervised object's differs."""
+
+    def for_pictures(self, resize: PictureResize) -> TargetSettings:
+        """Return the settings of a model that is shown its pictures so."""
+        return replace(self, answer_format=self.answer_format.for_pictures(resize))
 
     def with_gate(self, maskiou_gate: float) -> TargetSettings:
         """Return the settings of a step with this gate."""
@@ -279,8 +284,9 @@ class Target:
 
 def ground_truth_target(sample: Sample, codec: TokenCodec, settings: TargetSettings) -> Target:
     """Make the target of channel A: the sample's objects in record order."""
-    text = settings.answer_format.layout_objects(sample.objects)
-    draft = _Draft(codec.encode(text.text), codec, settings.answer_format)
+    answer_format = settings.answer_format.of(sample)
+    text = answer_format.layout_objects(sample.objects)
+    draft = _Draft(codec.encode(text.text), codec, answer_format)
     draft.add_ours(0)
     draft.add_serialized(text, sample.objects, offset=0)
     return draft.target(sample.sample_id)
@@ -297,7 +303,7 @@ def rollout_target(
         rollout.response_token_ids,
         codec,
         geometry=settings.geometry,
-        answer_format=settings.answer_format,
+        answer_format=settings.answer_format.of(sample),
     )
     target = parsed_target(parsed, sample, codec, settings)
     if rollout.logprobs is None:
@@ -316,11 +322,12 @@ def parsed_target(
     A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and
     its ground truth is appended.
     """
+    answer_format = settings.answer_format.of(sample)
     match = match_objects(parsed.objects, sample.objects, **asdict(settings.matching))
     supervised: dict[MatchedPair, tuple[float, ...]] = {}
     for pair in match.pairs:
         prediction = parsed.objects[pair.prediction]
-        if not settings.answer_format.has_coord_tokens:
+        if not answer_format.has_coord_tokens:
             # Digits have no slots to aim: their tokens are taught.
             if _is_canonical(parsed.prefix_token_ids[slice(*prediction.span)], codec):
                 supervised[pair] = ()
@@ -337,17 +344,17 @@ def parsed_target(
             num_objects,
             codec,
             geometry=settings.geometry,
-            answer_format=settings.answer_format,
+            answer_format=answer_format,
         )
     # An excluded pair's ground truth is appended like a missed one: nothing goes untaught.
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
     objects = tuple(sample.objects[index] for index in appended)
     start_index = 1 if kept.max_object_index is None else kept.max_object_index + 1
-    text = settings.answer_format.layout_append(kept.prefix_text, objects, start_index=start_index)
+    text = answer_format.layout_append(kept.prefix_text, objects, start_index=start_index)
 
     token_ids, num_kept = _written(kept, text.text, codec)
-    draft = _Draft(token_ids, codec, settings.answer_format)
+    draft = _Draft(token_ids, codec, answer_format)
     draft.add_matched(kept, {pair.prediction for pair in supervised})
     for pair, aims in supervised.items():
         prediction = parsed.objects[pair.prediction]
@@ -362,11 +369,11 @@ def parsed_target(
     draft.add_serialized(text, objects, offset=num_prefix_bytes)
     if settings.supervises_separators:
         values = (kept.objects[pair.prediction].value for pair in supervised)
-        choices = [settings.answer_format.choice_to_go_on(prefix_bytes, value) for value in values]
+        choices = [answer_format.choice_to_go_on(prefix_bytes, value) for value in values]
         draft.add_separators(kept, choices)
-    if not settings.answer_format.has_coord_tokens:
+    if not answer_format.has_coord_tokens:
         for pair in supervised:
-            right = settings.answer_format.digits(sample.objects[pair.ground_truth].bins)
+            right = answer_format.digits(sample.objects[pair.ground_truth].bins)
             draft.add_digits(kept, pair.prediction, right, num_prefix)
     if settings.corrects_names:
         for pair in supervised:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.grounding.json_list import BoxList
+from shared.grounding.json_list import BoxList, PictureResize
 from shared.grounding.objects import DropReason
 from shared.grounding.scanner import Container, Entry, object_indices, scan_container
 from shared.grounding.serialize import (
@@ -23,7 +23,7 @@ from shared.grounding.serialize import (
 )
 from shared.grounding.validation import Response, ValidValue, validate_entry
 from shared.prompts import DEFAULT_USER_PROMPT
-from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject
+from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
 
 
 class AnswerFormat(Protocol):
@@ -50,6 +50,14 @@ class AnswerFormat(Protocol):
     @property
     def user_prompt(self) -> str:
         """The question that asks for it."""
+        ...
+
+    def for_pictures(self, resize: PictureResize) -> AnswerFormat:
+        """Return the format of a model that is shown its pictures so."""
+        ...
+
+    def of(self, sample: Sample) -> AnswerFormat:
+        """Return the format of answers about this sample; its numbers may be the picture's own."""
         ...
 
     def opens(self, text: str) -> bool:
@@ -121,6 +129,12 @@ class ObjectDictionary:
     geometry = ALL_GEOMETRY
     user_prompt = DEFAULT_USER_PROMPT
 
+    def for_pictures(self, resize: PictureResize) -> ObjectDictionary:  # noqa: ARG002
+        return self
+
+    def of(self, sample: Sample) -> ObjectDictionary:  # noqa: ARG002
+        return self
+
     def opens(self, text: str) -> bool:
         return text.lstrip(" \t\n\r").startswith("{")
 
@@ -175,6 +189,7 @@ COORD_TOKENS_FORMAT = ObjectDictionary()
 FORMATS: dict[str, AnswerFormat] = {
     "coord_tokens": COORD_TOKENS_FORMAT,
     "qwen3_vl": BoxList(),
+    "qwen2_5_vl": BoxList(in_pixels=True),
 }
 """By the value of `data.answer_format`."""
 

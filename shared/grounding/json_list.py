@@ -1,10 +1,12 @@
-"""Qwen's own answers: a JSON list of boxes in digits (`data.answer_format: qwen3_vl`).
+"""Qwen's own answers: a JSON list of boxes in digits (`qwen3_vl`, `qwen2_5_vl`).
 
     [{"bbox_2d": [10, 20, 300, 400], "label": "cat"}, {"bbox_2d": [...], "label": "dog"}]
 
-Coordinates are thousandths of the picture's sides, 0..1000, and are read as the bins of norm1000
-(0..999) that they are; 1000, the far border, is bin 999. By decision 31 a bin is a pixel over the
-last pixel, where a thousandth is one over the side: the two differ by less than a pixel.
+Coordinates of Qwen3-VL are thousandths of the picture's sides, 0..1000, and are read as the bins of
+norm1000 (0..999) that they are; 1000, the far border, is bin 999. Those of Qwen2.5-VL are pixels of
+the picture as the model is shown it, resized to whole image tokens. A bin is a pixel over the last
+pixel (docs/decisions.md), where Qwen's numbers are over the side: the two differ by less than a
+pixel.
 
 Models put the list into a fence of Markdown, or not. An answer may begin with the fence; then what
 is appended closes it. The inside of an entry is read as the strict JSON that `validation` reads.
@@ -15,7 +17,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil, floor, sqrt
 
 from shared.grounding.objects import DropReason
 from shared.grounding.scanner import (
@@ -38,16 +41,17 @@ from shared.grounding.validation import (
     read_fields,
 )
 from shared.prompts import LIST_USER_PROMPT
-from shared.records import GeometryKind, GroundTruthObject
+from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.tokens.vocabulary import NUM_BINS
 
 _OPENING = re.compile(SPACE + rb"(?:(```(?:json)?)" + SPACE + rb")?(\[)")
 _FENCE = 1
 _BRACKET = 2
 _BLANK = re.compile(SPACE)
-_NUMBER = re.compile(rb"0|[1-9][0-9]{0,3}")
+_NUMBER = re.compile(rb"0|[1-9][0-9]{0,5}")
 _DESC_KEY = "label"
 _MOST = 1000
+_MAX_BIN = NUM_BINS - 1
 _NUM_BOX_COORDS = 4
 _START = b"start"
 """The list's own opening, among the symbols of its top level."""
@@ -94,13 +98,56 @@ def _scan(text: bytes) -> _Scanned | None:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureResize:
+    """The size at which Qwen's image processors show a picture: whole image tokens, within limits.
+
+    Example: `PictureResize(28, 3136, 1003520).size_of(640, 480)` is (644, 476).
+    """
+
+    side: int
+    """Pixels of an image token's side."""
+    min_pixels: int
+    max_pixels: int
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return (width, height) as `smart_resize` of transformers does."""
+        sides = (width, height)
+        resized = [round(length / self.side) * self.side for length in sides]
+        if resized[0] * resized[1] > self.max_pixels:
+            beta = sqrt(height * width / self.max_pixels)
+            resized = [
+                max(self.side, floor(length / beta / self.side) * self.side) for length in sides
+            ]
+        elif resized[0] * resized[1] < self.min_pixels:
+            beta = sqrt(self.min_pixels / (height * width))
+            resized = [ceil(length * beta / self.side) * self.side for length in sides]
+        return resized[0], resized[1]
+
+
+@dataclass(frozen=True, slots=True)
 class BoxList:
     """`[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`: an `AnswerFormat` in digits."""
+
+    in_pixels: bool = False
+    """Numbers are pixels of the resized picture; else thousandths."""
+    resize: PictureResize | None = None
+    """How pictures are resized, once it is known; of pixels alone."""
+    size: tuple[int, int] | None = None
+    """Width and height of the resized picture; of pixels, for one picture."""
 
     opening = "["
     has_coord_tokens = False
     geometry = frozenset({GeometryKind.BBOX})
     user_prompt = LIST_USER_PROMPT
+
+    def for_pictures(self, resize: PictureResize) -> BoxList:
+        return replace(self, resize=resize) if self.in_pixels else self
+
+    def of(self, sample: Sample) -> BoxList:
+        if not self.in_pixels:
+            return self
+        assert self.resize is not None, "how pictures are resized is the processor's to say"
+        return replace(self, size=self.resize.size_of(sample.width, sample.height))
 
     def opens(self, text: str) -> bool:
         return _OPENING.match(text.encode(errors="replace")) is not None
@@ -138,12 +185,13 @@ class BoxList:
         arrays = [value for value in shapes if isinstance(value, list)]
         if not arrays:
             return DropReason.MISSING_GEOM
-        spans = _number_spans(arrays[0], raw)
-        if spans is None or any(_number_spans(array, raw) is None for array in arrays[1:]):
+        spans, *others = [self._number_spans(array, raw) for array in arrays]
+        if spans is None or None in others:
             return DropReason.NON_COORD_TOKEN
         if len(shapes) > 1 or len(spans) != _NUM_BOX_COORDS:
             return DropReason.WRONG_ARITY
-        bins = tuple(min(int(raw[slice(*span)]), NUM_BINS - 1) for span in spans)
+        numbers = (int(raw[slice(*span)]) for span in spans)
+        bins = tuple(self._bin(number, i) for i, number in enumerate(numbers))
         if not is_box(bins):
             return DropReason.BBOX_INVALID
         coord_spans = tuple((start + first, start + stop) for first, stop in spans)
@@ -157,10 +205,41 @@ class BoxList:
         return ValidValue(GeometryKind.BBOX, desc, desc_span, tuple(positions), bins, coord_spans)
 
     def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
-        return tuple(map(str, bins))
+        if not self.in_pixels:
+            return tuple(map(str, bins))
+        # Rounded to the nearest, a half up, in integers.
+        lasts = [self._most(i) - 1 for i in range(len(bins))]
+        pairs = zip(bins, lasts, strict=True)
+        return tuple(str((2 * bin * last + _MAX_BIN) // (2 * _MAX_BIN)) for bin, last in pairs)
+
+    def _bin(self, number: int, axis: int) -> int:
+        """Return the bin of a coordinate; `axis` is even for x."""
+        if not self.in_pixels:
+            return min(number, _MAX_BIN)
+        last = self._most(axis) - 1
+        return min((2 * number * _MAX_BIN + last) // (2 * last), _MAX_BIN)
+
+    def _most(self, axis: int) -> int:
+        """Return the number of the far border."""
+        if not self.in_pixels:
+            return _MOST
+        assert self.size is not None, "pixels are of one picture: use `of`"
+        return self.size[axis % 2]
+
+    def _number_spans(self, array: list[Value], raw: bytes) -> list[tuple[int, int]] | None:
+        """List the bytes of each number; None where something is no number inside the picture."""
+        spans: list[tuple[int, int]] = []
+        for axis, leaf in enumerate(array):
+            if not isinstance(leaf, Leaf) or leaf.quoted:
+                return None
+            written = raw[leaf.start : leaf.end]
+            if _NUMBER.fullmatch(written) is None or int(written) > self._most(axis):
+                return None
+            spans.append((leaf.start, leaf.end))
+        return spans
 
     def layout_objects(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
-        return _layout("[", objects, "]")
+        return self._layout("[", objects, "]")
 
     def layout_append(
         self,
@@ -182,7 +261,7 @@ class BoxList:
                 f"cannot close behind {behind!r}: remove the comma, or append an object"
             )
         separator = ", " if last == "}" and objects else ""
-        return _layout(separator, objects, "]\n```" if scanned.fenced else "]")
+        return self._layout(separator, objects, "]\n```" if scanned.fenced else "]")
 
     def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
         return self.layout_append("```json\n[{}", objects, start_index=1)
@@ -190,6 +269,26 @@ class BoxList:
     def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
         before = text[: value[0]].rstrip(b" \t\n\r")
         return len(before) - 1 if before.endswith(b",") else value[0]
+
+    def _layout(
+        self, opening: str, objects: Sequence[GroundTruthObject], closing: str
+    ) -> SerializedText:
+        text = SpannedText(opening)
+        layouts: list[ObjectLayout] = []
+        for object_ in objects:
+            assert object_.kind is GeometryKind.BBOX, "samples were checked against the geometry"
+            text.add(", " if layouts else "")
+            start, _ = text.add('{"bbox_2d": [')
+            coords: list[tuple[int, int]] = []
+            for number in self.digits(object_.bins):
+                text.add(", " if coords else "")
+                coords.append(text.add(number))
+            text.add('], "label": "')
+            desc = text.add(escaped(object_.desc))
+            _, end = text.add('"}')
+            layouts.append(ObjectLayout((start, end), desc, tuple(coords)))
+        end_of_list = text.add(closing)
+        return SerializedText(text.joined(), tuple(layouts), end_of_list)
 
 
 def _validate_keys(members: Fields) -> DropReason | None:
@@ -201,35 +300,3 @@ def _validate_keys(members: Fields) -> DropReason | None:
     if members.nested or keys.count(_DESC_KEY) > 1 or (unknown and not lone_array):
         return DropReason.KEY_INVALID
     return DropReason.UNKNOWN_GEOM if unknown else None
-
-
-def _number_spans(array: list[Value], raw: bytes) -> list[tuple[int, int]] | None:
-    """List the bytes of each number of a box; None where something is no number 0..1000."""
-    spans: list[tuple[int, int]] = []
-    for leaf in array:
-        if not isinstance(leaf, Leaf) or leaf.quoted:
-            return None
-        written = raw[leaf.start : leaf.end]
-        if _NUMBER.fullmatch(written) is None or int(written) > _MOST:
-            return None
-        spans.append((leaf.start, leaf.end))
-    return spans
-
-
-def _layout(opening: str, objects: Sequence[GroundTruthObject], closing: str) -> SerializedText:
-    text = SpannedText(opening)
-    layouts: list[ObjectLayout] = []
-    for object_ in objects:
-        assert object_.kind is GeometryKind.BBOX, "samples were checked against the geometry"
-        text.add(", " if layouts else "")
-        start, _ = text.add('{"bbox_2d": [')
-        coords: list[tuple[int, int]] = []
-        for bin in object_.bins:
-            text.add(", " if coords else "")
-            coords.append(text.add(str(bin)))
-        text.add('], "label": "')
-        desc = text.add(escaped(object_.desc))
-        _, end = text.add('"}')
-        layouts.append(ObjectLayout((start, end), desc, tuple(coords)))
-    end_of_list = text.add(closing)
-    return SerializedText(text.joined(), tuple(layouts), end_of_list)

@@ -1,5 +1,6 @@
 """What supervises coordinates in digits (issue 21, point 1; docs/objectives.md)."""
 
+import random
 import re
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from learner_support import finish_step, half_right, make_learner
 from rollout_support import make_rollout
 from small_tokenizers import FastTokenizer, byte_level_bpe, gpt2_words, no_words, qwen_words
 from tiny_qwen import make_stock_model
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from learner.ot_targets import OTSettings
 from learner.targets import (
@@ -25,6 +27,7 @@ from learner.targets import (
 from shared.config import load_config
 from shared.errors import ConfigError
 from shared.grounding.formats import FORMATS
+from shared.grounding.json_list import PictureResize
 from shared.grounding.parsing import parse_rollout
 from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.schedule import RunSchedule
@@ -195,14 +198,40 @@ def test_terms_of_coord_tokens_are_refused_by_name(tmp_path):
         assert problem in str(caught.value)
 
 
+def test_pictures_are_resized_as_by_the_processor():
+    generator = random.Random(5)
+    for limits in ((28, 3136, 1_003_520), (16, 4096, 16_384), (32, 65_536, 16_777_216)):
+        for _ in range(300):
+            width, height = (generator.randint(8, 900) for _ in range(2))
+            side, low, high = limits
+            resized = smart_resize(height, width, side, min_pixels=low, max_pixels=high)
+            assert PictureResize(*limits).size_of(width, height) == resized[::-1]
+
+
+def test_numbers_of_a_pixel_format_are_those_of_the_picture_as_it_is_shown(codec):
+    rules = replace(RULES, answer_format=FORMATS["qwen2_5_vl"])
+    rules = rules.for_pictures(PictureResize(28, 3136, 1_003_520))
+    sample = Sample("scene", (), 640, 480, (SEVEN, TWO))  # shown as 644 x 476
+    target = ground_truth_target(sample, codec, rules)
+    seven = entry("seven", 64, 48, 193, 143)
+    two = entry("two", 322, 238, 515, 428)
+    assert text_of(codec, target.token_ids[:-1]) == f"[{seven}, {two}]"
+    rollout = make_rollout(codec.encode(f"[{entry('seven', 64, 49, 193, 143)}]"))
+    target = rollout_target(rollout, sample, codec, rules)
+    assert text_of(codec, target.token_ids[:-1]).endswith(f", {two}]")
+    (override,) = target.label_overrides
+    assert b"8" in codec.piece_bytes(override.token_id)
+
+
 @pytest.mark.slow
-def test_a_stock_checkpoint_learns_digits_on_both_channels(demo_data, tmp_path):
-    make_stock_model(tmp_path / "model", "qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_stock_checkpoint_learns_digits_on_both_channels(demo_data, tmp_path, family):
+    make_stock_model(tmp_path / "model", family)
     config = configuration(
         tmp_path / "model",
         demo_data,
         tmp_path / "run",
-        data__answer_format="qwen3_vl",
+        data__answer_format=family,
         rollout_matching__pipeline=TOKEN_CE,
         training__max_steps=3,
         training__effective_batch_size=4,
@@ -211,6 +240,10 @@ def test_a_stock_checkpoint_learns_digits_on_both_channels(demo_data, tmp_path):
     )
     torch.manual_seed(0)
     learner = make_learner(config)
+    encoder = learner.algorithm.encoder
+    sample = learner.algorithm.train[0]
+    _, height, width = (encoder.encode(sample).image_grid_I3[0] * 8).tolist()  # patches of 8 pixels
+    assert encoder.picture_resize.size_of(sample.width, sample.height) == (width, height)
     losses = []
     for step in range(3):
         plan = RunSchedule(config).plan(step)

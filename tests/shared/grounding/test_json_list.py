@@ -11,9 +11,10 @@ from damaged_responses import DESCS
 from small_tokenizers import small_codecs
 
 from shared.grounding.formats import FORMATS
+from shared.grounding.json_list import PictureResize
 from shared.grounding.objects import DropReason, ParsedRollout
 from shared.grounding.parsing import parse_rollout, trim_prefix
-from shared.records import GeometryKind, GroundTruthObject
+from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.tokens.hf_codec import HFTokenCodec
 
 LIST = FORMATS["qwen3_vl"]
@@ -137,6 +138,34 @@ def test_what_is_written_is_json_and_is_read_back_byte_by_byte(codec: HFTokenCod
     parsed = read(codec, layout.text)
     again = [GroundTruthObject(one.kind, one.bins, one.desc) for one in parsed.objects]
     assert (again, LIST.layout_objects(again).text) == (objects, layout.text)
+
+
+@pytest.mark.parametrize("size", [(28, 56), (96, 96), (644, 476), (1000, 1001), (1932, 4004)])
+def test_pixels_of_the_resized_picture_are_read_back_as_they_are_written(
+    codec: HFTokenCodec, size: tuple[int, int]
+) -> None:
+    """Byte by byte; where there are fewer pixels than bins, several bins are one pixel."""
+    pixels = FORMATS["qwen2_5_vl"].for_pictures(PictureResize(1, 1, 10**9))
+    pixels = pixels.of(Sample("scene", (), *size, ()))
+    objects = [truth(bin, bin, 999, 999) for bin in range(0, 1000, 37)]
+    text = pixels.layout_objects(objects).text
+    parsed = parse_rollout(codec.encode(text), codec, geometry=BOXES, answer_format=pixels)
+    assert parsed.dropped == ()
+    again = [GroundTruthObject(one.kind, one.bins, one.desc) for one in parsed.objects]
+    assert pixels.layout_objects(again).text == text
+    for written, read_back in zip(objects, again, strict=True):
+        for axis, (before, after) in enumerate(zip(written.bins, read_back.bins, strict=True)):
+            last = size[axis % 2] - 1
+            assert abs(before - after) <= 0.5 + max(0.0, 0.5 * 999 / last)
+            number = int(pixels.digits(written.bins)[axis])
+            assert abs(number - before * last / 999) <= 0.5
+    # The far border of the picture is its last bin; what lies beyond it is no coordinate.
+    for beyond, kept in ((0, 1), (1, 0)):
+        box = f'{{"bbox_2d": [0, 0, {size[0] + beyond}, {size[1]}], "label": "cat"}}'
+        ids = codec.encode(f"[{box}]")
+        found = parse_rollout(ids, codec, geometry=BOXES, answer_format=pixels)
+        assert len(found.objects) == kept
+        assert [one.bins for one in found.objects] == [(0, 0, 999, 999)] * kept
 
 
 def test_an_append_closes_the_fence_that_the_model_has_opened() -> None:
