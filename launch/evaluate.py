@@ -113,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given = list(sys.argv[1:] if arguments is None else arguments)
         names = {argument.partition("=")[0] for argument in given}
         is_of_model = "model" in names and "run" not in names
-        schema = ModelOptions if is_of_model else EvaluateOptions
+        schema: type[EvaluateOptions | ModelOptions] = (
+            ModelOptions if is_of_model else EvaluateOptions
+        )
         options: list[str] = []
         overrides: list[str] = []
         for argument in given:
