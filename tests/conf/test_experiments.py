@@ -105,7 +105,7 @@ def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rat
 
 @pytest.mark.slow
 def test_answers_in_digits_have_an_objective_without_coord_tokens():
-    run = loaded(MAIN, "objective=digits", "data.answer_format=qwen3_vl")
+    run = loaded(MAIN, "objective=digits", "+data.answer_format=qwen3_vl")
     boxes = loaded(MAIN).rollout_matching.pipeline.objective
     assert run.rollout_matching.pipeline.objective == boxes[:1]
 
