@@ -1,10 +1,12 @@
-"""Makes the held-out report of a run's final checkpoint.
+"""Makes the held-out report of a run's final checkpoint, or of a model before any run.
 
     python -m launch.evaluate run=outputs/... [checkpoint=FOLDER] [name=NAME] [a.b=VALUE ...]
+    python -m launch.evaluate model=FOLDER data=FILE.jsonl [name=NAME] [a.b=VALUE ...]
 
 The run's own configuration holds, with the given keys changed: `data.val=...` evaluates on other
-data. The actors of `rollout_matching.vllm.actors` generate as in training. Report and predictions
-go to `run/evaluations/NAME`, which must not exist.
+data. A model without a run is asked in `data.answer_format`, by `data.user_prompt`. The actors of
+`rollout_matching.vllm.actors` generate as in training. Report and predictions go to
+`run/evaluations/NAME`, of a model to `outputs/evaluations/NAME`, which must not exist.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from launch.checks.hub import fetch_model
 from launch.cli import end_on_signals, explained, read_arguments, with_absolute_paths
-from launch.runtime.saved_run import load_run
+from launch.runtime.saved_run import changed_config, load_run
 from launch.runtime.start_up import StartUp
 from launch.serve import device_here
-from learner.model.checkpoint_folder import checkpoint_problems
+from learner.model.checkpoint_folder import checkpoint_problems, hub_id
 from rollout_actors.backends.rollmatch_server import serve_command
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section, refusal
 from shared.config.job import TimeoutsSection
+from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.errors import ENGINES, ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.protocols import PerRank
@@ -83,32 +87,59 @@ def _folder_name(name: str) -> str:
     return name
 
 
+_Name = Annotated[str, AfterValidator(_folder_name)] | None
+
+
 class EvaluateOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo_run"])]
-    """Folder of the run whose model is evaluated."""
+    """Folder of the run whose model is evaluated; for a model without one give model and data."""
     checkpoint: ConfigPath | None = None
     """Folder of another checkpoint to evaluate; null: the run's own, of its end."""
-    name: Annotated[str, AfterValidator(_folder_name)] | None = None
+    name: _Name = None
     """Name of the report's folder in `run/evaluations`; null: after checkpoint and data."""
+
+
+class ModelOptions(Section):
+    model: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct"])]
+    """Folder of a checkpoint that is evaluated without a run, or a hub's id."""
+    data: Annotated[ConfigPath, Field(examples=["val.jsonl"])]
+    """JSONL file of the samples that it is evaluated on."""
+    name: _Name = None
+    """Name of the report's folder in `outputs/evaluations`; null: after model and data."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(soft_wrap=True)
     with explained(console):
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        names = {argument.partition("=")[0] for argument in given}
+        is_of_model = "model" in names and "run" not in names
+        schema: type[EvaluateOptions | ModelOptions] = (
+            ModelOptions if is_of_model else EvaluateOptions
+        )
         options: list[str] = []
         overrides: list[str] = []
-        for argument in sys.argv[1:] if arguments is None else arguments:
+        for argument in given:
             key, equals, _ = argument.partition("=")
-            # `checkpoint` is a section of the configuration too: whole, it is this command's.
-            is_option = key in EvaluateOptions.model_fields
+            # `checkpoint`, `model` and `data` are sections of the configuration too: whole, they
+            # are this command's.
+            is_option = key in schema.model_fields
             is_key = equals and ("." in key or key in RunConfig.model_fields)
             (overrides if is_key and not is_option else options).append(argument)
-        run(read_arguments(EvaluateOptions, options), overrides, console)
+        run(read_arguments(schema, options), overrides, console)
 
 
-def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) -> None:
+def run(
+    options: EvaluateOptions | ModelOptions, overrides: Sequence[str], console: Console
+) -> None:
     """Check, generate and report; whatever happens, no process stays."""
-    config = evaluation_config(options, overrides)
+    if isinstance(options, ModelOptions):
+        if (named := hub_id(options.model)) is not None:
+            fetched = Path(fetch_model(named, console.print, key="model"))
+            options = options.model_copy(update={"model": fetched})
+        config = model_config(options, overrides)
+    else:
+        config = evaluation_config(options, overrides)
     assert config.data.val is not None
     folder = report_folder(config, options)
     from launch.checks.data import ImageNeeds, load_checked
@@ -145,7 +176,7 @@ def run(options: EvaluateOptions, overrides: Sequence[str], console: Console) ->
         show(f"ready     {', '.join(rollouts.names)} with {config.model.path}")
         samples = LocalHeldOut(held_out, config.timeouts)
         evaluation = evaluate(samples, rollouts, config.training.max_steps, one_ahead)
-    if options.checkpoint is not None:
+    if isinstance(options, ModelOptions) or options.checkpoint is not None:
         evaluation = replace(evaluation, step=None)
     subject = f"{config.telemetry.name}, {config.model.path} on {config.data.val}"
     report = make_report(evaluation, config, subject=subject)
@@ -223,6 +254,55 @@ def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> Run
     return with_absolute_paths(load_run(options.run, {**changes, **_BY_ACTORS_ALONE, **folders}))
 
 
+_OF_A_MODEL: Mapping[str, Any] = {
+    # What is asked of a model before there is a run: photographs, and some 60 objects.
+    "global_max_length": 8192,
+    "rollout_matching": {"max_new_tokens": 2048, "pipeline": EXAMPLE_PIPELINE},
+    "telemetry": {"name": "zero-shot", "run_dir": "outputs"},
+    # The schema asks for these, and nobody learns.
+    "custom": {"trainer_variant": "stage1_sft"},
+    "training": {"seed": 17, "max_steps": 1, "learning_rate": 1e-6},
+}
+
+
+def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of an evaluation without a run, with absolute paths.
+
+    The number type is float32 where the checkpoint's is, else bfloat16.
+
+    Raises:
+        ConfigError: no checkpoint, or a problem of the overrides.
+    """
+    changes = _read_overrides(overrides)
+    problems = [
+        f"{key}: {remedy}"
+        for key, remedy in (
+            ("model.path", "the command decides it; use model=FOLDER"),
+            ("data.val", "the command decides it; use data=FILE.jsonl"),
+        )
+        if _sets(changes, key)
+    ]
+    remedy = "give a folder that save_pretrained wrote, such as a downloaded one"
+    problems += checkpoint_problems(options.model, key="model", remedy=remedy)
+    if problems:
+        raise ConfigError(problems)
+    file = options.model / "config.json"
+    try:
+        saved = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {file} cannot be read ({error}); {remedy}") from error
+    is_float32 = "float32" in (saved.get("dtype"), saved.get("torch_dtype"))
+    mapping = {
+        **_OF_A_MODEL,
+        "model": {
+            "path": str(options.model),
+            "dtype": "float32" if is_float32 else "bfloat16",
+        },
+        "data": {"train": str(options.data), "val": str(options.data)},
+    }
+    return with_absolute_paths(changed_config(mapping, {**changes, **_BY_ACTORS_ALONE}))
+
+
 def _instead(config: RunConfig, section: EnvironmentSection, checkpoint: Path) -> str:
     """Write the two commands that evaluate a run of an environment. Raises ConfigError."""
     from launch.checks.data import ImageNeeds
@@ -255,7 +335,7 @@ def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
     return shlex.join(command)
 
 
-def report_folder(config: RunConfig, options: EvaluateOptions) -> Path:
+def report_folder(config: RunConfig, options: EvaluateOptions | ModelOptions) -> Path:
     """Return the folder of the report. Raises ConfigError when it exists."""
     assert config.data.val is not None
     name = options.name or f"{Path(config.model.path).name}_{config.data.val.stem}"

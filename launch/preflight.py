@@ -208,7 +208,7 @@ def _learnable(
             samples,
             tokens.codec,
             max_new_tokens=config.rollout_matching.max_new_tokens,
-            field_order=config.custom.object_field_order,
+            answer_format=config.answer_format.for_pictures(encoder.picture_resize),
         )
         if warning is not None:
             lines.append(f"warning   {warning}")

@@ -24,9 +24,10 @@ from shared.dataset import Dataset, note_skipped
 from shared.errors import BadRows, ConfigError, RecordError
 from shared.grounding.coco import ScoredObject
 from shared.grounding.evaluation import Scene
+from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
 from shared.grounding.objects import ParsedObject
 from shared.grounding.parsing import parse_rollout
-from shared.grounding.serialize import SerializedText, layout_append, serialize_objects
+from shared.grounding.serialize import SerializedText
 from shared.records import Sample
 from shared.rollouts import DecodeMode, Rollout, RolloutRequest
 from shared.tokens.hf_codec import HFTokenCodec
@@ -45,6 +46,7 @@ class HeldOut:
         self.codec = tokens.codec
         self.encoder = PromptEncoder.from_config(config, tokens.processor)
         self._geometry = config.geometry
+        self._format = config.answer_format.for_pictures(self.encoder.picture_resize)
         self._run_seed = config.training.seed
         self._score_by = config.evaluation.score
         self.samples, _ = require_lengths(
@@ -56,6 +58,7 @@ class HeldOut:
             on_bad_row=config.data.on_bad_row,
             taught=False,
             most=config.data.max_val_samples,
+            answer_format=self._format,
         )
         """In the order of the validation file; a request's position is its sample's place here."""
         decode = config.rollout_matching.decode_settings(
@@ -89,7 +92,12 @@ class HeldOut:
     def _scene(self, rollout: Rollout) -> Scene:
         sample = self.samples[rollout.position]
         check_prompt(rollout, self.encoder.encode(sample))
-        parsed = parse_rollout(rollout.response_token_ids, self.codec, geometry=self._geometry)
+        parsed = parse_rollout(
+            rollout.response_token_ids,
+            self.codec,
+            geometry=self._geometry,
+            answer_format=self._format.of(sample),
+        )
         text = b"".join(map(self.codec.piece_bytes, rollout.response_token_ids))
         return Scene(
             position=rollout.position,
@@ -102,6 +110,7 @@ class HeldOut:
             truncated=parsed.truncated,
             text=text.decode(errors="replace"),
             finish_reason=rollout.finish_reason,
+            answer_format=self._format,
         )
 
     def _confidence(self, found: ParsedObject, rollout: Rollout) -> float:
@@ -112,9 +121,6 @@ class HeldOut:
         return fmean(math.exp(rollout.logprobs[position]) for position in found.coord_positions)
 
 
-# The longest key that parses is object_999999999 (decision 26).
-_LONGEST_PREFIX = '{"object_999999999": {}'
-_LONGEST_KEY_INDEX = 10**9
 # Where our text meets the rollout's, both are encoded anew: a few tokens where there was one.
 _CUT_SLACK = 4
 
@@ -138,6 +144,7 @@ def require_train_lengths(
         max_new_tokens=config.rollout_matching.max_new_tokens if num_b_steps(config) else 0,
         global_max_length=config.global_max_length,
         on_bad_row=config.data.on_bad_row,
+        answer_format=config.answer_format.for_pictures(encoder.picture_resize),
     )
 
 
@@ -151,6 +158,7 @@ def require_lengths(
     on_bad_row: Literal["error", "skip"],
     taught: bool = True,
     most: int | None = None,
+    answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> Fitting:
     """Check that every sample fits, whatever the model answers, and can be written.
 
@@ -182,7 +190,7 @@ def require_lengths(
             break
         try:
             prompt = encoder.num_tokens(sample)
-            append = _append_length(sample, codec) if taught else None
+            append = _append_length(sample, codec, answer_format.of(sample)) if taught else None
         except RecordError as error:
             located = RecordError(
                 error.problem, field=error.field, remedy=error.remedy, file=str(dataset.path)
@@ -217,7 +225,7 @@ def require_lengths(
 
 
 def describe_cut_answers(
-    fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, field_order: str
+    fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, answer_format: AnswerFormat
 ) -> str | None:
     """Say how many samples have a ground truth longer than an answer may be; None if none has."""
     samples = fitting.samples
@@ -225,7 +233,7 @@ def describe_cut_answers(
     # The append has the same objects under longer keys: where it is short enough, so is the answer,
     # and need not be encoded too.
     texts = (
-        serialize_objects(sample.objects, field_order=field_order)
+        answer_format.of(sample).layout_objects(sample.objects).text
         for sample, append in zip(samples, appends, strict=True)
         if append >= max_new_tokens
     )
@@ -240,12 +248,12 @@ def describe_cut_answers(
     )
 
 
-def _append_length(sample: Sample, codec: HFTokenCodec) -> int:
+def _append_length(sample: Sample, codec: HFTokenCodec, answer_format: AnswerFormat) -> int:
     """Count the tokens of all objects after the longest prefix, EOS included.
 
     Raises RecordError where their text does not survive the tokenizer.
     """
-    text = layout_append(_LONGEST_PREFIX, sample.objects, start_index=_LONGEST_KEY_INDEX)
+    text = answer_format.longest_append(sample.objects)
     token_ids = codec.encode(text.text)
     wanted = text.text.encode()
     encoded = b"".join(codec.piece_bytes(token_id) for token_id in token_ids)

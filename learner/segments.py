@@ -21,6 +21,7 @@ import torch
 from learner.targets import Target
 from shared.config import RunConfig
 from shared.errors import RecordError
+from shared.grounding.json_list import PictureResize
 from shared.prompts import Prompts, detection_messages, on_white
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeSettings, RolloutRequest
@@ -106,6 +107,13 @@ class PromptEncoder:
     @classmethod
     def from_config(cls, config: RunConfig, processor: Any) -> PromptEncoder:
         return cls(processor, Prompts.from_config(config))
+
+    @property
+    def picture_resize(self) -> PictureResize:
+        """The size at which the model is shown a picture."""
+        images = self._processor.image_processor
+        side = images.patch_size * images.merge_size
+        return PictureResize(side, images.size.shortest_edge, images.size.longest_edge)
 
     def request(
         self, sample: Sample, decode: DecodeSettings, *, step: int, position: int, run_seed: int

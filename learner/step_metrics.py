@@ -124,7 +124,10 @@ class StepMetrics:
         for name, number in (
             ("rollout/num_trimmed", reading.num_trimmed),
             ("rollout/num_separators", int(separators.sum())),
-            ("rollout/num_corrected_names", len(target.label_overrides)),
+            (
+                "rollout/num_corrected_names",
+                int((target.roles == TokenRole.CORRECTED_DESC).sum()),
+            ),
             ("rollout/num_capped_epsilons", reading.num_capped),
             ("rollout/num_weighted_ends", weights.fp_end != 1 and bool(reading.false_positives)),
         ):

@@ -29,10 +29,12 @@ from learner.algorithms.advantages import NO_CREDIT, TokenAdvantages
 from learner.ot_targets import OTSettings, slot_targets
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, PipelineSection, TokenCEEntry
+from shared.grounding.formats import AnswerFormat
+from shared.grounding.json_list import PictureResize
 from shared.grounding.matching import MatchedPair, MatchResult, match_objects
 from shared.grounding.objects import ParsedObject, ParsedRollout
 from shared.grounding.parsing import parse_rollout, trim_prefix
-from shared.grounding.serialize import SerializedText, escaped, layout_append, layout_objects
+from shared.grounding.serialize import SerializedText, escaped
 from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import Rollout
 from shared.tokens.pieces import piece_spans
@@ -58,6 +60,11 @@ class TokenRole(IntEnum):
     """The prefix's token that goes on to a matched object (`supervise_separators`)."""
     CORRECTED_DESC = 7
     """Where a matched object's name first differs from its ground truth's: a `LabelOverride`."""
+    DIGITS = 8
+    """Overlaps a coordinate in digits: ours, or a matched object's as far as it is right."""
+    CORRECTED_DIGITS = 9
+    """Where a matched object's coordinate first differs from its ground truth's: a
+    `LabelOverride`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,8 @@ class TextWeights:
     desc: float
     matched_structure: float
     structure: float = 1.0
-    """Of serialised ground truth, separators of the prefix, closing brace and EOS; 0 where no text
-    is supervised."""
+    """Of serialised ground truth, coordinates in digits, separators of the prefix, closing brace
+    and EOS; 0 where no text is supervised."""
     matched_desc: float = 0.0
     """Of labels that correct the name of a matched object."""
     fp_end: float = 1.0
@@ -83,6 +90,7 @@ class TextWeights:
         has_false_positives = target.reading is not None and target.reading.false_positives
         table = np.zeros(len(TokenRole), dtype=np.float32)
         table[TokenRole.STRUCTURE] = table[TokenRole.SEPARATOR] = self.structure
+        table[TokenRole.DIGITS] = table[TokenRole.CORRECTED_DIGITS] = self.structure
         table[TokenRole.CLOSING] = self.structure * (self.fp_end if has_false_positives else 1.0)
         table[TokenRole.DESC] = self.desc
         table[TokenRole.MATCHED_STRUCTURE] = self.matched_structure
@@ -122,7 +130,7 @@ class TargetSettings:
     """The configuration of targets, whatever the channel."""
 
     geometry: frozenset[GeometryKind]
-    field_order: str
+    answer_format: AnswerFormat
     matching: MatchSettings
     transport: OTSettings
     """Between a polygon and its match."""
@@ -132,6 +140,10 @@ class TargetSettings:
     """Teach the prefix to go on where a supervised object follows."""
     corrects_names: bool = False
     """Teach the ground truth's name where a supervised object's differs."""
+
+    def for_pictures(self, resize: PictureResize) -> TargetSettings:
+        """Return the settings of a model that is shown its pictures so."""
+        return replace(self, answer_format=self.answer_format.for_pictures(resize))
 
     def with_gate(self, maskiou_gate: float) -> TargetSettings:
         """Return the settings of a step with this gate."""
@@ -143,7 +155,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
     section = config.rollout_matching
     return TargetSettings(
         geometry=config.geometry,
-        field_order=config.custom.object_field_order,
+        answer_format=config.answer_format,
         matching=MatchSettings(
             candidate_top_k=section.candidate_top_k,
             maskiou_gate=section.maskiou_gate,
@@ -263,16 +275,18 @@ class Target:
         assert all(0 <= position < length for position in self.credit.positions), (
             "a sampled token lies outside the target"
         )
-        corrected = np.flatnonzero(self.roles == TokenRole.CORRECTED_DESC).tolist()
+        is_corrected = np.isin(self.roles, (TokenRole.CORRECTED_DESC, TokenRole.CORRECTED_DIGITS))
+        corrected = np.flatnonzero(is_corrected).tolist()
         assert corrected == [one.position for one in self.label_overrides], (
-            "exactly the corrected names have a label of their own"
+            "exactly what is corrected has a label of its own"
         )
 
 
 def ground_truth_target(sample: Sample, codec: TokenCodec, settings: TargetSettings) -> Target:
     """Make the target of channel A: the sample's objects in record order."""
-    text = layout_objects(sample.objects, field_order=settings.field_order)
-    draft = _Draft(codec.encode(text.text), codec)
+    answer_format = settings.answer_format.of(sample)
+    text = answer_format.layout_objects(sample.objects)
+    draft = _Draft(codec.encode(text.text), codec, answer_format)
     draft.add_ours(0)
     draft.add_serialized(text, sample.objects, offset=0)
     return draft.target(sample.sample_id)
@@ -285,7 +299,12 @@ def rollout_target(
 
     Matched slots are aimed at the ground truth; objects that were missed are appended.
     """
-    parsed = parse_rollout(rollout.response_token_ids, codec, geometry=settings.geometry)
+    parsed = parse_rollout(
+        rollout.response_token_ids,
+        codec,
+        geometry=settings.geometry,
+        answer_format=settings.answer_format.of(sample),
+    )
     target = parsed_target(parsed, sample, codec, settings)
     if rollout.logprobs is None:
         return target
@@ -303,11 +322,16 @@ def parsed_target(
     A matched prediction whose slots cannot be supervised is excluded: its tokens are neutral and
     its ground truth is appended.
     """
+    answer_format = settings.answer_format.of(sample)
     match = match_objects(parsed.objects, sample.objects, **asdict(settings.matching))
     supervised: dict[MatchedPair, tuple[float, ...]] = {}
     for pair in match.pairs:
         prediction = parsed.objects[pair.prediction]
-        if _has_certain_slots(prediction, parsed, codec):
+        if not answer_format.has_coord_tokens:
+            # Digits have no slots to aim: their tokens are taught.
+            if _is_canonical(parsed.prefix_token_ids[slice(*prediction.span)], codec):
+                supervised[pair] = ()
+        elif _has_certain_slots(prediction, parsed, codec):
             truth = sample.objects[pair.ground_truth]
             aims = slot_targets(prediction, truth, settings.transport)
             if aims is not None:
@@ -315,30 +339,42 @@ def parsed_target(
     kept = parsed
     if settings.trims_false_positives:
         num_objects = max((pair.prediction + 1 for pair in supervised), default=0)
-        kept = trim_prefix(parsed, num_objects, codec, geometry=settings.geometry)
+        kept = trim_prefix(
+            parsed,
+            num_objects,
+            codec,
+            geometry=settings.geometry,
+            answer_format=answer_format,
+        )
     # An excluded pair's ground truth is appended like a missed one: nothing goes untaught.
     taken = {pair.ground_truth for pair in supervised}
     appended = tuple(index for index in range(len(sample.objects)) if index not in taken)
     objects = tuple(sample.objects[index] for index in appended)
     start_index = 1 if kept.max_object_index is None else kept.max_object_index + 1
-    text = layout_append(
-        kept.prefix_text, objects, start_index=start_index, field_order=settings.field_order
-    )
+    text = answer_format.layout_append(kept.prefix_text, objects, start_index=start_index)
 
     token_ids, num_kept = _written(kept, text.text, codec)
-    draft = _Draft(token_ids, codec)
+    draft = _Draft(token_ids, codec, answer_format)
     draft.add_matched(kept, {pair.prediction for pair in supervised})
     for pair, aims in supervised.items():
         prediction = parsed.objects[pair.prediction]
         truth = sample.objects[pair.ground_truth]
         is_box = prediction.kind is truth.kind is GeometryKind.BBOX
-        draft.add_slots(prediction.coord_positions, aims, is_box=is_box)
-    num_prefix_bytes = sum(len(codec.piece_bytes(token_id)) for token_id in kept.prefix_token_ids)
+        if aims:
+            draft.add_slots(prediction.coord_positions, aims, is_box=is_box)
+    prefix_bytes = b"".join(map(codec.piece_bytes, kept.prefix_token_ids))
+    num_prefix_bytes = len(prefix_bytes)
     # The fallback's brace is our text like all that follows it.
     num_prefix = draft.add_ours(0 if kept.fallback else num_prefix_bytes)
     draft.add_serialized(text, objects, offset=num_prefix_bytes)
     if settings.supervises_separators:
-        draft.add_separators(kept, [pair.prediction for pair in supervised])
+        values = (kept.objects[pair.prediction].value for pair in supervised)
+        choices = [answer_format.choice_to_go_on(prefix_bytes, value) for value in values]
+        draft.add_separators(kept, choices)
+    if not answer_format.has_coord_tokens:
+        for pair in supervised:
+            right = answer_format.digits(sample.objects[pair.ground_truth].bins)
+            draft.add_digits(kept, pair.prediction, right, num_prefix)
     if settings.corrects_names:
         for pair in supervised:
             name = sample.objects[pair.ground_truth].desc
@@ -404,8 +440,11 @@ class _Draft:
     Spans count the bytes of its text.
     """
 
-    def __init__(self, token_ids: list[int], codec: TokenCodec) -> None:
+    def __init__(
+        self, token_ids: list[int], codec: TokenCodec, answer_format: AnswerFormat
+    ) -> None:
         self._codec = codec
+        self._has_coord_tokens = answer_format.has_coord_tokens
         self._token_ids = token_ids
         self._spans = piece_spans(token_ids, codec)
         self._roles = np.full(len(token_ids), TokenRole.NEUTRAL, dtype=np.uint8)
@@ -435,20 +474,14 @@ class _Draft:
         # An id beyond the vocabulary has no text to be supervised for.
         self._roles[[start == end for start, end in self._spans]] = TokenRole.NEUTRAL
 
-    def add_separators(self, parsed: ParsedRollout, matched: Sequence[int]) -> None:
+    def add_separators(self, parsed: ParsedRollout, choices: Sequence[int]) -> None:
         """Supervise the choice to go on to each of a prefix's matched objects.
 
-        That is the token with the comma before its entry, where the closing brace could have been;
-        of the first entry the one with the quote of its key. With `},` in one token it is all of
-        it, whatever the object is that it closes.
+        `choices` are the bytes where the closing bracket could have been: the comma before an
+        entry, the first character of the first. With `},` in one token it is all of it, whatever
+        the object is that it closes.
         """
-        text = b"".join(map(self._codec.piece_bytes, parsed.prefix_token_ids))
-        for number in matched:
-            key_end = text.rindex(b'"', 0, parsed.objects[number].value[0])
-            key = text.rindex(b'"', 0, key_end)
-            before = text[:key].rstrip(b" \t\n\r")
-            # Behind the container's brace there is no comma.
-            choice = len(before) - 1 if before.endswith(b",") else key
+        for choice in choices:
             self._roles[self._overlapping((choice, choice + 1))] = TokenRole.SEPARATOR
         # A name that a token holds the end of would be taught with it.
         for prediction in parsed.objects:
@@ -488,9 +521,52 @@ class _Draft:
         position, token_id = next(
             (n, new) for n, (old, new) in enumerate(pairs, first) if old != new
         )
-        if position < num_prefix:
+        is_taken = position in {one.position for one in self._label_overrides}
+        if position < num_prefix and not is_taken:
             self._roles[position] = TokenRole.CORRECTED_DESC
             self._label_overrides.append(LabelOverride(position, token_id, number))
+
+    def add_digits(
+        self, parsed: ParsedRollout, number: int, right: Sequence[str], num_prefix: int
+    ) -> None:
+        """Teach the coordinates of a prefix's matched object, written in digits.
+
+        As far as a coordinate is right it is taught as it stands. At the first token at which it
+        differs from `right`, that of the right number is taught; what the model wrote behind it is
+        no context for the rest.
+
+        Args:
+            right: the digits of each coordinate of the ground truth.
+            num_prefix: position of the first token of our own text.
+        """
+        prediction = parsed.objects[number]
+        for span in prediction.coord_spans:
+            self._roles[self._overlapping(span)] = TokenRole.NEUTRAL
+        # Tokens depend on the text around them; an object's, with what its outer tokens hold beside
+        # it, is enough of it where it is written as the tokenizer writes it.
+        region = self._overlapping(prediction.value)
+        written = self._token_ids[region]
+        if not _is_canonical(written, self._codec):
+            return
+        text = b"".join(map(self._codec.piece_bytes, written))
+        begin = self._spans[region.start][0]
+        overrides: dict[int, LabelOverride] = {}
+        for (start, stop), digits in zip(prediction.coord_spans, right, strict=True):
+            tokens = self._overlapping((start, stop))
+            corrected = text[: start - begin] + digits.encode() + text[stop - begin :]
+            if corrected == text:
+                self._roles[tokens] = TokenRole.DIGITS
+                continue
+            pairs = zip(written, self._codec.encode(corrected.decode()), strict=False)
+            position, token_id = next(
+                (n, new) for n, (old, new) in enumerate(pairs, region.start) if old != new
+            )
+            self._roles[tokens.start : position] = TokenRole.DIGITS
+            if position < num_prefix:
+                overrides.setdefault(position, LabelOverride(position, token_id, number))
+        # Last, and one for a token that holds parts of two coordinates.
+        self._roles[list(overrides)] = TokenRole.CORRECTED_DIGITS
+        self._label_overrides += overrides.values()
 
     def add_slots(
         self, positions: Sequence[int], targets: Sequence[float], *, is_box: bool
@@ -516,6 +592,10 @@ class _Draft:
         assert self._spans[-1][1] == end, "encoding the target changed its text"
         for layout, object_ in zip(text.objects, objects, strict=True):
             self._roles[self._overlapping(layout.desc, offset)] = TokenRole.DESC
+            if not self._has_coord_tokens:
+                for coord in layout.coords:
+                    self._roles[self._overlapping(coord, offset)] = TokenRole.DIGITS
+                continue
             positions = [self._overlapping(coord, offset).start for coord in layout.coords]
             bins = [self._codec.coord_bin(self._token_ids[position]) for position in positions]
             assert bins == list(object_.bins)
@@ -531,7 +611,7 @@ class _Draft:
             coord_positions=tuple(self._coord_positions),
             coord_targets=tuple(self._coord_targets),
             box_slots=tuple(self._box_slots),
-            label_overrides=tuple(self._label_overrides),
+            label_overrides=tuple(sorted(self._label_overrides)),
         )
 
     def _overlapping(self, span: tuple[int, int], offset: int = 0) -> slice:
@@ -540,6 +620,11 @@ class _Draft:
         stop = offset + span[1]
         first = bisect_right(self._spans, start, key=lambda token: token[1])
         return slice(first, bisect_left(self._spans, stop, lo=first, key=lambda token: token[0]))
+
+
+def _is_canonical(token_ids: Sequence[int], codec: TokenCodec) -> bool:
+    """Tell whether the tokenizer writes the text of these tokens as they do."""
+    return codec.encode(_text_of(token_ids, codec)) == list(token_ids)
 
 
 def _is_capped(

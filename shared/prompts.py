@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON object."
 """Neutral and short: its tokens are paid in every prompt."""
+LIST_USER_PROMPT = "Locate every object in the image. Report bbox coordinates and labels in JSON."
+"""In the words that Qwen's models were asked in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Prompts:
     @classmethod
     def from_config(cls, config: RunConfig) -> Prompts:
         data = config.data
-        templates = data.prompts or (data.user_prompt,)
+        templates = data.prompts or (config.user_prompt,)
         return cls(templates, data.system_prompt, config.training.seed)
 
     def texts(self, sample: Sample) -> tuple[str | None, str]:

@@ -28,7 +28,7 @@ def with_fetched_model(config: RunConfig, show: Callable[[str], None]) -> RunCon
     return config.model_copy(update={"model": model})
 
 
-def fetch_model(named: str, show: Callable[[str], None]) -> str:
+def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.path") -> str:
     """Return the folder of a hub's model, from the cache or else downloaded with progress.
 
     Raises ConfigError where there is no such model, no way to the hub, or too little disk.
@@ -61,15 +61,15 @@ def fetch_model(named: str, show: Callable[[str], None]) -> str:
         info = HfApi().model_info(repo, revision=revision or None, files_metadata=True)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ConfigError(
-            f"model.path: {named} is neither a folder here nor a model that the hub shows you"
+            f"{key}: {named} is neither a folder here nor a model that the hub shows you"
             f" ({type(error).__name__}); correct it, or log in with `hf auth login` where it is"
             " private"
         ) from error
     except (HTTPError, OSError) as error:
         raise ConfigError(
-            f"model.path: {named} is no folder here and not in {cache}, and the hub cannot be"
+            f"{key}: {named} is no folder here and not in {cache}, and the hub cannot be"
             f" reached ({type(error).__name__}: {error}); fetch it with `{by_hand}` where there is"
-            " a network, and copy that cache here (HF_HOME), or set model.path to a folder"
+            " a network, and copy that cache here (HF_HOME), or set {key} to a folder"
         ) from error
     wanted = [one for one in info.siblings or () if any(fnmatch(one.rfilename, f) for f in files)]
     num_bytes = sum(one.size or 0 for one in wanted)
@@ -78,19 +78,18 @@ def fetch_model(named: str, show: Callable[[str], None]) -> str:
     facts = f"{num_bytes / 1e9:.2f} GB, {free / 1e9:.1f} GB free in {cache}"
     if num_bytes > free:
         raise ConfigError(
-            f"model.path: {named} needs {facts}; free some, or set HF_HOME to a folder on a larger"
-            " disk"
+            f"{key}: {named} needs {facts}; free some, or set HF_HOME to a folder on a larger disk"
         )
     show(f"model     fetching {repo} at revision {info.sha}: {facts}")
     try:
         return snapshot_download(repo, revision=info.sha, allow_patterns=files)
     except GatedRepoError as error:
         raise ConfigError(
-            f"model.path: {repo} has terms that you have to accept on its page first; then log in"
+            f"{key}: {repo} has terms that you have to accept on its page first; then log in"
             " with `hf auth login`"
         ) from error
     except (HTTPError, OSError) as error:
         raise ConfigError(
-            f"model.path: fetching {named} ended with {type(error).__name__}: {error}; give the"
+            f"{key}: fetching {named} ended with {type(error).__name__}: {error}; give the"
             f" command again, which goes on with what is there, or fetch it with `{by_hand}`"
         ) from error

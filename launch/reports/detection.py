@@ -128,8 +128,9 @@ class DetectionReport:
     def faults(self) -> dict[str, int]:
         """Count the answers by fault; one that was cut may have another fault too."""
         limit = self.config.rollout_matching.max_new_tokens
+        opening = self.config.answer_format.opening
         return {
-            "never opened with {": self.detection.num_never_opened,
+            f"never opened with {opening}": self.detection.num_never_opened,
             "not closed": self.num_not_closed,
             f"cut by length (rollout_matching.max_new_tokens: {limit})": (
                 self.detection.num_length_limited

@@ -271,9 +271,16 @@ def _overrides(target: TargetEntry) -> Sequence[LabelOverrideEntry]:
 
 def _taught_names(target: TargetEntry, codec: TokenCodec) -> dict[int, str]:
     """Return, by prediction, the token that is taught where its name first differs."""
+    of_names = {
+        position
+        for start, stop, role, _ in target["supervision"]
+        if role == TokenRole.CORRECTED_DESC.name.lower()
+        for position in range(start, stop)
+    }
     return {
         one["prediction"]: codec.piece_bytes(one["token_id"]).decode(errors="replace")
         for one in _overrides(target)
+        if one["position"] in of_names
     }
 
 

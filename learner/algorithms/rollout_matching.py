@@ -73,8 +73,8 @@ class RolloutMatching:
         self.tokens = tokens
         self.decode = decode
         self._ranks = ranks
-        self.settings = target_settings(config)
         self.encoder = PromptEncoder.from_config(config, tokens.processor)
+        self.settings = target_settings(config).for_pictures(self.encoder.picture_resize)
         self.train, _ = require_train_lengths(
             config, load_samples(config, config.data.train), self.encoder, tokens.codec
         )

@@ -125,11 +125,13 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         else:
             processor = AutoProcessor.from_pretrained(path)
             tokenizer = processor.tokenizer
-        codec = HFTokenCodec(tokenizer, has_coord_tokens=is_grounding)
+        codec = HFTokenCodec(
+            tokenizer,
+            has_coord_tokens=is_grounding and config.answer_format.has_coord_tokens,
+            has_pieces=is_grounding,
+        )
     except MissingTokensError as error:
-        raise ConfigError(
-            f"model.path: {path} does not suit the run: {error}, and set model.path to it"
-        ) from error
+        raise ConfigError(f"model.path: {path} does not suit the run: {error}") from error
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
     banned = () if is_text else sorted(getattr(model_config, key) for key in PLACEHOLDER_KEYS)

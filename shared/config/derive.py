@@ -277,6 +277,7 @@ _OF_SAMPLES = (
     "data.on_bad_row",
     "data.sort_objects",
     "data.check_images",
+    "data.answer_format",
     "data.system_prompt",
     "data.user_prompt",
     "data.prompts",

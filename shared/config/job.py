@@ -121,6 +121,7 @@ class EvaluationSection(Section):
     ] = (0.5, 0.75)
     """Least IoU of a detection, one set of figures for each; the first is on the progress line."""
     score: Literal["constant", "coord_probability"] = "coord_probability"
-    """Confidence of a prediction for COCO AP: 1, or the mean probability of its coord tokens."""
+    """Confidence of a prediction for COCO AP: 1, or the mean probability of the tokens of its
+    coordinates."""
     worst_scenes: NonNegativeInt = 8
     """Pictures of the scenes with the lowest F1 in a report."""

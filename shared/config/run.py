@@ -25,6 +25,8 @@ from shared.config.model import DataSection, ModelSection
 from shared.config.pipeline import Channel
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import CheckpointSection, LearnerSection, TrainingSection
+from shared.grounding.formats import AnswerFormat, answer_format
+from shared.prompts import DEFAULT_USER_PROMPT
 from shared.records import GeometryKind
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
@@ -83,7 +85,20 @@ class RunConfig(Section):
     def geometry(self) -> frozenset[GeometryKind]:
         """Kinds of shapes that are taught and read (decision 8)."""
         kinds = self.rollout_matching.geometry
-        return self.algorithm.geometry if kinds is None else frozenset(kinds)
+        if kinds is None:
+            return self.algorithm.geometry & self.answer_format.geometry
+        return frozenset(kinds)
+
+    @property
+    def user_prompt(self) -> str:
+        """`data.user_prompt`; its default asks for what `data.answer_format` is."""
+        written = self.data.user_prompt
+        return self.answer_format.user_prompt if written == DEFAULT_USER_PROMPT else written
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes its objects."""
+        return answer_format(self.data.answer_format, self.custom.object_field_order)
 
     @property
     def canary_tolerance(self) -> float | None:

@@ -16,6 +16,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from shared.grounding.coco import ScoredObject
+from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
 from shared.grounding.geometry import Shape, aabb, box_iou, mask_iou
 from shared.grounding.objects import DropReason
 from shared.records import GeometryKind, Sample
@@ -39,11 +40,13 @@ class Scene:
     text: str = ""
     """The response without its stop token; bytes that are not UTF-8 are U+FFFD."""
     finish_reason: FinishReason = FinishReason.STOP
+    answer_format: AnswerFormat = COORD_TOKENS_FORMAT
+    """What the model was to write."""
 
     @property
     def never_opened(self) -> bool:
-        """The response is prose or empty: it does not begin with `{`."""
-        return self.truncated and not self.text.lstrip(" \t\n\r").startswith("{")
+        """The response is prose or empty: it does not begin with a container."""
+        return self.truncated and not self.answer_format.opens(self.text)
 
 
 class Outcome(Protocol):

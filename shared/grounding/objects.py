@@ -18,11 +18,11 @@ class DropReason(StrEnum):
     UNKNOWN_GEOM = "unknown_geom"
     """One unknown key, and its value is an array."""
     MISSING_DESC = "missing_desc"
-    """`desc` is absent, not a string, empty or blank."""
+    """`desc` (`label` in a list) is absent, not a string, empty or blank."""
     MISSING_GEOM = "missing_geom"
     """No geometry key whose value is an array."""
     NON_COORD_TOKEN = "non_coord_token"
-    """Something besides coord tokens in the geometry."""
+    """Something besides coord tokens in the geometry; besides numbers in range, in digits."""
     WRONG_ARITY = "wrong_arity"
     """The wrong number of coord tokens, or the geometry twice."""
     BBOX_INVALID = "bbox_invalid"
@@ -40,21 +40,25 @@ class ParsedObject:
     """
 
     key: str
+    """`object_{n}`, or `[n]` in a list."""
     index: int
-    """The n of `object_{n}`."""
+    """The n of its key."""
     kind: GeometryKind
     desc: str
     """Unescaped, as written: not stripped."""
     bins: tuple[int, ...]
     """0..999: (x1, y1, x2, y2), or x, y per polygon vertex."""
     coord_positions: tuple[int, ...]
-    """One per entry of `bins`."""
+    """Tokens that write the bins, ascending: one per entry of `bins`, or more of digits."""
     span: tuple[int, int]
     """Half-open range of the tokens that overlap the value `{...}`."""
     value: tuple[int, int] = (0, 0)
     """Half-open range of the prefix's bytes that the value `{...}` takes."""
     desc_value: tuple[int, int] = (0, 0)
     """Half-open range of the prefix's bytes that the value of `desc` takes, between its quotes."""
+    coord_spans: tuple[tuple[int, int], ...] = ()
+    """Half-open ranges of the prefix's bytes that the digits of each bin take; empty where bins are
+    coord tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class DroppedObject:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
-    """A response as far as it can be used: an open JSON object that objects can be appended to."""
+    """A response as far as it can be used: an open container that objects can be appended to."""
 
     prefix_token_ids: tuple[int, ...]
     prefix_text: str
@@ -81,7 +85,7 @@ class ParsedRollout:
     truncated: bool
     """No container closed: the response ended before, or it held none (prose, an empty answer)."""
     fallback: bool
-    """Nothing could be kept: the prefix is `{`."""
+    """Nothing could be kept: the prefix is `{`, or `[` of a list."""
     num_unchanged: int = 0
     """Leading prefix tokens that are the response's own; the replaced end of a fused token, and the
-    fallback's `{`, are not."""
+    fallback's bracket, are not."""

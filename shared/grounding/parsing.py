@@ -1,5 +1,7 @@
 """The strict parser: token ids of a response to its objects and the prefix to keep (decision 32).
 
+What an answer looks like is the format's (`shared.grounding.formats`).
+
 The bytes of the tokens are scanned as one text; offsets lead back to tokens, so nothing is decoded
 and encoded again except the end of one fused token. A malformed response is data, never an error.
 """
@@ -11,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from shared.grounding.formats import COORD_TOKENS_FORMAT, AnswerFormat
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
-from shared.grounding.scanner import Container, Entry, object_indices, scan_container
-from shared.grounding.validation import Response, validate_entry
+from shared.grounding.scanner import Container, Entry
+from shared.grounding.validation import Response
 from shared.records import ALL_GEOMETRY, GeometryKind
 from shared.tokens.vocabulary import TokenCodec
 
@@ -29,13 +32,18 @@ class _Prefix:
 
 
 def parse_rollout(
-    token_ids: Sequence[int], codec: TokenCodec, *, geometry: frozenset[GeometryKind] = ALL_GEOMETRY
+    token_ids: Sequence[int],
+    codec: TokenCodec,
+    *,
+    geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+    answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> ParsedRollout:
     """Read the valid objects of a response and the prefix to append to, in linear time.
 
     Args:
         token_ids: the response, with or without its stop token.
         geometry: kinds that are wanted; without `poly` every sound polygon is dropped.
+        answer_format: what the model was to write.
 
     Raises:
         ValueError: `geometry` lacks boxes. The response itself never raises.
@@ -43,13 +51,13 @@ def parse_rollout(
     if GeometryKind.BBOX not in geometry:
         raise ValueError(f"geometry {sorted(geometry)}: boxes are always read; add bbox_2d")
     response = Response.read(token_ids, codec)
-    container = scan_container(response.text) or Container((), closed=False)
-    prefix = _prefix(response, container.entries, codec)
+    container = answer_format.scan(response.text) or Container((), closed=False)
+    prefix = _prefix(response, container.entries, codec, answer_format.opening)
     entries = [entry for entry in container.entries if entry.start < prefix.cut]
     objects: list[ParsedObject] = []
     dropped: list[DroppedObject] = []
     for entry in entries:
-        shape = validate_entry(entry, response, geometry)
+        shape = answer_format.validate(entry, response, prefix.ends, geometry)
         if isinstance(shape, DropReason):
             dropped.append(DroppedObject(entry.key, shape))
             continue
@@ -68,15 +76,20 @@ def parse_rollout(
                 span,
                 entry.value,
                 shape.desc_span,
+                shape.coord_spans,
             )
         )
 
     return ParsedRollout(
         prefix_token_ids=tuple(prefix.token_ids),
-        prefix_text=response.text[: prefix.cut].decode(errors="replace") if prefix.cut else "{",
+        prefix_text=(
+            response.text[: prefix.cut].decode(errors="replace")
+            if prefix.cut
+            else answer_format.opening
+        ),
         objects=tuple(objects),
         dropped=tuple(dropped),
-        max_object_index=_max_index(response.text[: prefix.cut], entries),
+        max_object_index=answer_format.max_index(response.text[: prefix.cut], entries),
         truncated=not container.closed,
         fallback=not prefix.cut,
         num_unchanged=prefix.num_unchanged,
@@ -89,10 +102,12 @@ def trim_prefix(
     codec: TokenCodec,
     *,
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY,
+    answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
 ) -> ParsedRollout:
     """Cut the prefix behind its first `num_objects` objects, with everything that follows them.
 
-    With 0 it is the fallback. `geometry` is that with which `parsed` was read.
+    With 0 it is the fallback. `geometry` and `answer_format` are those with which `parsed` was
+    read.
 
     Example: a prefix of two objects and a damaged entry, cut behind 1, is `{"object_1": {...}`.
     """
@@ -102,13 +117,15 @@ def trim_prefix(
         # With the token that holds the cut, which the parser makes.
         last = bisect_left(list(ends), parsed.objects[num_objects - 1].value[1])
         token_ids = parsed.prefix_token_ids[: last + 1]
-    trimmed = parse_rollout(token_ids, codec, geometry=geometry)
+    trimmed = parse_rollout(token_ids, codec, geometry=geometry, answer_format=answer_format)
     assert len(trimmed.objects) == num_objects, "a prefix of a response reads as the response does"
     num_unchanged = min(trimmed.num_unchanged, parsed.num_unchanged)
     return replace(trimmed, truncated=parsed.truncated, num_unchanged=num_unchanged)
 
 
-def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec) -> _Prefix:
+def _prefix(
+    response: Response, entries: Sequence[Entry], codec: TokenCodec, opening: str
+) -> _Prefix:
     """Cut the response behind its last complete entry; only the token that is cut is replaced."""
     for entry in reversed(entries):
         if entry.value is None:
@@ -128,19 +145,4 @@ def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec) -> 
             return _Prefix(
                 response.token_ids[:last] + replacement, response.ends[:last] + ends, last, cut
             )
-    return _Prefix(codec.encode("{"), [], 0, 0)
-
-
-def _max_index(text: bytes, entries: Sequence[Entry]) -> int | None:
-    """Return the largest n of an `object_{n}` key in the kept text, at any depth.
-
-    The key of an entry counts without its colon too.
-    """
-    others: list[bytes] = []
-    position = 0
-    for entry in entries:
-        if entry.plain is not None and entry.value is not None:  # has no other key to look for
-            others.append(text[position : entry.start])
-            position = entry.value[1]
-    indices = object_indices(b"".join([*others, text[position:]]))
-    return max([*indices, *(entry.number for entry in entries)], default=None)
+    return _Prefix(codec.encode(opening), [], 0, 0)

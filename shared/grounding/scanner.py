@@ -57,17 +57,18 @@ class PlainFields(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One `object_{n}` entry of the container. Offsets count bytes, spans are half-open."""
+    """One entry of the container. Offsets count bytes, spans are half-open."""
 
     key: str
+    """`object_{n}`; `[n]` of a list's."""
     number: int
-    """The n of `object_{n}`."""
+    """The n of its key."""
     start: int
-    """Offset of the key's opening quote."""
+    """Offset of the key's opening quote; a list's entry begins with its value."""
     value: tuple[int, int] | None
     """Span of `{...}`; None where the value is not an object."""
     separated: bool
-    """One separator directly in front of the key and one colon behind it."""
+    """One separator directly in front of it, and one colon behind its key."""
     plain: PlainFields | None = None
     """None where the entry is not plain."""
 
@@ -125,7 +126,7 @@ _OBJECT_KEY = re.compile(KEY_INDEX)
 _KEY_OR_STRING = re.compile(rb'"' + KEY_INDEX + rb'"' + SPACE + rb":|" + _STRING, re.DOTALL)
 
 # Symbols of the container's top level, beside punctuation that stands for itself.
-_OBJECT_VALUE = b"{}"
+OBJECT_VALUE = b"{}"
 _TEXT_STRING = b'"'
 _ENTRY_KEY = b"key"
 _OTHER = b"other"
@@ -193,9 +194,9 @@ class _Scan:
 
     def _step(self) -> bool:
         """Take the plain entries and the one symbol that follow; False at the end of the text."""
-        if self._awaited is None and self._last in (b"{", _OBJECT_VALUE):
+        if self._awaited is None and self._last in (b"{", OBJECT_VALUE):
             self._take_plain_entries()
-        lexeme = _lexeme(self._text, self._position)
+        lexeme = read_lexeme(self._text, self._position)
         if lexeme is None:
             return False
         symbol, start, self._position = lexeme
@@ -225,7 +226,7 @@ class _Scan:
             self.entries += plain
             self._brackets = 0
             self._earlier = b":"
-            self._last = _OBJECT_VALUE
+            self._last = OBJECT_VALUE
             self._position = end
 
     def _is_key(self) -> bool:
@@ -233,7 +234,7 @@ class _Scan:
 
         It is where a key belongs, or with a colon behind it.
         """
-        if self._last in (b"{", b",", _OBJECT_VALUE) and not self._brackets:
+        if self._last in (b"{", b",", OBJECT_VALUE) and not self._brackets:
             return True
         return _COLON_FOLLOWS.match(self._text, self._position) is not None
 
@@ -248,7 +249,7 @@ class _Scan:
         """Report the entry whose value is awaited, if `symbol` is that value or ends the wait."""
         if self._awaited is None:
             return
-        if symbol == _OBJECT_VALUE and not self._brackets:
+        if symbol == OBJECT_VALUE and not self._brackets:
             colon = (self._earlier, self._last) == (_ENTRY_KEY, b":")
             self.entries.append(
                 self._awaited._replace(
@@ -261,7 +262,7 @@ class _Scan:
             self._awaited = None
 
 
-def _lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
+def read_lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
     """Read the next symbol and its half-open span; a nested object is one symbol.
 
     None where the text ends before the symbol does.
@@ -276,7 +277,7 @@ def _lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
     if found[2] != b"{":
         return found[2], *found.span(2)
     end, depth = _follow_braces(text, found.end())
-    return None if depth else (_OBJECT_VALUE, found.start(2), end)
+    return None if depth else (OBJECT_VALUE, found.start(2), end)
 
 
 def _follow_braces(text: bytes, position: int) -> tuple[int, int]:

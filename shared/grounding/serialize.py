@@ -97,7 +97,7 @@ def _layout(
     if field_order not in FIELD_ORDERS:
         orders = ", ".join(FIELD_ORDERS)
         raise ValueError(f"unknown field_order {field_order!r}; use one of {orders}")
-    text = _Text(opening)
+    text = SpannedText(opening)
     layouts: list[ObjectLayout] = []
     for index, object_ in enumerate(objects, start_index):
         text.add(", " if layouts else "")
@@ -107,7 +107,7 @@ def _layout(
     return SerializedText(text.joined(), tuple(layouts), closing)
 
 
-def _add_object(text: _Text, object_: GroundTruthObject, field_order: str) -> ObjectLayout:
+def _add_object(text: SpannedText, object_: GroundTruthObject, field_order: str) -> ObjectLayout:
     start, _ = text.add("{")
     if field_order == DESC_FIRST:
         desc = _add_desc(text, object_)
@@ -126,14 +126,14 @@ def escaped(desc: str) -> str:
     return json.dumps(desc, ensure_ascii=False)[1:-1]
 
 
-def _add_desc(text: _Text, object_: GroundTruthObject) -> tuple[int, int]:
+def _add_desc(text: SpannedText, object_: GroundTruthObject) -> tuple[int, int]:
     text.add('"desc": "')
     span = text.add(escaped(object_.desc))
     text.add('"')
     return span
 
 
-def _add_geometry(text: _Text, object_: GroundTruthObject) -> tuple[tuple[int, int], ...]:
+def _add_geometry(text: SpannedText, object_: GroundTruthObject) -> tuple[tuple[int, int], ...]:
     """Add box coordinates in one array, polygon vertices as one pair each."""
     points = object_.kind is GeometryKind.POLY
     text.add(f'"{object_.kind}": [')
@@ -147,7 +147,7 @@ def _add_geometry(text: _Text, object_: GroundTruthObject) -> tuple[tuple[int, i
     return tuple(spans)
 
 
-class _Text:
+class SpannedText:
     """Text in the making, with its number of bytes."""
 
     def __init__(self, opening: str) -> None:

@@ -169,6 +169,8 @@ class ValidValue(NamedTuple):
     desc_span: tuple[int, int]
     coord_positions: tuple[int, ...]
     bins: tuple[int, ...]
+    coord_spans: tuple[tuple[int, int], ...] = ()
+    """Bytes of the digits of each bin; empty where bins are coord tokens."""
 
 
 def validate_entry(
@@ -194,12 +196,12 @@ def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
     bins = response.coord_bins[coords]
     # Characters of a coord token that other tokens spell are no coord token.
     num_written = response.text.count(COORD_START, *plain.array)
-    if not (raw.isascii() or _is_utf8(raw)) or len(positions) != num_written:
+    if not (raw.isascii() or is_utf8(raw)) or len(positions) != num_written:
         return None
     desc = unescape(raw)
     if not desc.strip() or not _fits(plain.kind, len(bins)):
         return None
-    if plain.kind is GeometryKind.BBOX and not _is_box(bins):
+    if plain.kind is GeometryKind.BBOX and not is_box(bins):
         return None
     return ValidValue(plain.kind, desc, plain.desc, tuple(positions), tuple(bins))
 
@@ -209,7 +211,7 @@ def _validate_members(entry: Entry, response: Response) -> ValidValue | DropReas
     if entry.value is None or not entry.separated:
         return DropReason.MALFORMED
     raw = response.text[slice(*entry.value)]
-    members = read_fields(raw, response.coord_spans(entry.value)) if _is_utf8(raw) else None
+    members = read_fields(raw, response.coord_spans(entry.value)) if is_utf8(raw) else None
     if members is None:
         return DropReason.MALFORMED
     reason = _validate_keys(members)
@@ -235,7 +237,7 @@ def _validate_members(entry: Entry, response: Response) -> ValidValue | DropReas
     if coords is None or len(shapes) > 1 or not _fits(kind, len(coords)):
         return DropReason.WRONG_ARITY
     bins = [response.coord_bins[coord] for coord in coords]
-    if kind is GeometryKind.BBOX and not _is_box(bins):
+    if kind is GeometryKind.BBOX and not is_box(bins):
         return DropReason.BBOX_INVALID
     positions = tuple([response.coord_positions[coord] for coord in coords])
     return ValidValue(kind, desc, desc_span, positions, tuple(bins))
@@ -278,11 +280,11 @@ def _fits(kind: GeometryKind, num_coords: int) -> bool:
     return num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0
 
 
-def _is_box(bins: Sequence[int]) -> bool:
+def is_box(bins: Sequence[int]) -> bool:
     return bins[0] <= bins[2] and bins[1] <= bins[3]
 
 
-def _is_utf8(data: bytes) -> bool:
+def is_utf8(data: bytes) -> bool:
     try:
         data.decode()
     except UnicodeDecodeError:

@@ -10,6 +10,12 @@ from shared.tokens.vocabulary import COORD_TOKENS
 
 ADD_TOKENS = "`python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLDER`"
 
+LACKING = (
+    f"make a checkpoint that has them with {ADD_TOKENS}, and set model.path to it, or set"
+    " data.answer_format: qwen3_vl, whose coordinates are digits"
+)
+"""The remedy for a tokenizer without coord tokens."""
+
 
 def add_coord_tokens(tokenizer: Any) -> int:
     """Add the coord tokens and `<|im_end|>` that `tokenizer` lacks, and return their number.
@@ -43,16 +49,19 @@ class HFTokenCodec:
         ValueError: it is not byte-level, or does not encode each coord token as one token.
     """
 
-    def __init__(self, tokenizer: Any, *, has_coord_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, *, has_coord_tokens: bool = True, has_pieces: bool = True
+    ) -> None:
         """Read the vocabulary.
 
-        Without `has_coord_tokens` the model writes text alone: there need be no coord tokens, the
-        tokenizer may be of any kind, and no pieces are read.
+        Without `has_coord_tokens` coordinates are written in digits, and there need be no coord
+        tokens. Without `has_pieces` nobody reads answers token by token: the tokenizer may be of
+        any kind.
         """
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         added: dict[int, Any] = tokenizer.added_tokens_decoder
-        self._pieces = token_pieces(tokenizer) if has_coord_tokens else None
+        self._pieces = token_pieces(tokenizer) if has_pieces else None
 
         coord_tokens = COORD_TOKENS if has_coord_tokens else ()
         if END_OF_TURN not in vocabulary:
@@ -67,8 +76,7 @@ class HFTokenCodec:
                     f"{len(absent)} of the {len(coord_tokens)} coord tokens, {absent[0]} first"
                 )
             raise MissingTokensError(
-                f"its tokenizer lacks {missing}, which boxes are written in; make a checkpoint that"
-                f" has them with {ADD_TOKENS}"
+                f"its tokenizer lacks {missing}, which boxes are written in; {LACKING}"
             )
         self._coord_ids = tuple(vocabulary[token] for token in coord_tokens)
         self._coord_bins = {token_id: bin for bin, token_id in enumerate(self._coord_ids)}
@@ -87,7 +95,7 @@ class HFTokenCodec:
 
     def piece_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of this token alone; none of an id beyond the vocabulary."""
-        assert self._pieces is not None, "pieces are of models that write coord tokens"
+        assert self._pieces is not None, "pieces are of models that write boxes"
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
 
     def encode(self, text: str) -> list[int]:

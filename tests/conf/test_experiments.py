@@ -33,7 +33,10 @@ COMMANDS = sorted(
     {
         found
         for page in PAGES
-        for found in re.findall(r"\+experiment=\w+(?: [\w.]+=[^\s\"`]+)*", page.read_text())
+        # Not those of a folder that a reader's own command has made.
+        for found in re.findall(
+            r"(?<!--config-dir FOLDER )\+experiment=\w+(?: [\w.]+=[^\s\"`]+)*", page.read_text()
+        )
     }
 )
 MAIN = "+experiment=stage2_3v1"
@@ -101,6 +104,13 @@ def test_a_real_model_loads_with_every_experiment_and_keeps_its_own_learning_rat
     assert (training.max_grad_norm, training.adam_beta2) == (1.0, 0.95)
     assert training.max_nonfinite_updates == 3
     assert (run.checkpoint.keep_last, run.checkpoint.keep_best) == (2, 1)
+
+
+@pytest.mark.slow
+def test_answers_in_digits_have_an_objective_without_coord_tokens():
+    run = loaded(MAIN, "objective=digits", "+data.answer_format=qwen3_vl")
+    boxes = loaded(MAIN).rollout_matching.pipeline.objective
+    assert run.rollout_matching.pipeline.objective == boxes[:1]
 
 
 @pytest.mark.slow

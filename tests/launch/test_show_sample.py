@@ -187,6 +187,10 @@ def test_the_kept_prefix_and_what_was_cut_are_the_whole_rollout(everything):
     assert "Struck through" in everything
 
 
+OTHERS = {"separator", "corrected_desc", "digits", "corrected_digits"}
+"""Roles of options, and of coordinates in digits."""
+
+
 def test_every_token_shows_what_supervises_it_and_how_much(run, everything):
     page = Page(everything)
     first_id = run.codec.encode(run.everything())[0]
@@ -194,7 +198,7 @@ def test_every_token_shows_what_supervises_it_and_how_much(run, everything):
     assert [int(title.split(" ")[1]) for title in tooltips] == list(range(len(tooltips)))
     assert f"token 0 · id {first_id} · neutral · weight 0" in tooltips[0]
     roles = {title.split(" · ")[2] for title in tooltips}
-    assert roles == {role.name.lower() for role in TokenRole} - {"separator", "corrected_desc"}
+    assert roles == {role.name.lower() for role in TokenRole} - OTHERS
     # The slots of the first match: the token's bin and the ground truth's.
     first = run.scene.objects[0]
     for has, should in zip(shifted(first, 20), first.bins, strict=True):

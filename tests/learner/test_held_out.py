@@ -22,6 +22,7 @@ from learner.samples import load_samples
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError, RolloutError
+from shared.grounding.formats import COORD_TOKENS_FORMAT
 from shared.grounding.objects import DropReason
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import layout_append, serialize_objects
@@ -245,7 +246,7 @@ def test_answers_shorter_than_their_ground_truth_are_told_before_the_run(codec, 
 
     def remark(max_new_tokens):
         return describe_cut_answers(
-            fitting, codec, max_new_tokens=max_new_tokens, field_order="desc_first"
+            fitting, codec, max_new_tokens=max_new_tokens, answer_format=COORD_TOKENS_FORMAT
         )
 
     assert remark(needed) is None
@@ -261,7 +262,7 @@ def test_a_ground_truth_is_encoded_once_where_what_is_appended_fits_an_answer(co
     fitting = require(codec, sample("cat"), sample("dog"))
     encoder = Mock()
     limit = max(fitting.appends) + 1
-    options = {"max_new_tokens": limit, "field_order": "desc_first"}
+    options = {"max_new_tokens": limit, "answer_format": COORD_TOKENS_FORMAT}
     assert describe_cut_answers(fitting, encoder, **options) is None
     assert not encoder.encode.called
 

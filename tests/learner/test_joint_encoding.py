@@ -20,6 +20,7 @@ from learner.targets import (
     ground_truth_target,
     parsed_target,
 )
+from shared.grounding.formats import ObjectDictionary
 from shared.grounding.parsing import parse_rollout
 from shared.grounding.serialize import serialize_objects
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
@@ -27,7 +28,7 @@ from shared.tokens.hf_codec import HFTokenCodec
 
 RULES = TargetSettings(
     geometry=ALL_GEOMETRY,
-    field_order="desc_first",
+    answer_format=ObjectDictionary("desc_first"),
     matching=MatchSettings(
         candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
     ),
@@ -103,7 +104,7 @@ def pieces(target, codec, role):
 def test_canonical_text_of_matched_objects_is_trained_exactly_as_the_tokenizer_writes_the_canonical_answer(
     codec, field_order
 ):
-    rules = replace(RULES, field_order=field_order)
+    rules = replace(RULES, answer_format=ObjectDictionary(field_order))
 
     def canonical(*objects):
         return codec.encode(serialize_objects(objects, field_order=field_order))

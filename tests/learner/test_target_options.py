@@ -27,6 +27,7 @@ from learner.targets import (
     text_weights,
 )
 from shared.config.pipeline import Channel
+from shared.grounding.formats import ObjectDictionary
 from shared.grounding.parsing import parse_rollout, trim_prefix
 from shared.grounding.serialize import escaped
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
@@ -34,7 +35,7 @@ from shared.tokens.hf_codec import HFTokenCodec
 
 RULES = TargetSettings(
     geometry=ALL_GEOMETRY,
-    field_order="desc_first",
+    answer_format=ObjectDictionary("desc_first"),
     matching=MatchSettings(
         candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
     ),
@@ -209,7 +210,10 @@ def test_the_true_name_is_taught_where_the_models_first_differs_and_its_rest_sta
 def test_what_is_taught_begins_the_right_text_behind_the_models_own(codec, write, written, truth):
     named = replace(SEVEN, desc=truth)
     text = answer(write(1, written, SEVEN.bins), write(2, "two", TWO.bins))
-    rules = replace(NAMES, field_order="desc_first" if write is entry else "geometry_first")
+    rules = replace(
+        NAMES,
+        answer_format=ObjectDictionary("desc_first" if write is entry else "geometry_first"),
+    )
     target = target_of(text, codec, rules, (named, TWO))
     (override,) = target.label_overrides
     before = b"".join(map(codec.piece_bytes, target.token_ids[: override.position]))
@@ -230,7 +234,7 @@ def test_a_name_is_left_alone_where_it_is_right_or_another_tokenisation_or_ends_
     assert len(pieced.reading.supervised) == 1
     assert pieced.label_overrides == ()
     # The quote behind the name is a token with the end, which is ours and is taught as it is.
-    first = replace(NAMES, field_order="geometry_first")
+    first = replace(NAMES, answer_format=ObjectDictionary("geometry_first"))
     longer = replace(SEVEN, desc="seven up")
     text = answer(geometry_first(1, "seven", SEVEN.bins))
     target = target_of(text, codec, first, (longer,))

@@ -22,6 +22,7 @@ from learner.targets import (
     parsed_target,
     rollout_target,
 )
+from shared.grounding.formats import ObjectDictionary
 from shared.grounding.parsing import parse_rollout
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import FinishReason
@@ -29,7 +30,7 @@ from shared.tokens.hf_codec import HFTokenCodec
 
 RULES = TargetSettings(
     geometry=frozenset({GeometryKind.BBOX}),
-    field_order="desc_first",
+    answer_format=ObjectDictionary("desc_first"),
     matching=MatchSettings(
         candidate_top_k=10, maskiou_gate=0.3, maskiou_resolution=256, fp_cost=1.0, fn_cost=1.0
     ),
@@ -161,14 +162,17 @@ def test_log_probabilities_are_kept_for_exactly_the_tokens_that_are_the_rollouts
     assert target.sampled_logprobs == rollout.logprobs[:own]
 
 
-def appended_text(codec, **changes):
+def appended_text(codec, field_order=None):
     text = '{"object_7": {"desc": "six"}}'
-    return target_of(text, codec, settings=replace(RULES, **changes)).reading.appended_text
+    settings = RULES
+    if field_order is not None:
+        settings = replace(RULES, answer_format=ObjectDictionary(field_order))
+    return target_of(text, codec, settings=settings).reading.appended_text
 
 
 def test_desc_first_remains_baseline_append_layout(codec):
     expected = ", " + entry(8, "seven", SEVEN.bins) + ", " + entry(9, "two", TWO.bins) + "}"
-    assert appended_text(codec) == appended_text(codec, field_order="desc_first") == expected
+    assert appended_text(codec) == appended_text(codec, "desc_first") == expected
 
 
 def test_geometry_first_changes_only_per_object_field_order_in_fn_append(codec):
@@ -176,8 +180,10 @@ def test_geometry_first_changes_only_per_object_field_order_in_fn_append(codec):
         f', "object_8": {{"bbox_2d": {box(*SEVEN.bins)}, "desc": "seven"}}'
         f', "object_9": {{"bbox_2d": {box(*TWO.bins)}, "desc": "two"}}}}'
     )
-    assert appended_text(codec, field_order="geometry_first") == expected
-    target = target_of("", codec, settings=replace(RULES, field_order="geometry_first"))
+    assert appended_text(codec, "geometry_first") == expected
+    target = target_of(
+        "", codec, settings=replace(RULES, answer_format=ObjectDictionary("geometry_first"))
+    )
     assert roles_text(target, codec, TokenRole.DESC) == ["seven", "two"]
 
 

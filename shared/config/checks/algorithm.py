@@ -27,7 +27,9 @@ from shared.config.derive import (
 from shared.config.explain import MISSING, as_yaml
 from shared.config.pipeline import (
     EXAMPLE_POLICY_GRADIENT,
+    BboxGeoEntry,
     Channel,
+    CoordDiagEntry,
     CoordRegEntry,
     ImportedEntry,
     PolicyGradientEntry,
@@ -39,6 +41,7 @@ from shared.records import GeometryKind
 from shared.rollouts import DecodeMode
 
 _OBJECTIVE = "rollout_matching.pipeline.objective"
+_DIAGNOSTICS = "rollout_matching.pipeline.diagnostics"
 _TRAJECTORIES = TrainerVariant.TRAJECTORY_PG
 _SET_TRAJECTORIES = f"set custom.trainer_variant: {_TRAJECTORIES}"
 
@@ -196,6 +199,45 @@ def geometry_is_learned(run: RunConfig) -> Iterator[Problem]:
             "rollout_matching.geometry",
             f"poly is not in {run.custom.trainer_variant}, which matches boxes only",
             f"remove poly, or set custom.trainer_variant: {TrainerVariant.STAGE2_ROLLOUT_ALIGNED}",
+        )
+
+
+def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
+    """Digits have no distribution over bins, which the terms of coord slots are functions of."""
+    name = run.data.answer_format
+    if run.algorithm.uses_environment or run.answer_format.has_coord_tokens:
+        return
+    pipeline = run.rollout_matching.pipeline
+    for path, entries in ((_OBJECTIVE, pipeline.objective), (_DIAGNOSTICS, pipeline.diagnostics)):
+        for index, entry in enumerate(entries):
+            is_of_slots = isinstance(entry, (CoordRegEntry, BboxGeoEntry, CoordDiagEntry))
+            if entry.enabled and is_of_slots:
+                yield Problem(
+                    f"{path}[{index}].name",
+                    f"'{entry.name}' reads one token for each coordinate, and data.answer_format"
+                    f" {name} writes them in digits",
+                    "remove the entry: token_ce teaches digits; or set data.answer_format:"
+                    " coord_tokens",
+                )
+    if run.geometry - run.answer_format.geometry:
+        yield Problem(
+            "rollout_matching.geometry",
+            f"poly cannot be written in data.answer_format {name}",
+            "remove poly, or set data.answer_format: coord_tokens",
+        )
+    if run.custom.object_field_order == "geometry_first":
+        yield Problem(
+            "custom.object_field_order",
+            f"geometry_first has no effect in data.answer_format {name}, whose order is its own",
+            "remove it",
+        )
+    guard = run.rollout_matching.repeat_terminate
+    if guard.enabled and guard.max_object_keys is not None:
+        yield Problem(
+            "rollout_matching.repeat_terminate.max_object_keys",
+            f"{guard.max_object_keys} counts keys object_n, which data.answer_format {name} has"
+            " none of",
+            "remove it; ngram_repeats ends answers that go in circles",
         )
 
 

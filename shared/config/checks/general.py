@@ -133,6 +133,7 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     engines.one_process_has_everything,
     engines.queue_has_its_own_devices,
     algorithm.geometry_is_learned,
+    algorithm.answers_have_what_is_learned,
     algorithm.text_gate_has_text,
     algorithm.options_act,
     algorithm.budget_has_effect,

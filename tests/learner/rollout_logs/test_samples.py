@@ -162,7 +162,7 @@ def test_the_supervised_spans_cover_the_target_and_give_back_every_role_and_weig
         roles += [TokenRole[role.upper()]] * (stop - start)
         weights += [weight] * (stop - start)
     assert roles == target.roles.tolist()
-    assert set(roles) == set(TokenRole) - {TokenRole.SEPARATOR, TokenRole.CORRECTED_DESC}
+    assert set(roles) == {role for role in TokenRole if role <= TokenRole.CLOSING}
     assert np.array_equal(np.array(weights, np.float32), WEIGHTS.of(target))
     assert 0.1 in weights  # not 0.10000000149011612
     assert line["target"]["coord_positions"] == list(target.coord_positions)

@@ -36,6 +36,7 @@ from shared.config.derive import remarks, resolved_sync_mode
 from shared.config.pipeline import Channel
 from shared.config.retired import take_retired
 from shared.errors import RecordError
+from shared.grounding.formats import ObjectDictionary
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
 
@@ -227,7 +228,7 @@ def test_preflight_runtime_consume_a_shared_validated_rollout_contract(
         }
     )
     rules = target_settings(run)
-    assert (rules.geometry, rules.field_order) == (kinds, "geometry_first")
+    assert (rules.geometry, rules.answer_format) == (kinds, ObjectDictionary("geometry_first"))
     assert (rules.matching.maskiou_gate, rules.transport.cost) == (0.25, "l1")
     refused = pytest.raises(RecordError, match=r"train\.jsonl:1: objects\[0\]")
     with nullcontext() if is_polygon_sound else refused:

@@ -1,0 +1,302 @@
+"""Qwen's own answers: a JSON list of boxes in digits (`qwen3_vl`, `qwen2_5_vl`).
+
+    [{"bbox_2d": [10, 20, 300, 400], "label": "cat"}, {"bbox_2d": [...], "label": "dog"}]
+
+Coordinates of Qwen3-VL are thousandths of the picture's sides, 0..1000, and are read as the bins of
+norm1000 (0..999) that they are; 1000, the far border, is bin 999. Those of Qwen2.5-VL are pixels of
+the picture as the model is shown it, resized to whole image tokens. A bin is a pixel over the last
+pixel (docs/decisions.md), where Qwen's numbers are over the side: the two differ by less than a
+pixel.
+
+Models put the list into a fence of Markdown, or not. An answer may begin with the fence; then what
+is appended closes it. The inside of an entry is read as the strict JSON that `validation` reads.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor, sqrt
+
+from shared.grounding.objects import DropReason
+from shared.grounding.scanner import (
+    OBJECT_VALUE,
+    SPACE,
+    Container,
+    Entry,
+    read_lexeme,
+    unescape,
+)
+from shared.grounding.serialize import ObjectLayout, SerializedText, SpannedText, escaped
+from shared.grounding.validation import (
+    Fields,
+    Leaf,
+    Response,
+    ValidValue,
+    Value,
+    is_box,
+    is_utf8,
+    read_fields,
+)
+from shared.prompts import LIST_USER_PROMPT
+from shared.records import GeometryKind, GroundTruthObject, Sample
+from shared.tokens.vocabulary import NUM_BINS
+
+_OPENING = re.compile(SPACE + rb"(?:(```(?:json)?)" + SPACE + rb")?(\[)")
+_FENCE = 1
+_BRACKET = 2
+_BLANK = re.compile(SPACE)
+_NUMBER = re.compile(rb"0|[1-9][0-9]{0,5}")
+_DESC_KEY = "label"
+_MOST = 1000
+_MAX_BIN = NUM_BINS - 1
+_NUM_BOX_COORDS = 4
+_START = b"start"
+"""The list's own opening, among the symbols of its top level."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scanned:
+    container: Container
+    fenced: bool
+    can_append: bool
+    """Neither the list is closed, nor anything in it open."""
+
+
+def _scan(text: bytes) -> _Scanned | None:
+    """Find the objects at the list's top level; None where `text` does not begin with a list.
+
+    An entry is an object, and ends by string-aware brace depth alone; one that the text ends in is
+    not reported. Whatever else stands in the list is text.
+    """
+    opening = _OPENING.match(text)
+    if opening is None:
+        return None
+    entries: list[Entry] = []
+    earlier = b""
+    last = _START
+    depth = 0  # open `[` inside the list
+    position = opening.end(_BRACKET)
+    closed = False
+    while not closed and (lexeme := read_lexeme(text, position)) is not None:
+        symbol, start, position = lexeme
+        if symbol == OBJECT_VALUE and not depth:
+            separated = last == _START or (last == b"," and earlier not in (_START, b","))
+            number = len(entries)
+            entries.append(Entry(f"[{number}]", number, start, (start, position), separated))
+        elif symbol == b"[":
+            depth += 1
+        elif symbol == b"]":
+            closed = not depth
+            depth = max(depth - 1, 0)
+        earlier, last = last, symbol
+    can_append = not closed and not depth and _BLANK.fullmatch(text, position) is not None
+    fenced = opening[_FENCE] is not None
+    return _Scanned(Container(tuple(entries), closed), fenced, can_append)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureResize:
+    """The size at which Qwen's image processors show a picture: whole image tokens, within limits.
+
+    Example: `PictureResize(28, 3136, 1003520).size_of(640, 480)` is (644, 476).
+    """
+
+    side: int
+    """Pixels of an image token's side."""
+    min_pixels: int
+    max_pixels: int
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return (width, height) as `smart_resize` of transformers does."""
+        sides = (width, height)
+        resized = [round(length / self.side) * self.side for length in sides]
+        if resized[0] * resized[1] > self.max_pixels:
+            beta = sqrt(height * width / self.max_pixels)
+            resized = [
+                max(self.side, floor(length / beta / self.side) * self.side) for length in sides
+            ]
+        elif resized[0] * resized[1] < self.min_pixels:
+            beta = sqrt(self.min_pixels / (height * width))
+            resized = [ceil(length * beta / self.side) * self.side for length in sides]
+        return resized[0], resized[1]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxList:
+    """`[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}]`: an `AnswerFormat` in digits."""
+
+    in_pixels: bool = False
+    """Numbers are pixels of the resized picture; else thousandths."""
+    resize: PictureResize | None = None
+    """How pictures are resized, once it is known; of pixels alone."""
+    size: tuple[int, int] | None = None
+    """Width and height of the resized picture; of pixels, for one picture."""
+
+    opening = "["
+    has_coord_tokens = False
+    geometry = frozenset({GeometryKind.BBOX})
+    user_prompt = LIST_USER_PROMPT
+
+    def for_pictures(self, resize: PictureResize) -> BoxList:
+        return replace(self, resize=resize) if self.in_pixels else self
+
+    def of(self, sample: Sample) -> BoxList:
+        if not self.in_pixels:
+            return self
+        assert self.resize is not None, "how pictures are resized is the processor's to say"
+        return replace(self, size=self.resize.size_of(sample.width, sample.height))
+
+    def opens(self, text: str) -> bool:
+        return _OPENING.match(text.encode(errors="replace")) is not None
+
+    def scan(self, text: bytes) -> Container | None:
+        scanned = _scan(text)
+        return None if scanned is None else scanned.container
+
+    def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:  # noqa: ARG002
+        return None
+
+    def validate(
+        self,
+        entry: Entry,
+        response: Response,
+        ends: Sequence[int],
+        geometry: frozenset[GeometryKind],  # noqa: ARG002 (boxes are always wanted)
+    ) -> ValidValue | DropReason:
+        assert entry.value is not None
+        start = entry.value[0]
+        raw = response.text[slice(*entry.value)]
+        members = read_fields(raw, {}) if entry.separated and is_utf8(raw) else None
+        if members is None:
+            return DropReason.MALFORMED
+        reason = _validate_keys(members)
+        if reason is not None:
+            return reason
+        leaf = next((value for key, value in members.fields if key == _DESC_KEY), None)
+        if not isinstance(leaf, Leaf) or not leaf.quoted:
+            return DropReason.MISSING_DESC
+        desc = unescape(raw[leaf.start : leaf.end])
+        if not desc.strip():
+            return DropReason.MISSING_DESC
+        shapes = [value for key, value in members.fields if key == GeometryKind.BBOX]
+        arrays = [value for value in shapes if isinstance(value, list)]
+        if not arrays:
+            return DropReason.MISSING_GEOM
+        spans, *others = [self._number_spans(array, raw) for array in arrays]
+        if spans is None or None in others:
+            return DropReason.NON_COORD_TOKEN
+        if len(shapes) > 1 or len(spans) != _NUM_BOX_COORDS:
+            return DropReason.WRONG_ARITY
+        numbers = (int(raw[slice(*span)]) for span in spans)
+        bins = tuple(self._bin(number, i) for i, number in enumerate(numbers))
+        if not is_box(bins):
+            return DropReason.BBOX_INVALID
+        coord_spans = tuple((start + first, start + stop) for first, stop in spans)
+        # A token may hold the ends of two numbers; it is one position all the same.
+        positions = dict.fromkeys(
+            position
+            for first, stop in coord_spans
+            for position in range(bisect_right(ends, first), bisect_left(ends, stop) + 1)
+        )
+        desc_span = (start + leaf.start, start + leaf.end)
+        return ValidValue(GeometryKind.BBOX, desc, desc_span, tuple(positions), bins, coord_spans)
+
+    def digits(self, bins: Sequence[int]) -> tuple[str, ...]:
+        if not self.in_pixels:
+            return tuple(map(str, bins))
+        # Rounded to the nearest, a half up, in integers.
+        lasts = [self._most(i) - 1 for i in range(len(bins))]
+        pairs = zip(bins, lasts, strict=True)
+        return tuple(str((2 * bin * last + _MAX_BIN) // (2 * _MAX_BIN)) for bin, last in pairs)
+
+    def _bin(self, number: int, axis: int) -> int:
+        """Return the bin of a coordinate; `axis` is even for x."""
+        if not self.in_pixels:
+            return min(number, _MAX_BIN)
+        last = self._most(axis) - 1
+        return min((2 * number * _MAX_BIN + last) // (2 * last), _MAX_BIN)
+
+    def _most(self, axis: int) -> int:
+        """Return the number of the far border."""
+        if not self.in_pixels:
+            return _MOST
+        assert self.size is not None, "pixels are of one picture: use `of`"
+        return self.size[axis % 2]
+
+    def _number_spans(self, array: list[Value], raw: bytes) -> list[tuple[int, int]] | None:
+        """List the bytes of each number; None where something is no number inside the picture."""
+        spans: list[tuple[int, int]] = []
+        for axis, leaf in enumerate(array):
+            if not isinstance(leaf, Leaf) or leaf.quoted:
+                return None
+            written = raw[leaf.start : leaf.end]
+            if _NUMBER.fullmatch(written) is None or int(written) > self._most(axis):
+                return None
+            spans.append((leaf.start, leaf.end))
+        return spans
+
+    def layout_objects(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
+        return self._layout("[", objects, "]")
+
+    def layout_append(
+        self,
+        prefix_text: str,
+        objects: Sequence[GroundTruthObject],
+        *,
+        start_index: int,  # noqa: ARG002 (entries have no numbers)
+    ) -> SerializedText:
+        scanned = _scan(prefix_text.encode(errors="replace"))
+        last = prefix_text.rstrip(" \t\n\r")[-1:]
+        if scanned is None or not scanned.can_append or last not in ("[", ",", "}"):
+            raise ValueError(
+                f"cannot append behind {prefix_text[-40:]!r}: no open JSON list that ends in '[',"
+                " ',' or '}'; use ParsedRollout.prefix_text"
+            )
+        if last == "," and not objects:
+            behind = prefix_text[-40:]
+            raise ValueError(
+                f"cannot close behind {behind!r}: remove the comma, or append an object"
+            )
+        separator = ", " if last == "}" and objects else ""
+        return self._layout(separator, objects, "]\n```" if scanned.fenced else "]")
+
+    def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
+        return self.layout_append("```json\n[{}", objects, start_index=1)
+
+    def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
+        before = text[: value[0]].rstrip(b" \t\n\r")
+        return len(before) - 1 if before.endswith(b",") else value[0]
+
+    def _layout(
+        self, opening: str, objects: Sequence[GroundTruthObject], closing: str
+    ) -> SerializedText:
+        text = SpannedText(opening)
+        layouts: list[ObjectLayout] = []
+        for object_ in objects:
+            assert object_.kind is GeometryKind.BBOX, "samples were checked against the geometry"
+            text.add(", " if layouts else "")
+            start, _ = text.add('{"bbox_2d": [')
+            coords: list[tuple[int, int]] = []
+            for number in self.digits(object_.bins):
+                text.add(", " if coords else "")
+                coords.append(text.add(number))
+            text.add('], "label": "')
+            desc = text.add(escaped(object_.desc))
+            _, end = text.add('"}')
+            layouts.append(ObjectLayout((start, end), desc, tuple(coords)))
+        end_of_list = text.add(closing)
+        return SerializedText(text.joined(), tuple(layouts), end_of_list)
+
+
+def _validate_keys(members: Fields) -> DropReason | None:
+    """Find `key_invalid` and `unknown_geom`, as of entries with coord tokens."""
+    keys = [key for key, _ in members.fields]
+    known = (_DESC_KEY, GeometryKind.BBOX)
+    unknown = [value for key, value in members.fields if key not in known]
+    lone_array = len(unknown) == 1 and isinstance(unknown[0], list)
+    if members.nested or keys.count(_DESC_KEY) > 1 or (unknown and not lone_array):
+        return DropReason.KEY_INVALID
+    return DropReason.UNKNOWN_GEOM if unknown else None

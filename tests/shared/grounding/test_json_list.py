@@ -1,0 +1,320 @@
+"""Qwen's JSON list (issue 21, point 1): what is read of it, and that appends close it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from damaged_responses import DESCS
+from small_tokenizers import small_codecs
+
+from shared.grounding.formats import FORMATS
+from shared.grounding.json_list import PictureResize
+from shared.grounding.objects import DropReason, ParsedRollout
+from shared.grounding.parsing import parse_rollout, trim_prefix
+from shared.records import GeometryKind, GroundTruthObject, Sample
+from shared.tokens.hf_codec import HFTokenCodec
+
+LIST = FORMATS["qwen3_vl"]
+BOXES = frozenset({GeometryKind.BBOX})
+CAT = '{"bbox_2d": [1, 2, 30, 1000], "label": "cat"}'
+DOG = '{"label": "dog", "bbox_2d": [5, 6, 7, 8]}'
+
+
+def truth(*bins: int, desc: str = "cat") -> GroundTruthObject:
+    return GroundTruthObject(GeometryKind.BBOX, bins, desc)
+
+
+def read(codec: HFTokenCodec, text: str) -> ParsedRollout:
+    return parse_rollout(codec.encode(text), codec, geometry=BOXES, answer_format=LIST)
+
+
+def joined(codec: HFTokenCodec, token_ids) -> bytes:
+    return b"".join(map(codec.piece_bytes, token_ids))
+
+
+@pytest.fixture
+def parse(codec: HFTokenCodec):
+    return lambda text: read(codec, text)
+
+
+def test_objects_come_with_the_tokens_of_their_digits(codecs: dict[str, HFTokenCodec]) -> None:
+    for codec in codecs.values():
+        parsed = read(codec, f"[{CAT}, {DOG}]")
+        assert [(o.key, o.desc, o.bins) for o in parsed.objects] == [
+            ("[0]", "cat", (1, 2, 30, 999)),
+            ("[1]", "dog", (5, 6, 7, 8)),
+        ]
+        prefix = joined(codec, parsed.prefix_token_ids)
+        for object_, numbers in zip(parsed.objects, (b"1 2 30 1000", b"5 6 7 8"), strict=True):
+            assert [prefix[slice(*span)] for span in object_.coord_spans] == numbers.split()
+            tokens = [parsed.prefix_token_ids[i] for i in object_.coord_positions]
+            written = joined(codec, tokens)
+            assert all(bytes([digit]) in written for digit in b"".join(numbers.split()))
+            assert prefix[slice(*object_.desc_value)].decode() == object_.desc
+            assert prefix[slice(*object_.value)].startswith(b"{")
+        assert parsed.prefix_text == f"[{CAT}, {DOG}"
+        assert (parsed.truncated, parsed.fallback, parsed.max_object_index) == (False, False, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "prefix", "truncated"),
+    [
+        (f"[{CAT}, {DOG[:-9]}", f"[{CAT}", True),
+        (f"[{CAT}], {DOG}", f"[{CAT}", False),
+        (f"```json\n[\n\t{CAT},\n\t{DOG}\n]\n```", f"```json\n[\n\t{CAT},\n\t{DOG}", False),
+        (f"```\n[{CAT}]", f"```\n[{CAT}", False),
+        ("[]", "[", False),
+        ("[", "[", True),
+        ("Sure: [", "[", True),
+        ('{"object_1": {}}', "[", True),
+        (f"[[{CAT}]", "[", True),
+        (f"[[1, {{}}], {CAT}]", f"[[1, {{}}], {CAT}", False),
+    ],
+)
+def test_what_is_kept_ends_behind_the_last_object_of_the_list(
+    parse, text: str, prefix: str, truncated: bool
+) -> None:
+    parsed = parse(text)
+    assert (parsed.prefix_text, parsed.truncated) == (prefix, truncated)
+    assert parsed.fallback is (prefix == "[")
+
+
+DROPS = {
+    DropReason.MALFORMED: [
+        '{"bbox_2d": [1, 2, 3, 4] "label": "cat"}',
+        '{"bbox_2d": [01, 2, 3, 4]}',
+    ],
+    DropReason.KEY_INVALID: [
+        '{"bbox_2d": [1, 2, 3, 4], "label": "cat", "score": 1}',
+        '{"bbox_2d": [1, 2, 3, 4], "label": "cat", "label": "cat"}',
+        '{"bbox_2d": {"x": 1}, "label": "cat"}',
+    ],
+    DropReason.UNKNOWN_GEOM: ['{"point_2d": [1, 2], "label": "cat"}'],
+    DropReason.MISSING_DESC: ['{"bbox_2d": [1, 2, 3, 4]}', '{"bbox_2d": [1, 2, 3], "label": " "}'],
+    DropReason.MISSING_GEOM: ['{"label": "cat"}', '{"label": "cat", "bbox_2d": "1 2 3 4"}'],
+    DropReason.NON_COORD_TOKEN: [
+        f'{{"label": "cat", "bbox_2d": [{numbers}]}}'
+        for numbers in ("1, 2, 3, 1001", "1, 2.5, 3, 4", "-1, 2, 3, 4", '"1", 2, 3, 4', "[1, 2]")
+    ],
+    DropReason.WRONG_ARITY: [
+        '{"label": "cat", "bbox_2d": [1, 2, 3]}',
+        '{"label": "a", "bbox_2d": []}',
+    ],
+    DropReason.BBOX_INVALID: ['{"label": "cat", "bbox_2d": [3, 2, 1, 4]}'],
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "value"), [(reason, value) for reason, values in DROPS.items() for value in values]
+)
+def test_a_bad_object_is_dropped_for_the_first_reason(
+    parse, reason: DropReason, value: str
+) -> None:
+    parsed = parse(f"[{value}, {CAT}]")
+    assert [(one.key, one.reason) for one in parsed.dropped] == [("[0]", reason)]
+    assert [one.desc for one in parsed.objects] == ["cat"]
+
+
+def test_one_comma_stands_between_objects(parse) -> None:
+    parsed = parse(f"[{CAT} {DOG},, {CAT}, {DOG}]")
+    assert [one.key for one in parsed.objects] == ["[0]", "[3]"]
+    assert [one.reason for one in parsed.dropped] == [DropReason.MALFORMED] * 2
+
+
+def test_what_is_written_is_json_and_is_read_back_byte_by_byte(codec: HFTokenCodec) -> None:
+    objects = [truth(0, 10, 100, 999), truth(5, 5, 5, 5, desc='größe "猫"\t')]
+    layout = LIST.layout_objects(objects)
+    values = [{"bbox_2d": list(one.bins), "label": one.desc} for one in objects]
+    assert layout.text == json.dumps(values, ensure_ascii=False)
+    written = layout.text.encode()
+    for one, place in zip(objects, layout.objects, strict=True):
+        assert [int(written[slice(*span)]) for span in place.coords] == list(one.bins)
+        assert json.loads(b'"%b"' % written[slice(*place.desc)]) == one.desc
+        assert json.loads(written[slice(*place.value)])["label"] == one.desc
+    assert written[slice(*layout.closing)] == b"]"
+    parsed = read(codec, layout.text)
+    again = [GroundTruthObject(one.kind, one.bins, one.desc) for one in parsed.objects]
+    assert (again, LIST.layout_objects(again).text) == (objects, layout.text)
+
+
+@pytest.mark.parametrize("size", [(28, 56), (96, 96), (644, 476), (1000, 1001), (1932, 4004)])
+def test_pixels_of_the_resized_picture_are_read_back_as_they_are_written(
+    codec: HFTokenCodec, size: tuple[int, int]
+) -> None:
+    """Byte by byte; where there are fewer pixels than bins, several bins are one pixel."""
+    pixels = FORMATS["qwen2_5_vl"].for_pictures(PictureResize(1, 1, 10**9))
+    pixels = pixels.of(Sample("scene", (), *size, ()))
+    objects = [truth(bin, bin, 999, 999) for bin in range(0, 1000, 37)]
+    text = pixels.layout_objects(objects).text
+    parsed = parse_rollout(codec.encode(text), codec, geometry=BOXES, answer_format=pixels)
+    assert parsed.dropped == ()
+    again = [GroundTruthObject(one.kind, one.bins, one.desc) for one in parsed.objects]
+    assert pixels.layout_objects(again).text == text
+    for written, read_back in zip(objects, again, strict=True):
+        for axis, (before, after) in enumerate(zip(written.bins, read_back.bins, strict=True)):
+            last = size[axis % 2] - 1
+            assert abs(before - after) <= 0.5 + max(0.0, 0.5 * 999 / last)
+            number = int(pixels.digits(written.bins)[axis])
+            assert abs(number - before * last / 999) <= 0.5
+    # The far border of the picture is its last bin; what lies beyond it is no coordinate.
+    for beyond, kept in ((0, 1), (1, 0)):
+        box = f'{{"bbox_2d": [0, 0, {size[0] + beyond}, {size[1]}], "label": "cat"}}'
+        ids = codec.encode(f"[{box}]")
+        found = parse_rollout(ids, codec, geometry=BOXES, answer_format=pixels)
+        assert len(found.objects) == kept
+        assert [one.bins for one in found.objects] == [(0, 0, 999, 999)] * kept
+
+
+def test_an_append_closes_the_fence_that_the_model_has_opened() -> None:
+    added = LIST.layout_append(f"```json\n[\n\t{CAT}", [truth(5, 6, 7, 8)], start_index=1).text
+    assert added == ', {"bbox_2d": [5, 6, 7, 8], "label": "cat"}]\n```'
+    assert LIST.layout_append(f"[{CAT}", [], start_index=1).text == "]"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "problem"),
+    [
+        (f"[{CAT}]", "no open JSON list"),
+        ("{", "no open JSON list"),
+        ('["', "no open JSON list"),
+        (f"[[{CAT}", "no open JSON list"),
+        (f"[{CAT},", "remove the comma"),
+    ],
+)
+def test_nothing_is_appended_where_no_list_is_open(prefix: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        LIST.layout_append(prefix, [], start_index=1)
+
+
+def test_a_prefix_is_trimmed_behind_an_object(codec: HFTokenCodec) -> None:
+    parsed = read(codec, f"[{CAT}, {{}}, {DOG}]")
+    trimmed = trim_prefix(parsed, 1, codec, geometry=BOXES, answer_format=LIST)
+    assert (trimmed.prefix_text, trimmed.objects) == (f"[{CAT}", parsed.objects[:1])
+
+
+SCRAPS = [
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        ",",
+        ":",
+        " ",
+        "\n",
+        "\\",
+        "1",
+        "0",
+        "猫",
+        "}]",
+        "}, {",
+        '"]}',
+        "```",
+    ),
+    *(
+        '"label": ',
+        '"bbox_2d": [',
+        '"point_2d": [1], ',
+        '"score": 1, ',
+        '{"label": "x"}, ',
+        "-",
+        ".",
+    ),
+    *("1000", "1001", "<|coord_7|>", "<|im_end|>", "null", "```json\n"),
+]
+
+
+def random_boxes(generator: random.Random, count: int) -> list[GroundTruthObject]:
+    boxes = []
+    for _ in range(count):
+        x1, x2 = sorted(generator.choices(range(1000), k=2))
+        y1, y2 = sorted(generator.choices(range(1000), k=2))
+        boxes.append(truth(x1, y1, x2, y2, desc=generator.choice(DESCS)))
+    return boxes
+
+
+def damaged(generator: random.Random, codec: HFTokenCodec, num_ids: int) -> list[int]:
+    text = LIST.layout_objects(random_boxes(generator, generator.choice([0, 1, 2, 3, 4]))).text
+    if generator.random() < 0.3:
+        text = f"```json\n{text}\n```".replace("}, {", "},\n\t{")
+    if generator.random() < 0.1:
+        text = text.replace(", ", ",").replace(": ", " :\n")
+    token_ids = codec.encode(text)
+    for _ in range(generator.choice([0, 1, 1, 1, 2, 3])):
+        low, high = sorted(generator.choices(range(len(token_ids) + 1), k=2))
+        match generator.randrange(6):
+            case 0:
+                del token_ids[low : low + generator.randint(1, 3)]
+            case 1:
+                token_ids[low:low] = codec.encode(generator.choice(SCRAPS))
+            case 2:
+                token_ids[low : low + 1] = codec.encode(generator.choice(SCRAPS))
+            case 3:
+                token_ids[low:low] = [generator.randrange(num_ids) for _ in range(3)]
+            case 4:
+                del token_ids[high:]
+            case 5:
+                token_ids[high:high] = token_ids[max(low, high - 40) : high]
+    return token_ids
+
+
+def check(
+    token_ids: list[int], codec: HFTokenCodec, appended: list[GroundTruthObject]
+) -> ParsedRollout:
+    """The properties of `test_parsing_fuzz.check`."""
+    parsed = parse_rollout(token_ids, codec, geometry=BOXES, answer_format=LIST)
+    unchanged = parsed.num_unchanged
+    prefix = joined(codec, parsed.prefix_token_ids)
+    assert prefix.decode(errors="replace") == parsed.prefix_text
+    assert parsed.prefix_token_ids[:unchanged] == tuple(token_ids[:unchanged])
+    if parsed.fallback:
+        assert (parsed.prefix_text, unchanged) == ("[", 0)
+        assert parsed.objects == parsed.dropped == ()
+    elif unchanged < len(parsed.prefix_token_ids):
+        rest = joined(codec, parsed.prefix_token_ids[unchanged:])
+        cut = codec.piece_bytes(token_ids[unchanged])
+        assert cut.startswith(rest)
+        assert len(rest) < len(cut)
+    for object_ in parsed.objects:
+        start, stop = object_.span
+        positions = object_.coord_positions
+        assert list(positions) == sorted(set(positions))
+        assert all(start <= i < stop <= len(parsed.prefix_token_ids) for i in positions)
+        value = json.loads(prefix[slice(*object_.value)])
+        assert tuple(min(number, 999) for number in value["bbox_2d"]) == object_.bins
+        assert value["label"] == object_.desc
+        assert object_.desc.strip()
+    tail = LIST.layout_append(parsed.prefix_text, appended, start_index=1).text
+    again_ids = [*parsed.prefix_token_ids, *codec.encode(tail), codec.eos_token_id]
+    again = parse_rollout(again_ids, codec, geometry=BOXES, answer_format=LIST)
+    number = len(parsed.objects)
+    assert again.objects[:number] == parsed.objects
+    assert (again.dropped, again.truncated) == (parsed.dropped, False)
+    assert [(o.kind, o.bins, o.desc) for o in again.objects[number:]] == [
+        (o.kind, o.bins, o.desc) for o in appended
+    ]
+    return parsed
+
+
+@pytest.mark.slow
+def test_damaged_lists_can_always_be_appended_to() -> None:
+    generator = random.Random(20)
+    seen: Counter[object] = Counter()
+    for name, codec in small_codecs().items():
+        num_ids = max(codec.special_ids) + 1200
+        for _ in range(1500):
+            token_ids = damaged(generator, codec, num_ids)
+            parsed = check(token_ids, codec, random_boxes(generator, generator.choice([0, 1, 2])))
+            seen.update({one.reason for one in parsed.dropped})
+            seen["fallback", parsed.fallback] += 1
+            seen["truncated", parsed.truncated] += 1
+            fused = parsed.num_unchanged < len(parsed.prefix_token_ids)
+            seen[name, "fused"] += fused and not parsed.fallback
+    for outcome in ("fallback", "truncated"):
+        assert {(outcome, True), (outcome, False)} <= seen.keys()
+    assert {*DropReason} - {DropReason.POLY_UNSUPPORTED} <= seen.keys()
+    assert all(seen[name, "fused"] for name in ("gpt2 words", "qwen words", "no words"))
