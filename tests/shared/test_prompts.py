@@ -41,6 +41,8 @@ def test_a_template_is_filled_with_the_rows_phrase_and_classes() -> None:
     template = "Find {phrase} among {classes}; answer like {}."
     filled = "Find the red car among car, bus; answer like {}."
     assert Prompts((template,)).texts(row) == (None, filled)
+    row = sample(phrase=r"{classes} \1", classes=["car"])
+    assert Prompts(("{phrase}: {classes}",)).texts(row) == (None, r"{classes} \1: car")
 
 
 def test_each_sample_has_one_of_several_templates_by_seed_and_id() -> None:
