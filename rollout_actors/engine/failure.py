@@ -128,7 +128,7 @@ class EngineFailures:
         return f"{type(error).__name__}: {error}", ""
 
     def was_killed(self, error: Exception) -> bool:
-        """Return whether this error of a start says that a process ended, by none of its own."""
+        """Return whether a process ended in this failed start, without an error of its own."""
         text = str(error)
         codes = [int(code) for _, code in EXIT_CODES.findall(text)]
         return (
