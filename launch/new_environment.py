@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import keyword
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,16 +36,22 @@ def write_environment(name: str, folder: Path) -> list[Path]:
     """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"NAME: {name!r} is no name of a module; use letters, digits and _")
+    if name in sys.stdlib_module_names:
+        raise ConfigError(
+            f"NAME: {name} is a module of Python, which it would hide; choose another"
+        )
     if name in environment_names():
         raise ConfigError(f"NAME: there is an environment {name} already; choose another")
     # Absolute: training finds the file from any folder.
     paths = [folder.resolve() / path.replace("NAME", name) for path in FILES.values()]
     if there := [str(path) for path in paths if path.exists()]:
         raise ConfigError(f"--out: {', '.join(there)} is there already; name another folder")
+    values = {"NAME": name, "PATH": json.dumps(str(paths[0]))}
     for template, path in zip(FILES, paths, strict=True):
         text = (TEMPLATES / template).read_text(encoding="utf-8")
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = text.replace("NAME", name).replace("PATH", json.dumps(str(paths[0])))
+        # All at once: a name may have PATH in it.
+        text = re.sub("NAME|PATH", lambda found: values[found[0]], text)
         path.write_text(text, encoding="utf-8")
     return paths
 

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,7 +98,8 @@ class PreflightReport:
 def main(composed: DictConfig) -> None:
     console = Console(soft_wrap=True)
     with explained(console):
-        config = with_fetched_model(config_of_command(composed), console.print)
+        show = partial(console.print, markup=False, highlight=False)
+        config = with_fetched_model(config_of_command(composed), show)
         config, point = resumed(with_absolute_paths(config))
         if point is not None:
             for line in point.describe(config):

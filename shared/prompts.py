@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,17 +52,19 @@ class Prompts:
             return system, sample.prompt
         drawn = hashlib.sha256(f"{self.seed}:{sample.sample_id}".encode()).digest()[:8]
         user = self.templates[int.from_bytes(drawn) % len(self.templates)]
-        for field, value in (("phrase", sample.phrase), ("classes", ", ".join(sample.classes))):
-            blank = f"{{{field}}}"
-            if blank not in user:
-                continue
+        values = {"phrase": sample.phrase, "classes": ", ".join(sample.classes)}
+
+        def value_of(blank: re.Match[str]) -> str:
+            value = values[blank[1]]
             if not value:
                 remedy = "write it, or the whole question as `prompt`"
                 raise RecordError(
-                    f"is missing, and the prompt is {user!r}", field=field, remedy=remedy
+                    f"is missing, and the prompt is {user!r}", field=blank[1], remedy=remedy
                 )
-            user = user.replace(blank, value)
-        return system, user
+            return value
+
+        # In one pass: what a row has is no template, whatever it looks like.
+        return system, re.sub(r"\{(phrase|classes)\}", value_of, user)
 
 
 def detection_messages(

@@ -182,7 +182,8 @@ def load_record(
     )
     sample_id = _sample_id(mapping, default_id)
     prompt, system, phrase = (_text(mapping, key) for key in ("prompt", "system", "phrase"))
-    names = _list("classes", mapping.get("classes", []), "a list of names")
+    classes = mapping.get("classes")
+    names = [] if classes is None else _list("classes", classes, "a list of names")
     for i, name in enumerate(names):
         if not isinstance(name, str) or not name.strip():
             _refuse(f"classes[{i}]", f"is {_kind(name)}", "write a name")

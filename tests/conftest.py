@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import os
@@ -85,6 +86,16 @@ def _the_process_is_left_as_it_was() -> Iterator[None]:
     assert (gc.get_threshold(), gc.isenabled(), Path.cwd()) == before, (
         "this test, or a fixture of it, leaves the collector or the working folder changed"
     )
+
+
+@pytest.fixture(autouse=True)
+def _the_process_outlives_its_parent() -> Iterator[None]:
+    """Undo what an actor does that a test makes in this process: tests may run in the background,
+    behind a shell that has ended.
+    """
+    yield
+    if (protocols := sys.modules.get("shared.protocols")) is not None:
+        ctypes.CDLL(None).prctl(protocols.PR_SET_PDEATHSIG, 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -37,8 +38,8 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
+        HFValidationError,
         HTTPError,
-        IncompleteSnapshotError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -50,9 +51,15 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
         folder = snapshot_download(
             repo, revision=revision or None, allow_patterns=files, local_files_only=True
         )
-        show(f"model     {repo} at revision {Path(folder).name}, in {folder}")
-        return folder
-    except (LocalEntryNotFoundError, IncompleteSnapshotError):
+        if _is_whole(Path(folder)):
+            show(f"model     {repo} at revision {Path(folder).name}, in {folder}")
+            return folder
+    except HFValidationError as error:
+        raise ConfigError(
+            f"{key}: there is no folder {named}, and no model of the hub is called so"
+            f" ({error}); correct it"
+        ) from error
+    except LocalEntryNotFoundError:
         pass
     cache = Path(constants.HF_HUB_CACHE)
     at_revision = f" --revision {revision}" if revision else ""
@@ -67,12 +74,17 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
         ) from error
     except (HTTPError, OSError) as error:
         raise ConfigError(
-            f"{key}: {named} is no folder here and not in {cache}, and the hub cannot be"
+            f"{key}: {named} is no folder here and not whole in {cache}, and the hub cannot be"
             f" reached ({type(error).__name__}: {error}); fetch it with `{by_hand}` where there is"
-            " a network, and copy that cache here (HF_HOME), or set {key} to a folder"
+            " a network, and copy that cache here (HF_HOME), or set"
+            f" {key} to a folder"
         ) from error
     wanted = [one for one in info.siblings or () if any(fnmatch(one.rfilename, f) for f in files)]
-    num_bytes = sum(one.size or 0 for one in wanted)
+    # A fetch that was interrupted goes on: its files are named after their content.
+    blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
+    contents = [one.lfs.sha256 if one.lfs else one.blob_id for one in wanted]
+    here = [path for content in set(contents) for path in blobs.glob(f"{content}*")]
+    num_bytes = sum(one.size or 0 for one in wanted) - sum(path.stat().st_size for path in here)
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
     facts = f"{num_bytes / 1e9:.2f} GB, {free / 1e9:.1f} GB free in {cache}"
@@ -82,7 +94,8 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
         )
     show(f"model     fetching {repo} at revision {info.sha}: {facts}")
     try:
-        return snapshot_download(repo, revision=info.sha, allow_patterns=files)
+        # Not by `info.sha`: the cache would not know what the name means without the hub.
+        return snapshot_download(repo, revision=revision or None, allow_patterns=files)
     except GatedRepoError as error:
         raise ConfigError(
             f"{key}: {repo} has terms that you have to accept on its page first; then log in"
@@ -93,3 +106,13 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
             f"{key}: fetching {named} ended with {type(error).__name__}: {error}; give the"
             f" command again, which goes on with what is there, or fetch it with `{by_hand}`"
         ) from error
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether all is there: another program may have fetched the configuration alone."""
+    weights = [path.name for path in folder.glob("*.safetensors")]
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weights = list(json.loads(index.read_text())["weight_map"].values())
+    names = ("config.json", "tokenizer_config.json", *weights)
+    return bool(weights) and all((folder / name).exists() for name in names)

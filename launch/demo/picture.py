@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -33,20 +34,21 @@ def draw_run(run: Path, *, num_scenes: int) -> Path:
     reports = sorted((run / "evaluations").glob("step_*/predictions.jsonl"))
     if len(reports) < 2:
         raise ConfigError(f"{run}: a picture needs two held-out reports, found {len(reports)}")
-    config = json.loads((run / "config.json").read_text())
+    data = json.loads((run / "config.json").read_text())["data"]
     held_out = load_dataset(
-        Path(config["data"]["val"]), on_bad_row="error", sort_objects=True, check_images=False
+        Path(data["val"]), on_bad_row=data["on_bad_row"], sort_objects=True, check_images=False
     )
-    samples = held_out.samples[:num_scenes]
-    before, after = (_objects_of(reports[index], len(samples)) for index in (0, -1))
-    nothing: list[tuple[ScoredObject, ...]] = [()] * len(samples)
+    before, after = (_objects_by_sample(reports[index]) for index in (0, -1))
+    # A row that the run left out, as one without its picture, is in no report.
+    samples = [sample for sample in held_out.samples if sample.sample_id in before][:num_scenes]
     columns = []
     for title, found in (
         (f"before ({_headline(reports[0])})", before),
         (f"after ({_headline(reports[-1])})", after),
-        ("ground truth", nothing),
+        ("ground truth", {}),
     ):
-        columns.append(_column(title, samples, found))
+        objects = [found.get(sample.sample_id, ()) for sample in samples]
+        columns.append(_column(title, samples, objects))
     width, height = columns[0].size
     whole = Image.new("RGB", (len(columns) * (width + GAP) - GAP, height), "white")
     for place, column in enumerate(columns):
@@ -56,15 +58,16 @@ def draw_run(run: Path, *, num_scenes: int) -> Path:
     return out
 
 
-def _objects_of(predictions: Path, count: int) -> list[tuple[ScoredObject, ...]]:
-    rows = [json.loads(line) for line in predictions.read_text().splitlines()[:count]]
-    return [
-        tuple(
+def _objects_by_sample(predictions: Path) -> dict[str, tuple[ScoredObject, ...]]:
+    with predictions.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return {
+        row["sample_id"]: tuple(
             ScoredObject(GeometryKind(one["kind"]), tuple(one["bins"]), one["desc"], one["score"])
             for one in row["objects"]
         )
         for row in rows
-    ]
+    }
 
 
 def _headline(predictions: Path) -> str:
@@ -73,7 +76,7 @@ def _headline(predictions: Path) -> str:
 
 
 def _column(
-    title: str, samples: tuple[Sample, ...], found: list[tuple[ScoredObject, ...]]
+    title: str, samples: Sequence[Sample], found: Sequence[tuple[ScoredObject, ...]]
 ) -> Image.Image:
     pictures = []
     for position, (sample, objects) in enumerate(zip(samples, found, strict=True)):

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
 from shared.config.rollout import ActorsSection
-from shared.errors import RolloutError, Timeout, WeightSyncError, late
+from shared.errors import LostStartError, RolloutError, Timeout, WeightSyncError, late
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -221,8 +221,12 @@ def _go_on(url: str) -> str:
 def _with_remedy(
     error: RolloutError | WeightSyncError, remedy: str
 ) -> RolloutError | WeightSyncError:
-    """Return the same error with more to say."""
-    return type(error)(f"{error.message}; {remedy}", actor=error.actor, phase=error.phase)
+    """Return the same error with more to say.
+
+    A lost start becomes a plain error: it was made again as often as is permitted.
+    """
+    kind = RolloutError if isinstance(error, LostStartError) else type(error)
+    return kind(f"{error.message}; {remedy}", actor=error.actor, phase=error.phase)
 
 
 def ended_error(name: str, error: RayError) -> RolloutError:

@@ -17,8 +17,10 @@ def checkpoint_problems(
     if (folder / "config.json").is_file():
         return ()
     if (named := hub_id(folder)) is not None:
-        name = named.partition("/")[2]
-        download = f".venv/bin/hf download {named} --local-dir models/{name}"
+        repo, _, revision = named.partition("@")
+        name = repo.partition("/")[2]
+        at_revision = f" --revision {revision}" if revision else ""
+        download = f".venv/bin/hf download {repo}{at_revision} --local-dir models/{name}"
         problem = (
             f"{key}: there is no folder {named}, and this command fetches no models of a hub; if"
             f" {named} is one, download it (`{download}`) and set {key}=models/{name}, else"

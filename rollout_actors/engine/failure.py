@@ -128,11 +128,14 @@ class EngineFailures:
         return f"{type(error).__name__}: {error}", ""
 
     def was_killed(self, error: Exception) -> bool:
-        """Return whether this error of a start says that a process ended, by none of its own."""
+        """Return whether a process was ended from outside in this failed start."""
         text = str(error)
         codes = [int(code) for _, code in EXIT_CODES.findall(text)]
+        from_outside = (-signal.SIGKILL, -signal.SIGTERM)  # a crash would come again
         return (
-            PROCESS_ENDED in text and self.first_cause() is None and all(code < 0 for code in codes)
+            PROCESS_ENDED in text
+            and self.first_cause() is None
+            and all(code in from_outside for code in codes)
         )
 
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:

@@ -61,6 +61,8 @@ class Environment(ABC):
     """
 
     logger = _LOGGER
+    client: Any = None
+    model: str | None = None
 
     cleanup_timeout_s = 300.0
     """Seconds for all `@cleanup` methods of one rollout together, and for each `@teardown`."""

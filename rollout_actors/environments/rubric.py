@@ -131,12 +131,12 @@ class Rubric:
         return [reward.name for reward in self._rewards]
 
     @property
-    def funcs(self) -> list[RewardFunction]:
-        return [reward.function for reward in self._rewards]
+    def funcs(self) -> tuple[RewardFunction, ...]:
+        return tuple(reward.function for reward in self._rewards)
 
     @property
-    def weights(self) -> list[float]:
-        return [reward.weight for reward in self._rewards]
+    def weights(self) -> tuple[float, ...]:
+        return tuple(reward.weight for reward in self._rewards)
 
     @property
     def current_parser(self) -> Parser:
@@ -235,12 +235,12 @@ class RubricGroup(Rubric):
         return list(dict.fromkeys(name for rubric in self.rubrics for name in rubric.reward_names))
 
     @property
-    def funcs(self) -> list[RewardFunction]:
-        return [function for rubric in self.rubrics for function in rubric.funcs]
+    def funcs(self) -> tuple[RewardFunction, ...]:
+        return tuple(function for rubric in self.rubrics for function in rubric.funcs)
 
     @property
-    def weights(self) -> list[float]:
-        return [weight for rubric in self.rubrics for weight in rubric.weights]
+    def weights(self) -> tuple[float, ...]:
+        return tuple(weight for rubric in self.rubrics for weight in rubric.weights)
 
     @property
     def compares_rollouts(self) -> bool:

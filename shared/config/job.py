@@ -68,8 +68,8 @@ class ResumeSection(Section):
     allow: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Keys that may differ from the run's, though they change what is computed."""
     automatic: bool = False
-    """Start the job again by itself where the learner is lost: all of it, from the last full
-    checkpoint, as often as `rollout_matching.vllm.actors.max_restarts` permits."""
+    """Start the job again by itself where the learner or a start is lost: all of it, from the last
+    full checkpoint, as often as `rollout_matching.vllm.actors.max_restarts` permits."""
 
     @property
     def is_auto(self) -> bool:

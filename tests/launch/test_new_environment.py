@@ -52,7 +52,7 @@ def test_the_experiment_that_is_written_composes_and_loads_from_any_folder(folde
     assert len(environment.get_dataset()) == 640
 
 
-@pytest.mark.parametrize("name", ["my-task", "class", "2nd", "arithmetic"])
+@pytest.mark.parametrize("name", ["my-task", "class", "2nd", "arithmetic", "random"])
 def test_a_name_that_is_no_modules_or_is_taken_is_refused(name, tmp_path):
     with pytest.raises(ConfigError, match=r"^NAME: "):
         write_environment(name, tmp_path)
@@ -64,3 +64,9 @@ def test_nothing_is_written_over(folder):
     with pytest.raises(ConfigError, match=r"--out: .*my_task\.py.* is there already"):
         write_environment("my_task", folder)
     assert (folder / "my_task.py").read_text() == "mine"
+
+
+def test_a_name_with_a_word_of_the_templates_stays_whole(tmp_path):
+    environment, _, experiment = write_environment("PATHFINDER", tmp_path / "NAME")
+    assert 'env_id="PATHFINDER"' in environment.read_text()
+    assert f'id: "{environment}"' in experiment.read_text()

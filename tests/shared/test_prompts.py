@@ -27,6 +27,11 @@ def test_a_row_without_a_text_of_its_own_is_asked_what_the_run_asks() -> None:
     assert Prompts(("Where?",), "Be brief.").texts(sample()) == ("Be brief.", "Where?")
 
 
+def test_null_is_no_text_as_where_other_rows_of_a_table_have_one() -> None:
+    keys = ("prompt", "system", "phrase", "classes")
+    assert sample(**dict.fromkeys(keys)) == sample()
+
+
 def test_a_rows_own_texts_come_before_the_runs() -> None:
     row = sample(prompt="Find all {forklifts}.", system="Answer in JSON.")
     assert Prompts(("Where?",), "Be brief.").texts(row) == (
@@ -41,6 +46,8 @@ def test_a_template_is_filled_with_the_rows_phrase_and_classes() -> None:
     template = "Find {phrase} among {classes}; answer like {}."
     filled = "Find the red car among car, bus; answer like {}."
     assert Prompts((template,)).texts(row) == (None, filled)
+    row = sample(phrase=r"{classes} \1", classes=["car"])
+    assert Prompts(("{phrase}: {classes}",)).texts(row) == (None, r"{classes} \1: car")
 
 
 def test_each_sample_has_one_of_several_templates_by_seed_and_id() -> None:

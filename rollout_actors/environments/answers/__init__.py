@@ -1,1 +1,1 @@
-"""From what a model said to its answer, and the rubrics that judge answers."""
+"""Parsers of answers, and the rubrics that judge answers."""

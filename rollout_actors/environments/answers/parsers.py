@@ -51,7 +51,8 @@ class Parser:
 
         return format_reward
 
-    format_reward_func = get_format_reward_func
+    def format_reward_func(self) -> Callable[..., float]:
+        return self.get_format_reward_func()
 
     def _texts(self, completion: Messages) -> list[str]:
         if isinstance(completion, str):
@@ -172,7 +173,9 @@ def text_of(message: Message) -> str:
 
 
 def extract_boxed_answer(text: str) -> str:
-    r"""Return what the last `\boxed{...}` holds; the whole text where none is closed."""
+    r"""Return what the last `\boxed{...}` holds; the whole text where there is none, or the
+    last one is not closed.
+    """
     _, box, rest = text.rpartition(r"\boxed{")
     depth = 1
     for index, character in enumerate(rest if box else ""):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,7 +75,13 @@ class JudgeRubric(Rubric):
         """
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1])
         response = self.current_parser.parse_answer(completion)
-        asked = self.judge_prompt.format(question=question, answer=answer, response=response)
+        texts = {"question": question, "answer": str(answer), "response": response}
+        # Not `format`: a prompt may show JSON, and a response may hold braces.
+        asked = re.sub(
+            r"\{(question|answer|response)\}",
+            lambda blank: str(texts[blank[1]]),
+            self.judge_prompt,
+        )
         said: dict[str, str] = state.setdefault("judge_response", {})
         if asked not in said:
             verdict = await ask(
@@ -124,7 +131,7 @@ class MathRubric(Rubric):
 
     def correct_answer(self, parser: Parser, completion: Messages, answer: Any) -> float:
         said = parser.parse_answer(completion)
-        if not said:
+        if said is None or said == "":
             return 0.0
         truth, response = (
             self._library.parse(rf"\boxed{{{text}}}", parsing_timeout=None)

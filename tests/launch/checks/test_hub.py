@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +34,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def keep(cache: Path) -> Path:
-    """Put a model into the cache."""
+WHOLE = ("config.json", "tokenizer_config.json", "model.safetensors")
+
+
+def keep(cache: Path, revision: str | None = None, files: Sequence[str] = WHOLE) -> Path:
+    """Put a model into the cache, as a fetch of this revision does."""
     model = cache / "models--some--model"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text(SHA)
+    if revision != SHA:
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / (revision or "main")).write_text(SHA)
     snapshot = model / "snapshots" / SHA
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
+    for name in files:
+        (snapshot / name).write_text("{}")
     return snapshot
 
 
@@ -51,8 +57,8 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[di
 
     def make(num_bytes: int) -> list[dict[str, Any]]:
         siblings = [
-            SimpleNamespace(rfilename="model.safetensors", size=num_bytes),
-            SimpleNamespace(rfilename="pytorch_model.bin", size=num_bytes),
+            SimpleNamespace(rfilename=name, size=num_bytes, lfs=None, blob_id=f"content of {name}")
+            for name in ("model.safetensors", "pytorch_model.bin")
         ]
         info = SimpleNamespace(sha=SHA, siblings=siblings)
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
@@ -62,7 +68,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[di
             if options.get("local_files_only"):
                 return from_cache(repo, **options)
             asked.append({"repo": repo, **options})
-            return str(keep(cache))
+            return str(keep(cache, options["revision"]))
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         return asked
@@ -97,8 +103,50 @@ def test_what_is_not_is_fetched_at_the_revision_of_now_without_other_formats(hub
     asked = hub(2_000_000)
     lines: list[str] = []
     fetch_model("some/model", lines.append)
-    assert asked == [{"repo": "some/model", "revision": SHA, "allow_patterns": list(FILES)}]
+    assert asked == [{"repo": "some/model", "revision": None, "allow_patterns": list(FILES)}]
     assert lines[0].startswith(f"model     fetching some/model at revision {SHA}: 0.00 GB, ")
+
+
+def test_what_was_fetched_is_found_in_the_cache_from_then_on(hub: Any) -> None:
+    asked = hub(2_000_000)
+    assert fetch_model("some/model", print) == fetch_model("some/model", print)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "there", [["config.json"], ["config.json", "tokenizer_config.json"], ["model.safetensors"]]
+)
+def test_what_another_program_fetched_in_part_is_not_the_model(
+    cache: Path, there: list[str]
+) -> None:
+    keep(cache, files=there)
+    with pytest.raises(ConfigError, match=r"not whole in .*hub"):
+        fetch_model("some/model", print)
+
+
+def test_of_several_files_of_weights_all_are_needed(cache: Path) -> None:
+    snapshot = keep(cache)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"not whole in .*hub"):
+        fetch_model("some/model", print)
+
+
+def test_what_an_interrupted_fetch_left_needs_no_room_again(hub: Any, cache: Path) -> None:
+    asked = hub(10**18)
+    blobs = cache / "models--some--model" / "blobs"
+    blobs.mkdir(parents=True)
+    with (blobs / "content of model.safetensors.incomplete").open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(ConfigError, match=r"needs 999999998\.93 GB"):
+        fetch_model("some/model", print)
+    assert not asked
+
+
+@pytest.mark.parametrize("path", ["a b/model", "~/model", "some/mo--del"])
+def test_what_can_be_no_hubs_id_is_told(cache: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no folder {path}, and no model of the hub"):
+        fetch_model(path, print)
 
 
 def test_a_disk_that_is_too_small_is_told_before(hub: Any) -> None:
@@ -111,9 +159,7 @@ def test_a_disk_that_is_too_small_is_told_before(hub: Any) -> None:
 
 
 def test_without_a_network_the_error_has_the_command(cache: Path) -> None:
-    message = (
-        "not in .*hub, and the hub cannot be reached .* `hf download some/model --revision v2`"
-    )
+    message = "not whole in .*hub, and the hub cannot be reached .* `hf download some/model --revision v2`"
     with pytest.raises(ConfigError, match=message):
         fetch_model("some/model@v2", print)
 

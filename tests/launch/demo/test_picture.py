@@ -10,6 +10,7 @@ from PIL import Image, ImageChops
 
 from launch.demo.crowded import make_crowded_data
 from launch.demo.picture import TITLE, draw_run
+from shared.dataset import load_dataset
 from shared.errors import ConfigError
 
 
@@ -23,16 +24,18 @@ def run(tmp_path: Path) -> Path:
         report = run / "evaluations" / f"step_{step:06d}"
         report.mkdir(parents=True)
         rows = []
-        for line in val.read_text().splitlines():
+        samples = load_dataset(val, on_bad_row="error", sort_objects=True, check_images=False)
+        for sample, line in zip(samples, val.read_text().splitlines(), strict=True):
             found = [
                 {"kind": "bbox_2d", "bins": one["bbox_2d"], "desc": one["desc"], "score": 0.5}
                 for one in json.loads(line)["objects"]
             ]
-            rows.append(json.dumps({"objects": found if step else []}))
+            row = {"sample_id": sample.sample_id, "objects": found if step else []}
+            rows.append(json.dumps(row))
         (report / "predictions.jsonl").write_text("\n".join(rows) + "\n")
         detection = {"detection": [{"class_aware": {"f1": float(bool(step))}}]}
         (report / "report.json").write_text(json.dumps(detection))
-    (run / "config.json").write_text(json.dumps({"data": {"val": str(val)}}))
+    (run / "config.json").write_text(json.dumps({"data": {"val": str(val), "on_bad_row": "skip"}}))
     return run
 
 
@@ -48,6 +51,16 @@ def test_before_after_and_ground_truth_lie_side_by_side(run: Path) -> None:
     assert height > 2 * width, "one scene below the other"
     assert ImageChops.difference(before, after).getbbox(), "objects were found"
     assert after.getcolors(1 << 20) != truth.getcolors(1 << 20)
+
+
+def test_rows_that_the_run_left_out_are_not_drawn(run: Path) -> None:
+    """The first scene's picture could not be read then, and a row behind it is no record."""
+    for predictions in run.glob("evaluations/*/predictions.jsonl"):
+        predictions.write_text(predictions.read_text().splitlines()[1] + "\n")
+    val = Path(json.loads((run / "config.json").read_text())["data"]["val"])
+    val.write_text(val.read_text() + "{}\n")
+    with Image.open(draw_run(run, num_scenes=2)) as picture:
+        assert picture.height < 2 * picture.width // 3, "one scene alone"
 
 
 def test_a_run_with_one_report_has_no_picture(run: Path) -> None:

@@ -239,6 +239,7 @@ def test_an_actor_that_is_killed_while_the_run_starts_is_replaced(client):
     assert "start on actor-1: its process has ended" in replaced.reason
 
 
+@pytest.mark.ray
 def test_an_actor_that_is_late_or_fails_by_itself_ends_the_start(client):
     """A limit that is too short, or a bad model, would be so again."""
     with pytest.raises(RolloutError, match="told to fail") as caught:
@@ -251,6 +252,17 @@ def test_an_actor_that_is_late_or_fails_by_itself_ends_the_start(client):
         late.start()
 
 
+def test_an_actor_that_is_killed_in_every_start_does_not_have_the_job_started_again():
+    """Each start of the job would lose as many actors again before it ends."""
+    lost = LostStartError("its process has ended", actor="actor-1", phase="start")
+    budget = RestartBudget(ActorsSection(max_restarts=0))
+    replacements = Replacements(lambda *_: None, NAMES, LIMITS.start, budget)
+    with pytest.raises(RolloutError, match=r"its process has ended; it is not replaced") as caught:
+        replacements.lose(1, None, lost)
+    assert type(caught.value) is RolloutError
+
+
+@pytest.mark.ray
 def test_an_actor_that_does_not_start_is_replaced_again(client):
     pool = client(GOOD, DIES, then=[("start", "fail")])
     who_answers(pool)

@@ -30,6 +30,11 @@ def test_the_name_of_a_model_on_a_hub_gets_the_command_that_downloads_it(
     )
 
 
+def test_a_revision_becomes_an_option_of_that_command() -> None:
+    (problem,) = checkpoint_problems(Path("Qwen/some@v1.0"))
+    assert "`.venv/bin/hf download Qwen/some --revision v1.0 --local-dir models/some`" in problem
+
+
 @pytest.mark.parametrize(
     "folder", ["outputs/model", "outputs", "a/b/c", "../a/b", "/nowhere/model"]
 )

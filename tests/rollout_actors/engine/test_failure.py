@@ -100,6 +100,7 @@ def test_an_engine_that_was_killed_is_said_to_have_been(failures):
         ([], "{'EngineCore': -9}", True),
         ([], "{}", True),
         ([], "{'EngineCore': 1}", False),
+        ([], "{'EngineCore': -11}", False),
         ([NO_WEIGHTS], "{'EngineCore': -15}", False),
     ],
 )

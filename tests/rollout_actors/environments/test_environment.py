@@ -368,6 +368,7 @@ def test_a_client_and_a_model_are_kept_for_what_an_environment_asks_by_itself():
             super().__init__(**kwargs)
 
     assert (Own().client, Own(client="given", model="m").client) == ("own", "given")
+    assert (SingleTurnEnv().client, SingleTurnEnv().model) == (None, None)
     client = ScriptedClient([])
     environment = SingleTurnEnv(client=client, model="m")
     assert (environment.client, environment.model) == (client, "m")

@@ -77,8 +77,8 @@ def test_a_mathematical_answer_is_the_boxed_one_behind_the_thought(monkeypatch):
 def test_the_function_stands_behind_others_and_the_parser_may_be_another(monkeypatch):
     numbers_as_mathematics(monkeypatch)
     rubric = MathRubric([right], [0.5], XMLParser())
-    assert (rubric.reward_names, rubric.weights) == (["right", "correct_answer"], [0.5, 1.0])
-    assert rubric.funcs == [right, rubric.correct_answer]
+    assert (rubric.reward_names, rubric.weights) == (["right", "correct_answer"], (0.5, 1.0))
+    assert rubric.funcs == (right, rubric.correct_answer)
     assert rubric.correct_answer(rubric.parser, [assistant("<answer>4</answer>")], 4) == 1.0
 
 
