@@ -18,7 +18,7 @@ from launch.import_data.coco_files import (
 from launch.import_data.objects import ObjectSkip, SourceObject
 from launch.import_data.source import (
     ImportOptions,
-    ImportReport,
+    Orphans,
     Source,
     SourceImage,
     require_folder,
@@ -41,19 +41,19 @@ class CocoImport(ImportOptions):
     def name(self) -> str:
         return self.annotations.stem
 
-    def read(self, report: ImportReport) -> Source:
+    def read(self) -> Source:
         require_folder("images", self.images, "the annotations' file names are relative to")
         file = read_annotations(self.annotations)
-        return Source(self.annotations, self._images(file, report), distinct_categories(file))
+        return Source(self.annotations, self._images(file), distinct_categories(file))
 
-    def _images(self, file: CocoFile, report: ImportReport) -> Iterator[SourceImage]:
+    def _images(self, file: CocoFile) -> Iterator[SourceImage | Orphans]:
         names = {category.id: category.name for category in file.categories}
         by_image: defaultdict[int, list[CocoAnnotation]] = defaultdict(list)
         for annotation in file.annotations:
             by_image[annotation.image_id].append(annotation)
         for image in file.images:
             yield self._image(image, by_image.pop(image.id, []), names)
-        report.skip_unknown_image(sum(map(len, by_image.values())), self.annotations)
+        yield Orphans(self.annotations, sum(map(len, by_image.values())))
 
     def _image(
         self, image: CocoImage, annotations: list[CocoAnnotation], names: dict[int, str]

@@ -16,6 +16,7 @@ from launch.import_data.source import (
     ImageSkip,
     ImportOptions,
     ImportReport,
+    Orphans,
     SourceImage,
     counted,
 )
@@ -37,7 +38,7 @@ def import_data(options: ImportOptions) -> ImportReport:
     counts = records.with_suffix(".import.json")
     require_absent(records, categories, counts)
     report = ImportReport()
-    source = options.read(report)
+    source = options.read()
     records.parent.mkdir(parents=True, exist_ok=True)
     with written_once(records) as lines:
         for record in _records(source.images, options, report):
@@ -68,10 +69,16 @@ def import_data(options: ImportOptions) -> ImportReport:
 
 
 def _records(
-    images: Iterable[SourceImage], options: ImportOptions, report: ImportReport
+    images: Iterable[SourceImage | Orphans], options: ImportOptions, report: ImportReport
 ) -> Iterator[dict[str, Any]]:
     """Yield one record per usable image, in the source's order; count everything in `report`."""
     for image in images:
+        if isinstance(image, Orphans):
+            if image.num_annotations:
+                report.num_annotations += image.num_annotations
+                report.objects_skipped[ObjectSkip.UNKNOWN_IMAGE] += image.num_annotations
+                report.first.setdefault(ObjectSkip.UNKNOWN_IMAGE, str(image.file))
+            continue
         report.num_images += 1
         report.num_annotations += len(image.objects)
         results: list[Converted | ObjectSkip] = []

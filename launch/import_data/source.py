@@ -57,12 +57,20 @@ class SourceImage:
 
 
 @dataclass(frozen=True, slots=True)
+class Orphans:
+    """Annotations of images that the source does not have."""
+
+    file: Path
+    num_annotations: int
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """What a reader returns."""
 
     file: Path
     """The file or folder that errors name."""
-    images: Iterable[SourceImage]
+    images: Iterable[SourceImage | Orphans]
     categories: list[dict[str, Any]] | None = None
     """Content of the file of categories, for formats whose results are COCO's."""
 
@@ -96,13 +104,6 @@ class ImportReport:
         self.num_simplified += result.simplified
         if result.no_polygon is not None:
             self.boxes_for_polygons[result.no_polygon] += 1
-
-    def skip_unknown_image(self, num_annotations: int, where: Path) -> None:
-        """Count annotations of an image that the source does not have."""
-        if num_annotations:
-            self.num_annotations += num_annotations
-            self.objects_skipped[ObjectSkip.UNKNOWN_IMAGE] += num_annotations
-            self.first.setdefault(ObjectSkip.UNKNOWN_IMAGE, str(where))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -176,11 +177,10 @@ class ImportOptions(Section):
         """The name of the records where `out` is a folder."""
         raise NotImplementedError
 
-    def read(self, report: ImportReport) -> Source:
+    def read(self) -> Source:
         """Open the source; its images are read one by one.
 
-        Raises RecordError or ConfigError where the source as a whole cannot be read. What has no
-        place in an image is counted in `report`.
+        Raises RecordError or ConfigError where the source as a whole cannot be read.
         """
         raise NotImplementedError
 
