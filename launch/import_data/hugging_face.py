@@ -82,9 +82,18 @@ class HuggingFaceImport(ImportOptions):
             columns = ", ".join(data.features)
             told = f"the data set has no column {', '.join(missing)}, but {columns}"
             raise ConfigError(f"image, objects: {told}; give their names (image=..., objects=...)")
+        per_object = _element(data.features[self.objects])
+        keys = list(per_object) if isinstance(per_object, dict) else []
+        if missing := [key for key in (self.bbox, self.category) if key not in keys]:
+            has = ", ".join(keys) or "none"
+            told = f"column {self.objects} has no key {', '.join(missing)}, but {has}"
+            raise ConfigError(f"bbox, category: {told}; give their names (bbox=..., category=...)")
+        label = _element(per_object[self.category])
+        names = label.names if isinstance(label, datasets.ClassLabel) else []
+        if self.names is not None:
+            names = [name.strip() for name in self.names.split(",")]
         data = data.cast_column(self.image, datasets.Image(decode=False))
-        names = self.names.split(",") if self.names else _label_names(data, self)
-        return Source(folder, self._images(data, [name.strip() for name in names]))
+        return Source(folder, self._images(data, names))
 
     def _images(self, data: Dataset, names: list[str]) -> Iterator[SourceImage]:
         pictures = self.records.with_name(f"{self.records.stem}_images")
@@ -92,7 +101,7 @@ class HuggingFaceImport(ImportOptions):
             sample_id = f"{self.split}:{number}"
             entries = row[self.objects] or []
             if isinstance(entries, Mapping):
-                columns = [entries.get(key) or [] for key in (self.bbox, self.category)]
+                columns = [entries[key] or [] for key in (self.bbox, self.category)]
                 if len(columns[0]) != len(columns[1]):
                     unread = [ObjectSkip.MALFORMED] * len(columns[0])
                     skip = ImageSkip.MALFORMED_LABELS
@@ -100,7 +109,7 @@ class HuggingFaceImport(ImportOptions):
                     continue
                 pairs = list(zip(*columns, strict=True))
             else:
-                pairs = [(entry.get(self.bbox), entry.get(self.category)) for entry in entries]
+                pairs = [(entry[self.bbox], entry[self.category]) for entry in entries]
             objects = [self._object(box, category, names) for box, category in pairs]
             picture = row[self.image]
             if picture is None:
@@ -126,15 +135,11 @@ class HuggingFaceImport(ImportOptions):
         return SourceObject(category, (x, y, w, h))
 
 
-def _label_names(data: Dataset, options: HuggingFaceImport) -> list[str]:
-    """Return the names of the class labels; none where the categories are of another type."""
-    from datasets import ClassLabel, List
+def _element(feature: Any) -> Any:
+    """Return the feature of a list's elements, or of what is no list."""
+    from datasets import List
 
-    feature = data.features[options.objects]
-    feature = feature.feature if isinstance(feature, List) else feature
-    label = feature.get(options.category)
-    label = label.feature if isinstance(label, List) else label
-    return list(label.names) if isinstance(label, ClassLabel) else []
+    return feature.feature if isinstance(feature, List) else feature
 
 
 def _write(content: bytes, folder: Path) -> Path:

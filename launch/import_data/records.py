@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import ExifTags, Image
 
 from launch.import_data.coco_files import write_json, written_once
 from launch.import_data.objects import Converted, ObjectSkip, SourceObject, convert
@@ -90,6 +90,9 @@ def _records(
             try:
                 with Image.open(image.path) as header:
                     size = header.size
+                    if header.getexif().get(ExifTags.Base.Orientation) not in (None, 0, 1):
+                        # Tools that annotate turn the picture, and this project does not.
+                        skip = ImageSkip.ROTATED
             except Exception:  # all that Pillow's parsers run into; see `image_size`
                 skip = ImageSkip.UNREADABLE
         if skip is None and min(size) < 2:

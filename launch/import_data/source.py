@@ -23,6 +23,7 @@ class ImageSkip(StrEnum):
     MISSING_FILE = "missing_file"
     UNREADABLE = "unreadable"
     SIZE_MISMATCH = "size_mismatch"
+    ROTATED = "rotated_by_exif"
     NO_SCALE = "axis_of_one_pixel"
     NO_OBJECTS = "no_objects"
     TOO_MANY_OBJECTS = "too_many_objects"

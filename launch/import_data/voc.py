@@ -52,9 +52,10 @@ class VocImport(ImportOptions):
         if self.split is None:
             files = sorted(folder.glob("*.xml"))
         else:
-            lines = read_bytes(self.source / "ImageSets" / "Main" / f"{self.split}.txt").decode()
+            listed = read_bytes(self.source / "ImageSets" / "Main" / f"{self.split}.txt")
             # Lists of one class have a second column, 1, 0 or -1.
-            files = [folder / f"{line.split()[0]}.xml" for line in lines.splitlines() if line]
+            lines = listed.decode(errors="replace").splitlines()
+            files = [folder / f"{line.split()[0]}.xml" for line in lines if line.strip()]
         if not files:
             remedy = "give the folder that holds Annotations/, or another split=..."
             raise RecordError("has no XML file", field="source", remedy=remedy, file=str(folder))

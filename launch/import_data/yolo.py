@@ -77,7 +77,7 @@ class YoloImport(ImportOptions):
                 files = sorted(place.rglob("*"))
                 images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
             else:
-                lines = [line.strip() for line in place.read_text().splitlines() if line.strip()]
+                lines = [line.strip() for line in _lines(place)]
                 images = [
                     (place.parent if line.startswith("./") else root) / line for line in lines
                 ]
@@ -119,11 +119,11 @@ def _labels_of(image: Path) -> Path:
     return path.with_suffix(".txt")
 
 
-def _lines(labels: Path) -> list[str]:
-    """Return the lines that are not blank; none where there is no file, as of an empty image."""
-    if not labels.is_file():
+def _lines(file: Path) -> list[str]:
+    """Return the lines that are not blank; an image without objects may have no file of labels."""
+    if not file.is_file():
         return []
-    text = labels.read_text(encoding="utf-8", errors="replace")
+    text = file.read_text(encoding="utf-8", errors="replace")
     return [line for line in text.splitlines() if line.strip()]
 
 

@@ -424,9 +424,22 @@ def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tm
     source = hugging_face(tmp_path / "data", ["cat"], [{"bbox": [PIXELS], "category": [0]}])
     message = "has no column boxes, but image, objects; give their names"
     assert message in refused("format=hf", f"source={source}", "objects=boxes")
-    assert "source: /nowhere (split train) cannot be loaded" in refused(
-        "format=hf", "source=/nowhere"
-    )
+    message = "column objects has no key label, but bbox, category; give their names"
+    assert message in refused("format=hf", f"source={source}", "category=label")
+    message = "source: /nowhere (split train) cannot be loaded"
+    assert message in refused("format=hf", "source=/nowhere")
+
+
+def test_a_picture_that_its_file_turns_is_left_out_where_no_size_is_stated(tmp_path, run):
+    """Its boxes were drawn on the turned picture, and it is learned as it is stored."""
+    folder = yolo_folder(tmp_path / "yolo")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = folder / "images" / "train" / "b.jpg"
+    Image.new("RGB", (100, 80)).save(turned, exif=exif)
+    write(folder / "labels" / "train" / "b.txt", f"0 {YOLO_BOX}")
+    _, report = run("yolo", source=folder)
+    assert report["images"]["skipped"] == {"rotated_by_exif": 1}
 
 
 def test_the_command_names_its_formats_and_prints_what_it_skipped_first(tmp_path, refused, capsys):
