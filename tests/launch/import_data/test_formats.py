@@ -395,6 +395,7 @@ def hugging_face(folder: Path, names: list[str] | None, objects: list[Any]) -> P
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objects", "names", "options"),
     [
@@ -420,6 +421,7 @@ def test_a_hugging_face_data_set_on_disk_is_read_with_its_pictures(
     assert [path.suffix for path in (tmp_path / "out" / "train_images").iterdir()] == [".png"]
 
 
+@pytest.mark.slow
 def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tmp_path, refused):
     source = hugging_face(tmp_path / "data", ["cat"], [{"bbox": [PIXELS], "category": [0]}])
     message = "has no column boxes, but image, objects; give their names"
