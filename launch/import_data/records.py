@@ -79,6 +79,8 @@ def _records(
                 report.objects_skipped[ObjectSkip.UNKNOWN_IMAGE] += image.num_annotations
                 report.first.setdefault(ObjectSkip.UNKNOWN_IMAGE, str(image.file))
             continue
+        # Rows about one image, or none, are told apart by their id.
+        where = f"{image.path} (sample {image.sample_id})"
         report.num_images += 1
         report.num_annotations += len(image.objects)
         results: list[Converted | ObjectSkip] = []
@@ -108,13 +110,13 @@ def _records(
             skip = _reason_to_skip(image.path, size, num_objects, options)
         if skip is not None:
             report.images_skipped[skip] += 1
-            report.first.setdefault(skip, str(image.path))
+            report.first.setdefault(skip, where)
             if skip is not ImageSkip.NO_OBJECTS:
                 report.objects_skipped[ObjectSkip.IMAGE_SKIPPED] += len(image.objects)
                 continue
         # Of an image without objects too: its annotations were skipped for reasons of their own.
         for result in results:
-            report.add(result, image.path)
+            report.add(result, where)
         if skip is not None:
             continue
         report.num_written += 1

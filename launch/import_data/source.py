@@ -94,11 +94,11 @@ class ImportReport:
     first: dict[ImageSkip | ObjectSkip, str] = field(default_factory=dict)
     """The image or file where each reason was met first."""
 
-    def add(self, result: Converted | ObjectSkip, where: Path) -> None:
+    def add(self, result: Converted | ObjectSkip, where: str) -> None:
         """Count an annotation of an image that is not skipped."""
         if isinstance(result, ObjectSkip):
             self.objects_skipped[result] += 1
-            self.first.setdefault(result, str(where))
+            self.first.setdefault(result, where)
             return
         self.kept[result.object.kind] += 1
         self.num_clamped += result.clamped

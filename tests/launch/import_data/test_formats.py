@@ -462,6 +462,6 @@ def test_a_source_without_one_record_is_refused_with_the_first_image(tmp_path, r
     folder = yolo_folder(tmp_path / "yolo")
     (folder / "images" / "train" / "a.png").write_bytes(b"no picture")
     error = refused("format=yolo", f"source={folder}")
-    first = folder / "images" / "train" / "a.png"
+    first = f"{folder}/images/train/a.png (sample images/train/a.png)"
     assert "images: gives no record; images skipped: unreadable 1; objects skipped:" in error
     assert f"(unreadable: first {first}); correct source=... or the file names" in error
