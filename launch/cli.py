@@ -151,9 +151,10 @@ def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
 
 
 def _print_help(schema: type[Section]) -> None:
-    """Print a line per key: its default (`...` where it is required), and what it means."""
+    """Print a line per key: its default (`...` where it is required: first), and its meaning."""
     keys = {}
-    for key, field in schema.model_fields.items():
+    fields = sorted(schema.model_fields.items(), key=lambda item: not item[1].is_required())
+    for key, field in fields:
         default = "..." if field.is_required() else as_yaml(field.default)
         keys[f"{key}={default}"] = " ".join((field.description or "").split())
     width = max(map(len, keys))

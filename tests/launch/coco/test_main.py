@@ -365,7 +365,11 @@ NO_DESC = "which cannot be an object's desc"
         (NAME, " ", f"categories[0].name: is ' ', {NO_DESC}"),
         (NAME, "a <|coord_3|>", f"categories[0].name: is 'a <|coord_3|>', {NO_DESC}"),
         (NAME, "<|im_end|>", f"categories[0].name: is '<|im_end|>', {NO_DESC}"),
-        (FILE, "no.png", "(missing_file: first {pictures}/no.png); correct images=... or"),
+        (
+            FILE,
+            "no.png",
+            "(missing_file: first {pictures}/no.png (sample 1)); correct images=... or",
+        ),
         ("annotations", [], "gives no record; images skipped: no_objects 1"),
     ],
 )

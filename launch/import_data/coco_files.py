@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from launch.import_data.objects import is_learnable
 from shared.config.base import dotted
 from shared.errors import RecordError
-from shared.model_families import END_OF_TURN
-from shared.tokens.vocabulary import COORD_TOKENS
 
 T = TypeVar("T")
 
@@ -32,6 +31,20 @@ class CocoImage(CocoEntry):
     file_name: Annotated[str, Field(min_length=1)]
     width: _Pixels
     height: _Pixels
+    neg_category_ids: list[int] = []
+    """LVIS: categories that are not on the image."""
+    not_exhaustive_category_ids: list[int] = []
+    """LVIS: categories of which some objects are not annotated."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_url(cls, value: Any) -> Any:
+        """LVIS v1 has a `coco_url` that ends in `train2017/000000000009.jpg`, and no file name."""
+        if isinstance(value, dict) and "file_name" not in value:
+            url = value.get("coco_url")
+            if isinstance(url, str):
+                return {**value, "file_name": "/".join(url.split("/")[-2:])}
+        return value
 
 
 class CocoAnnotation(CocoEntry):
@@ -96,7 +109,7 @@ def read_annotations(path: Path) -> CocoFile:
         first = first_of_name.setdefault(name, index)
         problem = remedy = ""
         # A name is text that the model learns: no token of the answer's own grammar.
-        if not name.strip() or any(token in name for token in (END_OF_TURN, *COORD_TOKENS)):
+        if not is_learnable(name):
             problem = "which cannot be an object's desc"
             remedy = "give the category a name in words"
         elif first != index:

@@ -1,0 +1,107 @@
+"""Reads COCO annotations ("instances"), and LVIS, whose files have the same form."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from launch.import_data.coco_files import (
+    CocoAnnotation,
+    CocoFile,
+    CocoImage,
+    distinct_categories,
+    read_annotations,
+)
+from launch.import_data.objects import ObjectSkip, SourceObject
+from launch.import_data.source import (
+    ImportOptions,
+    Orphans,
+    Source,
+    SourceImage,
+    require_folder,
+)
+from shared.config.base import ConfigPath
+
+
+class CocoImport(ImportOptions):
+    """The keys of `format=coco`."""
+
+    source_key: ClassVar[str] = "images"
+
+    annotations: Annotated[ConfigPath, Field(examples=["instances_train2017.json"])]
+    """JSON file of COCO annotations."""
+
+    images: Annotated[ConfigPath, Field(examples=["train2017"])]
+    """Folder that the annotations' file names are relative to."""
+
+    @property
+    def name(self) -> str:
+        return self.annotations.stem
+
+    def read(self) -> Source:
+        require_folder("images", self.images, "the annotations' file names are relative to")
+        file = read_annotations(self.annotations)
+        return Source(self.annotations, self._images(file), distinct_categories(file))
+
+    def _images(self, file: CocoFile) -> Iterator[SourceImage | Orphans]:
+        names = {category.id: category.name for category in file.categories}
+        by_image: defaultdict[int, list[CocoAnnotation]] = defaultdict(list)
+        for annotation in file.annotations:
+            by_image[annotation.image_id].append(annotation)
+        for image in file.images:
+            yield self._image(image, by_image.pop(image.id, []), names)
+        yield Orphans(self.annotations, sum(map(len, by_image.values())))
+
+    def _image(
+        self, image: CocoImage, annotations: list[CocoAnnotation], names: dict[int, str]
+    ) -> SourceImage:
+        return SourceImage(
+            str(image.id),
+            self.images / image.file_name,
+            [source_object(annotation, names) for annotation in annotations],
+            (image.width, image.height),
+            keys={"image_id": image.id},
+        )
+
+
+def source_object(annotation: CocoAnnotation, names: dict[int, str]) -> SourceObject | ObjectSkip:
+    """Read one annotation; `names` are those of the categories by id."""
+    if annotation.iscrowd:
+        return ObjectSkip.CROWD
+    if annotation.category_id not in names:
+        return ObjectSkip.UNKNOWN_CATEGORY
+    x, y, w, h = annotation.bbox
+    return SourceObject(names[annotation.category_id], (x, y, w, h), annotation.segmentation)
+
+
+class LvisImport(CocoImport):
+    """The keys of `format=lvis`.
+
+    LVIS (Gupta et al., 2019) labels every object of some classes, and says of others that they are
+    absent. A row's `classes` are these two together, so that `Find every {classes}.` has a complete
+    answer; objects of classes that are not labelled throughout are left out.
+    """
+
+    annotations: Annotated[ConfigPath, Field(examples=["lvis_v1_train.json"])]
+    """JSON file of LVIS annotations."""
+
+    images: Annotated[ConfigPath, Field(examples=["coco"])]
+    """Folder of COCO's `train2017` and `val2017`, as the `coco_url` of LVIS's images ends in."""
+
+    def _image(
+        self, image: CocoImage, annotations: list[CocoAnnotation], names: dict[int, str]
+    ) -> SourceImage:
+        found = super()._image(image, annotations, names)
+        partial = set(image.not_exhaustive_category_ids)
+        complete = {one.category_id for one in annotations} | set(image.neg_category_ids)
+        # By name, so that the order does not tell which are there.
+        classes = sorted(names[id] for id in complete - partial if id in names)
+        objects = [
+            ObjectSkip.NOT_EXHAUSTIVE if annotation.category_id in partial else one
+            for annotation, one in zip(annotations, found.objects, strict=True)
+        ]
+        keys = {**found.keys, "classes": classes}
+        return SourceImage(found.sample_id, found.path, objects, found.size, keys=keys)

@@ -1,0 +1,155 @@
+"""Reads a data set of the library `datasets`, with a column of images and one of objects."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from PIL import Image
+from pydantic import Field
+
+from launch.import_data.objects import ObjectSkip, SourceObject, finite
+from launch.import_data.source import ImageSkip, ImportOptions, Source, SourceImage
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+class BoxOrder(StrEnum):
+    """The four numbers of a box, in pixels."""
+
+    XYWH = "xywh"
+    """Upper left corner, width and height, as COCO has it."""
+    XYXY = "xyxy"
+    """Upper left and lower right corner."""
+
+
+class HuggingFaceImport(ImportOptions):
+    """The keys of `format=hf`."""
+
+    source: Annotated[str, Field(min_length=1, examples=["cppe-5"])]
+    """Folder of `save_to_disk`, or what `datasets.load_dataset` takes: a folder or a hub's id."""
+
+    split: str = "train"
+    """Split of the data set; without meaning where the folder has no splits."""
+
+    image: str = "image"
+    """Column of images."""
+
+    objects: str = "objects"
+    """Column of objects: lists by key, or a list of mappings."""
+
+    bbox: str = "bbox"
+    """Key of the boxes in it."""
+
+    box_order: Annotated[BoxOrder, Field(strict=False)] = BoxOrder.XYWH
+    """`xywh`, or `xyxy`."""
+
+    category: str = "category"
+    """Key of the categories in it: texts, class labels, or numbers of `names`."""
+
+    names: str | None = None
+    """Names of categories 0, 1, ..., with commas between, where the data set does not have them."""
+
+    @property
+    def name(self) -> str:
+        return self.split
+
+    def read(self) -> Source:
+        import datasets  # two seconds, for this format alone
+
+        folder = Path(self.source)
+        saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        try:
+            if saved:
+                data = datasets.load_from_disk(self.source)
+                if isinstance(data, datasets.DatasetDict):
+                    data = data[self.split]
+            else:
+                data = datasets.load_dataset(self.source, split=self.split)
+        except Exception as error:
+            # All of them: the library passes on whatever its readers, hub and disk raise.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            told = f"source: {self.source} (split {self.split}) cannot be loaded: {reason[:300]}"
+            raise ConfigError(f"{told}; correct source=... or split=...") from error
+        missing = [key for key in (self.image, self.objects) if key not in data.features]
+        if missing:
+            columns = ", ".join(data.features)
+            told = f"the data set has no column {', '.join(missing)}, but {columns}"
+            raise ConfigError(f"image, objects: {told}; give their names (image=..., objects=...)")
+        per_object = _element(data.features[self.objects])
+        keys = list(per_object) if isinstance(per_object, dict) else []
+        if missing := [key for key in (self.bbox, self.category) if key not in keys]:
+            has = ", ".join(keys) or "none"
+            told = f"column {self.objects} has no key {', '.join(missing)}, but {has}"
+            raise ConfigError(f"bbox, category: {told}; give their names (bbox=..., category=...)")
+        label = _element(per_object[self.category])
+        names = label.names if isinstance(label, datasets.ClassLabel) else []
+        if self.names is not None:
+            names = [name.strip() for name in self.names.split(",")]
+        data = data.cast_column(self.image, datasets.Image(decode=False))
+        return Source(folder, self._images(data, names))
+
+    def _images(self, data: Dataset, names: list[str]) -> Iterator[SourceImage]:
+        pictures = self.records.with_name(f"{self.records.stem}_images")
+        for number, row in enumerate(data):
+            sample_id = f"{self.split}:{number}"
+            entries = row[self.objects] or []
+            if isinstance(entries, Mapping):
+                columns = [entries[key] or [] for key in (self.bbox, self.category)]
+                if len(columns[0]) != len(columns[1]):
+                    unread = [ObjectSkip.MALFORMED] * len(columns[0])
+                    skip = ImageSkip.MALFORMED_LABELS
+                    yield SourceImage(sample_id, pictures, unread, skip=skip)
+                    continue
+                pairs = list(zip(*columns, strict=True))
+            else:
+                pairs = [(entry[self.bbox], entry[self.category]) for entry in entries]
+            objects = [self._object(box, category, names) for box, category in pairs]
+            picture = row[self.image]
+            if picture is None:
+                yield SourceImage(sample_id, pictures, objects, skip=ImageSkip.NO_IMAGE)
+                continue
+            path = _write(picture["bytes"], pictures) if picture["bytes"] else Path(picture["path"])
+            yield SourceImage(sample_id, path, objects)
+
+    def _object(self, box: Any, category: Any, names: list[str]) -> SourceObject | ObjectSkip:
+        numbers = finite(box) if isinstance(box, Sequence) else None
+        if numbers is None or len(numbers) != 4:
+            return ObjectSkip.MALFORMED
+        x, y, w, h = numbers
+        if self.box_order is BoxOrder.XYXY:
+            w -= x
+            h -= y
+        if isinstance(category, int):
+            if not 0 <= category < len(names):
+                return ObjectSkip.UNKNOWN_CATEGORY
+            category = names[category]
+        if not isinstance(category, str):
+            return ObjectSkip.MALFORMED
+        return SourceObject(category, (x, y, w, h))
+
+
+def _element(feature: Any) -> Any:
+    """Return the feature of a list's elements, or of what is no list."""
+    from datasets import List
+
+    return feature.feature if isinstance(feature, List) else feature
+
+
+def _write(content: bytes, folder: Path) -> Path:
+    """Write a picture under the digest of its bytes, so that no other one is ever overwritten."""
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            suffix = (picture.format or "image").lower()
+    except Exception:  # the writer of records finds it unreadable, and says so
+        suffix = "image"
+    path = folder / f"{hashlib.sha256(content).hexdigest()[:32]}.{suffix}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path

@@ -1,0 +1,164 @@
+"""Turns one annotation in pixels into an object of a record, or into the reason why it is none."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from shared.grounding.coco import bins_of_coco_box, bins_of_coco_ring, has_area
+from shared.grounding.geometry import simplify_ring
+from shared.model_families import END_OF_TURN
+from shared.records import GeometryKind, GroundTruthObject
+from shared.tokens.vocabulary import COORD_TOKENS
+
+
+class WantedGeometry(StrEnum):
+    """The geometry of the records."""
+
+    BBOX = "bbox"
+    """The annotations' boxes."""
+    POLY = "poly"
+    """Polygons; an annotation without one usable ring is left out."""
+    AUTO = "auto"
+    """Polygons where there is one usable ring, boxes for the rest."""
+
+
+class ObjectSkip(StrEnum):
+    """The reason why an annotation was left out; the last four are of polygons."""
+
+    UNKNOWN_IMAGE = "unknown_image"
+    IMAGE_SKIPPED = "image_skipped"
+    CROWD = "crowd"
+    UNKNOWN_CATEGORY = "unknown_category"
+    UNUSABLE_NAME = "unusable_name"
+    MALFORMED = "malformed"
+    DIFFICULT = "difficult"
+    NOT_EXHAUSTIVE = "not_exhaustive"
+    POINT = "point"
+    DEGENERATE_BOX = "degenerate_box"
+    OUTSIDE_IMAGE = "outside_image"
+    NO_POLYGON = "no_polygon"
+    RUN_LENGTH_CODE = "run_length_code"
+    SEVERAL_RINGS = "several_rings"
+    DEGENERATE_POLYGON = "degenerate_polygon"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceObject:
+    """One annotation as its file has it, in pixels or, of a `fractions` image, in parts of it.
+
+    Example: `SourceObject("cat", (10, 20, 30, 40))` is 30 wide and 40 high.
+    """
+
+    desc: str
+    box: tuple[float, float, float, float]
+    """x, y, w, h; half-open."""
+    rings: Sequence[Sequence[float]] | dict[str, Any] | None = None
+    """Rings x, y, ...; a mapping is a run-length code."""
+
+    def scaled(self, width: int, height: int) -> SourceObject:
+        """Turn parts of an image into pixels."""
+        x, y, w, h = self.box
+        rings = self.rings
+        if isinstance(rings, Sequence):
+            rings = [[v * (width, height)[i % 2] for i, v in enumerate(ring)] for ring in rings]
+        return SourceObject(self.desc, (x * width, y * height, w * width, h * height), rings)
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """An object and what had to be done to it."""
+
+    object: GroundTruthObject
+    clamped: bool
+    """The shape reaches beyond its image."""
+    simplified: bool = False
+    """A polygon that lost vertices to `max_vertices`."""
+    no_polygon: ObjectSkip | None = None
+    """Why it is a box where a polygon was wanted."""
+
+
+def finite(values: Iterable[Any]) -> list[float] | None:
+    """Read numbers, or texts of them; None where one is not a finite number."""
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return numbers if all(map(math.isfinite, numbers)) else None
+
+
+def is_learnable(text: str) -> bool:
+    """Tell whether a model can learn the text: words, without tokens of the answer's grammar."""
+    return bool(text.strip()) and not any(token in text for token in (END_OF_TURN, *COORD_TOKENS))
+
+
+def convert(
+    found: SourceObject, size: tuple[int, int], wanted: WantedGeometry, max_vertices: int | None
+) -> Converted | ObjectSkip:
+    """Convert one annotation.
+
+    Args:
+        found: in pixels.
+        size: width and height of the image, at least 2 pixels each.
+        max_vertices: polygons with more are simplified; None: never.
+    """
+    if not is_learnable(found.desc):
+        return ObjectSkip.UNUSABLE_NAME
+    box = _box(found, size)
+    if isinstance(box, ObjectSkip) or wanted is WantedGeometry.BBOX:
+        return box
+    polygon = _polygon(found, size, max_vertices)
+    if isinstance(polygon, ObjectSkip) and wanted is WantedGeometry.AUTO:
+        return Converted(box.object, box.clamped, no_polygon=polygon)
+    return polygon
+
+
+def _box(found: SourceObject, size: tuple[int, int]) -> Converted | ObjectSkip:
+    x, y, w, h = found.box
+    if w <= 0 or h <= 0:
+        return ObjectSkip.DEGENERATE_BOX
+    if x >= size[0] or y >= size[1] or x + w <= 0 or y + h <= 0:
+        return ObjectSkip.OUTSIDE_IMAGE
+    bins = bins_of_coco_box(found.box, *size)
+    if bins[0] == bins[2] or bins[1] == bins[3]:  # inside the last pixel, which is one bin
+        return ObjectSkip.DEGENERATE_BOX
+    return Converted(
+        GroundTruthObject(GeometryKind.BBOX, bins, found.desc),
+        _reaches_beyond((x, y, x + w, y + h), size),
+    )
+
+
+def _polygon(
+    found: SourceObject, size: tuple[int, int], max_vertices: int | None
+) -> Converted | ObjectSkip:
+    rings = found.rings
+    if isinstance(rings, dict):
+        return ObjectSkip.RUN_LENGTH_CODE
+    if not rings:
+        return ObjectSkip.NO_POLYGON
+    if len(rings) > 1:
+        return ObjectSkip.SEVERAL_RINGS
+    bins = bins_of_coco_ring(rings[0], *size)
+    simplified = False
+    if max_vertices is not None and len(bins) > 2 * max_vertices:
+        simplified = True
+        points = simplify_ring(list(zip(bins[::2], bins[1::2], strict=True)), max_vertices)
+        bins = tuple(itertools.chain(*points))
+    if not has_area(bins):
+        return ObjectSkip.DEGENERATE_POLYGON
+    return Converted(
+        GroundTruthObject(GeometryKind.POLY, bins, found.desc),
+        _reaches_beyond(rings[0], size),
+        simplified,
+    )
+
+
+def _reaches_beyond(pixels: Sequence[float], size: tuple[int, int]) -> bool:
+    """Tell whether one of the points x, y, ... lies outside its image."""
+    xs = pixels[::2]
+    ys = pixels[1::2]
+    return min(xs) < 0 or min(ys) < 0 or max(xs) > size[0] or max(ys) > size[1]

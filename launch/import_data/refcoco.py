@@ -1,0 +1,139 @@
+"""Reads RefCOCO, RefCOCO+ and RefCOCOg: phrases of COCO's objects (Yu et al., 2016)."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, NoReturn
+
+from pydantic import Field, TypeAdapter
+
+from launch.import_data.coco import source_object
+from launch.import_data.coco_files import (
+    CocoAnnotation,
+    CocoCategory,
+    CocoEntry,
+    CocoImage,
+    parse_json,
+    read_bytes,
+)
+from launch.import_data.objects import is_learnable
+from launch.import_data.source import (
+    ImageSkip,
+    ImportOptions,
+    Source,
+    SourceImage,
+    require_folder,
+)
+from shared.config.base import ConfigPath
+from shared.errors import RecordError
+
+
+class _Sentence(CocoEntry):
+    sent: str
+    """The phrase, in lower case without punctuation."""
+
+
+class _Ref(CocoEntry):
+    ref_id: int
+    ann_id: int
+    image_id: int
+    split: str
+    sentences: list[_Sentence]
+
+
+class _Annotation(CocoAnnotation):
+    id: int
+
+
+class _Instances(CocoEntry):
+    images: list[CocoImage]
+    annotations: list[_Annotation]
+    categories: list[CocoCategory]
+
+
+class RefcocoImport(ImportOptions):
+    """The keys of `format=refcoco`.
+
+    Each sentence of a ref is a row: `phrase` is the sentence, and its one object has the name of
+    the annotation's category.
+    """
+
+    source_key: ClassVar[str] = "images"
+
+    refs: Annotated[ConfigPath, Field(examples=["refcoco/refs(unc).p"])]
+    """File of the refs: the pickle of the release, or the same list as JSON."""
+
+    annotations: Annotated[ConfigPath, Field(examples=["refcoco/instances.json"])]
+    """JSON file of the instances beside it."""
+
+    images: Annotated[ConfigPath, Field(examples=["train2014"])]
+    """Folder of COCO's `train2014` pictures."""
+
+    split: str = "train"
+    """`train`, `val`, `test`, `testA` or `testB`, as the refs have it."""
+
+    @property
+    def name(self) -> str:
+        return self.split
+
+    def read(self) -> Source:
+        require_folder("images", self.images, "the annotations' file names are relative to")
+        remedy = "correct the entry, or remove it"
+        refs = parse_json(self.refs, self._parse_refs, read_bytes(self.refs), remedy)
+        chosen = [ref for ref in refs if ref.split == self.split]
+        if not chosen:
+            splits = ", ".join(sorted({ref.split for ref in refs})) or "none"
+            raise RecordError(
+                f"is {self.split} of no ref", field="split", remedy=f"choose of {splits}",
+                file=str(self.refs),
+            )  # fmt: skip
+        file = parse_json(
+            self.annotations, _Instances.model_validate_json, read_bytes(self.annotations), remedy
+        )
+        return Source(self.refs, self._images(chosen, file))
+
+    def _images(self, refs: list[_Ref], file: _Instances) -> Iterator[SourceImage]:
+        names = {category.id: category.name for category in file.categories}
+        images = {image.id: image for image in file.images}
+        annotations = {annotation.id: annotation for annotation in file.annotations}
+        for ref in refs:
+            image = images.get(ref.image_id)
+            annotation = annotations.get(ref.ann_id)
+            for number, sentence in enumerate(ref.sentences, 1):
+                sample_id = f"{ref.ref_id}:{number}"
+                phrase = sentence.sent
+                if image is None or annotation is None or annotation.image_id != image.id:
+                    skip = ImageSkip.UNKNOWN_ANNOTATION
+                    yield SourceImage(sample_id, self.refs, [], skip=skip)
+                    continue
+                yield SourceImage(
+                    sample_id,
+                    self.images / image.file_name,
+                    [source_object(annotation, names)],
+                    (image.width, image.height),
+                    keys={"phrase": phrase, "image_id": image.id, "ref_id": ref.ref_id},
+                    skip=None if is_learnable(phrase) else ImageSkip.UNUSABLE_TEXT,
+                )
+
+    def _parse_refs(self, content: bytes) -> list[_Ref]:
+        refs = TypeAdapter(list[_Ref])
+        if self.refs.suffix == ".json":
+            return refs.validate_json(content)
+        try:
+            # Python 2 wrote the release: its strings are bytes.
+            plain = _PlainUnpickler(io.BytesIO(content), encoding="utf-8", errors="replace").load()
+        except Exception as error:
+            # All of them: on damaged bytes the unpickler raises whatever it runs into.
+            problem = f"is no pickle of lists, dictionaries, texts and numbers ({error})"
+            remedy = "give refs(unc).p or its like, or the same list as a .json file"
+            raise RecordError(problem, field="refs", remedy=remedy, file=str(self.refs)) from error
+        return refs.validate_python(plain)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads data alone: a pickle may name any function, and would call it."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")

@@ -1,0 +1,197 @@
+"""The face of a reader: its options, and the images that it finds, in a format's own terms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PositiveInt
+
+from launch.import_data.objects import Converted, ObjectSkip, SourceObject, WantedGeometry
+from shared.config.base import ConfigPath, Section
+from shared.errors import ConfigError
+from shared.records import GeometryKind
+
+
+class ImageSkip(StrEnum):
+    """The reason why an image, or a row about one, was left out."""
+
+    MISSING_FILE = "missing_file"
+    UNREADABLE = "unreadable"
+    SIZE_MISMATCH = "size_mismatch"
+    ROTATED = "rotated_by_exif"
+    NO_SCALE = "axis_of_one_pixel"
+    NO_OBJECTS = "no_objects"
+    TOO_MANY_OBJECTS = "too_many_objects"
+    MALFORMED_LABELS = "malformed_labels"
+    UNKNOWN_ANNOTATION = "unknown_annotation"
+    UNUSABLE_TEXT = "unusable_text"
+    NO_IMAGE = "no_image"
+    SEVERAL_IMAGES = "several_images"
+    SEVERAL_TURNS = "several_turns"
+    BOX_IN_QUESTION = "box_in_question"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceImage:
+    """One image and its annotations as a reader found them; it becomes one row.
+
+    Example: `SourceImage("7", Path("7.jpg"), [SourceObject("cat", (10, 20, 30, 40))], (64, 48))`.
+    """
+
+    sample_id: str
+    path: Path
+    objects: Sequence[SourceObject | ObjectSkip]
+    """Annotations, or why one cannot be used."""
+    size: tuple[int, int] | None = None
+    """Width and height in pixels that the format states; None: the file's."""
+    fractions: bool = False
+    """Coordinates are parts of width and height, not pixels."""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the row: `phrase`, `prompt`, ..., and metadata."""
+    skip: ImageSkip | None = None
+    """The reason of the reader to leave the image out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orphans:
+    """Annotations of images that the source does not have."""
+
+    file: Path
+    num_annotations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a reader returns."""
+
+    file: Path
+    """The file or folder that errors name."""
+    images: Iterable[SourceImage | Orphans]
+    categories: list[dict[str, Any]] | None = None
+    """Content of the file of categories, for formats whose results are COCO's."""
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """Counts of images and annotations: what was read, and what became of it."""
+
+    num_images: int = 0
+    num_annotations: int = 0
+    num_written: int = 0
+    """Images that became records."""
+    images_skipped: Counter[ImageSkip] = field(default_factory=Counter)
+    kept: Counter[GeometryKind] = field(default_factory=Counter)
+    objects_skipped: Counter[ObjectSkip] = field(default_factory=Counter)
+    boxes_for_polygons: Counter[ObjectSkip] = field(default_factory=Counter)
+    """Boxes that were kept where polygons were wanted, by the reason."""
+    num_clamped: int = 0
+    num_simplified: int = 0
+    first: dict[ImageSkip | ObjectSkip, str] = field(default_factory=dict)
+    """The image or file where each reason was met first."""
+
+    def add(self, result: Converted | ObjectSkip, where: str) -> None:
+        """Count an annotation of an image that is not skipped."""
+        if isinstance(result, ObjectSkip):
+            self.objects_skipped[result] += 1
+            self.first.setdefault(result, where)
+            return
+        self.kept[result.object.kind] += 1
+        self.num_clamped += result.clamped
+        self.num_simplified += result.simplified
+        if result.no_polygon is not None:
+            self.boxes_for_polygons[result.no_polygon] += 1
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "images": {
+                "read": self.num_images,
+                "written": self.num_written,
+                "skipped": dict(self.images_skipped),
+            },
+            "objects": {
+                "read": self.num_annotations,
+                "boxes": self.kept[GeometryKind.BBOX],
+                "polygons": self.kept[GeometryKind.POLY],
+                "skipped": dict(self.objects_skipped),
+                "boxes_for_polygons": dict(self.boxes_for_polygons),
+                "clamped": self.num_clamped,
+                "simplified": self.num_simplified,
+            },
+        }
+
+    def describe(self) -> str:
+        boxes = self.kept[GeometryKind.BBOX]
+        polygons = self.kept[GeometryKind.POLY]
+        first = "".join(f"\nfirst     {reason}: {where}" for reason, where in self.first.items())
+        return (
+            f"images    {self.num_written} of {self.num_images} written;"
+            f" skipped: {counted(self.images_skipped)}\n"
+            f"objects   {boxes} boxes and {polygons} polygons of {self.num_annotations}"
+            f" annotations; skipped: {counted(self.objects_skipped)}\n"
+            f"altered   {self.num_clamped} clamped to their image, {self.num_simplified} polygons"
+            " simplified\n"
+            f"fallbacks boxes in place of polygons: {counted(self.boxes_for_polygons)}{first}"
+        )
+
+
+class ImportOptions(Section):
+    """The keys that every format has. A format adds its own, and `read`."""
+
+    source_key: ClassVar[str] = "source"
+    """The key to correct where no image is found."""
+
+    out: Annotated[ConfigPath, Field(examples=["data/train.jsonl"])]
+    """JSONL file to write, or a folder for it; image paths in it are relative to it."""
+
+    geometry: Annotated[WantedGeometry, Field(strict=False)] = WantedGeometry.BBOX
+    """Boxes (`bbox`), polygons (`poly`: an annotation without one usable ring is left out), or both
+    (`auto`: it becomes its box).
+    """
+
+    max_vertices: Annotated[int, Field(ge=3)] | None = None
+    """Polygons with more vertices are simplified to this many; null: never. Each vertex costs
+    tokens.
+    """
+
+    max_objects: PositiveInt | None = None
+    """Images with more objects are left out; null: none is."""
+
+    keep_empty: bool = False
+    """Keep images without any object; their answer is `{}`."""
+
+    check_images: bool = True
+    """Decode every image and compare its size; false: a bad image is found when its sample is used.
+    """
+
+    @property
+    def records(self) -> Path:
+        """The file to write."""
+        return self.out if self.out.suffix == ".jsonl" else self.out / f"{self.name}.jsonl"
+
+    @property
+    def name(self) -> str:
+        """The name of the records where `out` is a folder."""
+        raise NotImplementedError
+
+    def read(self) -> Source:
+        """Open the source; its images are read one by one.
+
+        Raises RecordError or ConfigError where the source as a whole cannot be read.
+        """
+        raise NotImplementedError
+
+
+def require_folder(key: str, path: Path, holds: str) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"{key}: {path} is not a folder; give the folder that {holds}")
+
+
+def counted(counts: Mapping[Any, int]) -> str:
+    """Format counts, most first: `crowd 2, rle 1`, or `none`."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{name} {count}" for name, count in ordered) or "none"

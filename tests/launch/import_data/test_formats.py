@@ -1,0 +1,467 @@
+"""`launch.import_data`: files of other formats become records that the ordinary loader reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from launch.import_data.__main__ import main
+from learner.image_files import image_size
+from shared.dataset import Dataset, load_dataset
+from shared.prompts import Prompts
+
+BOX = (100, 252, 404, 759)
+"""Bins of the pixels x 10 to 40, y 20 to 60 on 100 x 80, as tests/launch/coco computes them."""
+
+
+def picture(path: Path, width: int = 100, height: int = 80) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height), (len(path.name), 0, 0)).save(path)
+    return path
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path) -> Callable[..., tuple[Dataset, dict[str, Any]]]:
+    """Import as a user does; return the records as a run loads them, and the counts."""
+
+    def run(format: str, **options: object) -> tuple[Dataset, dict[str, Any]]:
+        records = tmp_path / "out" / "train.jsonl"
+        main([f"format={format}", f"out={records}", *(f"{k}={v}" for k, v in options.items())])
+        report = json.loads(records.with_suffix(".import.json").read_text())
+        objects = report["objects"]
+        skipped = sum(objects["skipped"].values())
+        assert objects["boxes"] + objects["polygons"] + skipped == objects["read"]
+        images = report["images"]
+        assert images["written"] + sum(images["skipped"].values()) == images["read"]
+        data = load_dataset(
+            records,
+            on_bad_row="error",
+            sort_objects=False,
+            check_images=True,
+            image_size=image_size,
+        )
+        return data, report
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path, capsys) -> Callable[..., str]:
+    """Import what cannot be imported; return the message."""
+
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main([f"out={tmp_path / 'out' / 'train.jsonl'}", *arguments])
+        assert caught.value.code == 2
+        assert list(tmp_path.glob("out/*.json*")) == []
+        return capsys.readouterr().err
+
+    return refused
+
+
+def found(data: Dataset) -> list[list[tuple[str, tuple[int, ...], str]]]:
+    return [[(str(one.kind), one.bins, one.desc) for one in sample.objects] for sample in data]
+
+
+YOLO_BOX = "0.25 0.5 0.3 0.5"
+"""The centre 25, 40 and the size 30, 40 of 100 x 80 pixels."""
+YOLO_RING = "0.1 0.25 0.4 0.25 0.4 0.75"
+
+
+def yolo_folder(folder: Path, **changes: str) -> Path:
+    keys = {"train": "images/train", "names": "{0: cat, 1: a dog}"} | changes
+    write(folder / "data.yaml", "".join(f"{key}: {value}\n" for key, value in keys.items()))
+    picture(folder / "images" / "train" / "a.png")
+    write(folder / "labels" / "train" / "a.txt", f"0 {YOLO_BOX}\n\n1 {YOLO_RING}\n")
+    return folder
+
+
+def test_a_yolo_folder_gives_boxes_and_polygons_and_says_what_it_skipped(tmp_path, run):
+    folder = yolo_folder(tmp_path / "yolo")
+    lines = ["7 0.5 0.5 0.1 0.1", "0 0.5 0.5", "0 nan 0.5 0.1 0.1", "0 10 20 40 60", "x 1 1 1 1"]
+    with_confidence = f"0 {YOLO_BOX} 0.9"
+    labels = "\n".join([f"0 {YOLO_BOX}", *lines, with_confidence])
+    picture(folder / "images" / "train" / "deep" / "b.png")
+    write(folder / "labels" / "train" / "deep" / "b.txt", labels)
+    picture(folder / "images" / "train" / "without_labels.png")
+    write(folder / "labels" / "train" / "gone.txt", f"0 {YOLO_BOX}\n")
+    write(folder / "labels" / "train" / "classes.txt", "cat\na dog\n")
+    data, report = run("yolo", source=folder, geometry="auto")
+    cat = ("bbox_2d", BOX, "cat")
+    assert found(data) == [[("poly", (101, 253, 404, 253, 404, 759), "a dog"), cat][::-1], [cat]]
+    assert [sample.sample_id for sample in data] == [
+        "images/train/a.png",
+        "images/train/deep/b.png",
+    ]
+    assert report["images"]["skipped"] == {"no_objects": 1}
+    skipped = {"unknown_category": 1, "malformed": 5, "unknown_image": 1}
+    assert report["objects"]["skipped"] == skipped
+    assert report["objects"]["boxes_for_polygons"] == {"no_polygon": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels"),
+    [
+        ({"train": "../images/train", "names": "[cat]"}, YOLO_BOX),
+        ({"path": "/datasets/of/somebody/else", "train": "[images/train]"}, YOLO_BOX),
+        ({"train": "list.txt"}, YOLO_BOX),
+        ({"kpt_shape": "[2, 2]"}, f"{YOLO_BOX} 0.2 0.2 0.3 0.3"),
+    ],
+    ids=["Roboflow's paths", "another disk's root", "a list of images", "poses"],
+)
+def test_data_yaml_is_read_as_its_tools_write_it(tmp_path, run, changes, labels):
+    folder = yolo_folder(tmp_path / "yolo", **changes)
+    write(folder / "labels" / "train" / "a.txt", f"0 {labels}")
+    write(folder / "list.txt", "./images/train/a.png\n")
+    data, _ = run("yolo", source=folder)
+    assert found(data) == [[("bbox_2d", BOX, "cat")]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": "nowhere"}, "data.yaml: train: names 'nowhere', which is not there; correct it"),
+        ({"train": ""}, "data.yaml: train: is missing; name a folder of images there"),
+        ({"names": "[cat, no]"}, "data.yaml: names[1]: input should be a valid string, got False"),
+        ({"names": "{"}, "data.yaml: file: is not YAML"),
+    ],
+)
+def test_a_wrong_data_yaml_is_refused_by_its_key(tmp_path, refused, changes, message):
+    folder = yolo_folder(tmp_path / "yolo", **changes)
+    assert message in refused("format=yolo", f"source={folder}")
+
+
+def voc_object(name: str = "cat", box: str = "11 21 40 60", **more: str) -> str:
+    keys = ("xmin", "ymin", "xmax", "ymax")
+    corners = "".join(f"<{k}>{v}</{k}>" for k, v in zip(keys, box.split(), strict=True))
+    others = "".join(f"<{key}>{value}</{key}>" for key, value in more.items())
+    return f"<object><name>{name}</name>{others}<bndbox>{corners}</bndbox></object>"
+
+
+def voc_file(path: Path, *objects: str, filename: str = "", width: int = 100) -> Path:
+    size = f"<size><width>{width}</width><height>80</height><depth>3</depth></size>"
+    name = f"<filename>{filename or path.stem}.png</filename>"
+    return write(path, f"<annotation>{name}{size}{''.join(objects)}</annotation>")
+
+
+def test_a_voc_folder_gives_boxes_whose_pixels_are_numbered_from_one(tmp_path, run):
+    folder = tmp_path / "VOC2012"
+    for name in ("a", "b", "c", "d", "e"):
+        picture(folder / "JPEGImages" / f"{name}.png")
+    part = "<part><name>ear</name><bndbox><xmin>11</xmin></bndbox></part>"
+    xml = folder / "Annotations"
+    voc_file(xml / "a.xml", voc_object(part=part), voc_object(difficult="1"))
+    voc_file(xml / "b.xml", voc_object(box="11.0 21.0 x 60"), filename="C:\\other\\name")
+    voc_file(xml / "c.xml", voc_object(), voc_object(" "), width=0)
+    voc_file(xml / "d.xml", voc_object(), width=90)
+    write(xml / "e.xml", "<annotation><object>")
+    voc_file(xml / "not_in_the_list.xml", voc_object())
+    write(folder / "ImageSets" / "Main" / "train.txt", "a  1\nb -1\nc 0\nd\ne\nf\n")
+    data, report = run("voc", source=folder, split="train")
+    assert found(data) == [[("bbox_2d", BOX, "cat")]] * 2
+    assert [sample.sample_id for sample in data] == ["a", "c"]
+    assert report["images"]["skipped"] == {
+        "no_objects": 1,
+        "size_mismatch": 1,
+        "malformed_labels": 1,
+        "unknown_annotation": 1,
+    }
+    skipped = {"difficult": 1, "malformed": 1, "unusable_name": 1, "image_skipped": 1}
+    assert report["objects"]["skipped"] == skipped
+
+
+def test_a_voc_folder_without_subfolders_keeps_difficult_objects_on_demand(tmp_path, run):
+    picture(tmp_path / "flat" / "a.png")
+    voc_file(tmp_path / "flat" / "a.xml", voc_object(difficult="1"))
+    data, _ = run("voc", source=tmp_path / "flat", keep_difficult="true")
+    assert found(data) == [[("bbox_2d", BOX, "cat")]]
+
+
+def coco_annotation(id: int, image_id: int = 5, category_id: int = 3) -> dict[str, Any]:
+    ring = [10, 20, 40, 20, 40, 60]
+    ids = {"id": id, "image_id": image_id, "category_id": category_id}
+    return {**ids, "bbox": [10, 20, 30, 40], "segmentation": [ring], "iscrowd": 0}
+
+
+def refs_of(*sentences: str, ref_id: int = 1, ann_id: int = 70, split: str = "train") -> dict:
+    return {
+        "ref_id": ref_id,
+        "ann_id": ann_id,
+        "category_id": 3,
+        "image_id": 5,
+        "split": split,
+        "file_name": "COCO_train2014_000000000005_70.jpg",
+        "sentences": [{"sent_id": 1, "sent": one, "raw": one, "tokens": []} for one in sentences],
+    }
+
+
+def refcoco(folder: Path, refs: object, suffix: str = ".p") -> list[str]:
+    name = "COCO_train2014_000000000005.png"
+    picture(folder / "train2014" / name)
+    content = {
+        "images": [{"id": 5, "file_name": name, "width": 100, "height": 80}],
+        "annotations": [coco_annotation(70)],
+        "categories": [{"id": 3, "name": "cat"}],
+    }
+    write(folder / "instances.json", json.dumps(content))
+    path = folder / f"refs(unc){suffix}"
+    path.write_bytes(pickle.dumps(refs, 0) if suffix == ".p" else json.dumps(refs).encode())
+    return [
+        f"refs={path}",
+        f"annotations={folder / 'instances.json'}",
+        f"images={folder / 'train2014'}",
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".p", ".json"])
+def test_each_sentence_of_a_ref_is_a_row_that_asks_for_its_phrase(tmp_path, run, suffix):
+    refs = [
+        refs_of("the left cat", "sleeping cat"),
+        refs_of(" ", ref_id=2),
+        refs_of("nothing", ref_id=3, ann_id=71),
+        refs_of("another split", ref_id=4, split="testA"),
+    ]
+    options = dict(word.split("=", 1) for word in refcoco(tmp_path / "refcoco", refs, suffix))
+    data, report = run("refcoco", **options)
+    assert found(data) == [[("bbox_2d", BOX, "cat")]] * 2
+    assert [sample.sample_id for sample in data] == ["1:1", "1:2"]
+    asked = [Prompts(("Find {phrase}.",)).texts(sample)[1] for sample in data]
+    assert asked == ["Find the left cat.", "Find sleeping cat."]
+    assert report["images"]["skipped"] == {"unusable_text": 1, "unknown_annotation": 1}
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harmed",)
+
+
+@pytest.mark.parametrize(
+    ("refs", "options", "message"),
+    [
+        ([Harmful()], [], "refs(unc).p: refs: is no pickle of lists, dictionaries, texts and"),
+        ([{"ref_id": 1}], [], "[0].ann_id: field required"),
+        ([refs_of("a")], ["split=testB"], "split: is testB of no ref; choose of train"),
+    ],
+)
+def test_refs_that_cannot_be_read_are_refused_and_run_nothing(
+    tmp_path, monkeypatch, refused, refs, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused("format=refcoco", *refcoco(tmp_path / "refcoco", refs), *options)
+    assert not Path("harmed").exists()
+
+
+def swift_row(question: str, answer: str, ref: list[str], bbox: list, **more: Any) -> dict:
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    objects = {"ref": ref, "bbox": bbox} | more.pop("objects", {})
+    return {"messages": messages, "images": ["pictures/a.png"], "objects": objects} | more
+
+
+PIXELS = [10, 20, 40, 60]
+LOW = [10, 60, 40, 70]
+LOW_BINS = (100, 758, 404, 886)
+
+
+def swift_file(folder: Path, *rows: dict) -> Path:
+    picture(folder / "pictures" / "a.png")
+    return write(folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        (swift_row("<image>Find <ref-object>", "<bbox><bbox>", ["cat"], [PIXELS, LOW]), "cat cat"),
+        (
+            swift_row("<image>Look", "<ref-object><bbox>, <ref-object><bbox>", ["cat", "dog"],
+                      [PIXELS, LOW]),
+            "cat dog",
+        ),
+        (
+            swift_row("<image>Look", '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
+                      '{"bbox_2d": <bbox>, "label": "<ref-object>"}', ["cat", "dog"], [PIXELS, LOW]),
+            "cat dog",
+        ),
+        (
+            swift_row("<image>Find <ref-object>", "<bbox><bbox>", ["cat"],
+                      [[0.1, 0.25, 0.4, 0.75], [0.1, 0.75, 0.4, 0.875]],
+                      objects={"bbox_type": "norm1"}),
+            "cat cat",
+        ),
+    ],
+    ids=["several of one ref", "each behind its ref", "each before its ref", "parts of the image"],
+)  # fmt: skip
+def test_boxes_of_ms_swift_are_called_after_their_refs(tmp_path, run, row, names):
+    first, second = names.split()
+    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert found(data) == [[("bbox_2d", BOX, first), ("bbox_2d", LOW_BINS, second)]]
+
+
+def test_a_row_of_ms_swift_asks_its_own_question(tmp_path, run):
+    row = swift_row("<image>Find the <ref-object>.", "Here: <bbox>", ["red cat"], [PIXELS])
+    row["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    data, _ = run("swift", source=swift_file(tmp_path / "swift", row))
+    assert Prompts().texts(data[0]) == ("Be brief.", "Find the red cat.")
+    assert data[0].sample_id == "rows:1"
+
+
+def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, run):
+    good = swift_row("<image>Find <ref-object>", "<bbox>", ["cat"], [PIXELS])
+    click = swift_row("<image>Open it", "click(<bbox>)", [], [[61, 22]])
+    nameless = swift_row("<image>Find it", "<bbox>", [], [PIXELS])
+    turns = {**good, "messages": good["messages"] * 2}
+    region = swift_row("<image>What is at <bbox>?", "<ref-object>", ["cat"], [PIXELS])
+    missing = swift_row("<image>Find <ref-object>", "<bbox><bbox>", ["cat"], [PIXELS])
+    text = {"messages": good["messages"]}
+    caption = {"messages": good["messages"], "images": ["pictures/a.png"]}
+    two = {**good, "images": ["pictures/a.png", "pictures/a.png"]}
+    lost = {**good, "images": ["pictures/lost.png"]}
+    rows = [good, click, nameless, turns, region, missing, text, caption, two, lost]
+    data, report = run("swift", source=swift_file(tmp_path / "swift", *rows))
+    assert len(data) == 1
+    assert report["images"]["skipped"] == {
+        "no_objects": 3,
+        "several_turns": 1,
+        "box_in_question": 1,
+        "malformed_labels": 1,
+        "no_image": 1,
+        "several_images": 1,
+        "missing_file": 1,
+    }
+    skipped = {"point": 1, "unusable_name": 1, "image_skipped": 5}
+    assert report["objects"]["skipped"] == skipped
+
+
+def test_a_malformed_row_of_ms_swift_is_refused_with_its_line(tmp_path, refused):
+    rows = [swift_row("<image>a", "b", [], []), {"messages": "hello"}]
+    source = swift_file(tmp_path / "swift", *rows)
+    message = "rows.jsonl:2: messages: input should be a valid array, got 'hello'; correct the row"
+    assert message in refused("format=swift", f"source={source}")
+
+
+def test_lvis_rows_ask_for_the_classes_that_are_labelled_throughout(tmp_path, run):
+    picture(tmp_path / "coco" / "train2017" / "5.png")
+    image = {
+        "id": 5,
+        "coco_url": "http://images.cocodataset.org/train2017/5.png",
+        "width": 100,
+        "height": 80,
+        "neg_category_ids": [1],
+        "not_exhaustive_category_ids": [4],
+    }
+    content = {
+        "images": [image],
+        "annotations": [coco_annotation(1), coco_annotation(2, category_id=4)],
+        "categories": [{"id": i, "name": n} for i, n in ((1, "apple"), (3, "cat"), (4, "leaf"))],
+    }
+    annotations = write(tmp_path / "lvis.json", json.dumps(content))
+    data, report = run("lvis", annotations=annotations, images=tmp_path / "coco", geometry="poly")
+    assert [one.desc for one in data[0].objects] == ["cat"]
+    question = Prompts(("Find every {classes}.",)).texts(data[0])[1]
+    assert question == "Find every apple, cat."
+    assert report["objects"]["skipped"] == {"not_exhaustive": 1}
+    assert (tmp_path / "out" / "train.categories.json").exists()
+
+
+def hugging_face(folder: Path, names: list[str] | None, objects: list[Any]) -> Path:
+    from datasets import ClassLabel, Dataset, Features, List, Value
+    from datasets import Image as Picture
+
+    label = Value("int64") if names is None else ClassLabel(names=names)
+    per_object = {"bbox": List(Value("float32")), "category": label}
+    features = Features({"image": Picture(), "objects": List(per_object)})
+    if isinstance(objects[0], dict):
+        columns = {key: List(feature) for key, feature in per_object.items()}
+        features = Features({"image": Picture(), "objects": columns})
+    picture(folder.parent / "a.png")
+    rows = {"image": [str(folder.parent / "a.png")] * len(objects), "objects": objects}
+    data = Dataset.from_dict(rows, features=features)
+    data.map(lambda row: row).save_to_disk(str(folder))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objects", "names", "options"),
+    [
+        ({"bbox": [[10, 20, 30, 40]], "category": [1]}, ["dog", "cat"], {}),
+        ([{"bbox": [10, 20, 40, 60], "category": 1}], None,
+         {"names": "dog, cat", "box_order": "xyxy"}),
+    ],
+    ids=["lists by key, class labels", "a list of objects, numbers"],
+)  # fmt: skip
+def test_a_hugging_face_data_set_on_disk_is_read_with_its_pictures(
+    tmp_path, run, objects, names, options
+):
+    wrong = {"bbox": [[1, 2, 3]], "category": [1]}
+    if isinstance(objects, list):
+        wrong = [{"bbox": [1, 2, 3, 4], "category": 9}]
+    source = hugging_face(tmp_path / "data", names, [objects, wrong])
+    (tmp_path / "a.png").rename(tmp_path / "moved.png")
+    data, report = run("hf", source=source, **options)
+    assert found(data) == [[("bbox_2d", BOX, "cat")]]
+    assert [sample.sample_id for sample in data] == ["train:0"]
+    reason = "malformed" if names else "unknown_category"
+    assert report["objects"]["skipped"] == {reason: 1}
+    assert [path.suffix for path in (tmp_path / "out" / "train_images").iterdir()] == [".png"]
+
+
+@pytest.mark.slow
+def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tmp_path, refused):
+    source = hugging_face(tmp_path / "data", ["cat"], [{"bbox": [PIXELS], "category": [0]}])
+    message = "has no column boxes, but image, objects; give their names"
+    assert message in refused("format=hf", f"source={source}", "objects=boxes")
+    message = "column objects has no key label, but bbox, category; give their names"
+    assert message in refused("format=hf", f"source={source}", "category=label")
+    message = "source: /nowhere (split train) cannot be loaded"
+    assert message in refused("format=hf", "source=/nowhere")
+
+
+def test_a_picture_that_its_file_turns_is_left_out_where_no_size_is_stated(tmp_path, run):
+    """Its boxes were drawn on the turned picture, and it is learned as it is stored."""
+    folder = yolo_folder(tmp_path / "yolo")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = folder / "images" / "train" / "b.jpg"
+    Image.new("RGB", (100, 80)).save(turned, exif=exif)
+    write(folder / "labels" / "train" / "b.txt", f"0 {YOLO_BOX}")
+    _, report = run("yolo", source=folder)
+    assert report["images"]["skipped"] == {"rotated_by_exif": 1}
+
+
+def test_the_command_names_its_formats_and_prints_what_it_skipped_first(tmp_path, refused, capsys):
+    message = "format: must be one of coco, lvis, refcoco, yolo, voc, swift, hf, got format=yolov8"
+    assert message in refused("format=yolov8")
+    assert "got nothing; write format=NAME" in refused()
+    main(["--help"])
+    assert "Formats: coco, lvis, refcoco, yolo, voc, swift, hf" in capsys.readouterr().out
+    folder = yolo_folder(tmp_path / "yolo")
+    write(folder / "labels" / "train" / "a.txt", f"0 {YOLO_BOX}\n9 {YOLO_BOX}")
+    main(["format=yolo", f"source={folder}", f"out={tmp_path / 'out'}"])
+    printed = capsys.readouterr().out
+    assert "1 of 1 written; skipped: none" in printed
+    assert f"first     unknown_category: {folder}/images/train/a.png" in printed
+
+
+def test_a_source_without_one_record_is_refused_with_the_first_image(tmp_path, refused):
+    folder = yolo_folder(tmp_path / "yolo")
+    (folder / "images" / "train" / "a.png").write_bytes(b"no picture")
+    error = refused("format=yolo", f"source={folder}")
+    first = f"{folder}/images/train/a.png (sample images/train/a.png)"
+    assert "images: gives no record; images skipped: unreadable 1; objects skipped:" in error
+    assert f"(unreadable: first {first}); correct source=... or the file names" in error
