@@ -221,6 +221,55 @@ def test_the_commands_say_so_and_end(command: str, override: str, problem: str) 
     assert problem in done.stdout
 
 
+def test_rollmatch_has_every_command_of_launch():
+    """Each module of launch that is a program, and each package with a `__main__`."""
+    programs = {
+        path.parent.name if path.stem == "__main__" else path.stem
+        for path in (ROOT / "launch").rglob("*.py")
+        if '\nif __name__ == "__main__":' in path.read_text()
+    }
+    assert {name.replace("-", "_") for name in cli.COMMANDS} == programs
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 0), (["--help"], 0), (["trian", "--help"], 2)])
+def test_rollmatch_without_a_command_lists_them(words, status, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rollmatch", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command()
+    out, err = capsys.readouterr()
+    assert ended.value.code == status
+    listed = err if status else out
+    assert [name for name in cli.COMMANDS if f"\n  {name} " not in listed] == []
+    assert ("rollmatch: trian is not one of its commands" in listed) == bool(status)
+
+
+@pytest.mark.slow
+def test_rollmatch_runs_a_command_as_python_does_with_m(tmp_path):
+    """The arguments, the exit status, the help of Hydra, and where modules are looked for."""
+    rollmatch = [sys.executable, "-c", "from launch.cli import run_command; run_command()"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "own_objective.py").write_text("print('imported')\n")
+    own = "stage2_ab.pipeline.objective=[{name: 'own_objective:Own'}]"
+    for name, *arguments in (
+        ("diff-runs", "one"),
+        ("preflight", "+experiment=stage2_3v1", own),
+    ):
+        commands = [[*rollmatch, name], [sys.executable, "-m", f"launch.{name.replace('-', '_')}"]]
+        one, other = (
+            subprocess.run(
+                [*command, *arguments],
+                capture_output=True,
+                text=True,
+                cwd=tmp_path,
+                env=environ,
+                check=False,
+            )
+            for command in commands
+        )
+        assert (one.returncode, one.stdout, one.stderr) == (2, other.stdout, other.stderr)
+        assert other.returncode == 2
+
+
 def test_a_command_outside_of_the_virtual_environment_says_so() -> None:
     """`-S` leaves out the installed packages, as another Python does not have them."""
     words = [sys.executable, "-S", "-m", "launch.train"]
