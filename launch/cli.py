@@ -114,7 +114,9 @@ def _end_at_once(again_s: float) -> None:
         f" {', '.join(left) or 'none'} were not waited for, and end by themselves, unless they"
         " hang\n"
     )
-    os.write(2, message.encode())
+    # A bar hides the cursor, and nobody comes back to show it.
+    cursor = "\x1b[?25h" if os.isatty(2) else ""
+    os.write(2, f"{cursor}{message}".encode())
     os._exit(130)
 
 
