@@ -243,31 +243,32 @@ def test_rollmatch_without_a_command_lists_them(words, status, capsys, monkeypat
     assert ("rollmatch: trian is not one of its commands" in listed) == bool(status)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rollmatch_runs_a_command_as_python_does_with_m(tmp_path):
-    """The arguments, the exit status, the help of Hydra, and where modules are looked for."""
-    rollmatch = [sys.executable, "-c", "from launch.cli import run_command; run_command()"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    """The arguments, what is printed, the exit status, and where modules are looked for."""
     (tmp_path / "own_objective.py").write_text("print('imported')\n")
-    own = "stage2_ab.pipeline.objective=[{name: 'own_objective:Own'}]"
-    for name, *arguments in (
-        ("diff-runs", "one"),
-        ("preflight", "+experiment=stage2_3v1", own),
-    ):
-        commands = [[*rollmatch, name], [sys.executable, "-m", f"launch.{name.replace('-', '_')}"]]
-        one, other = (
-            subprocess.run(
-                [*command, *arguments],
-                capture_output=True,
-                text=True,
-                cwd=tmp_path,
-                env=environ,
-                check=False,
-            )
-            for command in commands
+    own = "rollout_matching.pipeline.objective=[{name: 'own_objective:Own', enabled: true, weight: 1.0, channels: [A, B], config: {}}]"
+    one, other = (
+        subprocess.run(
+            [sys.executable, *command, "+experiment=stage2_3v1", own],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            timeout=300,
+            check=False,
         )
-        assert (one.returncode, one.stdout, one.stderr) == (2, other.stdout, other.stderr)
-        assert other.returncode == 2
+        for command in (
+            ["-P", "-c", "from launch.cli import run_command; run_command()", "preflight"],
+            ["-m", "launch.preflight"],
+        )
+    )
+    for done in (one, other):
+        # What lies between them has figures of the host, which move.
+        first, *_, last = done.stdout.splitlines()
+        problem = "rollout_matching.pipeline.objective[0].name: own_objective has no Own;"
+        assert first == "imported" and last.startswith(problem)
+        assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_command_outside_of_the_virtual_environment_says_so() -> None:
