@@ -1,9 +1,10 @@
-"""The command line of every command: how it ends, its `key=value` options, and the Hydra bridge."""
+"""The command line: `rollmatch`, how commands end, `key=value` options, and the Hydra bridge."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import sys
 import time
@@ -33,6 +34,23 @@ from shared.errors import (
 )
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+"""The experiments and their parts: beside the packages, in the repository and installed."""
+COMMANDS = {
+    "add-coord-tokens": "give a stock checkpoint the 1,000 coord tokens",
+    "coco": "import COCO annotations as records, export predictions as COCO results",
+    "demo": "make the demo's data and models, draw a run",
+    "diff-runs": "say where two runs part: step, stage and sample",
+    "evaluate": "make the held-out report of a run's checkpoint",
+    "ledger": "say whether a run's ledger is whole",
+    "new-environment": "write an environment to begin with, its test and an experiment",
+    "preflight": "say what a run would do and whether it can, without starting anything",
+    "replay": "learn a step of a run again from what was recorded",
+    "serve": "serve one vLLM engine over HTTP",
+    "show-sample": "show one sample of a run as a page",
+    "train": "run the job: engines, learner, every step, the reports",
+    "vf-eval": "evaluate a model in an environment",
+}
+"""The commands of `rollmatch`, each the module `launch.NAME` with `_` for `-`: what it does."""
 PROCESS_ERRORS = (RolloutError, WeightSyncError, LearnerError)
 TWICE_S = 1.0
 """Seconds in which a second SIGINT is the first one once more."""
@@ -96,7 +114,9 @@ def _end_at_once(again_s: float) -> None:
         f" {', '.join(left) or 'none'} were not waited for, and end by themselves, unless they"
         " hang\n"
     )
-    os.write(2, message.encode())
+    # A bar hides the cursor, and nobody comes back to show it.
+    cursor = "\x1b[?25h" if os.isatty(2) else ""
+    os.write(2, f"{cursor}{message}".encode())
     os._exit(130)
 
 
@@ -118,6 +138,28 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         "telemetry": config.telemetry.model_copy(update=telemetry),
     }
     return config.model_copy(update=sections)
+
+
+def run_command() -> None:
+    """Run `rollmatch NAME ...` as `python -m launch.NAME ...`; exit status 2 for no such NAME."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name not in COMMANDS:
+        width = max(map(len, COMMANDS))
+        lines = [f"  {command:<{width}}  {does}" for command, does in COMMANDS.items()]
+        text = "\n".join(
+            ["rollmatch NAME ...; `rollmatch NAME --help` says more. NAME is one of", *lines]
+        )
+        if name in ("-h", "--help"):
+            print(text)
+            sys.exit(0)
+        print(f"rollmatch: {name} is not one of its commands\n{text}", file=sys.stderr)
+        sys.exit(2)
+    # With `-m` Python finds modules of the user's own here (an environment, an objective). Last: a
+    # folder of theirs named `shared` must not stand in for ours.
+    sys.path.append(str(Path.cwd()))
+    sys.argv[1:] = arguments
+    # As `-m` does it, `__main__` and all: spawned processes import the command by its name.
+    runpy.run_module(f"launch.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
 
 
 def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:

@@ -140,6 +140,7 @@ def train(
         telemetry.sync(sync_weights(learner, rollouts, again=True))
 
     def report_held_out(step: int) -> None:
+        telemetry.waits_for("the held-out report")
         evaluation = evaluate(learner, rollouts, step, queue, generate)
         checkpoints.after_report(step, telemetry.evaluation(evaluation))
 
@@ -147,6 +148,7 @@ def train(
     if answers_ahead is not None:
         done_before.set_result(answers_ahead)
         checkpoints.round_ahead(first_step, done_before)
+    telemetry.waits_for("the first weight sync")
     sync = sync_weights(learner, rollouts)
     telemetry.sync(sync)
     if first_step and not telemetry.has_written(first_step):
@@ -166,18 +168,25 @@ def train(
                 ]
                 streams = (rounds, *refills)
                 for stream in streams:
+                    telemetry.waits_for("rollouts")
                     for done in stream.of_next_step():
+                        telemetry.waits_for("the learner")
                         learner.accumulate(done)
+                        telemetry.waits_for("rollouts")
+                telemetry.waits_for("the learner")
                 record.queue_wait_s = sum(stream.pop_wait_s() for stream in streams)
                 # From here on the update may be over.
                 ahead: _Round | None = rounds.ahead
                 checkpoints.round_ahead(plan.number, None if ahead is None else ahead.future)
                 record.report = learner.finish_step()
                 if plan.sync_after:
+                    telemetry.waits_for("the weight sync")
                     record.sync = sync_weights(learner, rollouts)
                 record.replaced = rollouts.pop_replaced()
+            telemetry.waits_for("a checkpoint")
             checkpoints.after_step(plan.number)
     # Saved before the last report: what can go wrong there must not cost the run.
+    telemetry.waits_for("the last checkpoint")
     checkpoints.at_end(schedule.max_steps)
     if schedule.evaluates_before(schedule.max_steps):
         report_held_out(schedule.max_steps)

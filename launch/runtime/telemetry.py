@@ -30,6 +30,7 @@ from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
 from launch.runtime.replacements import Replacement
 from launch.runtime.resume import ResumePoint
+from launch.runtime.start_up import StepBar
 from rollout_actors.environments.chat.tools import UncalledTools
 from shared.chunking import round_parts
 from shared.config import RunConfig
@@ -173,6 +174,7 @@ class Telemetry:
         self._config = config
         self._folder = folder
         self._console = console
+        self._bar = StepBar(console, config.training.max_steps)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = only_writer(folder)
@@ -215,6 +217,7 @@ class Telemetry:
         StorageError.
         """
         self._close()
+        self._bar.go_on(point.step)
         reports_again = RunSchedule(self._config).evaluates_before(point.step)
         try:
             if (problem := check_ledger(self._folder)) is not None:
@@ -256,6 +259,7 @@ class Telemetry:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._bar.close()
         if error is not None:
             self.patience.limit_s = 0.0  # whoever waits for the end has been told why it comes
         try:
@@ -360,6 +364,10 @@ class Telemetry:
         yield record
         span = Span(TRACK, f"step {plan.number} ({plan.channel})", started_s, time.time())
         self._step_done(record, span)
+
+    def waits_for(self, what: str) -> None:
+        """Show on a terminal what the run waits for from now on."""
+        self._bar.waits_for(what)
 
     def _begin(self) -> None:
         self._has_begun = True
@@ -494,6 +502,7 @@ class Telemetry:
         if self._trace is not None:
             self._trace.write(spans)
         self._print(progress_line(report, metrics, self._config.training.max_steps))
+        self._bar.done(report.number)
         calls = report.metrics.get("rollout/num_tool_calls")
         if calls is not None:
             num_rollouts = int(report.metrics["rollout/num"])

@@ -221,6 +221,56 @@ def test_the_commands_say_so_and_end(command: str, override: str, problem: str) 
     assert problem in done.stdout
 
 
+def test_rollmatch_has_every_command_of_launch():
+    """Each module of launch that is a program, and each package with a `__main__`."""
+    programs = {
+        path.parent.name if path.stem == "__main__" else path.stem
+        for path in (ROOT / "launch").rglob("*.py")
+        if '\nif __name__ == "__main__":' in path.read_text()
+    }
+    assert {name.replace("-", "_") for name in cli.COMMANDS} == programs
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 0), (["--help"], 0), (["trian", "--help"], 2)])
+def test_rollmatch_without_a_command_lists_them(words, status, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rollmatch", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command()
+    out, err = capsys.readouterr()
+    assert ended.value.code == status
+    listed = err if status else out
+    assert [name for name in cli.COMMANDS if f"\n  {name} " not in listed] == []
+    assert ("rollmatch: trian is not one of its commands" in listed) == bool(status)
+
+
+@pytest.mark.long
+def test_rollmatch_runs_a_command_as_python_does_with_m(tmp_path):
+    """The arguments, what is printed, the exit status, and where modules are looked for."""
+    (tmp_path / "own_objective.py").write_text("print('imported')\n")
+    own = "rollout_matching.pipeline.objective=[{name: 'own_objective:Own', enabled: true, weight: 1.0, channels: [A, B], config: {}}]"
+    one, other = (
+        subprocess.run(
+            [sys.executable, *command, "+experiment=stage2_3v1", own],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            timeout=300,
+            check=False,
+        )
+        for command in (
+            ["-P", "-c", "from launch.cli import run_command; run_command()", "preflight"],
+            ["-m", "launch.preflight"],
+        )
+    )
+    for done in (one, other):
+        # What lies between them has figures of the host, which move.
+        first, *_, last = done.stdout.splitlines()
+        problem = "rollout_matching.pipeline.objective[0].name: own_objective has no Own;"
+        assert first == "imported" and last.startswith(problem)
+        assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_a_command_outside_of_the_virtual_environment_says_so() -> None:
     """`-S` leaves out the installed packages, as another Python does not have them."""
     words = [sys.executable, "-S", "-m", "launch.train"]

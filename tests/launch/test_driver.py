@@ -159,9 +159,13 @@ class Notes:
     def __init__(self, world):
         self.world = world
         self.steps = []
+        self.waits = []
 
     def sync(self, report):
         pass
+
+    def waits_for(self, what):
+        self.waits.append(what)
 
     def evaluation(self, evaluation):
         scenes = tuple(scene.text for scene in evaluation.outcomes)
@@ -251,6 +255,21 @@ def test_channel_a_asks_for_nothing_and_syncs_only_before_somebody_generates(run
     # At the start, and when the warm-up's last update is followed by a step that generates; the
     # run's last weights go nowhere.
     assert world.events("sync") == [(1,), (2,)]
+
+
+def test_what_the_run_waits_for_is_told_before_it_waits(run):
+    changes = {"training__max_steps": 1, "stage2_ab__schedule__warmup_steps": 0}
+    assert run(World(), round_size=16, **changes).waits == [
+        "the first weight sync",
+        "the held-out report",
+        *("rollouts", "the learner") * 2,  # two rounds
+        "rollouts",
+        "the learner",  # the update
+        "the weight sync",
+        "a checkpoint",
+        "the last checkpoint",
+        "the held-out report",
+    ]
 
 
 def test_the_held_out_report_comes_before_and_after_channel_b(run):
