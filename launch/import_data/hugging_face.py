@@ -92,6 +92,9 @@ class HuggingFaceImport(ImportOptions):
         names = label.names if isinstance(label, datasets.ClassLabel) else []
         if self.names is not None:
             names = [name.strip() for name in self.names.split(",")]
+        elif isinstance(label, datasets.Value) and "int" in label.dtype:
+            told = f"the data set numbers its {self.category} and does not name the numbers"
+            raise ConfigError(f"names: {told}; give them in order (names=cat,dog,...)")
         data = data.cast_column(self.image, datasets.Image(decode=False))
         return Source(folder, self._images(data, names))
 

@@ -428,6 +428,9 @@ def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tm
     assert message in refused("format=hf", f"source={source}", "objects=boxes")
     message = "column objects has no key label, but bbox, category; give their names"
     assert message in refused("format=hf", f"source={source}", "category=label")
+    source = hugging_face(tmp_path / "numbers", None, [{"bbox": [PIXELS], "category": [0]}])
+    message = "names: the data set numbers its category and does not name the numbers; give them"
+    assert message in refused("format=hf", f"source={source}")
     message = "source: /nowhere (split train) cannot be loaded"
     assert message in refused("format=hf", "source=/nowhere")
 
@@ -465,3 +468,7 @@ def test_a_source_without_one_record_is_refused_with_the_first_image(tmp_path, r
     first = f"{folder}/images/train/a.png (sample images/train/a.png)"
     assert "images: gives no record; images skipped: unreadable 1; objects skipped:" in error
     assert f"(unreadable: first {first}); correct source=... or the file names" in error
+    folder = yolo_folder(tmp_path / "unknown")
+    write(folder / "labels" / "train" / "a.txt", f"9 {YOLO_BOX}")
+    first = f"{folder}/images/train/a.png (sample images/train/a.png)"
+    assert f"(unknown_category: first {first})" in refused("format=yolo", f"source={folder}")
