@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from PIL import Image
 from pydantic import Field
 
-from launch.import_data.objects import ObjectSkip, SourceObject, finite
+from launch.import_data.objects import ObjectSkip, SourceObject, finite, holds_pixels
 from launch.import_data.source import ImageSkip, ImportOptions, Source, SourceImage
 from shared.errors import ConfigError
 
@@ -123,7 +123,7 @@ class HuggingFaceImport(ImportOptions):
 
     def _object(self, box: Any, category: Any, names: list[str]) -> SourceObject | ObjectSkip:
         numbers = finite(box) if isinstance(box, Sequence) else None
-        if numbers is None or len(numbers) != 4:
+        if numbers is None or len(numbers) != 4 or not holds_pixels(numbers):
             return ObjectSkip.MALFORMED
         x, y, w, h = numbers
         if self.box_order is BoxOrder.XYXY:
