@@ -82,6 +82,11 @@ class HuggingFaceImport(ImportOptions):
             columns = ", ".join(data.features)
             told = f"the data set has no column {', '.join(missing)}, but {columns}"
             raise ConfigError(f"image, objects: {told}; give their names (image=..., objects=...)")
+        pictures = data.features[self.image]
+        is_text = isinstance(pictures, datasets.Value) and "string" in pictures.dtype  # of paths
+        if not (is_text or isinstance(pictures, datasets.Image)):
+            told = f"column {self.image} holds {type(pictures).__name__}, not one image a row"
+            raise ConfigError(f"image: {told}; give the name of another (image=...)")
         per_object = _element(data.features[self.objects])
         keys = list(per_object) if isinstance(per_object, dict) else []
         if missing := [key for key in (self.bbox, self.category) if key not in keys]:

@@ -432,6 +432,8 @@ def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tm
     assert message in refused("format=hf", f"source={source}", "objects=boxes")
     message = "column objects has no key label, but bbox, category; give their names"
     assert message in refused("format=hf", f"source={source}", "category=label")
+    message = "image: column objects holds dict, not one image a row; give the name of another"
+    assert message in refused("format=hf", f"source={source}", "image=objects")
     source = hugging_face(tmp_path / "numbers", None, [{"bbox": [PIXELS], "category": [0]}])
     message = "names: the data set numbers its category and does not name the numbers; give them"
     assert message in refused("format=hf", f"source={source}")
