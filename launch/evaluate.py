@@ -136,7 +136,9 @@ def run(
     if isinstance(options, ModelOptions):
         if (named := hub_id(options.model)) is not None:
             fetched = Path(fetch_model(named, console.print, key="model"))
-            options = options.model_copy(update={"model": fetched})
+            # The folder has the name of a commit, which says nothing about what was evaluated.
+            name = options.name or f"{Path(named).name}_{options.data.stem}"
+            options = options.model_copy(update={"model": fetched, "name": name})
         config = model_config(options, overrides)
     else:
         config = evaluation_config(options, overrides)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from PIL import Image
 from pydantic import Field
 
-from launch.import_data.objects import ObjectSkip, SourceObject, finite
+from launch.import_data.objects import ObjectSkip, SourceObject, finite, holds_pixels
 from launch.import_data.source import ImageSkip, ImportOptions, Source, SourceImage
 from shared.errors import ConfigError
 
@@ -82,6 +82,11 @@ class HuggingFaceImport(ImportOptions):
             columns = ", ".join(data.features)
             told = f"the data set has no column {', '.join(missing)}, but {columns}"
             raise ConfigError(f"image, objects: {told}; give their names (image=..., objects=...)")
+        pictures = data.features[self.image]
+        is_text = isinstance(pictures, datasets.Value) and "string" in pictures.dtype  # of paths
+        if not (is_text or isinstance(pictures, datasets.Image)):
+            told = f"column {self.image} holds {type(pictures).__name__}, not one image a row"
+            raise ConfigError(f"image: {told}; give the name of another (image=...)")
         per_object = _element(data.features[self.objects])
         keys = list(per_object) if isinstance(per_object, dict) else []
         if missing := [key for key in (self.bbox, self.category) if key not in keys]:
@@ -92,6 +97,9 @@ class HuggingFaceImport(ImportOptions):
         names = label.names if isinstance(label, datasets.ClassLabel) else []
         if self.names is not None:
             names = [name.strip() for name in self.names.split(",")]
+        elif isinstance(label, datasets.Value) and "int" in label.dtype:
+            told = f"the data set numbers its {self.category} and does not name the numbers"
+            raise ConfigError(f"names: {told}; give them in order (names=cat,dog,...)")
         data = data.cast_column(self.image, datasets.Image(decode=False))
         return Source(folder, self._images(data, names))
 
@@ -120,7 +128,7 @@ class HuggingFaceImport(ImportOptions):
 
     def _object(self, box: Any, category: Any, names: list[str]) -> SourceObject | ObjectSkip:
         numbers = finite(box) if isinstance(box, Sequence) else None
-        if numbers is None or len(numbers) != 4:
+        if numbers is None or len(numbers) != 4 or not holds_pixels(numbers):
             return ObjectSkip.MALFORMED
         x, y, w, h = numbers
         if self.box_order is BoxOrder.XYXY:

@@ -91,6 +91,14 @@ def finite(values: Iterable[Any]) -> list[float] | None:
     return numbers if all(map(math.isfinite, numbers)) else None
 
 
+def holds_pixels(box: Sequence[float]) -> bool:
+    """Tell whether numbers can be pixels: those up to 1 are parts of an image, a common other unit.
+
+    Read as pixels they would all be boxes in the upper left corner.
+    """
+    return max(box) > 1
+
+
 def is_learnable(text: str) -> bool:
     """Tell whether a model can learn the text: words, without tokens of the answer's grammar."""
     return bool(text.strip()) and not any(token in text for token in (END_OF_TURN, *COORD_TOKENS))

@@ -46,8 +46,8 @@ def import_data(options: ImportOptions) -> ImportReport:
         lines.flush()
         if not report.num_written:
             first = [
-                f"{reason}: first {report.first[reason]}"
-                for reason in report.images_skipped
+                f"{reason}: first {where}"
+                for reason, where in report.first.items()
                 if reason is not ImageSkip.NO_OBJECTS
             ]
             raise RecordError(

@@ -162,7 +162,7 @@ class ImportOptions(Section):
     """Images with more objects are left out; null: none is."""
 
     keep_empty: bool = False
-    """Keep images without any object; their answer is `{}`."""
+    """Keep images without any object; their answer is an empty one."""
 
     check_images: bool = True
     """Decode every image and compare its size; false: a bad image is found when its sample is used.

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from launch.import_data.coco_files import CocoEntry, parse_json, read_bytes
-from launch.import_data.objects import ObjectSkip, SourceObject, is_learnable
+from launch.import_data.objects import ObjectSkip, SourceObject, holds_pixels, is_learnable
 from launch.import_data.source import (
     ImageSkip,
     ImportOptions,
@@ -48,7 +48,7 @@ class SwiftImport(ImportOptions):
 
     A row keeps its own `system` and `prompt`, the user's message with its refs filled in. A box is
     called after its ref: the n-th of the answer where the answer has as many refs as boxes, else
-    the last ref before it.
+    the last one before it in the answer, else the only one of the question.
     """
 
     source: Annotated[ConfigPath, Field(examples=["grounding.jsonl"])]
@@ -106,15 +106,20 @@ def _image(row: _Row, sample_id: str, path: Path) -> SourceImage:
     if not all(map(is_learnable, keys.values())):
         return SourceImage(sample_id, path, unread, skip=ImageSkip.UNUSABLE_TEXT)
     num_refs = num_asked
+    asked = set(objects.ref[:num_asked])
+    fractions = objects.bbox_type == "norm1"
     found: list[SourceObject | ObjectSkip] = []
     for number, (before, box) in enumerate(zip(answer.split(BOX), objects.bbox, strict=False)):
         num_refs += before.count(REF)
         of = num_asked + number if num_answered == len(objects.bbox) else num_refs - 1
-        if len(box) == 4:
-            x1, y1, x2, y2 = box
-            desc = objects.ref[of] if of >= 0 else ""
-            found.append(SourceObject(desc, (x1, y1, x2 - x1, y2 - y1)))
+        if len(box) == 2:
+            found.append(ObjectSkip.POINT)
+        elif len(box) != 4 or not (fractions or holds_pixels(box)):
+            found.append(ObjectSkip.MALFORMED)
         else:
-            found.append(ObjectSkip.POINT if len(box) == 2 else ObjectSkip.MALFORMED)
-    fractions = objects.bbox_type == "norm1"
+            x1, y1, x2, y2 = box
+            # Of several that were asked for, nobody says which one it is.
+            is_named = of >= num_asked or len(asked) == 1
+            desc = objects.ref[of] if is_named else ""
+            found.append(SourceObject(desc, (x1, y1, x2 - x1, y2 - y1)))
     return SourceImage(sample_id, path, found, fractions=fractions, keys=keys)

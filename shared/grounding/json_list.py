@@ -5,8 +5,8 @@
 Coordinates of Qwen3-VL are thousandths of the picture's sides, 0..1000, and are read as the bins of
 norm1000 (0..999) that they are; 1000, the far border, is bin 999. Those of Qwen2.5-VL are pixels of
 the picture as the model is shown it, resized to whole image tokens. A bin is a pixel over the last
-pixel (docs/decisions.md), where Qwen's numbers are over the side: the two differ by less than a
-pixel.
+pixel (docs/decisions.md), where Qwen's numbers are over the side: the two differ by a pixel at
+most, or by a thousandth of the side where that is more.
 
 Models put the list into a fence of Markdown, or not. An answer may begin with the fence; then what
 is appended closes it. The inside of an entry is read as the strict JSON that `validation` reads.

@@ -12,7 +12,7 @@ ADD_TOKENS = "`python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLD
 
 LACKING = (
     f"make a checkpoint that has them with {ADD_TOKENS}, and set model.path to it, or set"
-    " data.answer_format: qwen3_vl, whose coordinates are digits"
+    " data.answer_format: qwen3_vl (of a Qwen2.5-VL qwen2_5_vl), whose coordinates are digits"
 )
 """The remedy for a tokenizer without coord tokens."""
 

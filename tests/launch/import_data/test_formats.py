@@ -331,11 +331,15 @@ def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, 
     caption = {"messages": good["messages"], "images": ["pictures/a.png"]}
     two = {**good, "images": ["pictures/a.png", "pictures/a.png"]}
     lost = {**good, "images": ["pictures/lost.png"]}
-    rows = [good, click, nameless, turns, region, missing, text, caption, two, lost]
+    either = swift_row(
+        "<image>Find <ref-object> or <ref-object>", "<bbox>", ["cat", "dog"], [PIXELS]
+    )
+    parts = swift_row("<image>Find <ref-object>", "<bbox>", ["cat"], [[0.1, 0.25, 0.4, 0.75]])
+    rows = [good, click, nameless, turns, region, missing, text, caption, two, lost, either, parts]
     data, report = run("swift", source=swift_file(tmp_path / "swift", *rows))
     assert len(data) == 1
     assert report["images"]["skipped"] == {
-        "no_objects": 3,
+        "no_objects": 5,
         "several_turns": 1,
         "box_in_question": 1,
         "malformed_labels": 1,
@@ -343,7 +347,7 @@ def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, 
         "several_images": 1,
         "missing_file": 1,
     }
-    skipped = {"point": 1, "unusable_name": 1, "image_skipped": 5}
+    skipped = {"point": 1, "unusable_name": 2, "malformed": 1, "image_skipped": 5}
     assert report["objects"]["skipped"] == skipped
 
 
@@ -408,7 +412,7 @@ def hugging_face(folder: Path, names: list[str] | None, objects: list[Any]) -> P
 def test_a_hugging_face_data_set_on_disk_is_read_with_its_pictures(
     tmp_path, run, objects, names, options
 ):
-    wrong = {"bbox": [[1, 2, 3]], "category": [1]}
+    wrong = {"bbox": [[1, 2, 3], [0.1, 0.2, 0.3, 0.4]], "category": [1, 1]}
     if isinstance(objects, list):
         wrong = [{"bbox": [1, 2, 3, 4], "category": 9}]
     source = hugging_face(tmp_path / "data", names, [objects, wrong])
@@ -416,8 +420,8 @@ def test_a_hugging_face_data_set_on_disk_is_read_with_its_pictures(
     data, report = run("hf", source=source, **options)
     assert found(data) == [[("bbox_2d", BOX, "cat")]]
     assert [sample.sample_id for sample in data] == ["train:0"]
-    reason = "malformed" if names else "unknown_category"
-    assert report["objects"]["skipped"] == {reason: 1}
+    skipped = {"malformed": 2} if names else {"unknown_category": 1}
+    assert report["objects"]["skipped"] == skipped
     assert [path.suffix for path in (tmp_path / "out" / "train_images").iterdir()] == [".png"]
 
 
@@ -428,6 +432,11 @@ def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tm
     assert message in refused("format=hf", f"source={source}", "objects=boxes")
     message = "column objects has no key label, but bbox, category; give their names"
     assert message in refused("format=hf", f"source={source}", "category=label")
+    message = "image: column objects holds dict, not one image a row; give the name of another"
+    assert message in refused("format=hf", f"source={source}", "image=objects")
+    source = hugging_face(tmp_path / "numbers", None, [{"bbox": [PIXELS], "category": [0]}])
+    message = "names: the data set numbers its category and does not name the numbers; give them"
+    assert message in refused("format=hf", f"source={source}")
     message = "source: /nowhere (split train) cannot be loaded"
     assert message in refused("format=hf", "source=/nowhere")
 
@@ -465,3 +474,7 @@ def test_a_source_without_one_record_is_refused_with_the_first_image(tmp_path, r
     first = f"{folder}/images/train/a.png (sample images/train/a.png)"
     assert "images: gives no record; images skipped: unreadable 1; objects skipped:" in error
     assert f"(unreadable: first {first}); correct source=... or the file names" in error
+    folder = yolo_folder(tmp_path / "unknown")
+    write(folder / "labels" / "train" / "a.txt", f"9 {YOLO_BOX}")
+    first = f"{folder}/images/train/a.png (sample images/train/a.png)"
+    assert f"(unknown_category: first {first})" in refused("format=yolo", f"source={folder}")
