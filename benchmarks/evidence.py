@@ -363,6 +363,9 @@ def table() -> list[str]:
     for path in sorted(RESULTS.glob("*_[0-9]*.json")):
         facts = json.loads(path.read_text())
         runs.setdefault(facts["arm"], {})[facts["seed"]] = facts
+    starts = {facts["start"] for seeds in runs.values() for facts in seeds.values()}
+    if len(starts) > 1:
+        sys.exit(f"results of {len(starts)} starts, {sorted(starts)}, are no table: remove some")
     rng = np.random.default_rng(0)
     for name in ARMS:
         if name not in runs:

@@ -78,10 +78,10 @@ class TextWeights:
     desc: float
     matched_structure: float
     structure: float = 1.0
-    """Of serialised ground truth, coordinates in digits, separators of the prefix, closing brace
-    and EOS; 0 where no text is supervised."""
+    """The weight of serialised ground truth, coordinates in digits, separators of the prefix,
+    closing brace and EOS; 0 where no text is supervised."""
     matched_desc: float = 0.0
-    """Of labels that correct the name of a matched object."""
+    """The weight of labels that correct the name of a matched object."""
     fp_end: float = 1.0
     """Factor of `structure` for closing brace and EOS where the prefix holds false positives."""
 

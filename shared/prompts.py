@@ -25,7 +25,7 @@ LIST_USER_PROMPT = "Locate every object in the image. Report bbox coordinates an
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What a run asks of each sample: its row's own texts, or the run's templates.
+    """The questions of a run: each sample's own texts, or the run's templates.
 
     Example: the template `Find {phrase}.` and a row with `"phrase": "the red car"` ask "Find the
     red car."

@@ -27,7 +27,7 @@ CLOSED_S = CLOSE_S + 3.0
 """Longest wait for an engine that was told to end; what `CLOSE_S` leaves it kills itself."""
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""The option of prctl(2) that names the signal of a parent's death."""
 
 
 def end_with_parent() -> None:

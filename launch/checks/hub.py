@@ -13,7 +13,7 @@ from shared.config import RunConfig
 from shared.errors import ConfigError
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""What a run reads: not the same weights in other formats."""
+"""The files that a run reads: not the same weights in other formats."""
 
 
 def with_fetched_model(config: RunConfig, show: Callable[[str], None]) -> RunConfig:
@@ -76,8 +76,7 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
         raise ConfigError(
             f"{key}: {named} is no folder here and not whole in {cache}, and the hub cannot be"
             f" reached ({type(error).__name__}: {error}); fetch it with `{by_hand}` where there is"
-            " a network, and copy that cache here (HF_HOME), or set"
-            f" {key} to a folder"
+            f" a network, and copy that cache here (HF_HOME), or set {key} to a folder"
         ) from error
     wanted = [one for one in info.siblings or () if any(fnmatch(one.rfilename, f) for f in files)]
     # A fetch that was interrupted goes on: its files are named after their content.

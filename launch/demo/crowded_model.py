@@ -40,8 +40,8 @@ TEXT_SETTINGS = {
         "mrope_interleaved": True,
     },
 }
-"""Of a language model that finds one digit among many: with the demo's, of three layers and heads
-half as wide, names and places came later."""
+"""Settings of the language model, which has to find one digit among many: more layers and wider
+heads than the demo's (docs/evidence.md)."""
 BATCH = 16
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30

@@ -67,7 +67,7 @@ class Orphans:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a reader returns."""
+    """The images and objects that a reader has found."""
 
     file: Path
     """The file or folder that errors name."""

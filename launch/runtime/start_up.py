@@ -1,4 +1,4 @@
-"""What a command shows while it works: a line for each stage of the start, on a terminal bars."""
+"""The display of a command at work: a line for each stage of the start, on a terminal bars."""
 
 from __future__ import annotations
 

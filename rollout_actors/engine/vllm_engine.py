@@ -86,8 +86,8 @@ class VllmEngine:
         """Load the model, which blocks this event loop for 10 s or more. Returns the devices.
 
         The environment must hold `engine_environment(settings)` already. Raises RolloutError with
-        vLLM's reason, a LostStartError where its process was killed, or where the repeat guard is
-        configured and not active.
+        vLLM's reason, or where the repeat guard is configured and not active; LostStartError where
+        the process was killed.
         """
         os.environ.update(self._failures.environment)
         if self._processes is not None:

@@ -97,7 +97,7 @@ class RunConfig(Section):
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """How the model writes its objects."""
+        """The format in which the model writes its objects."""
         return answer_format(self.data.answer_format, self.custom.object_field_order)
 
     @property

@@ -41,7 +41,7 @@ class Scene:
     """The response without its stop token; bytes that are not UTF-8 are U+FFFD."""
     finish_reason: FinishReason = FinishReason.STOP
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT
-    """What the model was to write."""
+    """The format that the model was asked for."""
 
     @property
     def never_opened(self) -> bool:

@@ -131,7 +131,8 @@ class BoxList:
     in_pixels: bool = False
     """Numbers are pixels of the resized picture; else thousandths."""
     resize: PictureResize | None = None
-    """How pictures are resized, once it is known; of pixels alone."""
+    """The rule by which pictures are resized, once it is known; None where coordinates are no
+    pixels."""
     size: tuple[int, int] | None = None
     """Width and height of the resized picture; of pixels, for one picture."""
 

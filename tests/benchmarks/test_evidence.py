@@ -87,6 +87,7 @@ def test_results_become_a_table_with_the_difference_from_supervision(tmp_path, m
             facts = {
                 "arm": arm,
                 "seed": seed,
+                "start": "same",
                 "updates": 60,
                 "wall_s": 100.0,
                 "ap": 0.4,
@@ -99,3 +100,8 @@ def test_results_become_a_table_with_the_difference_from_supervision(tmp_path, m
     assert header.startswith("| arm | seeds | updates |")
     assert "| **0.500** | 0.500 to 0.500 | - | 0.800 | 0.400 | 0.400 | 0.00 | 1.00 |" in sft
     assert "| **0.600** | 0.600 to 0.600 | +0.100 (+0.100 to +0.100) |" in mixed
+
+    facts = json.loads((tmp_path / "sft_1.json").read_text())
+    (tmp_path / "sft_1.json").write_text(json.dumps(facts | {"start": "another"}))
+    with pytest.raises(SystemExit, match="results of 2 starts"):
+        evidence.table()

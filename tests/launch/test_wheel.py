@@ -1,4 +1,4 @@
-"""What a wheel installs is the whole project: commands, experiments and templates."""
+"""A wheel installs the whole project: commands, experiments and templates."""
 
 from __future__ import annotations
 

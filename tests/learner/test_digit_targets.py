@@ -1,4 +1,4 @@
-"""What supervises coordinates in digits (issue 21, point 1; docs/objectives.md)."""
+"""Coordinates in digits are supervised by the cross-entropy of their tokens (docs/objectives.md)."""
 
 import random
 import re
@@ -25,6 +25,7 @@ from learner.targets import (
     rollout_target,
 )
 from shared.config import load_config
+from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.errors import ConfigError
 from shared.grounding.formats import FORMATS
 from shared.grounding.json_list import PictureResize
@@ -49,7 +50,7 @@ WORDS = {"gpt2 words": (144, gpt2_words), "qwen words": (600, qwen_words), "byte
 
 @pytest.fixture(params=WORDS, scope="module")
 def codec(request):
-    """Of tokenizers without coord tokens."""
+    """Codecs of tokenizers without coord tokens."""
     fast = FastTokenizer(byte_level_bpe(*WORDS[request.param]))
     fast.add_tokens(["<|im_end|>"], special_tokens=True)
     return HFTokenCodec(fast, has_coord_tokens=False)
@@ -158,24 +159,6 @@ def test_options_act_on_lists_too(codec):
     assert (target.roles == TokenRole.CORRECTED_DIGITS).sum() == 1
 
 
-TOKEN_CE = {
-    "objective": [
-        {
-            "name": "token_ce",
-            "enabled": True,
-            "weight": 1.0,
-            "channels": ["A", "B"],
-            "config": {
-                "desc_ce_weight": 1.0,
-                "rollout_fn_desc_weight": 1.0,
-                "rollout_matched_prefix_struct_weight": 1.0,
-            },
-        }
-    ],
-    "diagnostics": [],
-}
-
-
 def test_terms_of_coord_tokens_are_refused_by_name(tmp_path):
     changes = {
         "data__answer_format": "qwen3_vl",
@@ -232,7 +215,7 @@ def test_a_stock_checkpoint_learns_digits_on_both_channels(demo_data, tmp_path, 
         demo_data,
         tmp_path / "run",
         data__answer_format=family,
-        rollout_matching__pipeline=TOKEN_CE,
+        rollout_matching__pipeline=EXAMPLE_PIPELINE,
         training__max_steps=3,
         training__effective_batch_size=4,
         stage2_ab__schedule={"b_ratio": 1.0, "warmup_steps": 2},
