@@ -8,9 +8,9 @@ computes hidden states [500, D]; logits exist for 65 positions, `LOGIT_CHUNK` of
 loss is the sum over both segments of each term's mean within the segment. What a step's loss is
 divided by is for the step's end, so rows add up in any order and packing.
 
-Shape legend: D hidden size, T row tokens, N positions whose logits are needed, P of them with coord logits, X
-text, S coord slots, K and M sampled tokens, to compare and to learn, T tokens that the reference
-finds most probable, J = T + 1, V vocabulary, C coord bins.
+Shape legend: D hidden size, L row tokens, N positions whose logits are needed, P of them with coord
+logits, X text, S coord slots, K and M sampled tokens, to compare and to learn, T tokens that the
+reference finds most probable, J = T + 1, V vocabulary, C coord bins.
 """
 
 from __future__ import annotations
@@ -127,21 +127,21 @@ def _forward(
     read = LogitsPass(
         model.lm_head, objectives.coord_ids_C, objectives.needs, sampled_under, logit_chunk
     )
-    hidden_TD = _hidden_states(model, row)
-    values = read(hidden_TD[row.positions_N], row, reference)
+    hidden_LD = _hidden_states(model, row)
+    values = read(hidden_LD[row.positions_N], row, reference)
     losses = [objective(values, row.supervision) for objective in objectives.objectives]
     # So that a row without supervised slots or text has a gradient too, of zero.
     nothing = 0.0 * values.coord_logits_SC.sum()
     if row.has_beside:
         # And the vision tower, through the images of a segment that is not learned.
-        nothing = nothing + 0.0 * hidden_TD[-1].float().sum()
+        nothing = nothing + 0.0 * hidden_LD[-1].float().sum()
     loss = torch.stack([nothing, *(part.loss for part in losses)]).sum()
     terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)])[1:]
     return _RowForward(loss, terms, values)
 
 
 def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
-    """Return [T, D], in the model's own type."""
+    """Return [L, D], in the model's own type."""
     inputs = row.inputs
     output = model.model(
         input_ids=inputs.input_ids,
@@ -151,8 +151,8 @@ def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
         **inputs.image_arguments(model.dtype),
         use_cache=False,
     )
-    hidden_TD: torch.Tensor = output.last_hidden_state[0]
-    return hidden_TD
+    hidden_LD: torch.Tensor = output.last_hidden_state[0]
+    return hidden_LD
 
 
 def _read_reference(

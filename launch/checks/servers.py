@@ -73,10 +73,7 @@ def ask_servers(
     """
     section = rollout_servers(config)
     assert section is not None
-    addresses = [
-        replace(address, timeout_s=ANSWER_S)
-        for address in server_addresses(section)
-    ]
+    addresses = [replace(address, timeout_s=ANSWER_S) for address in server_addresses(section)]
 
     async def ask_all() -> list[ServerFacts | str | None]:
         asked = (_ask(index, one, settings, inspect_s) for index, one in enumerate(addresses))

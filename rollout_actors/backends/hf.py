@@ -241,9 +241,7 @@ class HFBackend:
                     rollouts = self._rollouts(batch, [call.started for call in of_batch])
                     calls.answer(list(zip(of_batch, rollouts, strict=True)))
 
-    def _rollouts(
-        self, batch: list[RolloutRequest], started: Sequence[StartTime]
-    ) -> list[Rollout]:
+    def _rollouts(self, batch: list[RolloutRequest], started: Sequence[StartTime]) -> list[Rollout]:
         """Decode one batch; `started` is when each of its requests has come."""
         encoded = [self._encode(request) for request in batch]
         return [

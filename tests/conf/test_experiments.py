@@ -40,7 +40,6 @@ COMMANDS = sorted(
     }
 )
 MAIN = "+experiment=stage2_3v1"
-WITHOUT_PIPELINE = "stage2_ab.channel_b.enable_pipeline=false"
 # Written out where a file is about them, or where an experiment takes back what the one it builds
 # on has set.
 CHOICES = {

@@ -88,23 +88,23 @@ class EnvironmentBackend:
         """
         if not requests:
             return []
-        round_: concurrent.futures.Future[list[SentRollouts]] | None = None
+        begun: list[concurrent.futures.Future[list[SentRollouts]]] = []
 
         def begin() -> None:
-            nonlocal round_
             round_ = asyncio.run_coroutine_threadsafe(self._play(requests), self._loop)
             round_.add_done_callback(lambda _: self._calls.close())
+            begun.append(round_)
 
         self._calls.open()
         try:
             self._engine.serve(self._calls, begin)
         finally:
             self._calls.close()
-            if round_ is not None and not round_.done():
+            if not all(round_.done() for round_ in begun):
                 # Nobody answers its rollouts any more.
                 leaving = asyncio.run_coroutine_threadsafe(self._rounds.leave(), self._loop)
                 concurrent.futures.wait([leaving], CLOSED_S)
-        assert round_ is not None, "an engine that serves has begun"
+        (round_,) = begun
         return round_.result()
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
@@ -115,8 +115,7 @@ class EnvironmentBackend:
         return self._engine.version
 
     def close(self) -> None:
-        """End the environment in order, its rollouts first, and then the engine. Twice is harmless.
-        """
+        """End rollouts, environment and engine, in this order. Twice is harmless."""
         try:
             if not self._is_closed and self._thread.is_alive():
                 self._end_environment()

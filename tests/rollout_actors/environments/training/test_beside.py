@@ -246,6 +246,6 @@ def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
 def test_an_environment_that_cannot_start_is_told_with_the_ranks_name_and_ends_the_engine(
     make_backend: MakeBackend, engine: ScriptedBackend
 ) -> None:
-    with pytest.raises(RolloutError, match="start on learner: .*num_row"):
+    with pytest.raises(RolloutError, match=r"start on learner: .*num_row"):
         make_backend(env_args={"num_row": 3})
     assert engine.is_closed
