@@ -155,6 +155,15 @@ def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(co
 
 
 @pytest.mark.slow
+def test_an_environment_beside_the_engine_has_its_place_in_the_learner(demo_lm, tmp_path):
+    beside = {"rollout_matching__vllm": {"mode": "colocate"}}
+    run = trajectory_config(demo_lm, tmp_path / "run", queue=False, **beside)
+    text = "\n".join(preflight(run, **CPU_NODE).lines)
+    assert "CPU, with an engine of 1 device beside it" in text
+    assert "place     copy_digits: in the process of each learner rank" in text
+
+
+@pytest.mark.slow
 def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_for(
     demo_lm, tmp_path
 ):
