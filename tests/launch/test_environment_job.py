@@ -212,3 +212,28 @@ def test_pictures_of_any_turn_are_learned_with_what_was_said_to_them(job):
         assert report.metrics["rollout/num_compared_tokens"] > 100
         assert report.metrics["rollout/logprob_max_abs"] < 1e-4
         assert report.metrics["optim/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [("gym:gym_lengths:Lengths-v0", {"episode_reward", "num_steps", "valid_actions"})],
+    ids=["gym"],
+)
+def test_an_environment_of_another_library_is_trained(job, name, metrics):
+    environment = {
+        "id": name,
+        "args": {"num_examples": 6, "num_eval_examples": 3},
+        "rollouts_per_example": 4,
+    }
+    trained = job(1, environment=environment, training__max_steps=1)
+    (report,) = trained.reports.steps
+    for rollout in what_was_said(trained):
+        (example,) = rollout.examples
+        assert (rollout.error, rollout.num_splits) == (None, 0)
+        assert rollout.num_turns >= 2, "more where an answer had no action"
+        assert rollout.metrics.keys() == metrics
+        assert sum(example.mask) == rollout.num_tokens
+        assert example.reward == rollout.reward
+    assert report.metrics["rollout/logprob_max_abs"] < 1e-4, "the tokens are those of the engine"
+    assert report.metrics["optim/grad_norm"] > 0
+    assert [len(one.outcomes) for one in trained.reports.evaluations] == [3, 3]
