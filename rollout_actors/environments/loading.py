@@ -23,8 +23,8 @@ ENTRY_POINTS = "rollmatch.environments"
 `name = "package.module"`, or `"package.module:load_environment"`.
 """
 
-FOREIGN = ("gym",)
-"""Prefixes of environments of other libraries, each a module of `foreign`."""
+FOREIGN = {"gym": "NAME", "openenv": "URL"}
+"""Prefixes of environments of other libraries, each a module of `foreign`, with what follows."""
 
 Load = Callable[..., Environment]
 
@@ -95,7 +95,7 @@ def find_environment(env_id: str) -> Load:
         raise ValueError(
             f"no environment {env_id!r}{hint}; there are {', '.join(names)}, any module or .py file"
             " that has load_environment(**args), and those of other libraries by a prefix:"
-            f" {', '.join(f'{library}:NAME' for library in FOREIGN)}"
+            f" {', '.join(f'{library}:{rest}' for library, rest in FOREIGN.items())}"
         )
     (load,) = meanings.values()
     found = load()

@@ -9,6 +9,7 @@ import ray
 from config_support import configuration
 from engine_support import NEIGHBOUR, TIMEOUTS
 from local_learner import Job, run_job
+from openenv_server import openenv_server
 
 from launch.checks.data import check_environment
 from launch.cluster import runner_settings
@@ -214,15 +215,14 @@ def test_pictures_of_any_turn_are_learned_with_what_was_said_to_them(job):
         assert report.metrics["optim/grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "metrics"),
-    [("gym:gym_lengths:Lengths-v0", {"episode_reward", "num_steps", "valid_actions"})],
-    ids=["gym"],
-)
-def test_an_environment_of_another_library_is_trained(job, name, metrics):
+EPISODES = {"episode_reward", "num_steps", "valid_actions"}
+
+
+def trained_elsewhere(job, name, args, metrics):
+    """Train one step on an environment of another library, and look at its rollouts."""
     environment = {
         "id": name,
-        "args": {"num_examples": 6, "num_eval_examples": 3},
+        "args": {"num_examples": 6, "num_eval_examples": 3, **args},
         "rollouts_per_example": 4,
     }
     trained = job(1, environment=environment, training__max_steps=1)
@@ -237,3 +237,12 @@ def test_an_environment_of_another_library_is_trained(job, name, metrics):
     assert report.metrics["rollout/logprob_max_abs"] < 1e-4, "the tokens are those of the engine"
     assert report.metrics["optim/grad_norm"] > 0
     assert [len(one.outcomes) for one in trained.reports.evaluations] == [3, 3]
+
+
+def test_an_environment_of_gymnasium_is_trained(job):
+    trained_elsewhere(job, "gym:gym_lengths:Lengths-v0", {}, EPISODES)
+
+
+def test_an_openenv_server_is_trained_on(job, tmp_path):
+    with openenv_server(tmp_path, sessions=8) as url:
+        trained_elsewhere(job, f"openenv:{url}", {"sessions": 8}, EPISODES)
