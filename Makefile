@@ -22,11 +22,12 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules, which Python then need not compile each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-data demo-polygons-data demo-lm control aligned check test test-engines test-all lint clean
+.PHONY: help setup foreign demo demo-data demo-polygons-data demo-lm control aligned check test test-engines test-all lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup         .venv with everything (does nothing where it is done; all others but clean begin with it)"
+	@echo "make foreign       interpreters with openenv and verifiers in .venv/foreign, for the tests of their environments (skipped without)"
 	@echo "make demo          make the demo's data and model, run the main job"
 	@echo "make control       the same wall time on channel A alone, from the same random model"
 	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
@@ -42,6 +43,9 @@ help:
 
 setup:
 	@scripts/setup.sh
+
+foreign: setup
+	@scripts/foreign.sh
 
 # Both folders appear when they are complete, so whether they are there decides.
 $(DATA): | setup

@@ -23,7 +23,7 @@ ENTRY_POINTS = "rollmatch.environments"
 `name = "package.module"`, or `"package.module:load_environment"`.
 """
 
-FOREIGN = {"gym": "NAME", "openenv": "URL"}
+FOREIGN = {"gym": "NAME", "openenv": "URL", "verifiers": "NAME"}
 """Prefixes of environments of other libraries, each a module of `foreign`, with what follows."""
 
 Load = Callable[..., Environment]

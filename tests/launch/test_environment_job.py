@@ -3,11 +3,13 @@
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import ray
 from config_support import configuration
 from engine_support import NEIGHBOUR, TIMEOUTS
+from foreign_interpreters import interpreter_of
 from local_learner import Job, run_job
 from openenv_server import openenv_server
 
@@ -246,3 +248,11 @@ def test_an_environment_of_gymnasium_is_trained(job):
 def test_an_openenv_server_is_trained_on(job, tmp_path):
     with openenv_server(tmp_path, sessions=8) as url:
         trained_elsewhere(job, f"openenv:{url}", {"sessions": 8}, EPISODES)
+
+
+def test_an_environment_of_verifiers_is_trained_in_its_own_interpreter(job, monkeypatch):
+    interpreter = str(interpreter_of("verifiers"))
+    # Where its process looks for modules, as a user's working directory is.
+    monkeypatch.chdir(Path(__file__).parents[1] / "fixtures")
+    args = {"interpreter": interpreter}
+    trained_elsewhere(job, "verifiers:vf_lengths", args, {"length", "longest", "num_turns"})

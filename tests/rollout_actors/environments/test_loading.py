@@ -90,7 +90,7 @@ def test_a_wrong_name_lists_what_there_is():
         "no environment 'aritmetic' (did you mean arithmetic?); there are arithmetic,"
         " copy_digits, grounding, guess_number, hidden_digit, key_value_store, any module or .py"
         " file that has load_environment(**args), and those of other libraries by a prefix: gym:NAME,"
-        " openenv:URL"
+        " openenv:URL, verifiers:NAME"
     )
 
 
