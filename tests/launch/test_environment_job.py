@@ -245,11 +245,13 @@ def test_an_environment_of_gymnasium_is_trained(job):
     trained_elsewhere(job, "gym:gym_lengths:Lengths-v0", {}, EPISODES)
 
 
+@pytest.mark.long
 def test_an_openenv_server_is_trained_on(job, tmp_path):
     with openenv_server(tmp_path, sessions=8) as url:
         trained_elsewhere(job, f"openenv:{url}", {"sessions": 8}, EPISODES)
 
 
+@pytest.mark.long
 def test_an_environment_of_verifiers_is_trained_in_its_own_interpreter(job, monkeypatch):
     interpreter = str(interpreter_of("verifiers"))
     # Where its process looks for modules, as a user's working directory is.

@@ -183,17 +183,17 @@ class OpenEnvEpisode(Episode):
             ) from error
         if answer.type != "error":
             return answer
-        error = _Error.model_validate(answer.data)
-        if kind == "step" and error.code == "VALIDATION_ERROR":
+        failure = _Error.model_validate(answer.data)
+        if kind == "step" and failure.code == "VALIDATION_ERROR":
             return answer
-        if error.code == "CAPACITY_REACHED":
+        if failure.code == "CAPACITY_REACHED":
             raise ConnectionError(
-                f"{server.name}: has no session left ({error.message}); start it with"
+                f"{server.name}: has no session left ({failure.message}); start it with"
                 " max_concurrent_envs, and set environment.args.sessions so that all environment"
                 f" actors together ask for no more (now {server.sessions} each)"
             )
         raise RuntimeError(
-            f"{server.name}: {kind} failed with {error.code}: {error.message}; look into the"
+            f"{server.name}: {kind} failed with {failure.code}: {failure.message}; look into the"
             " server's log"
         )
 

@@ -33,6 +33,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from openai.resources.chat.completions import AsyncCompletions
+from pydantic import BaseModel
 
 from rollout_actors.environments.chat.messages import cleanup_messages
 from rollout_actors.environments.clients.openai import OVERLONG, ask
@@ -77,7 +78,7 @@ def load_environment(
             files = {split: str(Path(folder) / split) for split in ("train", "held_out")}
             request = {"name": name, "args": arguments, "rows": files}
             try:
-                loaded = process.send("load", **request).result(start_timeout_s)
+                answer = process.send("load", **request).result(start_timeout_s)
             except TimeoutError as error:
                 raise ValueError(
                     f"verifiers:{name}: is not loaded after environment.args.start_timeout_s ="
@@ -85,7 +86,8 @@ def load_environment(
                 ) from error
             except (RuntimeError, ConnectionError) as error:
                 raise ValueError(str(error)) from error
-            rows = {split: JsonRows(split, Path(files[split])) for split in loaded["splits"]}
+            loaded = Loaded.model_validate(answer)
+            rows = {split: JsonRows(split, Path(files[split])) for split in loaded.splits}
     except BaseException:
         process.close(wait_s=0.0)  # there is nothing to tear down
         raise
@@ -96,15 +98,15 @@ class VerifiersEnv(MultiTurnEnv):
     """Rollouts that are played in the process, and answered here."""
 
     def __init__(
-        self, process: BridgeProcess, loaded: Mapping[str, Any], rows: Mapping[str, JsonRows]
+        self, process: BridgeProcess, loaded: Loaded, rows: Mapping[str, JsonRows]
     ) -> None:
         super().__init__(
             dataset=rows.get("train"),
             eval_dataset=rows.get("held_out"),
             rubric=BridgedRubric(process),
-            sampling_args=loaded["sampling_args"],
-            message_type=loaded["message_type"],
-            oai_tools=loaded["tools"],
+            sampling_args=loaded.sampling_args,
+            message_type=loaded.message_type,
+            oai_tools=loaded.tools,
         )
         self._process = process
         self._endpoint = Endpoint()
@@ -123,7 +125,7 @@ class VerifiersEnv(MultiTurnEnv):
         scope.state = state
         answer = partial(self._answer, state, bind_client(client), model)
         with self._endpoint.answering(answer) as url:
-            number, result = await self._process.ask(
+            number, answered = await self._process.ask(
                 "rollout",
                 split=state["info"]["split"],
                 row=state["info"]["row"],
@@ -131,12 +133,13 @@ class VerifiersEnv(MultiTurnEnv):
                 model=model,
                 sampling_args=dict(sampling_args or {}),
             )
-        if result["error"] is not None:
-            raise RuntimeError(result["error"])
+        result = Played.model_validate(answered)
+        if result.error is not None:
+            raise RuntimeError(result.error)
         state["played"] = number
         """What the process knows the rollout by."""
-        state["stop_condition"] = result["stop_condition"]
-        state["is_truncated"] = state["is_truncated"] or result["is_truncated"]
+        state["stop_condition"] = result.stop_condition
+        state["is_truncated"] = state["is_truncated"] or result.is_truncated
         await self._complete(state)
         return state
 
@@ -186,9 +189,34 @@ class BridgedRubric(Rubric):
         async with scoring_limit("the rubric"):
             rollouts = [state["played"] for state in states]
             _, results = await self._process.ask("score", rollouts=rollouts)
-        for state, result in zip(states, results, strict=True):
-            state["metrics"] = result["metrics"]
-            give(state, "reward", result["reward"])
+        for state, result in zip(states, map(Scored.model_validate, results), strict=True):
+            state["metrics"] = result.metrics
+            give(state, "reward", result.reward)
+
+
+class Loaded(BaseModel):
+    """An environment that the process has loaded."""
+
+    splits: list[str]
+    """`train`, `held_out` or both."""
+    message_type: str
+    sampling_args: dict[str, Any]
+    tools: list[dict[str, Any]]
+
+
+class Played(BaseModel):
+    """A rollout that the process has played."""
+
+    error: str | None
+    is_truncated: bool
+    stop_condition: str | None
+
+
+class Scored(BaseModel):
+    """What the environment's rubric makes of a rollout."""
+
+    reward: float
+    metrics: dict[str, float]
 
 
 class JsonRows:

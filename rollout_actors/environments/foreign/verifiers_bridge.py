@@ -66,7 +66,6 @@ class Bridge:
                     seen = {key: row.get(key) for key in ("prompt", "answer", "task", "example_id")}
                     file.write(json.dumps(seen, default=str) + "\n")
         return {
-            "version": version,
             "splits": list(self._rows),
             "message_type": getattr(environment, "message_type", "chat"),
             "sampling_args": {

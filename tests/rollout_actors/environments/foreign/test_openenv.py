@@ -37,6 +37,7 @@ def played(url, said, **arguments):
     return state, client.calls
 
 
+@pytest.mark.long
 def test_a_rollout_is_a_session_whose_rewards_are_summed(url):
     seed = load_environment(f"openenv:{url}").get_dataset()[0]["info"]["seed"]
     first = 1000 + seed % 100
@@ -52,6 +53,7 @@ def test_a_rollout_is_a_session_whose_rewards_are_summed(url):
     assert (state["metrics"]["num_steps"], state["metrics"]["valid_actions"]) == (2.0, 1.0)
 
 
+@pytest.mark.long
 def test_an_action_that_the_server_refuses_is_told_and_one_that_fails_fails_the_rollout(url):
     state, calls = played(url, ["x" * 1001, "a", "fail"])
     assert calls[1].text == (
@@ -65,6 +67,7 @@ def test_an_action_that_the_server_refuses_is_told_and_one_that_fails_fails_the_
     )
 
 
+@pytest.mark.long
 def test_no_more_sessions_are_open_at_a_time_than_it_says_and_each_is_given_back(url):
     environment = load_environment(f"openenv:{url}", num_examples=12, sessions=2)
     for _ in range(2):  # a second call has an event loop of its own
@@ -77,6 +80,7 @@ def server_of(url, sessions=SESSIONS + 1):
     return Server(f"openenv:{url}", url, actions, {}, sessions, timeout_s=60.0)
 
 
+@pytest.mark.long
 def test_a_server_without_a_session_left_is_named_with_what_to_set(url):
     async def open_too_many():
         server = server_of(url)
@@ -94,6 +98,7 @@ def test_a_server_without_a_session_left_is_named_with_what_to_set(url):
     assert played(url, ["a", "b"])[0]["error"] is None, "all were given back"
 
 
+@pytest.mark.long
 def test_an_answer_that_is_late_is_named_with_its_key(url):
     async def wait():
         server = server_of(url)
@@ -109,6 +114,7 @@ def test_an_answer_that_is_late_is_named_with_its_key(url):
     asyncio.run(wait())
 
 
+@pytest.mark.long
 def test_what_is_no_openenv_server_is_refused_with_how_one_is_started(url):
     remedy = r"start it, for example by `uvicorn my_env.server.app:app --port 8000`"
     with pytest.raises(ValueError, match=rf"GET /metadata did not answer .*404.*{remedy}"):

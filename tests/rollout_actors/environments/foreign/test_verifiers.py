@@ -45,10 +45,11 @@ def environment():
     closed(environment)
 
 
+@pytest.mark.long
 def test_an_environment_is_played_unchanged_with_the_tokens_of_the_calls(environment):
     rows = environment.get_dataset()
     assert (len(rows), len(environment.get_eval_dataset())) == (6, 3)
-    client = ScriptedClient([TOKENS, TOKENS])
+    client = ScriptedClient([TOKENS, TOKENS], returns_tokens=True)
     (state,) = generated(environment, [rows[1]], client).state
     assert client.calls[0].prompt == [{"role": "system", "content": "Talk."}, user("Say 1.")]
     assert client.calls[1].prompt[2:] == [assistant("ab"), user("And again.")]
@@ -58,6 +59,7 @@ def test_an_environment_is_played_unchanged_with_the_tokens_of_the_calls(environ
     assert state["completion"] == [assistant("ab"), user("And again."), assistant("ab")]
 
 
+@pytest.mark.long
 def test_its_rubric_scores_and_compares_the_rollouts_of_a_row(environment):
     row = environment.get_dataset()[0]
     # Calls of the two rollouts come in any order, and each is longer than the one before.
