@@ -109,7 +109,7 @@ class VerifiersEnv(MultiTurnEnv):
             oai_tools=loaded.tools,
         )
         self._process = process
-        self._endpoint = Endpoint()
+        self._endpoint = RolloutEndpoint()
 
     async def rollout(
         self,
@@ -348,7 +348,7 @@ class _Asked(Future[Any]):
         self.number = number
 
 
-class Endpoint:
+class RolloutEndpoint:
     """OpenAI's routes on this machine, under a base URL for each rollout. It has a thread and an
     event loop of its own; calls are answered on the rollout's.
     """
