@@ -83,16 +83,20 @@ $(START): | $(FEW_DIGITS) $(CROWDED_MODEL)
 
 demo-start: $(START)
 
-# A run from the start, and its picture.
+# A run from the start, and its picture. outputs/demo/last_NAME is a link to it.
 FROM_START = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
     $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(1) telemetry.run_dir=$$run && \
+    ln -sfn ../../$$run outputs/demo/last_$(1) && \
     $(PYTHON) -m launch.demo picture --run $$run
+COMPARE = $(PYTHON) -m launch.demo compare outputs/demo/last_demo outputs/demo/last_control
 
 demo: demo-start
 	@$(call FROM_START,demo)
+	@if [ -e outputs/demo/last_control ]; then $(COMPARE); fi
 
 control: demo-start
 	@$(call FROM_START,control)
+	@if [ -e outputs/demo/last_demo ]; then $(COMPARE); fi
 
 $(STAGE1): | demo-polygons-data
 	@rm -rf $@.partial
