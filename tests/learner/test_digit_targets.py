@@ -53,7 +53,7 @@ def codec(request):
     """Codecs of tokenizers without coord tokens."""
     fast = FastTokenizer(byte_level_bpe(*WORDS[request.param]))
     fast.add_tokens(["<|im_end|>"], special_tokens=True)
-    return HFTokenCodec(fast, has_coord_tokens=False)
+    return HFTokenCodec(fast, coord_tokens=())
 
 
 def entry(name, *numbers):
@@ -135,7 +135,7 @@ def test_what_is_missing_is_appended_in_digits_behind_the_kept_answer(codec):
 def test_a_matched_object_in_other_tokens_than_the_tokenizers_is_appended_instead():
     fast = FastTokenizer(byte_level_bpe(*WORDS["qwen words"]))
     fast.add_tokens(["<|im_end|>"], special_tokens=True)
-    codec = HFTokenCodec(fast, has_coord_tokens=False)
+    codec = HFTokenCodec(fast, coord_tokens=())
     text = f"[{entry('seven', *SEVEN.bins)}]"
     ids = [token_id for character in text for token_id in codec.encode(character)]
     assert ids != codec.encode(text)
@@ -147,7 +147,7 @@ def test_a_matched_object_in_other_tokens_than_the_tokenizers_is_appended_instea
 def test_a_name_is_corrected_whatever_the_tokens_of_other_objects():
     fast = FastTokenizer(byte_level_bpe(*WORDS["qwen words"]))
     fast.add_tokens(["<|im_end|>"], special_tokens=True)
-    codec = HFTokenCodec(fast, has_coord_tokens=False)
+    codec = HFTokenCodec(fast, coord_tokens=())
     odd = f", {entry('nine', 0, 0, 9, 9)}]"
     ids = codec.encode(f"[{entry('six', *SEVEN.bins)}")
     ids += [token_id for character in odd for token_id in codec.encode(character)]
