@@ -23,8 +23,10 @@ from rich.markup import escape
 
 from launch.checks.host import run_folder_problem
 from launch.ledger import Ledger, check_ledger, cut_ledger
+from launch.loggers.events import Picture
+from launch.loggers.sink import Loggers
 from launch.reports.detection import DetectionReport, make_report
-from launch.reports.page import write_report
+from launch.reports.page import story, write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
@@ -200,6 +202,8 @@ class Telemetry:
         self._has_begun = point is not None
         """Whether there is anything of this run that another one must not overwrite."""
         self._ray_metrics: RayMetrics | None = None
+        self._loggers: Loggers | None = None
+        """Not before the run has begun: a start that fails is no run in them."""
         self.sync_fallback = None if point is None else point.state.sync_fallback
         """Why full weights are sent instead of an adapter."""
         self._sync_mode = "full" if self.sync_fallback else resolved_sync_mode(config)
@@ -280,6 +284,8 @@ class Telemetry:
             # Not raised: what ended the run is what its user has to know.
             self._warn(str(unwritten))
         finally:
+            if self._loggers is not None:
+                self._loggers.close(failed=error is not None)
             self._close()
             if self._ledger is not None:
                 self._ledger.close()
@@ -372,6 +378,9 @@ class Telemetry:
     def _begin(self) -> None:
         self._has_begun = True
         self.patience.limit_s = self._config.timeouts.storage_s
+        if self._loggers is None:
+            first_step = self._num_written + 1
+            self._loggers = Loggers(self._config, first_step=first_step, warn=self._warn)
 
     def has_written(self, number: int) -> bool:
         """Tell whether this step's metrics are in the run's folder."""
@@ -402,6 +411,7 @@ class Telemetry:
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder / "evaluations" / f"step_{evaluation.step:06d}"
         report: DetectionReport | RewardReport
+        pictures: list[Picture] = []
         if self._config.environment is not None:
             rewards = report = RewardReport(evaluation)
             self.patience(lambda: write_reward_report(folder, rewards))
@@ -409,6 +419,13 @@ class Telemetry:
             subject = f"{self._config.telemetry.name} after {evaluation.step} steps"
             detection = report = make_report(evaluation, self._config, subject=subject)
             self.patience(lambda: write_report(folder, detection))
+            pictures = [
+                Picture(
+                    folder / worst.picture,
+                    f"{worst.scene.sample.sample_id}, F1 {worst.f1:.2f}. {story(worst)}",
+                )
+                for worst in detection.worst
+            ]
         record = EvaluationRecord(
             evaluation.step,
             evaluation.weight_version,
@@ -417,7 +434,10 @@ class Telemetry:
             report.headline.value,
         )
         self.evaluations.append(record)
-        self._evaluations.write(json.dumps({**asdict(record), **report.metrics()}) + "\n")
+        figures = report.metrics()
+        self._evaluations.write(json.dumps({**asdict(record), **figures}) + "\n")
+        if self._loggers is not None:
+            self._loggers.report(evaluation.step, folder, figures, pictures)
         size = f"{record.step} steps, {record.num_samples} samples"
         self._print(f"held out  after {size}: {report.describe()}")
         return record.score
@@ -497,6 +517,8 @@ class Telemetry:
         if self._ledger is not None:
             self._ledger.write(record.plan, report)
         self._metrics.write(json.dumps(line) + "\n")
+        if self._loggers is not None:
+            self._loggers.step(report.number, metrics)
         if self._ray_metrics is not None:
             self._ray_metrics.step_done(report.number, version, metrics)
         if self._trace is not None:
