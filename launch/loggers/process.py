@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from launch.loggers.events import (
@@ -26,22 +27,26 @@ from launch.loggers.tables import rollout_table
 
 NICENESS = 5
 """Steps go first."""
+MARGIN_S = 1
+"""The driver ends a process that needs longer than the limit. One that was killed cannot: then the
+process ends itself so much later."""
 
 
 def main() -> None:
     pipe: Connection[str | None, Event] = Connection(int(sys.argv[1]))
-    limit_s = float(sys.argv[2])
+    limit_s = math.ceil(float(sys.argv[2])) + MARGIN_S
     os.nice(NICENESS)
     logger: Logger | None = None
     while True:
         try:
             event = pipe.recv()
-        except EOFError:
-            # The driver was killed, and nobody else would end a package that hangs.
-            signal.alarm(math.ceil(limit_s))
+        except (EOFError, ConnectionResetError):
+            # The driver was killed.
+            signal.alarm(limit_s)
             if logger is not None:
                 logger.close(failed=True)
             return
+        signal.alarm(limit_s)
         try:
             if isinstance(event, RunEvent):
                 logger = LOGGERS[event.logger](event)
@@ -52,9 +57,13 @@ def main() -> None:
             # Whatever a package raises: the driver tells it, and this process ends.
             traceback.print_exc()
             first_line = str(error).strip().partition("\n")[0]
-            pipe.send(f"{type(error).__name__}: {first_line}")
+            with suppress(BrokenPipeError):
+                pipe.send(f"{type(error).__name__}: {first_line}")
             sys.exit(1)
-        pipe.send(None)
+        signal.alarm(0)
+        # Of a driver that was killed the next event tells.
+        with suppress(BrokenPipeError):
+            pipe.send(None)
         if isinstance(event, EndEvent):
             return
 

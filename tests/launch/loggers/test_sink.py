@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -257,13 +259,17 @@ def test_a_logger_that_cannot_be_started_costs_the_run_nothing(begin, output):
     assert "1 of 1 events" in missed
 
 
-def test_the_process_of_a_driver_that_was_killed_ends_its_run_as_failed(package, tmp_path):
-    package.will("answers")
+def process_of_a_logger(limit_s: float) -> tuple[Connection, subprocess.Popen]:
     pipe, far_end = Pipe()
     with far_end:
         number = far_end.fileno()
-        command = [sys.executable, "-m", "launch.loggers.process", str(number), "60"]
-        process = subprocess.Popen(command, pass_fds=[number])
+        command = [sys.executable, "-m", "launch.loggers.process", str(number), str(limit_s)]
+        return pipe, subprocess.Popen(command, pass_fds=[number])
+
+
+def test_the_process_of_a_driver_that_was_killed_ends_its_run_as_failed(package, tmp_path):
+    package.will("answers")
+    pipe, process = process_of_a_logger(60.0)
     for event in (
         RunEvent("wandb", tmp_path, "demo", "run", 1, {}, {}),
         MetricsEvent(1, {"loss/total": 1.0}),
@@ -273,6 +279,13 @@ def test_the_process_of_a_driver_that_was_killed_ends_its_run_as_failed(package,
     pipe.close()
     assert process.wait(60) == 0
     assert package.noted("finished") == [1]
+
+
+def test_the_process_of_a_driver_that_was_killed_ends_though_its_package_hangs(package, tmp_path):
+    pipe, process = process_of_a_logger(0.1)
+    pipe.send(RunEvent("wandb", tmp_path, "demo", "run", 1, {}, {}))
+    pipe.close()
+    assert process.wait(60) == -signal.SIGALRM
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs_it(
