@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,16 +29,15 @@ class RolloutTable:
 
 def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
     """Return the first rollouts of a file. Raises OSError."""
+    make_rows: Callable[[Iterable[Any]], Iterator[dict[str, Any]]] = {
+        RolloutFile.SAMPLES: _sample_rows,
+        RolloutFile.TRAJECTORIES: _trajectory_rows,
+        RolloutFile.PREDICTIONS: _prediction_rows,
+    }[kind]
     with path.open("rb") as file:
-        lines = map(json.loads, file)
-        make_rows = {
-            RolloutFile.SAMPLES: _sample_rows,
-            RolloutFile.TRAJECTORIES: _trajectory_rows,
-            RolloutFile.PREDICTIONS: _prediction_rows,
-        }[kind]
         rows = [
             {name: _cell(value) for name, value in row.items()}
-            for row in islice(make_rows(lines), MAX_ROWS)
+            for row in islice(make_rows(map(json.loads, file)), MAX_ROWS)
         ]
     columns = tuple(rows[0]) if rows else ()
     return RolloutTable(columns, [tuple(row.values()) for row in rows])

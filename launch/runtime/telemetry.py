@@ -437,6 +437,7 @@ class Telemetry:
         figures = report.metrics()
         self._evaluations.write(json.dumps({**asdict(record), **figures}) + "\n")
         if self._loggers is not None:
+            assert evaluation.step is not None, "a run knows its steps"
             self._loggers.report(evaluation.step, folder, figures, pictures)
         size = f"{record.step} steps, {record.num_samples} samples"
         self._print(f"held out  after {size}: {report.describe()}")
