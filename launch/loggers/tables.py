@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,15 +29,18 @@ class RolloutTable:
 
 def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
     """Return the first rollouts of a file. Raises OSError."""
-    make_rows: Callable[[Iterable[Any]], Iterator[dict[str, Any]]] = {
-        RolloutFile.SAMPLES: _sample_rows,
-        RolloutFile.TRAJECTORIES: _trajectory_rows,
-        RolloutFile.PREDICTIONS: _prediction_rows,
-    }[kind]
     with path.open("rb") as file:
+        lines: Iterator[Any] = map(json.loads, file)
+        match kind:
+            case RolloutFile.SAMPLES:
+                readable = _sample_rows(lines)
+            case RolloutFile.TRAJECTORIES:
+                readable = _trajectory_rows(lines)
+            case RolloutFile.PREDICTIONS:
+                readable = _prediction_rows(lines)
         rows = [
             {name: _cell(value) for name, value in row.items()}
-            for row in islice(make_rows(map(json.loads, file)), MAX_ROWS)
+            for row in islice(readable, MAX_ROWS)
         ]
     columns = tuple(rows[0]) if rows else ()
     return RolloutTable(columns, [tuple(row.values()) for row in rows])
