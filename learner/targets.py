@@ -499,19 +499,24 @@ class _Draft:
         prediction = parsed.objects[number]
         if prediction.desc == name:
             return
-        tokens = self._overlapping(prediction.desc_value)
-        # Tokens depend on the text up to the nearest coord tokens at most, which never fuse.
-        first = tokens.start
-        while first and self._codec.coord_bin(self._token_ids[first - 1]) is None:
-            first -= 1
-        stop = tokens.stop
-        while stop < len(self._token_ids) and (
-            self._codec.coord_bin(self._token_ids[stop]) is None
-        ):
-            stop += 1
+        # Tokens depend on the text around them: on that up to the nearest coord tokens at most, which
+        # never fuse; where there are none, an object's is enough of it.
+        if self._has_coord_tokens:
+            tokens = self._overlapping(prediction.desc_value)
+            first = tokens.start
+            while first and self._codec.coord_bin(self._token_ids[first - 1]) is None:
+                first -= 1
+            stop = tokens.stop
+            while stop < len(self._token_ids) and (
+                self._codec.coord_bin(self._token_ids[stop]) is None
+            ):
+                stop += 1
+        else:
+            region = self._overlapping(prediction.value)
+            first, stop = region.start, region.stop
         written = self._token_ids[first:stop]
         text = b"".join(map(self._codec.piece_bytes, written))
-        if self._codec.encode(text.decode(errors="replace")) != written:
+        if not _is_canonical(written, self._codec):
             return
         start, end = (offset - self._spans[first][0] for offset in prediction.desc_value)
         right = text[:start] + escaped(name).encode() + text[end:]

@@ -84,7 +84,7 @@ class StepRecord:
 class EvaluationRecord:
     """A line of evaluations.jsonl, without the report's own metrics.
 
-    Example: `EvaluationRecord(20, 21, 64, "F1@0.5", 0.71)`.
+    Example: `EvaluationRecord(20, 21, 64, "F1@0.5", 0.71, class_f1=0.64)`.
     """
 
     step: int | None
@@ -95,13 +95,17 @@ class EvaluationRecord:
     """Name of the report's main figure."""
     score: float
     """Value of the main figure."""
+    class_f1: float | None
+    """Of objects: `val/class_f1` of the report's metrics."""
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
     """Return the reports that a run has made so far; none where there is no such file."""
-    names = [field.name for field in fields(EvaluationRecord)]
-    lines = read_lines(folder / "evaluations.jsonl")
-    return [EvaluationRecord(**{name: line[name] for name in names}) for line in lines]
+    names = [field.name for field in fields(EvaluationRecord) if field.name != "class_f1"]
+    return [
+        EvaluationRecord(**{name: line[name] for name in names}, class_f1=line.get("val/class_f1"))
+        for line in read_lines(folder / "evaluations.jsonl")
+    ]
 
 
 def cut_run_files(folder: Path, step: int, *, reports_again: bool) -> int:
@@ -426,16 +430,19 @@ class Telemetry:
                 )
                 for worst in detection.worst
             ]
+        figures = report.metrics()
         record = EvaluationRecord(
             evaluation.step,
             evaluation.weight_version,
             len(evaluation.outcomes),
             report.headline.name,
             report.headline.value,
+            class_f1=figures.get("val/class_f1"),
         )
         self.evaluations.append(record)
-        figures = report.metrics()
-        self._evaluations.write(json.dumps({**asdict(record), **figures}) + "\n")
+        line = {**asdict(record), **figures}
+        del line["class_f1"]  # one of the metrics
+        self._evaluations.write(json.dumps(line) + "\n")
         if self._loggers is not None:
             assert evaluation.step is not None, "a run knows its steps"
             self._loggers.report(evaluation.step, folder, figures, pictures)
@@ -483,7 +490,10 @@ class Telemetry:
             name = "first"
             before = self.evaluations[0]
         after = self.evaluations[-1]
-        return f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
+        line = f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
+        if before.class_f1 is not None and after.class_f1 is not None:
+            line += f", with names {before.class_f1:.2f} -> {after.class_f1:.2f}"
+        return line
 
     def _step_done(self, record: StepRecord, span: Span) -> None:
         report = record.report

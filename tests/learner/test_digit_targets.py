@@ -144,6 +144,19 @@ def test_a_matched_object_in_other_tokens_than_the_tokenizers_is_appended_instea
     assert (len(target.reading.excluded), target.reading.appended) == (1, (0,))
 
 
+def test_a_name_is_corrected_whatever_the_tokens_of_other_objects():
+    fast = FastTokenizer(byte_level_bpe(*WORDS["qwen words"]))
+    fast.add_tokens(["<|im_end|>"], special_tokens=True)
+    codec = HFTokenCodec(fast, has_coord_tokens=False)
+    odd = f", {entry('nine', 0, 0, 9, 9)}]"
+    ids = codec.encode(f"[{entry('six', *SEVEN.bins)}")
+    ids += [token_id for character in odd for token_id in codec.encode(character)]
+    parsed = parse_rollout(ids, codec, geometry=RULES.geometry, answer_format=LIST)
+    rules = replace(RULES, corrects_names=True)
+    target = parsed_target(parsed, Sample("scene", (), 96, 96, (SEVEN,)), codec, rules)
+    assert (target.roles == TokenRole.CORRECTED_DESC).sum() == 1
+
+
 def test_options_act_on_lists_too(codec):
     kept = f"[{entry('nine', 0, 0, 9, 9)}, {label_first('six', 100, 100, 300, 301)}"
     kept += f", {entry('two', *TWO.bins)}"
