@@ -23,8 +23,10 @@ from rich.markup import escape
 
 from launch.checks.host import run_folder_problem
 from launch.ledger import Ledger, check_ledger, cut_ledger
+from launch.loggers.events import Picture
+from launch.loggers.sink import Loggers
 from launch.reports.detection import DetectionReport, make_report
-from launch.reports.page import write_report
+from launch.reports.page import story, write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
@@ -204,6 +206,8 @@ class Telemetry:
         self._has_begun = point is not None
         """Whether there is anything of this run that another one must not overwrite."""
         self._ray_metrics: RayMetrics | None = None
+        self._loggers: Loggers | None = None
+        """Not before the run has begun: a start that fails is no run in them."""
         self.sync_fallback = None if point is None else point.state.sync_fallback
         """Why full weights are sent instead of an adapter."""
         self._sync_mode = "full" if self.sync_fallback else resolved_sync_mode(config)
@@ -284,6 +288,8 @@ class Telemetry:
             # Not raised: what ended the run is what its user has to know.
             self._warn(str(unwritten))
         finally:
+            if self._loggers is not None:
+                self._loggers.close(failed=error is not None)
             self._close()
             if self._ledger is not None:
                 self._ledger.close()
@@ -376,6 +382,9 @@ class Telemetry:
     def _begin(self) -> None:
         self._has_begun = True
         self.patience.limit_s = self._config.timeouts.storage_s
+        if self._loggers is None:
+            first_step = self._num_written + 1
+            self._loggers = Loggers(self._config, first_step=first_step, warn=self._warn)
 
     def has_written(self, number: int) -> bool:
         """Tell whether this step's metrics are in the run's folder."""
@@ -406,6 +415,7 @@ class Telemetry:
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder / "evaluations" / f"step_{evaluation.step:06d}"
         report: DetectionReport | RewardReport
+        pictures: list[Picture] = []
         if self._config.environment is not None:
             rewards = report = RewardReport(evaluation)
             self.patience(lambda: write_reward_report(folder, rewards))
@@ -413,18 +423,29 @@ class Telemetry:
             subject = f"{self._config.telemetry.name} after {evaluation.step} steps"
             detection = report = make_report(evaluation, self._config, subject=subject)
             self.patience(lambda: write_report(folder, detection))
+            pictures = [
+                Picture(
+                    folder / worst.picture,
+                    f"{worst.scene.sample.sample_id}, F1 {worst.f1:.2f}. {story(worst)}",
+                )
+                for worst in detection.worst
+            ]
+        figures = report.metrics()
         record = EvaluationRecord(
             evaluation.step,
             evaluation.weight_version,
             len(evaluation.outcomes),
             report.headline.name,
             report.headline.value,
-            class_f1=report.metrics().get("val/class_f1"),
+            class_f1=figures.get("val/class_f1"),
         )
         self.evaluations.append(record)
-        line = {**asdict(record), **report.metrics()}
+        line = {**asdict(record), **figures}
         del line["class_f1"]  # one of the metrics
         self._evaluations.write(json.dumps(line) + "\n")
+        if self._loggers is not None:
+            assert evaluation.step is not None, "a run knows its steps"
+            self._loggers.report(evaluation.step, folder, figures, pictures)
         size = f"{record.step} steps, {record.num_samples} samples"
         self._print(f"held out  after {size}: {report.describe()}")
         return record.score
@@ -507,6 +528,8 @@ class Telemetry:
         if self._ledger is not None:
             self._ledger.write(record.plan, report)
         self._metrics.write(json.dumps(line) + "\n")
+        if self._loggers is not None:
+            self._loggers.step(report.number, metrics)
         if self._ray_metrics is not None:
             self._ray_metrics.step_done(report.number, version, metrics)
         if self._trace is not None:
