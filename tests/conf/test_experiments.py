@@ -52,7 +52,6 @@ CHOICES = {
     "rollout_matching.vllm.server.kind",
     "stage2_ab.channel_b.enable_pipeline",
     "stage2_ab.schedule.warmup_steps",
-    "training.lr_schedule",
 }
 
 
