@@ -43,6 +43,7 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
+from launch.loggers.sink import missing_packages
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
@@ -135,6 +136,7 @@ def preflight(
         report.lines += batch_algebra(config).describe()
     report.lines += (f"note      {remark}" for remark in remarks(config))
     report.collect(version_problems(config))
+    report.collect(missing_packages(config))
     report.collect(path_problems(config))
     report.collect(port_problems(config))
 

@@ -28,6 +28,7 @@ from launch.checks.servers import (
     port_problems,
     teacher_problems,
 )
+from launch.loggers import sink
 from launch.preflight import preflight
 from launch.runtime.placement import Resources
 from learner.samples import load_samples
@@ -341,6 +342,17 @@ def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
 
 def test_the_installed_packages_are_those_that_were_run_together(config):
     assert list(version_problems(config())) == []
+
+
+def test_a_logger_without_its_package_is_a_problem(tmp_path, monkeypatch):
+    def nothing_is(name: str) -> str:
+        raise sink.PackageNotFoundError(name)
+
+    monkeypatch.setattr(sink, "version", nothing_is)
+    folders = (tmp_path / "model", tmp_path / "data", tmp_path / "run")
+    found = preflight(configuration(*folders, telemetry__loggers=["jsonl", "wandb"]), **CPU_NODE)
+    missing = "telemetry.loggers: wandb is not installed; run `pip install 'rollmatch[wandb]'`"
+    assert any(problem.startswith(missing) for problem in found.problems)
 
 
 @pytest.mark.slow
