@@ -40,7 +40,6 @@ COMMANDS = sorted(
     }
 )
 MAIN = "+experiment=stage2_3v1"
-WITHOUT_PIPELINE = "stage2_ab.channel_b.enable_pipeline=false"
 # Written out where a file is about them, or where an experiment takes back what the one it builds
 # on has set.
 CHOICES = {
@@ -198,14 +197,11 @@ def test_an_environment_of_ones_own_is_named_on_the_command_line():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(backend):
-    choice = ["+experiment=env_3v1", f"backend={backend}", WITHOUT_PIPELINE]
-    if backend not in ("colocate", "hf"):
-        assert loaded(*choice).environment
-        return
-    problem = r"^rollout_matching\.(vllm\.mode|rollout_backend): '\w+' generates in the learner"
-    with pytest.raises(ConfigError, match=problem):
-        loaded(*choice)
+def test_every_backend_serves_environments_and_has_the_queue_where_it_can(backend):
+    run = loaded("+experiment=env_3v1", f"backend={backend}")
+    assert run.environment is not None
+    is_beside = backend in ("colocate", "hf")
+    assert run.stage2_ab.channel_b.enable_pipeline is not is_beside
 
 
 @pytest.mark.slow
@@ -227,7 +223,7 @@ def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_shipped_backend_takes_the_place_of_the_actors(backend):
-    matching = loaded(MAIN, f"backend={backend}", WITHOUT_PIPELINE).rollout_matching
+    matching = loaded(MAIN, f"backend={backend}").rollout_matching
     modes = {
         "actors": "actors",
         "colocate": "colocate",

@@ -18,7 +18,6 @@ from shared.config.derive import (
     effective_batch_size,
     engines_in,
     group_size,
-    is_sharded,
     needed_accumulation_steps,
     policy_gradient,
     raw_rollouts_per_step,
@@ -420,29 +419,19 @@ def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
         yield Problem("rollout_matching.decode_mode", f"'{mode}' {same}", remedy)
 
 
-def engines_answer_at_any_time(run: RunConfig) -> Iterator[Problem]:
-    """Environments ask call by call, so their engines may not wait for the learner's turn."""
-    if not run.algorithm.uses_environment or engines_in(run) is not EngineLocation.RANKS:
+def environments_have_a_process(run: RunConfig) -> Iterator[Problem]:
+    """Beside an engine in the learner an environment is in that process too: one in each rank."""
+    if run.environment is None or engines_in(run) is not EngineLocation.RANKS:
         return
-    is_hf = run.rollout_matching.rollout_backend == "hf"
-    yield Problem(
-        "rollout_matching.rollout_backend" if is_hf else "rollout_matching.vllm.mode",
-        f"'{run.rollout_matching.backend_name}' generates in the learner, in turn with its"
-        " learning, and environments ask at any time",
-        f"set {'vllm, and rollout_matching.vllm.mode: ' if is_hf else ''}actors or server"
-        " (`backend=actors`, or `override /backend: actors` in an experiment)",
-    )
-
-
-def images_reach_all_ranks(run: RunConfig) -> Iterator[Problem]:
-    """Sharded ranks run the vision tower together or not at all; only some examples have images."""
-    if run.environment is not None and run.environment.max_images_per_prompt and is_sharded(run):
-        yield Problem(
-            "learner.parallel",
-            "fsdp cannot learn trajectories with images (environment.max_images_per_prompt), which"
-            " only some rows have",
-            "set learner.parallel: ddp",
-        )
+    beside = f"is in the learner's process under '{run.rollout_matching.backend_name}'"
+    actors = "choose engines of their own (`backend=actors`)"
+    if run.environment.num_actors > 1:
+        wrong = f"{run.environment.num_actors}, and the environment {beside}, one in each rank"
+        yield Problem("environment.num_actors", wrong, f"remove the key, or {actors}")
+    if run.environment.cpus_per_actor:
+        wrong = f"{run.environment.cpus_per_actor:g}, and the environment {beside}"
+        remedy = f"remove the key and set learner.cpus, or {actors}"
+        yield Problem("environment.cpus_per_actor", wrong, remedy)
 
 
 def teacher_scores_what_is_sampled(run: RunConfig) -> Iterator[Problem]:
