@@ -196,19 +196,18 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
 
 
 def _learnable(
-    config: RunConfig, train: Dataset, val: Dataset | None, lines: list[str]
-) -> tuple[Dataset, Dataset | None]:
+    config: RunConfig, train: Sequence[Dataset], val: Sequence[Dataset], lines: list[str]
+) -> tuple[list[Dataset], list[Dataset]]:
     """Keep the samples that the learner would keep; warn in `lines` of answers that will be cut."""
     from learner.held_out import Fitting, HeldOut, describe_cut_answers, require_train_lengths
     from learner.segments import PromptEncoder
 
     tokens = load_tokens(config)
     encoder = PromptEncoder.from_config(config, tokens.processor)
-    fitting = require_train_lengths(config, train, encoder, tokens.codec)
-    answered = [fitting] if num_b_steps(config) else []
-    if val is not None:
-        val = HeldOut(config, val, tokens).samples
-        answered.append(Fitting(val, []))
+    fitting = [require_train_lengths(config, one, encoder, tokens.codec) for one in train]
+    answered = list(fitting) if num_b_steps(config) else []
+    held_out = HeldOut(config, val, tokens).datasets if val else []
+    answered += [Fitting(dataset, []) for dataset in held_out]
     for samples in answered:
         warning = describe_cut_answers(
             samples,
@@ -218,7 +217,7 @@ def _learnable(
         )
         if warning is not None:
             lines.append(f"warning   {warning}")
-    return fitting.samples, val
+    return [one.samples for one in fitting], held_out
 
 
 def _require_offload(config: RunConfig, placement: Placement) -> None:

@@ -18,6 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+PATH_TAG = "a path"
+LIST_TAG = "a list"
+"""Tags of a key that is either: pydantic puts them into the place of an error."""
+
 Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]
 """A number in [0, 1]."""
 

@@ -66,9 +66,9 @@ def keys(problems):
 def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config, monkeypatch):
     read = []
 
-    def load(config, path, report):
-        read.append(path)
-        return load_samples(config, path, report)
+    def load(config, source, report):
+        read.append(source.path)
+        return load_samples(config, source, report)
 
     monkeypatch.setattr("launch.checks.data.load_samples", load)
     run = config()

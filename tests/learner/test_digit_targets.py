@@ -237,7 +237,7 @@ def test_a_stock_checkpoint_learns_digits_on_both_channels(demo_data, tmp_path, 
     torch.manual_seed(0)
     learner = make_learner(config)
     encoder = learner.algorithm.encoder
-    sample = learner.algorithm.train[0]
+    sample = learner.algorithm.train[0][0]
     _, height, width = (encoder.encode(sample).image_grid_I3[0] * 8).tolist()  # patches of 8 pixels
     assert encoder.picture_resize.size_of(sample.width, sample.height) == (width, height)
     losses = []
