@@ -2,7 +2,7 @@
 
     python -m benchmarks.evidence [--out outputs/evidence] [--arms NAME ...] [--seeds 1 2 3]
                                   [--jobs 2]
-    python -m benchmarks.evidence --table
+    python -m benchmarks.evidence --table [--results FOLDER]
 
 Makes crowded scenes, trains the demo's start on them until its held-out curve is flat, and goes on
 from the best checkpoint in every way of `ARMS`, as often as there are seeds. What is there is kept,
@@ -116,13 +116,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--table", action="store_true", help="tabulate what has been run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="of the table")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not options.table:
         start = make_start(options.out)
         for seed in options.seeds:  # a whole table of one seed comes first
             run_arms(options.out, start, options.arms, seed, options.jobs)
-    for line in table():
+    for line in table(options.results):
         print(line)
 
 
@@ -343,7 +344,7 @@ def counts_of(position: int, sample: Sample, objects: Sequence[Mapping[str, Any]
     return [len(sample.objects), len(found), *matched, doubled]
 
 
-def table() -> list[str]:
+def table(results: Path) -> list[str]:
     """Return the lines of a Markdown table: mean over the seeds, and the interval of the first."""
     lines = [
         (
@@ -353,7 +354,7 @@ def table() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     runs: dict[str, dict[int, dict[str, Any]]] = {}
-    for path in sorted(RESULTS.glob("*_[0-9]*.json")):
+    for path in sorted(results.glob("*_[0-9]*.json")):
         facts = json.loads(path.read_text())
         runs.setdefault(facts["arm"], {})[facts["seed"]] = facts
     starts = {facts["start"] for seeds in runs.values() for facts in seeds.values()}

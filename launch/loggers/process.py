@@ -75,7 +75,12 @@ def hand_on(event: Event, logger: Logger) -> None:
         case PicturesEvent():
             logger.pictures(event)
         case RolloutsEvent():
-            table = rollout_table(event.path, event.kind)
+            try:
+                table = rollout_table(event.path, event.kind)
+            except (OSError, ValueError) as error:
+                # The run's own file: removed meanwhile, or not whole yet on a shared disk.
+                print(f"{event.path}: is not in this logger: {error}", flush=True)
+                return
             if table.rows:
                 logger.table(event.step, event.name, table)
         case EndEvent():

@@ -288,12 +288,15 @@ class Telemetry:
             # Not raised: what ended the run is what its user has to know.
             self._warn(str(unwritten))
         finally:
-            if self._loggers is not None:
-                self._loggers.close(failed=error is not None)
-            self._close()
-            if self._ledger is not None:
-                self._ledger.close()
-            self._lock.close()
+            try:
+                # Ctrl-C may end this wait.
+                if self._loggers is not None:
+                    self._loggers.close(failed=error is not None)
+            finally:
+                self._close()
+                if self._ledger is not None:
+                    self._ledger.close()
+                self._lock.close()
 
     def _keep(self, error: Exception) -> None:
         """Keep the error's whole story in a file, or else show it."""

@@ -277,7 +277,7 @@ class Actions:
         """Return what is sent; None where the text is no JSON of that kind."""
         try:
             value = action if self._is_text else json.loads(action)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # brackets, or digits, by the thousand
             return None
         if self._field is not None:
             return {self._field: value}

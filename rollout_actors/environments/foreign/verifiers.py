@@ -14,7 +14,9 @@ import contextvars
 import inspect
 import itertools
 import json
+import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -298,12 +300,13 @@ class BridgeProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join()
+        # With what the environment has started: workers, tool servers.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(CLOSE_S)
 
     def _write(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

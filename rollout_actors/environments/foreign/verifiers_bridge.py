@@ -40,7 +40,8 @@ class Bridge:
         """Load the environment, before there is an event loop: its code may run one of its own."""
         try:
             result = self._load(request["name"], request["args"], request["rows"])
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # An environment may await what it has cancelled itself.
             self._answer(request["id"], error=described(error))
             raise SystemExit(1) from error
         self._answer(request["id"], result)
@@ -217,6 +218,8 @@ def main() -> None:
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
+    # A child that an environment forks would keep the pipe open behind this process's end.
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, answers.fileno()))
     # Its parent's endpoint is on this machine, to which a proxy is no way.
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
