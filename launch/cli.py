@@ -24,6 +24,7 @@ from rich.console import Console
 from shared.config import RunConfig, load_config
 from shared.config.base import Section
 from shared.config.explain import as_yaml, explain
+from shared.config.model import SourceSection
 from shared.errors import (
     ConfigError,
     LearnerError,
@@ -46,6 +47,7 @@ COMMANDS = {
     "new-environment": "write an environment to begin with, its test and an experiment",
     "preflight": "say what a run would do and whether it can, without starting anything",
     "replay": "learn a step of a run again from what was recorded",
+    "rex-omni": "write the tokenizer.json that a Rex-Omni checkpoint lacks",
     "serve": "serve one vLLM engine over HTTP",
     "show-sample": "show one sample of a run as a page",
     "train": "run the job: engines, learner, every step, the reports",
@@ -124,10 +126,7 @@ def _end_at_once(again_s: float) -> None:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Make every path absolute: actors run in a working directory of Ray's own."""
     model = {"path": str(Path(config.model.path).resolve())}
-    data = {
-        "train": config.data.train and config.data.train.resolve(),
-        "val": config.data.val and config.data.val.resolve(),
-    }
+    data = {"train": _absolute(config.data.train), "val": _absolute(config.data.val)}
     environment = config.environment
     if environment is not None and environment.id.endswith(".py"):
         environment = environment.model_copy(update={"id": str(Path(environment.id).resolve())})
@@ -139,6 +138,12 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         "telemetry": config.telemetry.model_copy(update=telemetry),
     }
     return config.model_copy(update=sections)
+
+
+def _absolute(files: Path | Sequence[SourceSection] | None) -> Any:
+    if files is None or isinstance(files, Path):
+        return files and files.resolve()
+    return tuple(one.model_copy(update={"path": one.path.resolve()}) for one in files)
 
 
 def run_command() -> None:

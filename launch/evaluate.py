@@ -142,13 +142,12 @@ def run(
         config = model_config(options, overrides)
     else:
         config = evaluation_config(options, overrides)
-    assert config.data.val is not None
     folder = report_folder(config, options)
     from launch.checks.data import ImageNeeds, load_checked
 
     start_up = StartUp(console)
     with start_up.stage("data"):
-        dataset = load_checked(config, "data.val", config.data.val)
+        datasets = [load_checked(config, source) for source in config.data.sources("val")]
 
     # Beside engines on the same cores, threads that spin slow everyone down.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -169,10 +168,10 @@ def run(
     with start_up.stage("checks"):
         # `ray.init` would wait for minutes for a cluster that does not answer.
         cluster_nodes(config)
-        held_out = HeldOut(config, dataset, load_tokens(config))
-    if skipped := held_out.samples.num_skipped:
+        held_out = HeldOut(config, datasets, load_tokens(config))
+    if skipped := sum(dataset.num_skipped for dataset in held_out.datasets):
         show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")
-    with Cluster(config, ImageNeeds.from_datasets(held_out.samples), start_up) as cluster:
+    with Cluster(config, ImageNeeds.from_datasets(*held_out.datasets), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
         show(f"ready     {', '.join(rollouts.names)} with {config.model.path}")
@@ -180,7 +179,8 @@ def run(
         evaluation = evaluate(samples, rollouts, config.training.max_steps, one_ahead)
     if isinstance(options, ModelOptions) or options.checkpoint is not None:
         evaluation = replace(evaluation, step=None)
-    subject = f"{config.telemetry.name}, {config.model.path} on {config.data.val}"
+    files = ", ".join(str(source.path) for source in config.data.sources("val"))
+    subject = f"{config.telemetry.name}, {config.model.path} on {files}"
     report = make_report(evaluation, config, subject=subject)
     write_report(folder, report)
     for table in report_tables(report):
@@ -339,8 +339,8 @@ def _vf_eval_command(config: RunConfig, section: EnvironmentSection) -> str:
 
 def report_folder(config: RunConfig, options: EvaluateOptions | ModelOptions) -> Path:
     """Return the folder of the report. Raises ConfigError when it exists."""
-    assert config.data.val is not None
-    name = options.name or f"{Path(config.model.path).name}_{config.data.val.stem}"
+    files = "_".join(source.name or source.path.stem for source in config.data.sources("val"))
+    name = options.name or f"{Path(config.model.path).name}_{files}"
     folder = config.telemetry.run_dir / "evaluations" / name
     if folder.exists():
         raise ConfigError(

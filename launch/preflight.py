@@ -43,6 +43,7 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
+from launch.loggers.sink import missing_packages
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
@@ -137,6 +138,7 @@ def preflight(
         report.lines += batch_algebra(config).describe()
     report.lines += (f"note      {remark}" for remark in remarks(config))
     report.collect(version_problems(config))
+    report.collect(missing_packages(config))
     report.collect(path_problems(config))
     report.collect(port_problems(config))
 
@@ -194,19 +196,18 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
 
 
 def _learnable(
-    config: RunConfig, train: Dataset, val: Dataset | None, lines: list[str]
-) -> tuple[Dataset, Dataset | None]:
+    config: RunConfig, train: Sequence[Dataset], val: Sequence[Dataset], lines: list[str]
+) -> tuple[list[Dataset], list[Dataset]]:
     """Keep the samples that the learner would keep; warn in `lines` of answers that will be cut."""
     from learner.held_out import Fitting, HeldOut, describe_cut_answers, require_train_lengths
     from learner.segments import PromptEncoder
 
     tokens = load_tokens(config)
     encoder = PromptEncoder.from_config(config, tokens.processor)
-    fitting = require_train_lengths(config, train, encoder, tokens.codec)
-    answered = [fitting] if num_b_steps(config) else []
-    if val is not None:
-        val = HeldOut(config, val, tokens).samples
-        answered.append(Fitting(val, []))
+    fitting = [require_train_lengths(config, one, encoder, tokens.codec) for one in train]
+    answered = list(fitting) if num_b_steps(config) else []
+    held_out = HeldOut(config, val, tokens).datasets if val else []
+    answered += [Fitting(dataset, []) for dataset in held_out]
     for samples in answered:
         warning = describe_cut_answers(
             samples,
@@ -216,7 +217,7 @@ def _learnable(
         )
         if warning is not None:
             lines.append(f"warning   {warning}")
-    return fitting.samples, val
+    return [one.samples for one in fitting], held_out
 
 
 def _require_offload(config: RunConfig, placement: Placement) -> None:

@@ -141,17 +141,21 @@ def _find_line(
 
 def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
     """Return the line's sample with its images' bytes."""
-    assert config.data.train is not None, "runs of environments have other pages"
     # One page needs no check of all images of the file.
     data = config.data.model_copy(update={"check_images": False})
-    samples = load_samples(config.model_copy(update={"data": data}), config.data.train)
-    for sample in samples:
-        if sample.sample_id == line["sample_id"]:
-            return sample.with_image_data()
+    unchecked = config.model_copy(update={"data": data})
+    for source in config.data.sources("train"):
+        for sample in load_samples(unchecked, source):
+            if sample.sample_id == line["sample_id"]:
+                return sample.with_image_data()
     raise ConfigError(
-        f"data.train: {config.data.train} has no sample {line['sample_id']!r} any more; restore the"
-        " file that the run learned from"
+        f"data.train: {_train_files(config)} has no sample {line['sample_id']!r} any more; restore"
+        " what the run learned from"
     )
+
+
+def _train_files(config: RunConfig) -> str:
+    return ", ".join(str(source.path) for source in config.data.sources("train"))
 
 
 def _image_file(image: ImageRef) -> bytes:
@@ -185,7 +189,11 @@ def _require_same_tokens(config: RunConfig, tokenizer: Any, line: RolloutRecord)
     """Return the tokenizer's codec. Raises ConfigError where the log's tokens are not its own."""
     problem = f"model.path: the tokenizer of {config.model.path} is not the one of the run"
     try:
-        codec = HFTokenCodec(tokenizer, has_coord_tokens=config.answer_format.has_coord_tokens)
+        codec = HFTokenCodec(
+            tokenizer,
+            coord_tokens=config.answer_format.coord_tokens,
+            markup_tokens=config.answer_format.markup_tokens,
+        )
     except ValueError as error:
         raise ConfigError(f"{problem} ({error}); {_RESTORE_MODEL}") from error
     is_same = line["target"]["token_ids"][-1] == codec.eos_token_id
@@ -247,8 +255,8 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
     notes = []
     if [(object_.kind, object_.bins, object_.desc) for object_ in sample.objects] != used:
         notes.append(
-            f"{config.data.train} has changed since the run: the ground truth here is the run's,"
-            " the images are today's."
+            f"{_train_files(config)} has changed since the run: the ground truth here is the"
+            " run's, the images are today's."
         )
     if config.rollout_matching.maskiou_gate_schedule is not None and line["channel"] == Channel.B:
         gate = maskiou_gate(config, line["step"] - 1)

@@ -41,26 +41,32 @@ class HeldOut:
     `score(25 rollouts)` reads its answers strictly, one `Scene` each.
     """
 
-    def __init__(self, config: RunConfig, dataset: Dataset, tokens: LoadedTokens) -> None:
-        """Take the first `data.max_val_samples` of `dataset`. Raises as `require_lengths` does."""
+    def __init__(
+        self, config: RunConfig, datasets: Sequence[Dataset], tokens: LoadedTokens
+    ) -> None:
+        """Take the first `data.max_val_samples` of each data set. Raises as `require_lengths`."""
         self.codec = tokens.codec
         self.encoder = PromptEncoder.from_config(config, tokens.processor)
         self._geometry = config.geometry
         self._format = config.answer_format.for_pictures(self.encoder.picture_resize)
         self._run_seed = config.training.seed
         self._score_by = config.evaluation.score
-        self.samples, _ = require_lengths(
-            dataset,
-            self.encoder,
-            tokens.codec,
-            max_new_tokens=config.rollout_matching.max_new_tokens,
-            global_max_length=config.global_max_length,
-            on_bad_row=config.data.on_bad_row,
-            taught=False,
-            most=config.data.max_val_samples,
-            answer_format=self._format,
-        )
-        """In the order of the validation file; a request's position is its sample's place here."""
+        self.datasets = [
+            require_lengths(
+                dataset,
+                self.encoder,
+                tokens.codec,
+                max_new_tokens=config.rollout_matching.max_new_tokens,
+                global_max_length=config.global_max_length,
+                on_bad_row=config.data.on_bad_row,
+                taught=False,
+                most=config.data.max_val_samples,
+                answer_format=self._format,
+            ).samples
+            for dataset in datasets
+        ]
+        self.samples = [sample for dataset in self.datasets for sample in dataset]
+        """In the order of the validation files; a request's position is its sample's place here."""
         decode = config.rollout_matching.decode_settings(
             stop_token_ids=(tokens.codec.eos_token_id,), banned_token_ids=tokens.banned_token_ids
         )

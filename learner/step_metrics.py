@@ -89,12 +89,25 @@ class StepMetrics:
         self._learn_s += span.duration_s
         self._spans.append(span)
 
+    def add_sample(self, source: str | None) -> None:
+        """Count a sample by the name of its file, where there are several."""
+        if source is not None:
+            self.totals.add(f"source/num_samples/{source}", 1)
+
     def add_rollout(
-        self, rollout: Rollout, reading: ParsedAndMatched, num_ground_truth: int, *, staleness: int
+        self,
+        rollout: Rollout,
+        reading: ParsedAndMatched,
+        num_ground_truth: int,
+        *,
+        staleness: int,
+        source: str | None = None,
     ) -> None:
         """Count a rollout of a sample with `num_ground_truth` objects, and how it was read.
 
-        `staleness`: updates since the weights that generated it.
+        Args:
+            staleness: updates since the weights that generated it.
+            source: name of the sample's file, where there are several.
         """
         parsed = reading.parsed
         add = self.totals.add
@@ -115,6 +128,10 @@ class StepMetrics:
         add("rollout/num_matched", len(reading.match.pairs))
         add("rollout/num_appended", len(reading.appended))
         add("rollout/num_gating_rejections", reading.match.gating_rejections)
+        if source is not None:
+            add(f"source/num_valid_objects/{source}", len(parsed.objects))
+            add(f"source/num_ground_truth/{source}", num_ground_truth)
+            add(f"source/num_matched/{source}", len(reading.match.pairs))
 
     def add_options(self, target: Target, weights: TextWeights) -> None:
         """Count what options beyond the specification have made of a rollout's target."""

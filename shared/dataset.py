@@ -7,7 +7,8 @@ import json
 import logging
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, overload
@@ -73,12 +74,14 @@ def load_dataset(
     image_size: ImageSize | None = None,
     known_images: Mapping[str, ImageFacts] = MappingProxyType({}),
     require: Callable[[Sample], object] | None = None,
+    source: str | None = None,
 ) -> Dataset:
     """Read a JSONL file of records (decision 31); blank lines mean nothing.
 
     Image paths are relative to the file. A row without an id is called after its file and line.
 
     Args:
+        source: name of the file among several, whose samples are called `source/id`.
         on_bad_row: "error": a bad row stops the load; "skip": it is logged and counted.
         check_images: `require_images` of `load_record`, which the arguments behind it are of too.
         require: raises RecordError for a sample that the run cannot use.
@@ -113,6 +116,9 @@ def load_dataset(
                     field="sample_id",
                     remedy="give every row its own id",
                 )
+            row_id = sample.sample_id
+            if source is not None:
+                sample = replace(sample, sample_id=f"{source}/{row_id}", source=source)
             if require is not None:
                 require(sample)
         except RecordError as error:
@@ -122,7 +128,7 @@ def load_dataset(
             else:
                 skipped.append(note_skipped(located))
             continue
-        line_of[sample.sample_id] = number
+        line_of[row_id] = number
         samples.append(sample)
     bad.raise_if_any()
     return Dataset.of(path, samples, skipped)
@@ -200,15 +206,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class SampleStream(Iterator[int]):
     """Indices 0 .. num_samples - 1 without end; each epoch has every index once.
 
-    With `shuffle` the order of an epoch depends on `seed` and the epoch's number alone.
+    With `shuffle` the order of an epoch depends on `seed`, `number` and the epoch's number alone.
 
     Example: `SampleStream(3, seed=0, shuffle=False).take(4)` is `[0, 1, 2, 0]`.
+
+    Args:
+        number: of the stream, among several of the same seed.
 
     Raises:
         ValueError: the data set is empty, or the seed negative.
     """
 
-    def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, num_samples: int, seed: int, shuffle: bool, number: int = 0) -> None:
         if num_samples < 1:
             raise ValueError("there is no sample to draw from; give a dataset with a row")
         if seed < 0:
@@ -216,6 +225,7 @@ class SampleStream(Iterator[int]):
         self._num_samples = num_samples
         self._seed = seed
         self._shuffle = shuffle
+        self._number = number
         self._epoch = 0
         self._offset = 0
         self._order = self._epoch_order()
@@ -242,5 +252,63 @@ class SampleStream(Iterator[int]):
         """Return the indices of the epoch in order: int64 [num_samples]."""
         if not self._shuffle:
             return np.arange(self._num_samples)
-        generator = np.random.Generator(np.random.PCG64((self._seed, self._epoch)))
+        words = (self._seed, self._epoch, self._number)
+        generator = np.random.Generator(np.random.PCG64(words if self._number else words[:2]))
         return generator.permutation(self._num_samples)
+
+
+class MixedStream(Iterator[tuple[int, int]]):
+    """Places of samples in several data sets without end: the data set's number, and the index.
+
+    As many in a row as all weights together have exactly `weights[i]` of data set i, whose indices
+    are those of its own `SampleStream`. Of the first n, for any n, `n * weights[i] / sum(weights)`
+    are of it, rounded up or down. Of one data set the indices are its stream's.
+
+    Example: `MixedStream([9, 2], [2, 1], seed=0, shuffle=False).take(6)` is `[(0, 0), (0, 1),
+    (1, 0), (0, 2), (0, 3), (1, 1)]`.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[int], seed: int, shuffle: bool
+    ) -> None:
+        self._streams = [
+            SampleStream(size, seed, shuffle, number) for number, size in enumerate(sizes)
+        ]
+        divisor = gcd(*weights)
+        self._block = _block([weight // divisor for weight in weights])
+        self._offset = 0
+
+    def __next__(self) -> tuple[int, int]:
+        number = self._block[self._offset]
+        self._offset = (self._offset + 1) % len(self._block)
+        return number, next(self._streams[number])
+
+    def move_to(self, position: int) -> None:
+        """Go on behind the first `position` places of the stream."""
+        blocks, self._offset = divmod(position, len(self._block))
+        for number, stream in enumerate(self._streams):
+            in_block = self._block[: self._offset].count(number)
+            stream.move_to(blocks * self._block.count(number) + in_block)
+
+    def take(self, n: int) -> list[tuple[int, int]]:
+        """Return the next `n` places."""
+        return [next(self) for _ in range(n)]
+
+
+def _block(weights: Sequence[int]) -> list[int]:
+    """Put each number i `weights[i]` times into an order that is even throughout.
+
+    By the quota method (Balinski and Young, 1975): next is the number whose share is least served,
+    among those that would not exceed their share rounded up.
+    """
+    total = sum(weights)
+    counts = [0] * len(weights)
+    order = []
+    for length in range(1, total + 1):
+        open_numbers = [
+            i for i, weight in enumerate(weights) if counts[i] * total < length * weight
+        ]
+        chosen = min(open_numbers, key=lambda i: (counts[i] + 1) / weights[i])
+        counts[chosen] += 1
+        order.append(chosen)
+    return order

@@ -46,6 +46,8 @@ class Metric:
 
 REWARD_FAMILY = "reward/"
 """Prefix of the names of reward functions, which environments choose."""
+SOURCE_FAMILY = "source/"
+"""Prefix of the figures of each file of `data.train`, where there are several."""
 
 _TABLE = """
 # The objective. Every term is a mean within its segment, then over the segments that the step
@@ -155,6 +157,15 @@ rollout/num_logprob_outliers | sum | Compared tokens that differ by more than
     `rollout_matching.logprob_tolerance`.
 rollout/logprob_outlier_rate | rollout/num_logprob_outliers / rollout/num_compared_tokens | Their
     share of the compared ones.
+# Of each file of `data.train`, where there are several.
+source/num_samples/<source> | sum | Samples of this file among the step's; one counts for each
+    rollout of it.
+source/num_ground_truth/<source> | sum | Ground-truth objects of this file's samples, of channel B.
+source/num_valid_objects/<source> | sum | Valid predicted objects in rollouts of this file's
+    samples.
+source/num_matched/<source> | sum | Matched pairs of this file's samples.
+source/match_rate/<source> | source/num_matched/<source> / source/num_ground_truth/<source> |
+    Matched among the ground truth.
 # Rows.
 packing/num_segments | sum | Segments learned.
 packing/num_rows | sum | Rows: forwards, those of the step's first update.
@@ -249,10 +260,13 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 def metric_of(name: str) -> Metric | None:
     """Look a metric up: in the table, or as one of a family, whose names others choose.
 
-    Reward functions are named by environments, and the terms of an objective by its `term_names`.
+    Reward functions are named by environments, files by the configuration, and the terms of an
+    objective by its `term_names`.
     """
     if name.startswith(REWARD_FAMILY):
         return BY_NAME[f"{REWARD_FAMILY}<function>"]
+    if name.startswith(SOURCE_FAMILY):
+        return BY_NAME.get(f"{name.rpartition('/')[0]}/<source>")
     if name not in BY_NAME and name.startswith("loss/"):
         return Metric(name, Reduction.SUM, "A term of an objective.")
     return BY_NAME.get(name)
@@ -308,16 +322,21 @@ class MetricAccumulator:
         return values
 
     def _metrics(self) -> Iterator[Metric]:
-        """Yield the table, with the rewards in the place of their family, then further terms."""
+        """Yield the table, families with the names that they have here, then further terms."""
         names = sorted(self._totals.keys() - BY_NAME.keys())
+        sources = sorted(
+            {name.rpartition("/")[2] for name in names if name.startswith(SOURCE_FAMILY)}
+        )
         for metric in METRICS:
             if metric.name.startswith(REWARD_FAMILY):
                 rewards = [name for name in names if name.startswith(REWARD_FAMILY)]
                 yield from (replace(metric, name=name) for name in rewards)
+            elif metric.name.startswith(SOURCE_FAMILY):
+                yield from (_of_source(metric, source) for source in sources)
             else:
                 yield metric
         for name in names:
-            if not name.startswith(REWARD_FAMILY):
+            if not name.startswith((REWARD_FAMILY, SOURCE_FAMILY)):
                 yield Metric(name, _reduction_of(name), "")
 
     def _fold(self, name: str, value: float, reduction: Reduction) -> None:
@@ -330,6 +349,15 @@ class MetricAccumulator:
             self._totals[name] = max(self._totals[name], value)
         else:
             self._totals[name] += value
+
+
+def _of_source(metric: Metric, source: str) -> Metric:
+    """Put the name of a file into a metric of the family."""
+    name = metric.name.replace("<source>", source)
+    if metric.ratio_of is None:
+        return replace(metric, name=name)
+    above, below = (part.replace("<source>", source) for part in metric.ratio_of)
+    return replace(metric, name=name, ratio_of=(above, below))
 
 
 def _reduction_of(name: str) -> Reduction:

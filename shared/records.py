@@ -130,6 +130,8 @@ class Sample:
     """Fills `{phrase}` in a template of the run."""
     classes: tuple[str, ...] = ()
     """Fill `{classes}`, joined by commas."""
+    source: str | None = None
+    """Name of its file, of several (`data.train`); in front of `sample_id` too."""
 
     def with_image_data(self) -> Sample:
         """Return the sample with its images' bytes. Raises RecordError as `ImageRef.with_data`."""

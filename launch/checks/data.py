@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rollout_actors.environments.training.runner import count_examples, has_tool
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.derive import has_held_out
+from shared.config.model import DataSource
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
 from shared.model_families import TEXT_MODEL_TYPES, VISION_MODEL_TYPES
@@ -56,10 +58,12 @@ class DataFacts:
     """About the environment; the run starts all the same."""
 
     @classmethod
-    def from_datasets(cls, train: Dataset, val: Dataset | None) -> DataFacts:
-        if val is None:
-            return cls(ImageNeeds.from_datasets(train), train.num_skipped)
-        return cls(ImageNeeds.from_datasets(train, val), train.num_skipped, val.num_skipped)
+    def from_datasets(cls, train: Sequence[Dataset], val: Sequence[Dataset]) -> DataFacts:
+        return cls(
+            ImageNeeds.from_datasets(*train, *val),
+            sum(one.num_skipped for one in train),
+            sum(one.num_skipped for one in val),
+        )
 
     def describe(self) -> list[str]:
         """List an environment's examples and warning, or skipped rows."""
@@ -126,21 +130,26 @@ def _require_checkpoint(config: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
+def load_data(config: RunConfig) -> tuple[list[Dataset], list[Dataset]]:
     """Read training and validation data as the learner will, images too if `data.check_images`.
+
+    Each is a data set for every file, none where there is no validation.
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
         RecordError: bad rows or images of either file, with file and line.
     """
     _require_checkpoint(config)
-    assert config.data.train is not None, "checked with the configuration"
-    datasets: dict[str, Dataset] = {}
+    train: list[Dataset] = []
+    val: list[Dataset] = []
     errors: list[RecordError] = []
-    for key, path in (("data.train", config.data.train), ("data.val", config.data.val)):
-        if path is not None:
+    for datasets, sources in (
+        (train, config.data.sources("train")),
+        (val, config.data.sources("val")),
+    ):
+        for source in sources:
             try:
-                datasets[key] = load_checked(config, key, path)
+                datasets.append(load_checked(config, source))
             except RecordError as error:
                 errors.append(error)
     if errors:
@@ -153,15 +162,17 @@ def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
             line=first.line,
             more=[*first.more, *map(str, others)],
         )
-    return datasets["data.train"], datasets.get("data.val")
+    return train, val
 
 
-def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
-    """Read the file that `key` names, with lines about its progress. Raises as `load_data`."""
+def load_checked(config: RunConfig, source: DataSource) -> Dataset:
+    """Read a file of the configuration, with lines about its progress. Raises as `load_data`."""
+    path = source.path
     if not path.is_file():
         raise ConfigError(
-            f"{key}: there is no file {path}; run `make demo-data` (`make demo-polygons-data` for"
-            f" data=demo_polygons), or set {key} to a JSONL file"
+            f"{source.key}: there is no file {path}; run `make demo-data` (`make"
+            " demo-polygons-data` for data=demo_polygons, `make demo-start` for data=few_digits),"
+            f" or set {source.key} to a JSONL file"
         )
     shown_s = time.monotonic()
     # On a terminal in place of the start's bar, which is drawn anew in the next line.
@@ -174,4 +185,4 @@ def load_checked(config: RunConfig, key: str, path: Path) -> Dataset:
             line = f"data      {done} of {total} images of {path.name} are checked"
             print(f"{in_place_of_bar}{line}", flush=True)
 
-    return load_samples(config, path, show)
+    return load_samples(config, source, show)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.algorithms.rollout_matching import RolloutMatching
+from learner.algorithms.rollout_matching import RolloutMatching, RolloutMatchingStep
 from learner.learner import Learner
 from learner.model.ranks import RankTopology, Rendezvous
 from learner.rollout_logs import samples, trajectories
@@ -17,6 +17,7 @@ from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.metrics import RankReport
+from shared.records import Sample
 from shared.rollouts import FinishReason, Rollout, RolloutRequest
 from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
@@ -86,10 +87,15 @@ def _recorded(
     """Make the answers that the run had to these requests of a step."""
     path = step_path(logs, plan.number)
     algorithm = learner.algorithm
+    step = learner.steps[-1]
     try:
         if isinstance(algorithm, RolloutMatching):
+            assert isinstance(step, RolloutMatchingStep)
             lines = {line["position"]: line for line in samples.read_step(path)}
-            return [_rollout(algorithm, request, lines) for request in requests]
+            drawn = dict(zip(step.share, step.samples, strict=True))
+            return [
+                _rollout(algorithm, request, drawn[request.position], lines) for request in requests
+            ]
         played = {line["position"]: line for line in trajectories.read_step(path)}
         return [_group(request, played, logs) for request in requests]
     except FileNotFoundError as error:
@@ -100,7 +106,10 @@ def _recorded(
 
 
 def _rollout(
-    algorithm: RolloutMatching, request: RolloutRequest, lines: Mapping[int, RolloutRecord]
+    algorithm: RolloutMatching,
+    request: RolloutRequest,
+    sample: Sample,
+    lines: Mapping[int, RolloutRecord],
 ) -> Rollout:
     line = lines.get(request.position)
     entry = None if line is None else line["rollout"]
@@ -108,7 +117,6 @@ def _rollout(
     if line is None or entry is None or (line["sample_id"], entry["seed"]) != asked:
         what = f"rollout of sample {request.sample_id} with seed {request.seed}"
         raise _not_logged(what, request.step, request.position)
-    sample = next(one for one in algorithm.train if one.sample_id == request.sample_id)
     reason = FinishReason(entry["finish_reason"])
     stopped = reason in (FinishReason.STOP, FinishReason.REPETITION)
     return Rollout(

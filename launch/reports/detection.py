@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from launch.reports.coco_ap import MAX_PREDICTIONS, CocoScores, IouType, coco_scores
+from launch.reports.coco_ap import MAX_PREDICTIONS, CocoAP, CocoScores, IouType, coco_scores
 from shared.config import RunConfig
 from shared.grounding.evaluation import (
     DetectionCounts,
@@ -14,6 +14,7 @@ from shared.grounding.evaluation import (
     Evaluation,
     Pair,
     Scene,
+    ThresholdCounts,
     pair_objects,
     summarise,
     worst_scenes,
@@ -47,6 +48,18 @@ class WorstScene:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceFigures:
+    """The figures of the samples of one file of `data.val`, of several."""
+
+    name: str
+    num_samples: int
+    counts: ThresholdCounts
+    """At the report's first threshold."""
+    coco: CocoAP
+    """Of boxes by class."""
+
+
+@dataclass(frozen=True, slots=True)
 class DetectionReport:
     """An evaluation on held-out samples in numbers, with the scenes that it does worst on."""
 
@@ -58,6 +71,8 @@ class DetectionReport:
     coco: CocoScores
     worst: tuple[WorstScene, ...]
     """Lowest F1 first."""
+    sources: tuple[SourceFigures, ...] = ()
+    """One for each file of `data.val`, in their order; none where it is a path."""
 
     @property
     def counts(self) -> DetectionCounts:
@@ -105,6 +120,14 @@ class DetectionReport:
                 f"val/f1{at}": later.any_class.f1,
                 f"val/precision{at}": later.any_class.precision,
                 f"val/recall{at}": later.any_class.recall,
+            }
+        for source in self.sources:
+            values |= {
+                f"val/f1/{source.name}": source.counts.any_class.f1,
+                f"val/precision/{source.name}": source.counts.any_class.precision,
+                f"val/recall/{source.name}": source.counts.any_class.recall,
+                f"val/class_f1/{source.name}": source.counts.same_class.f1,
+                f"val/coco_ap/{source.name}": source.coco.ap,
             }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -181,6 +204,16 @@ class DetectionReport:
                 }
                 for name, counts in self.detection.classes.items()
             ],
+            "sources": [
+                {
+                    "name": source.name,
+                    "num_samples": source.num_samples,
+                    **_ratios(source.counts.any_class),
+                    "class_aware": _ratios(source.counts.same_class),
+                    "coco": asdict(source.coco),
+                }
+                for source in self.sources
+            ],
             "worst_scenes": [
                 {
                     "sample_id": worst.scene.sample.sample_id,
@@ -207,7 +240,16 @@ def make_report(
         )
         worst.append(WorstScene(scene, detection.scene_f1[index], tuple(pairs)))
     coco = coco_scores(evaluation.outcomes)
-    return DetectionReport(subject, evaluation, config, detection, coco, tuple(worst))
+    sources = []
+    for source in config.data.sources("val"):
+        scenes = [one for one in evaluation.outcomes if one.sample.source == source.name]
+        if source.name is not None:
+            counts = summarise(scenes, settings.iou_thresholds[:1]).thresholds[0]
+            boxes = coco_scores(scenes).by_class[IouType.BBOX]
+            sources.append(SourceFigures(source.name, len(scenes), counts, boxes))
+    return DetectionReport(
+        subject, evaluation, config, detection, coco, tuple(worst), tuple(sources)
+    )
 
 
 def _ratios(counts: DetectionCounts) -> Mapping[str, float | int]:
@@ -246,7 +288,8 @@ def report_tables(report: DetectionReport) -> list[Table]:
         ("reason", "entries"),
         [(str(reason), str(count)) for reason, count in report.detection.dropped.items()],
     )
-    tables = [_detection(report), _coco(report), _classes(report), dropped, incomplete]
+    tables = [_detection(report), _coco(report), _sources(report)]
+    tables += [_classes(report), dropped, incomplete]
     return [table for table in tables if table.rows]
 
 
@@ -292,6 +335,23 @@ def _coco(report: DetectionReport) -> Table:
         f" class; {score}."
     )
     return Table("COCO", note, ("", "AP", "AP50", "AP75", "AR"), rows)
+
+
+def _sources(report: DetectionReport) -> Table:
+    rows = []
+    for source in report.sources:
+        any_class = source.counts.any_class
+        figures = _figures(
+            *(any_class.precision, any_class.recall, any_class.f1),
+            *(source.counts.same_class.f1, source.coco.ap),
+        )
+        rows.append((source.name, str(source.num_samples), *figures))
+    note = (
+        f"The samples of each file of data.val, with an IoU of at least {report.iou_threshold:g};"
+        " AP as COCO's, of boxes by class."
+    )
+    head = ("file", "samples", "precision", "recall", "F1", "F1 by class", "AP")
+    return Table("Files", note, head, rows)
 
 
 def _classes(report: DetectionReport) -> Table:

@@ -50,7 +50,7 @@ from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.config.derive import maskiou_gate, policy_gradient
 from shared.config.pipeline import Channel
-from shared.dataset import SampleStream
+from shared.dataset import MixedStream
 from shared.errors import ConfigError, RolloutError
 from shared.grounding.evaluation import Scene
 from shared.grounding.scores import Criterion, f1, num_found
@@ -68,25 +68,31 @@ class RolloutMatching:
         self, config: RunConfig, tokens: LoadedTokens, decode: DecodeSettings, ranks: Ranks
     ) -> None:
         """Read the files of `data`. Raises ConfigError and RecordError for what is wrong there."""
-        assert config.data.train is not None, "checked with the configuration"
         self.config = config
         self.tokens = tokens
         self.decode = decode
         self._ranks = ranks
         self.encoder = PromptEncoder.from_config(config, tokens.processor)
         self.settings = target_settings(config).for_pictures(self.encoder.picture_resize)
-        self.train, _ = require_train_lengths(
-            config, load_samples(config, config.data.train), self.encoder, tokens.codec
-        )
+        self._sources = config.data.sources("train")
+        self.train = [
+            require_train_lengths(
+                config, load_samples(config, source), self.encoder, tokens.codec
+            ).samples
+            for source in self._sources
+        ]
+        """A data set for each file of `data.train`."""
         self.held_out: HeldOut | None = None
-        if config.data.val is not None:
-            held_out = load_samples(config, config.data.val)
+        if held_out := [load_samples(config, source) for source in config.data.sources("val")]:
             self.held_out = HeldOut(config, held_out, tokens)
-        self._stream = SampleStream(
-            len(self.train), seed=config.training.seed, shuffle=config.data.shuffle
+        self._stream = MixedStream(
+            [len(dataset) for dataset in self.train],
+            [source.weight for source in self._sources],
+            seed=config.training.seed,
+            shuffle=config.data.shuffle,
         )
         self.ahead = Ahead()
-        first = self.train[0]
+        first = self.train[0][0]
         # Not drawn: the stream of samples stays the same with and without it.
         self.fixed = Segment(
             0, self.encoder.encode(first), ground_truth_target(first, tokens.codec, self.settings)
@@ -108,8 +114,11 @@ class RolloutMatching:
         size = 1
         if plan.channel is Channel.B:
             size = self.config.stage2_ab.channel_b.rollouts_per_sample
-        indexes = self._stream.take(plan.num_samples // size)
-        drawn = [self.train[indexes[position // size]] for position in share]
+        places = self._stream.take(plan.num_samples // size)
+        drawn = []
+        for position in share:
+            number, index = places[position // size]
+            drawn.append(self.train[number][index])
         # An image is read where it is sent and where it is encoded, and its digest compared. One
         # without a digest (`data.check_images` is off) is read here: both get the same bytes.
         samples = [
@@ -132,7 +141,14 @@ class RolloutMatching:
 
     def fingerprints(self) -> dict[str, str]:
         held_out = () if self.held_out is None else self.held_out.samples
-        return {"data.train": _digest(self.train), "data.val": _digest(held_out)}
+        train = hashlib.sha256()
+        for source, samples in zip(self._sources, self.train, strict=True):
+            _add_samples(train, samples)
+            if source.name is not None:
+                train.update(f"{source.name} x {source.weight}".encode())
+        val = hashlib.sha256()
+        _add_samples(val, held_out)
+        return {"data.train": train.hexdigest(), "data.val": val.hexdigest()}
 
     def require_same(self) -> None:
         """Each rank reads the data from its own node's disk."""
@@ -144,9 +160,10 @@ class RolloutMatching:
         differing = self._ranks.first_difference(numbers)
         if differing is not None:
             key = list(fingerprints)[differing]
-            path = (self.config.data.train, self.config.data.val)[differing]
+            sources = self.config.data.sources("train" if key == "data.train" else "val")
+            files = ", ".join(str(source.path) for source in sources)
             raise ConfigError(
-                f"{key}: the learner ranks read different samples from {path}; make the file and"
+                f"{key}: the learner ranks read different samples from {files}; make the file and"
                 " its images the same on every node"
             )
 
@@ -156,14 +173,12 @@ class RolloutMatching:
             self.log.close()
 
 
-def _digest(samples: Sequence[Sample]) -> str:
-    """Digest everything in the samples but the paths of their images."""
-    digest = hashlib.sha256()
+def _add_samples(digest: hashlib._Hash, samples: Sequence[Sample]) -> None:
+    """Add everything in the samples but the paths of their images."""
     for one in samples:
         images = [image.sha256 for image in one.images]
         content = (one.sample_id, images, one.width, one.height, one.objects)
         digest.update(repr(content).encode())
-    return digest.hexdigest()
 
 
 class _Scored(NamedTuple):
@@ -261,7 +276,11 @@ class RolloutMatchingStep:
             num_objects = len(self.samples[self._num_targets].objects)
             sampled_by = rollout.weight_version
             self.metrics.add_rollout(
-                rollout, target.reading, num_objects, staleness=version - sampled_by
+                rollout,
+                target.reading,
+                num_objects,
+                staleness=version - sampled_by,
+                source=self.samples[self._num_targets].source,
             )
             self.metrics.add_options(target, self._text_weights)
             self._log_next(target, rollout)
@@ -355,9 +374,10 @@ class RolloutMatchingStep:
         )
 
     def _log_next(self, target: Target, rollout: Rollout | None) -> None:
-        """Write the next position's line, and go on to the position after it."""
+        """Count and write the next position's sample, and go on to the position after it."""
         index = self._num_targets
         self._num_targets += 1
+        self.metrics.add_sample(self.samples[index].source)
         if (log := self._algorithm.log) is not None:
             weights_L = self._text_weights.of(target)
             log.write(rollout, self.samples[index], target, weights_L, self.share[index])

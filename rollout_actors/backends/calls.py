@@ -9,6 +9,7 @@ No torch and no vllm here: environments import this module too.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -63,7 +64,7 @@ ASKER: ContextVar[Asker | None] = ContextVar("asker", default=None)
 """The noted rollout that a task belongs to, also through rollouts inside it."""
 
 
-@dataclass(eq=False, frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Call:
     """One request that waits for its rollout."""
 
@@ -71,6 +72,8 @@ class Call:
     answer: asyncio.Future[Rollout]
     asker: Asker | None
     started: StartTime = field(default_factory=StartTime.now)
+    is_counted: bool = False
+    """Whether it is one of its asker's `num_waiting`."""
 
     @property
     def is_given_up(self) -> bool:
@@ -88,6 +91,8 @@ class EngineCalls:
         """`name`: the engine's, for errors."""
         self._name = name
         self._queue: SimpleQueue[Call] = SimpleQueue()
+        # Both threads count the calls that wait.
+        self._lock = threading.Lock()
         self.is_open = False
         """Whether a round is under way, in which calls are answered."""
         self.askers: list[Asker] = []
@@ -118,16 +123,24 @@ class EngineCalls:
             raise RolloutError(message, actor=self._name, phase="generate")
         asker = ASKER.get()
         call = Call(request, asyncio.get_running_loop().create_future(), asker)
-        # In this order: whoever sees its rollout wait finds the call.
-        self._queue.put(call)
-        if asker is not None:
-            asker.num_waiting += 1
+        with self._lock:
+            # In this order: whoever sees its rollout wait finds the call.
+            self._queue.put(call)
+            if asker is not None:
+                asker.num_waiting += 1
+                call.is_counted = True
         try:
             return await call.answer
         except asyncio.CancelledError:
-            if asker is not None and call.is_given_up:
-                asker.num_waiting -= 1
+            self._waits_no_more([call])
             raise
+
+    def _waits_no_more(self, calls: Sequence[Call]) -> None:
+        with self._lock:
+            for call in calls:
+                if call.asker is not None and call.is_counted:
+                    call.asker.num_waiting -= 1
+                    call.is_counted = False
 
     # The engine's side
 
@@ -164,6 +177,9 @@ class EngineCalls:
 
     def answer(self, answers: Sequence[tuple[Call, Rollout | RolloutError]]) -> None:
         """Give these calls their rollouts, or the reasons why they have none."""
+        # Here, not when they are delivered: the next batch waits for what these rollouts ask next.
+        # All at once: when the first of them asks again, the others are at work.
+        self._waits_no_more([call for call, _ in answers])
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Call, Rollout | RolloutError]]] = {}
         for call, answer in answers:
             by_loop.setdefault(call.answer.get_loop(), []).append((call, answer))
@@ -173,12 +189,9 @@ class EngineCalls:
 
     @staticmethod
     def _deliver(answers: Sequence[tuple[Call, Rollout | RolloutError]]) -> None:
-        # All at once: when the first rollout of a batch asks again, the others are at work.
         for call, answer in answers:
             if call.answer.done():
                 continue
-            if call.asker is not None:
-                call.asker.num_waiting -= 1
             if isinstance(answer, RolloutError):
                 call.answer.set_exception(answer)
             else:

@@ -182,7 +182,8 @@ class TeacherSection(Section):
 
 class EnvironmentSection(Section):
     id: Annotated[str, Field(min_length=1, examples=["guess_number"])]
-    """An example environment, an installed one, a module, or the path of a `.py` file."""
+    """An example environment, an installed one, a module, the path of a `.py` file, or one of
+    another library: `gym:NAME`, `openenv:URL`, `verifiers:NAME`."""
     args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments of its `load_environment`."""
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8

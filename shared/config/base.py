@@ -18,6 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+PATH_TAG = "a path"
+LIST_TAG = "a list"
+"""Tags of a key that is either: pydantic puts them into the place of an error."""
+
 Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]
 """A number in [0, 1]."""
 
@@ -94,6 +98,18 @@ def dotted(keys: tuple[str | int, ...]) -> str:
     """Join keys and list indices: `("a", "b", 0, "c")` is `a.b[0].c`."""
     parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return "".join(parts).removeprefix(".")
+
+
+def leaves(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the values that are no mappings, by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = (*prefix, key)
+        if isinstance(value, Mapping):
+            found |= leaves(value, path)
+        else:
+            found[dotted(path)] = value
+    return found
 
 
 def plain(value: Any) -> Any:

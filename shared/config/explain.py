@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from shared.config.base import Problem, Section, dotted
+from shared.config.base import LIST_TAG, PATH_TAG, Problem, Section, dotted
 from shared.config.pipeline import IMPORTED
 from shared.config.retired import moved_under
 
@@ -68,6 +68,8 @@ def locate(root: type[Section], loc: Sequence[str | int]) -> KeyPath:
     for part in loc:
         if isinstance(part, int):
             keys.append(part)
+        elif part in (PATH_TAG, LIST_TAG):
+            continue
         elif len(inside) > 1:
             inside = tuple(section for section in inside if _tag(section) == part)
         else:
@@ -231,7 +233,7 @@ def _convert(at: KeyPath, field: FieldInfo, kind: str, value: object) -> str:
         return f"write {value.lower()} without quotes"
     if isinstance(value, float) and kind in ("int_type", "int_from_float") and value.is_integer():
         return f"write {value:.0f} without a decimal point"
-    if at.sections:
+    if at.sections and kind != "path_type":
         keys = ", ".join(at.sections[0].model_fields)
         if not keys:
             return "write {}, it has no keys"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag
 
-from shared.config.base import ConfigPath, Section
+from shared.config.base import LIST_TAG, PATH_TAG, ConfigPath, Section, refusal
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
@@ -49,15 +51,83 @@ class ModelSection(Section):
     """Train low-rank adapters in place of the weights; null: the weights."""
 
 
+class SourceSection(Section):
+    """One of several files of samples."""
+
+    path: Annotated[ConfigPath, Field(examples=["coco_val.jsonl"])]
+    """JSONL file, image paths relative to it."""
+    name: str | None = None
+    """Its name in metrics and reports, and in front of its samples' ids; null: that of its file."""
+
+    @property
+    def called(self) -> str:
+        return self.path.stem if self.name is None else self.name
+
+
+class WeightedSourceSection(SourceSection):
+    """One of several files of training samples."""
+
+    weight: Annotated[int, Field(ge=1, le=1_000_000, examples=[3])]
+    """Of as many samples in a row as all weights together, so many are of this file, exactly; its
+    rows come in an order and in epochs of their own."""
+
+
+class DataSource(NamedTuple):
+    """A file of samples as it is loaded.
+
+    Example: the second of `data.train: [{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]` is
+    `DataSource("data.train[1].path", Path("b.jsonl"), "b", 1)`.
+    """
+
+    key: str
+    path: Path
+    name: str | None = None
+    """None: it is the only one, and nothing is called after it."""
+    weight: int = 1
+
+
+NAME_PATTERN = r"[\w.-]+"
+_SourceT = TypeVar("_SourceT", bound=SourceSection)
+
+
+def _called_apart(sources: tuple[_SourceT, ...]) -> tuple[_SourceT, ...]:
+    if not sources:
+        raise refusal("has no file", "write [{path: a.jsonl, ...}], or the path alone")
+    names = [source.called for source in sources]
+    for name in names:
+        if not re.fullmatch(NAME_PATTERN, name):
+            wrong = f"'{name}' has characters that a name in metrics must not have"
+            raise refusal(wrong, "give the file a `name` of letters, digits, `_`, `.` and `-`")
+        if names.count(name) > 1:
+            raise refusal(f"several files are called '{name}'", "give each a `name` of its own")
+    return sources
+
+
+def _kind(value: Any) -> str:
+    return PATH_TAG if value is None or isinstance(value, str | Path | int | float) else LIST_TAG
+
+
+_Listed = Annotated[tuple[_SourceT, ...], Field(strict=False), AfterValidator(_called_apart)]
+
+
 class DataSection(Section):
     """The JSONL files, and how their rows become samples (decision 31)."""
 
-    train: ConfigPath | None = None
-    """JSONL file of training samples, image paths relative to it; required, but under
-    `trajectory_pg`, which has none.
+    train: Annotated[
+        Annotated[ConfigPath | None, Tag(PATH_TAG)]
+        | Annotated[_Listed[WeightedSourceSection], Tag(LIST_TAG)],
+        Discriminator(_kind),
+    ] = None
+    """JSONL file of training samples, image paths relative to it, or several, `[{path: a.jsonl,
+    weight: 3}, {path: b.jsonl, weight: 1}]`; required, but under `trajectory_pg`, which has none.
     """
-    val: ConfigPath | None = None
-    """JSONL file of held-out samples; null: no validation."""
+    val: Annotated[
+        Annotated[ConfigPath | None, Tag(PATH_TAG)]
+        | Annotated[_Listed[SourceSection], Tag(LIST_TAG)],
+        Discriminator(_kind),
+    ] = None
+    """JSONL file of held-out samples, or several, `[{path: a.jsonl}, {path: b.jsonl}]`; null: no
+    validation."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A bad row stops the start (`error`), or is counted and logged (`skip`)."""
     sort_objects: bool = True
@@ -65,11 +135,12 @@ class DataSection(Section):
     check_images: bool = True
     """Decode every image before the start; false: a bad image is found when its sample is used.
     What took more than a second is kept in `~/.cache/rollmatch` for files that stay the same."""
-    answer_format: Literal["coord_tokens", "qwen3_vl", "qwen2_5_vl"] = "coord_tokens"
+    answer_format: Literal["coord_tokens", "qwen3_vl", "qwen2_5_vl", "rex_omni"] = "coord_tokens"
     """Text of an answer. coord_tokens: `{"object_1": {"desc": ..., "bbox_2d": ["<|coord_5|>",
     ...]}}`; qwen3_vl: `[{"bbox_2d": [5, ...], "label": ...}]`, thousandths of the picture in
-    digits, as a stock Qwen3-VL writes them; qwen2_5_vl: the same in pixels of the resized picture.
-    Records are the same for all."""
+    digits, as a stock Qwen3-VL writes them; qwen2_5_vl: the same in pixels of the resized picture;
+    rex_omni: Rex-Omni's phrases with boxes of its tokens `<0>` to `<999>`. Records are the same for
+    all."""
     shuffle: bool = True
     """Visit the samples of every epoch in a seeded random order; false: in the file's order."""
     system_prompt: str | None = None
@@ -77,8 +148,26 @@ class DataSection(Section):
     user_prompt: Annotated[str, Field(min_length=1)] = DEFAULT_USER_PROMPT
     """Text of the user message, after its images. A row's own `prompt` comes before it; `{phrase}`
     and `{classes}` are what the row has under these names. The default asks for one JSON object,
-    and under `answer_format: qwen3_vl` and `qwen2_5_vl` for a JSON list."""
+    under `answer_format: qwen3_vl` and `qwen2_5_vl` for a JSON list, and under `rex_omni` for boxes
+    in Rex-Omni's words."""
     prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     """Several in place of `user_prompt`: `training.seed` and its id draw that of a sample."""
     max_val_samples: PositiveInt | None = None
-    """Evaluate on the first this many rows of `val`; null: on all."""
+    """Evaluate on the first this many rows of `val`, of each file of several; null: on all."""
+
+    def sources(self, key: Literal["train", "val"]) -> tuple[DataSource, ...]:
+        """Return the files of `train` or `val`, one where it is a path, none where it is null."""
+        value = self.train if key == "train" else self.val
+        if value is None:
+            return ()
+        if isinstance(value, Path):
+            return (DataSource(f"data.{key}", value),)
+        return tuple(
+            DataSource(
+                f"data.{key}[{index}].path",
+                one.path,
+                one.called,
+                one.weight if isinstance(one, WeightedSourceSection) else 1,
+            )
+            for index, one in enumerate(value)
+        )

@@ -35,7 +35,7 @@ class OneSample:
     """Learns the first sample of `data.train`, as often as the step has samples."""
 
     def __init__(self, config, tokens, decode, ranks):
-        sample = load_samples(config, config.data.train)[0]
+        sample = load_samples(config, *config.data.sources("train"))[0]
         prompt = PromptEncoder.from_config(config, tokens.processor).encode(sample)
         target = ground_truth_target(sample, tokens.codec, target_settings(config))
         self.fixed = Segment(0, prompt, target)

@@ -50,6 +50,7 @@ CHOICES = {
     "rollout_matching.vllm.mode",
     "rollout_matching.vllm.server.kind",
     "stage2_ab.channel_b.enable_pipeline",
+    "stage2_ab.schedule.warmup_steps",
 }
 
 
@@ -142,16 +143,20 @@ def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16():
 
 
 @pytest.mark.slow
-def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps():
-    main = loaded(MAIN)
-    control = loaded("+experiment=control_channel_a")
-    assert control.training.max_steps > main.training.max_steps
+def test_the_control_goes_on_from_the_demos_start_as_the_demo_does_but_without_rollouts():
+    demo = loaded("+experiment=demo")
+    control = loaded("+experiment=control")
+    assert batch_algebra(demo).b_steps == demo.training.max_steps // 2
     assert batch_algebra(control).b_steps == 0
-    expected = main.model_dump()
-    expected["stage2_ab"]["schedule"]["b_ratio"] = 0.0
-    expected["training"]["max_steps"] = control.training.max_steps
-    expected["telemetry"]["run_dir"] = control.telemetry.run_dir
-    assert control.model_dump() == expected
+    assert control.training.max_steps > demo.training.max_steps
+    assert (control.model, control.data, control.custom.object_field_order) == (
+        demo.model,
+        demo.data,
+        demo.custom.object_field_order,
+    )
+    assert control.rollout_matching.pipeline == demo.rollout_matching.pipeline
+    learned = demo.training.model_dump() | {"max_steps": control.training.max_steps}
+    assert control.training.model_dump() == learned
 
 
 @pytest.mark.slow

@@ -340,7 +340,7 @@ def test_real_engines_give_the_same_report_to_a_learner_and_to_the_command_on_an
     finally:
         learner.close()
     alone = LocalHeldOut(
-        HeldOut(config, load_samples(config, config.data.val), load_tokens(config)),
+        HeldOut(config, [load_samples(config, *config.data.sources("val"))], load_tokens(config)),
         config.timeouts,
     )
     by_the_command = evaluate(

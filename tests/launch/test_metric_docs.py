@@ -3,6 +3,7 @@ its test in tests/shared/test_metrics.py).
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from config_support import configuration
@@ -34,6 +35,14 @@ def test_every_figure_of_a_report_on_samples_is_documented_and_nothing_else(tmp_
     names = documented("Of samples")
     assert names == [name for name in report.metrics() if "@" not in name]
     assert report.metrics()[names[0]] == report.headline.value
+    files = [{"path": "coco.jsonl"}]
+    found = replace(found, sample=replace(found.sample, source="coco"))
+    config = configuration(tmp_path, tmp_path, tmp_path, data__val=files)
+    report = make_report(Evaluation(1, 1, (found,), wall_s=1.0), config, subject="x")
+    of_file = [name for name in report.metrics() if name.endswith("/coco")]
+    page = DOCS.read_text()
+    assert of_file
+    assert all(f"`{name.removesuffix('coco')}<source>`" in page for name in of_file)
 
 
 def test_every_figure_of_a_report_on_an_environment_is_documented_and_nothing_else():

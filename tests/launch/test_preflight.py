@@ -27,6 +27,7 @@ from launch.checks.servers import (
     port_problems,
     teacher_problems,
 )
+from launch.loggers import sink
 from launch.preflight import preflight
 from launch.runtime.placement import Resources
 from learner.samples import load_samples
@@ -65,9 +66,9 @@ def keys(problems):
 def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config, monkeypatch):
     read = []
 
-    def load(config, path, report):
-        read.append(path)
-        return load_samples(config, path, report)
+    def load(config, source, report):
+        read.append(source.path)
+        return load_samples(config, source, report)
 
     monkeypatch.setattr("launch.checks.data.load_samples", load)
     run = config()
@@ -125,8 +126,9 @@ def test_a_checkpoint_that_is_missing_is_one_problem_with_the_commands_that_make
     (problem,) = preflight(run or config(model__path=str(missing)), **CPU_NODE).problems
     assert problem == (
         f"model.path: {missing} holds no checkpoint (no config.json); run `make demo-data` (it makes"
-        " outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set model.path to a folder"
-        " that save_pretrained wrote"
+        " outputs/demo/model), `make demo-lm` (outputs/demo/lm) or `make demo-start`"
+        " (outputs/demo/crowded_model and start), or set model.path to a folder that"
+        " save_pretrained wrote"
     )
 
 
@@ -343,6 +345,17 @@ def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
 
 def test_the_installed_packages_are_those_that_were_run_together(config):
     assert list(version_problems(config())) == []
+
+
+def test_a_logger_without_its_package_is_a_problem(tmp_path, monkeypatch):
+    def nothing_is(name: str) -> str:
+        raise sink.PackageNotFoundError(name)
+
+    monkeypatch.setattr(sink, "version", nothing_is)
+    folders = (tmp_path / "model", tmp_path / "data", tmp_path / "run")
+    found = preflight(configuration(*folders, telemetry__loggers=["jsonl", "wandb"]), **CPU_NODE)
+    missing = "telemetry.loggers: wandb is not installed; run `pip install 'rollmatch[wandb]'`"
+    assert any(problem.startswith(missing) for problem in found.problems)
 
 
 @pytest.mark.slow

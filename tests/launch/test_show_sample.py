@@ -59,7 +59,7 @@ class Run:
         (folder / "config.json").write_text(self.config.model_dump_json(indent=2))
         self.codec = HFTokenCodec(AutoTokenizer.from_pretrained(checkpoint))
         self.rules = target_settings(self.config)
-        self.samples = load_samples(self.config, self.config.data.train)
+        self.samples = load_samples(self.config, *self.config.data.sources("train"))
         self.scene = next(sample for sample in self.samples if len(sample.objects) == 4)
 
     def write(self, *texts, step=STEP, spoil=None):

@@ -44,7 +44,9 @@ def config_of(stock, data, *overrides):
 def test_answers_of_a_stock_model_have_the_figures_of_any_other(stock, demo_data, tmp_path):
     config = config_of(stock, demo_data, *SIZES, f"telemetry.run_dir={tmp_path}")
     assert config.model.dtype == "float32"  # the checkpoint's own
-    held_out = HeldOut(config, load_samples(config, config.data.val), load_tokens(config))
+    held_out = HeldOut(
+        config, [load_samples(config, *config.data.sources("val"))], load_tokens(config)
+    )
     requests = held_out.requests(0)
     prompt = held_out.codec.encode(LIST_USER_PROMPT)
     asked = requests[0].prompt_token_ids

@@ -49,7 +49,7 @@ def held_out(demo_checkpoint, demo_data, tmp_path, tokens):
     def make(**changes):
         changes = {"global_max_length": 512} | changes
         config = configuration(demo_checkpoint, demo_data, tmp_path, **changes)
-        return HeldOut(config, load_samples(config, config.data.val), tokens)
+        return HeldOut(config, [load_samples(config, *config.data.sources("val"))], tokens)
 
     return make
 

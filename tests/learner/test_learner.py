@@ -142,6 +142,43 @@ def test_two_learners_draw_the_same_samples_in_the_same_order(config):
     assert drawn[0] == drawn[1]
 
 
+def test_several_files_are_learned_by_their_weights_with_figures_for_each(config, demo_data):
+    files = [
+        {"path": str(demo_data / "train.jsonl"), "weight": 3},
+        {"path": str(demo_data / "val.jsonl"), "weight": 1, "name": "other"},
+    ]
+    settings = config(data__train=files)
+    schedule = RunSchedule(settings)
+    learner = make_learner(settings)
+    learner.next_requests(schedule.plan(0))
+    first = finish_step(learner).metrics
+    counts = {name: value for name, value in first.items() if name.startswith("source/")}
+    assert counts == {"source/num_samples/other": 3, "source/num_samples/train": 9}
+    learner.publisher.version = 1
+    rollouts = half_right(learner, schedule.plan(1))
+    learner.accumulate([replace(rollout, weight_version=1) for rollout in rollouts])
+    second = finish_step(learner).metrics
+    for figure in ("num_matched", "num_ground_truth", "num_valid_objects"):
+        parts = [second[f"source/{figure}/{name}"] for name in ("train", "other")]
+        assert sum(parts) == second[f"rollout/{figure}"] > 0
+    rate = second["source/num_matched/other"] / second["source/num_ground_truth/other"]
+    assert second["source/match_rate/other"] == rate
+    names = [rollout.sample_id.partition("/")[0] for rollout in rollouts]
+    assert (names.count("train"), names.count("other")) == (9, 3)
+    files[0]["weight"] = 2
+    others = make_learner(config(data__train=files)).algorithm.fingerprints()
+    assert others["data.train"] != learner.algorithm.fingerprints()["data.train"]
+
+
+def test_one_file_in_a_list_is_learned_as_its_path_alone(config, demo_data):
+    files = [{"path": str(demo_data / "train.jsonl"), "weight": 5}]
+    plain, weights = channel_b_step(config(), [range(12)])
+    listed, other = channel_b_step(config(data__train=files), [range(12)])
+    assert same(weights, other)
+    assert plain.metrics["loss/total"] == listed.metrics["loss/total"]
+    assert not any(name.startswith("source/") for name in plain.metrics)
+
+
 def test_a_rollout_of_other_weights_or_another_prompt_ends_the_run(config):
     learner = make_learner(config())
     rollout, *_ = half_right(learner, RunSchedule(config()).plan(1))

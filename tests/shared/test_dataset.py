@@ -6,13 +6,15 @@ import logging
 import os
 import pickle
 import subprocess
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from shared.dataset import Dataset, SampleStream, load_dataset
+from shared.dataset import Dataset, MixedStream, SampleStream, load_dataset
 from shared.errors import RecordError
 from shared.records import GeometryKind
 
@@ -212,3 +214,50 @@ def test_without_shuffling_the_order_is_the_files_without_end() -> None:
 def test_a_stream_needs_samples_and_a_seed(num_samples: int, seed: int) -> None:
     with pytest.raises(ValueError):
         SampleStream(num_samples, seed, shuffle=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_several_files_are_drawn_by_their_weights_exactly_wherever_one_stops(seed: int) -> None:
+    random = Random(seed)
+    weights = [random.randrange(1, 30) for _ in range(random.randrange(1, 6))]
+    total = sum(weights)
+    stream = MixedStream([7] * len(weights), weights, seed=5, shuffle=True)
+    drawn: Counter[int] = Counter()
+    for length in range(1, 2 * total + 1):
+        drawn[next(stream)[0]] += 1
+        for number, weight in enumerate(weights):
+            # Its share, rounded down or up.
+            assert length * weight // total <= drawn[number] <= -(-length * weight // total)
+    assert drawn == {number: 2 * weight for number, weight in enumerate(weights)}
+
+
+def test_each_file_has_an_order_and_epochs_of_its_own_and_one_alone_that_of_a_run_without_weights():
+    stream = MixedStream([6, 6, 3], [4, 2, 2], seed=5, shuffle=True)
+    drawn = stream.take(96)
+    indexes = [[index for number, index in drawn if number == one] for one in range(3)]
+    for of_file, size in zip(indexes, (6, 6, 3), strict=True):
+        epochs = [of_file[start : start + size] for start in range(0, len(of_file), size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert indexes[0][:24] != indexes[1][:24], "files of one size have different orders"
+    assert indexes[0] == SampleStream(6, seed=5, shuffle=True).take(48)
+    alone = MixedStream([6], [9], seed=5, shuffle=True).take(48)
+    assert alone == [(0, index) for index in indexes[0]]
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, 8, 50])
+def test_draws_from_several_files_go_on_behind_any_position(position: int) -> None:
+    whole = MixedStream([5, 3, 2], [3, 2, 4], seed=7, shuffle=True).take(90)
+    stream = MixedStream([5, 3, 2], [3, 2, 4], seed=7, shuffle=True)
+    stream.take(11)
+    stream.move_to(position)
+    assert stream.take(40) == whole[position : position + 40]
+
+
+def test_samples_of_one_file_of_several_are_called_after_it(write) -> None:
+    path = write(row(), row(id="x"))
+    dataset = load(path, source="coco")
+    assert ids(dataset) == ["coco/train:1", "coco/x"]
+    assert {sample.source for sample in dataset} == {"coco"}
+    assert load(path)[1].source is None
+    twice = refusal(write(row(id="x"), row(id="x")), source="coco")
+    assert "'x' is also on line 1" in str(twice)

@@ -23,7 +23,7 @@ from shared.metrics import (
 from shared.run_files import Span
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-FAMILIES = "loss policy coord_diag rollout reward packing optim sync time"
+FAMILIES = "loss policy coord_diag rollout reward source packing optim sync time"
 
 
 def test_the_documentation_shows_the_table():
@@ -135,6 +135,8 @@ def test_a_reward_functions_numbers_have_its_name_behind_the_familys_in_its_plac
         ("rollout/reward", BY_NAME["rollout/reward"]),
         ("rollout/num_typo", None),
         ("rewards/correct", None),
+        ("source/num_samples/coco", BY_NAME["source/num_samples/<source>"]),
+        ("source/num_typo/coco", None),
     ],
 )
 def test_the_table_says_what_a_metric_is_whatever_the_reward_functions_are_called(name, metric):

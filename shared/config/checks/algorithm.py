@@ -202,21 +202,33 @@ def geometry_is_learned(run: RunConfig) -> Iterator[Problem]:
 
 
 def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
-    """Digits have no distribution over bins, which the terms of coord slots are functions of."""
+    """A format other than our own lacks what some keys are about.
+
+    Digits have no distribution over bins, which the terms of coord slots are functions of.
+    """
     name = run.data.answer_format
-    if run.algorithm.uses_environment or run.answer_format.has_coord_tokens:
+    if run.algorithm.uses_environment or name == "coord_tokens":
         return
     pipeline = run.rollout_matching.pipeline
+    has_slots = bool(run.answer_format.coord_tokens)
     for path, entries in ((_OBJECTIVE, pipeline.objective), (_DIAGNOSTICS, pipeline.diagnostics)):
         for index, entry in enumerate(entries):
             is_of_slots = isinstance(entry, (CoordRegEntry, BboxGeoEntry, CoordDiagEntry))
-            if entry.enabled and is_of_slots:
+            if entry.enabled and is_of_slots and not has_slots:
                 yield Problem(
                     f"{path}[{index}].name",
                     f"'{entry.name}' reads one token for each coordinate, and data.answer_format"
                     f" {name} writes them in digits",
                     "remove the entry: token_ce teaches digits; or set data.answer_format:"
                     " coord_tokens",
+                )
+            corrects = isinstance(entry, TokenCEEntry) and entry.config.matched_desc_weight > 0
+            if entry.enabled and corrects and not run.answer_format.names_each_object:
+                yield Problem(
+                    f"{path}[{index}].config.matched_desc_weight",
+                    f"in data.answer_format {name} one phrase names several boxes, whose ground"
+                    " truths may have several names",
+                    "set it to 0, or set data.answer_format: coord_tokens",
                 )
     if run.geometry - run.answer_format.geometry:
         yield Problem(

@@ -166,7 +166,7 @@ def test_bad_images_and_rows_are_skipped_and_counted_when_told_to(tmp_path, mode
     assert facts.describe() == [
         "data      skipped 4 bad rows of data.train and 1 of data.val (data.on_bad_row: skip)"
     ]
-    loaded = [sample.sample_id for sample in load_samples(config, config.data.train)]
+    loaded = [sample.sample_id for sample in load_samples(config, *config.data.sources("train"))]
     assert loaded[:6] == [f"train:{line}" for line in (1, 2, 3, 5, 7, 9)]
 
 

@@ -65,6 +65,27 @@ def test_the_first_threshold_has_the_plain_names_and_later_ones_their_own():
     assert metrics["val/f1"] >= metrics["val/f1@0.5"] >= metrics["val/f1@0.85"]
 
 
+def test_each_file_of_several_has_the_figures_of_its_own_samples():
+    scenes = []
+    for number, one in enumerate(random_scenes(20)):
+        name = "coco" if number % 3 else "refs"
+        scenes.append(replace(one, sample=replace(one.sample, source=name)))
+    files = [{"path": "refs.jsonl"}, {"path": "val.jsonl", "name": "coco"}]
+    report = report_on(scenes, data__val=files)
+    metrics = report.metrics()
+    assert [one["name"] for one in report.as_json()["sources"]] == ["refs", "coco"]
+    for name, written in zip(("refs", "coco"), report.as_json()["sources"], strict=True):
+        alone = report_on([scene for scene in scenes if scene.sample.source == name])
+        expected = alone.metrics()
+        for figure in ("f1", "precision", "recall", "class_f1", "coco_ap"):
+            assert metrics[f"val/{figure}/{name}"] == expected[f"val/{figure}"]
+        assert written["num_samples"] == len(alone.evaluation.outcomes)
+        assert written["coco"]["ap50"] == expected["val/coco_ap50"]
+    (table,) = (table for table in report_tables(report) if table.title == "Files")
+    assert [row[:2] for row in table.rows] == [("refs", "7"), ("coco", "13")]
+    assert report_on(scenes).as_json()["sources"] == []
+
+
 def test_numbers_that_do_not_exist_are_absent_from_the_metrics_and_null_in_the_report():
     report = report_on([scene(0, [], [guess(0, 0, 9, 9)])])
     assert "val/coco_ap" not in report.metrics()

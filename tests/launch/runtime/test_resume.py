@@ -92,6 +92,11 @@ def config_of(demo_checkpoint, demo_data, demo_lm):
                 **keys | changes,
             )
         data = changes.pop("samples", demo_data)
+        if case == "staleness":  # and its samples are of two files
+            files = [("train.jsonl", 2), ("val.jsonl", 1)]
+            changes["data__train"] = [
+                {"path": str(data / name), "weight": weight} for name, weight in files
+            ]
         return configuration(
             demo_checkpoint, data, folder, **GROUNDING | CASES.get(case, {}) | changes
         )

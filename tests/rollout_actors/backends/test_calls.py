@@ -112,6 +112,21 @@ def test_of_a_batch_that_was_answered_all_rollouts_are_waited_for_again() -> Non
     played(play())
 
 
+def test_a_rollout_whose_answer_is_not_read_yet_is_waited_for() -> None:
+    """The engine's thread may look for the next batch before the event loop has run."""
+
+    async def play() -> None:
+        round_ = Round(2)
+        asked = [round_.ask(position) for position in range(2)]
+        first, second = await round_.batch()
+        round_.answer([first])
+        assert [one.is_at_work for one in round_.askers] == [True, False]
+        round_.answer([second])
+        await asyncio.gather(*asked)
+
+    played(play())
+
+
 def test_a_rollout_with_two_calls_at_once_is_at_work_when_both_have_their_answers() -> None:
     async def play() -> None:
         round_ = Round(1)
