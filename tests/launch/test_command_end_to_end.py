@@ -81,7 +81,10 @@ def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(undist
     events = json.loads((folder / "timeline.json").read_text())
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks == {"driver", "learner", *plans[1]["engines"]}
-    closing = r"demo: val F1@0\.5 warm-up \d\.\d\d -> final \d\.\d\d \(B steps: 3, wall: \d+ s\)"
+    closing = (
+        r"demo: val F1@0\.5 warm-up \d\.\d\d -> final \d\.\d\d, with names \d\.\d\d -> \d\.\d\d"
+        r" \(B steps: 3, wall: \d+ s\)"
+    )
     assert re.fullmatch(closing, run.output.strip().splitlines()[-1])
     logged = EventAccumulator(str(folder / "loggers" / "tensorboard"), {})
     logged.Reload()
