@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             counts=counts,
             fewest=options.fewest,
             most=options.most,
+            phrases=options.phrases,
         )
         made = ", ".join(f"{number} {split}" for split, number in counts.items())
         result = f"crowded scenes ({made})"
@@ -116,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     for option, number in (("--fewest", MIN_DIGITS), ("--most", MAX_DIGITS)):
         crowded.add_argument(option, type=int, default=number, help="digits; default: %(default)s")
+    crowded.add_argument(
+        "--phrases",
+        action="store_true",
+        help='each row asks for the digits of one name, as `data.prompts=["Find every {phrase}."]`',
+    )
     geometries = list(DemoGeometry)
     data.add_argument(
         "--geometry",

@@ -134,10 +134,12 @@ def make_crowded_data(
     counts: Mapping[str, int],
     fewest: int = MIN_DIGITS,
     most: int = MAX_DIGITS,
+    phrases: bool = False,
 ) -> bool:
     """Write `counts` scenes of each split into the folder `out`, as `make_once` does.
 
-    `fewest`, `most`: digits of a scene.
+    `fewest`, `most`: digits of a scene. `phrases`: each row has a `phrase`, one of the names in its
+    scene, and its objects are the digits of that name alone. The scenes are the same.
     """
 
     def make(folder: Path) -> None:
@@ -145,14 +147,22 @@ def make_crowded_data(
         for number, split in enumerate(SPLITS):
             rng = np.random.default_rng([seed, number])
             of_split = scenes(digits[SPLITS[split]], rng, fewest=fewest, most=most)
-            _write_split(folder, split, islice(of_split, counts[split]))
+            phrase_rng = np.random.default_rng([seed, number, 1]) if phrases else None
+            _write_split(folder, split, islice(of_split, counts[split]), phrase_rng)
 
     settings: dict[str, str | int] = {"scenes": "crowded", "seed": seed, **counts}
     settings |= {"fewest": fewest, "most": most}
+    if phrases:
+        settings["rows"] = "phrases"
     return make_once(out, settings, make)
 
 
-def _write_split(folder: Path, split: str, of_split: Iterable[Sequence[Placed]]) -> None:
+def _write_split(
+    folder: Path,
+    split: str,
+    of_split: Iterable[Sequence[Placed]],
+    phrase_rng: np.random.Generator | None,
+) -> None:
     (folder / split).mkdir()
     with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as lines:
         for number, scene in enumerate(of_split):
@@ -162,4 +172,7 @@ def _write_split(folder: Path, split: str, of_split: Iterable[Sequence[Placed]])
                 {"bbox_2d": placed.bins(), "desc": placed.name} for placed in scene if placed.name
             ]
             record = {"images": [image], "width": CANVAS, "height": CANVAS, "objects": objects}
+            if phrase_rng is not None:
+                record["phrase"] = objects[int(phrase_rng.integers(len(objects)))]["desc"]
+                record["objects"] = [one for one in objects if one["desc"] == record["phrase"]]
             lines.write(json.dumps(record) + "\n")

@@ -97,6 +97,19 @@ def test_scenes_may_have_fewer_digits(tmp_path):
         main(["crowded", "--out", str(tmp_path / "none"), "--fewest", "4", "--most", "3"])
 
 
+def test_a_row_may_ask_for_the_digits_of_one_name_in_the_same_scene(data, tmp_path):
+    out = tmp_path / "asked"
+    main(["crowded", "--out", str(out), "--phrases", "--train", "20", "--val", "6", "--test", "6"])
+    all_of = [json.loads(line) for line in (data / "train.jsonl").open()]
+    asked = [json.loads(line) for line in (out / "train.jsonl").open()]
+    for row, whole in zip(asked, all_of, strict=True):
+        (image,) = row["images"]
+        assert (out / image).read_bytes() == (data / image).read_bytes()
+        of_name = [one for one in whole["objects"] if one["desc"] == row["phrase"]]
+        assert row["objects"] == of_name != []
+    assert len({row["phrase"] for row in asked}) > 3
+
+
 def test_a_scene_without_room_for_its_digits_is_begun_again():
     digits = load_all_digits()
     for seed in range(10):
