@@ -23,13 +23,14 @@ from launch.cli import explained, read_arguments
 from launch.runtime.saved_run import load_run
 from launch.sample_pages.detection import Canvas, SamplePage
 from launch.sample_pages.rollout import RolloutPage, advantages
-from learner.image_files import image_size
+from learner.data.augment import Augmentation
+from learner.data.image_files import image_size
+from learner.data.samples import load_samples
 from learner.rollout_logs import samples as rollout_log
 from learner.rollout_logs import trajectories as trajectory_log
 from learner.rollout_logs.samples import RolloutRecord
 from learner.rollout_logs.trajectories import TrajectoryRecord
 from learner.rollout_logs.writer import step_path
-from learner.samples import load_samples
 from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.config.derive import maskiou_gate
@@ -147,10 +148,21 @@ def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
     for source in config.data.sources("train"):
         for sample in load_samples(unchecked, source):
             if sample.sample_id == line["sample_id"]:
-                return sample.with_image_data()
+                return _as_shown(config, sample, line)
     raise ConfigError(
         f"data.train: {_train_files(config)} has no sample {line['sample_id']!r} any more; restore"
         " what the run learned from"
+    )
+
+
+def _as_shown(config: RunConfig, sample: Sample, line: RolloutRecord) -> Sample:
+    """Return the sample with its images' bytes, changed as it was in the run."""
+    if "augmentation" not in line:
+        return sample.with_image_data()
+    assert config.data.augment is not None, "the run's own configuration"
+    augmentation = Augmentation(**line["augmentation"])
+    return augmentation.applied(
+        sample, augmentation.objects(sample, config.data.augment.min_visible)
     )
 
 

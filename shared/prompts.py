@@ -21,6 +21,7 @@ DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON ob
 """Neutral and short: its tokens are paid in every prompt."""
 LIST_USER_PROMPT = "Locate every object in the image. Report bbox coordinates and labels in JSON."
 """In the words that Qwen's models were asked in."""
+_BLANK = re.compile(r"\{(phrase|classes)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class Prompts:
         data = config.data
         templates = data.prompts or (config.user_prompt,)
         return cls(templates, data.system_prompt, config.training.seed)
+
+    @property
+    def have_blanks(self) -> bool:
+        """Whether a template asks for something that a row must have."""
+        return any(_BLANK.search(template) for template in self.templates)
 
     def texts(self, sample: Sample) -> tuple[str | None, str]:
         """Return the sample's system message, if it has one, and its user message.
@@ -64,7 +70,7 @@ class Prompts:
             return value
 
         # In one pass: what a row has is no template, whatever it looks like.
-        return system, re.sub(r"\{(phrase|classes)\}", value_of, user)
+        return system, _BLANK.sub(value_of, user)
 
 
 def detection_messages(

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from launch.checks.environment import EnvironmentKeys, environment_errors, loaded_environment
+from learner.data.samples import load_samples
 from learner.model.checkpoint_folder import checkpoint_problems
-from learner.samples import load_samples
 from rollout_actors.engine.settings import model_type
 from rollout_actors.environments.chat.tools import has_own_parser, shows_tools
 from rollout_actors.environments.training.runner import count_examples, has_tools, require_no_tools
@@ -38,10 +40,10 @@ class ImageNeeds:
 
     @classmethod
     def from_datasets(cls, *datasets: Dataset) -> ImageNeeds:
-        samples = [sample for dataset in datasets for sample in dataset]
+        tables = [dataset.table for dataset in datasets]
         return cls(
-            max(len(sample.images) for sample in samples),
-            max(sample.width * sample.height for sample in samples),
+            max(int(np.diff(table.images_N1).max()) for table in tables),
+            max(int(table.sizes_N2.prod(axis=1, dtype=np.int64).max()) for table in tables),
         )
 
 
