@@ -7,6 +7,9 @@ MODEL := outputs/demo/model
 LM := outputs/demo/lm
 TOOLS_LM := outputs/demo/lm_tools
 STAGE1 := outputs/demo/stage1_polygons
+FEW_DIGITS := outputs/demo/few_digits
+CROWDED_MODEL := outputs/demo/crowded_model
+START := outputs/demo/start
 
 # The stages of the tests (docs/testing.md). Unit tests wait for programs and servers for a quarter of their time: one worker and a half a core.
 STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
@@ -22,26 +25,31 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules, which Python then need not compile each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-data demo-polygons-data demo-lm control aligned check test test-engines test-all lint clean
+.PHONY: help setup foreign demo demo-data demo-start demo-polygons-data demo-lm control aligned check test test-engines test-all lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup         .venv with everything (does nothing where it is done; all others but clean begin with it)"
-	@echo "make demo          make the demo's data and model, run the main job"
-	@echo "make control       the same wall time on channel A alone, from the same random model"
+	@echo "make foreign       interpreters with openenv and verifiers in .venv/foreign, for the tests of their environments (skipped without)"
+	@echo "make demo          a model learns digits by supervision, then on its own rollouts, and a picture shows both"
+	@echo "make control       the same from the same start and in the same time, by supervision alone"
 	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make lint          format, ruff and types"
 	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and what takes long by itself"
 	@echo "make test          lint, unit tests, then the tests that share Ray clusters and engines"
 	@echo "make test-engines  the tests that need servers, commands or engines of their own"
 	@echo "make test-all      both, as CI"
-	@echo "make demo-data     the demo's data and model in outputs/demo (kept where they are there)"
+	@echo "make demo-start    what the demo starts from, in outputs/demo/start (kept where it is there)"
+	@echo "make demo-data     scenes of digits and a random model in outputs/demo (kept where they are there)"
 	@echo "make demo-polygons-data  the same scenes, odd digits as outlines"
 	@echo "make demo-lm       the language models for environments in outputs/demo/lm and lm_tools (kept where they are there)"
 	@echo "make clean         remove .venv and caches; outputs stay"
 
 setup:
 	@scripts/setup.sh
+
+foreign: setup
+	@scripts/foreign.sh
 
 # Both folders appear when they are complete, so whether they are there decides.
 $(DATA): | setup
@@ -65,13 +73,35 @@ $(TOOLS_LM): | setup
 
 demo-lm: $(LM) $(TOOLS_LM)
 
-demo: demo-data
-	@$(PYTHON) -m launch.train +experiment=stage2_3v1 telemetry.name=demo
+$(FEW_DIGITS): | setup
+	@$(PYTHON) -m launch.demo crowded --fewest 1 --most 4 --train 6000 --val 256 --test 0 --out $@
 
-control: demo-data
-	@$(PYTHON) -m launch.train +experiment=control_channel_a telemetry.name=control
+$(CROWDED_MODEL): | setup
+	@$(PYTHON) -m launch.demo crowded-model --out $@
 
 # Moved into place when it is complete: a run that was interrupted does not stand in for it.
+$(START): | $(FEW_DIGITS) $(CROWDED_MODEL)
+	@rm -rf $@.partial
+	@$(PYTHON) -m launch.train +experiment=demo_start telemetry.name=start telemetry.run_dir=$@.partial
+	@mv $@.partial $@
+
+demo-start: $(START)
+
+# A run from the start, and its picture. outputs/demo/last_NAME is a link to it.
+FROM_START = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
+    $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(1) telemetry.run_dir=$$run && \
+    ln -sfn ../../$$run outputs/demo/last_$(1) && \
+    $(PYTHON) -m launch.demo picture --run $$run
+COMPARE = $(PYTHON) -m launch.demo compare outputs/demo/last_demo outputs/demo/last_control
+
+demo: demo-start
+	@$(call FROM_START,demo)
+	@if [ -e outputs/demo/last_control ]; then $(COMPARE); fi
+
+control: demo-start
+	@$(call FROM_START,control)
+	@if [ -e outputs/demo/last_demo ]; then $(COMPARE); fi
+
 $(STAGE1): | demo-polygons-data
 	@rm -rf $@.partial
 	@$(PYTHON) -m launch.train +experiment=stage1_polygons telemetry.name=stage1 telemetry.run_dir=$@.partial

@@ -2,14 +2,14 @@
 
     python -m benchmarks.evidence [--out outputs/evidence] [--arms NAME ...] [--seeds 1 2 3]
                                   [--jobs 2]
-    python -m benchmarks.evidence --table
+    python -m benchmarks.evidence --table [--results FOLDER]
 
-Makes crowded scenes and a model whose tower knows digits, trains it until its held-out curve is
-flat, and goes on from the best checkpoint in every way of `ARMS`, as often as there are seeds. What
-is there is kept, and a run that was interrupted is resumed, so the command may be given again. Each
-run that has ended leaves a file in benchmarks/results/evidence/ with its counts for every test
-picture, its command and its commit. `--table` only tabulates them. The plan, and what came of it,
-is docs/evidence.md.
+Makes crowded scenes, trains the demo's start on them until its held-out curve is flat, and goes on
+from the best checkpoint in every way of `ARMS`, as often as there are seeds. What is there is kept,
+and a run that was interrupted is resumed, so the command may be given again. Each run that has
+ended leaves a file in benchmarks/results/evidence/ with its counts for every test picture, its
+command and its commit. `--table` only tabulates them. The plan, and what came of it, is
+docs/evidence.md.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from shared.records import GeometryKind, Sample
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "evidence"
 SEED = 17
-"""The seed of data, model and start."""
+"""The seed of the start: the default one of the data and the model too."""
 COUNTS = {"train": 8000, "val": 128, "test": 256}
-EASY_COUNTS = {"train": 6000, "val": 64, "test": 0}
-"""Scenes of 1 to 4 digits, on which the language model learns to look at the picture."""
-EASY_UPDATES = 1500
-EASY_RATE = 2e-3
+START_RATE = 2e-3
 RATE = 2e-4
 """The rate to which the start falls, and of everything behind it but `sft_low`."""
 FALL_UPDATES = 1500
 """Updates on crowded scenes in which the rate falls."""
+START_BATCH = 4
+"""Scenes of an update of the start, as in the demo's."""
 EVERY = 100
 """Updates at the last rate between two reports."""
 MAX_FLAT_UPDATES = 1500
@@ -101,7 +100,7 @@ ARMS = {
     "b_50": Arm("half of the steps channel B", [_HALF]),
     "trim": Arm("b_50, trailing false positives trimmed", [_HALF, _TRIM]),
     "separators": Arm("b_50, separators supervised", [_HALF, _SEPARATORS]),
-    "names": Arm("b_50, matched names corrected", [_HALF], {"matched_desc_weight": 1.0}),
+    "names": Arm("b_50, matched names corrected", [_HALF], {"matched_desc_weight": 6.0}),
     "gate": Arm("b_50, a gate that rises", [_HALF, _GATE]),
     "end": Arm("b_50, the end behind mistakes weighs less", [_HALF], {"fp_end_weight": 0.25}),
     "rewards": Arm("policy gradient alone", [*_GROUPS], rewards=True, targets=False),
@@ -117,29 +116,35 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--table", action="store_true", help="tabulate what has been run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="of the table")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not options.table:
         start = make_start(options.out)
         for seed in options.seeds:  # a whole table of one seed comes first
             run_arms(options.out, start, options.arms, seed, options.jobs)
-    for line in table():
+    for line in table(options.results):
         print(line)
 
 
 def make_start(out: Path) -> Path:
-    """Make data and model, and train until the curve is flat. Returns the best checkpoint."""
+    """Go on from the demo's start until the curve is flat. Returns the best checkpoint."""
+    subprocess.run(["make", "demo-start"], cwd=ROOT, check=True)
     make_scenes(out / "data", COUNTS)
-    make_scenes(out / "easy", EASY_COUNTS, "--fewest", "1", "--most", "4")
-    python("launch.demo", "crowded-model", "--out", str(out / "model"), "--seed", str(SEED))
-    common = [f"training.seed={SEED}", "training.effective_batch_size=8"]
-    falls = ["training.lr_schedule=cosine", f"training.learning_rate={EASY_RATE:g}"]
-    easy = [f"training.max_steps={EASY_UPDATES}", "training.min_lr_ratio=0.2"]
-    easy += [*data(out / "easy", "val"), f"model.path={out / 'model'}"]
-    before = stage(out / "start_easy", *common, *falls, *easy)
-    crowded = [*data(out / "data", "val"), f"training.max_steps={FALL_UPDATES}"]
-    crowded += [f"training.min_lr_ratio={RATE / EASY_RATE:g}", f"model.path={before}"]
-    before = stage(out / "start_falls", *common, *falls, *crowded)
+    common = [f"training.seed={SEED}", f"training.effective_batch_size={START_BATCH}"]
+    common += data(out / "data", "val")
+    before = out / "start_falls"
+    if not (before / "checkpoint").exists():
+        train(
+            "crowded_sft",
+            before,
+            *common,
+            f"training.learning_rate={START_RATE:g}",
+            "training.lr_schedule=cosine",
+            f"training.min_lr_ratio={RATE / START_RATE:g}",
+            f"training.max_steps={FALL_UPDATES}",
+            "model.path=outputs/demo/start/checkpoint",
+        )
     run = out / "start"
     curve: list[float] = []
     for updates in range(EVERY, MAX_FLAT_UPDATES + 1, EVERY):
@@ -152,8 +157,7 @@ def make_start(out: Path) -> Path:
                 f"training.learning_rate={RATE:g}",
                 f"training.max_steps={updates}",
                 *(f"checkpoint.save_steps={EVERY}", "checkpoint.keep_last=100"),
-                *data(out / "data", "val"),
-                f"model.path={before}",
+                f"model.path={before / 'checkpoint'}",
             )
         curve.append(class_aware_f1(report))
         print(f"start     {updates} updates: class-aware F1 {curve[-1]:.3f}", flush=True)
@@ -166,13 +170,6 @@ def make_start(out: Path) -> Path:
     facts = {"val_class_aware_f1": curve, "every": EVERY, "best_update": best, "commit": commit()}
     curve_file.write_text(json.dumps(facts, indent=1) + "\n")
     return checkpoint
-
-
-def stage(run: Path, *overrides: str) -> Path:
-    """Train one stage of the start, unless it is there. Returns its checkpoint."""
-    if not (run / "checkpoint").exists():
-        train("crowded_sft", run, *overrides)
-    return run / "checkpoint"
 
 
 def is_flat(curve: Sequence[float]) -> bool:
@@ -241,8 +238,8 @@ def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
 
 
 def pipeline(arm: Arm) -> dict[str, list[Entry]]:
-    """Return the objectives of an arm: those of `objective=boxes`, changed."""
-    entries = objectives("boxes")
+    """Return the objectives of an arm: those of `objective=named_boxes`, changed."""
+    entries = objectives("named_boxes")
     for entry in entries:
         if entry["name"] == "token_ce":
             entry["config"].update(arm.token_ce)
@@ -260,18 +257,15 @@ def objectives(name: str) -> list[Entry]:
     return entries
 
 
-def make_scenes(out: Path, counts: Mapping[str, int], *options: str) -> None:
+def make_scenes(out: Path, counts: Mapping[str, int]) -> None:
     sizes = [argument for split, n in counts.items() for argument in (f"--{split}", str(n))]
-    python("launch.demo", "crowded", "--out", str(out), "--seed", str(SEED), *sizes, *options)
+    command = [sys.executable, "-m", "launch.demo", "crowded", "--out", str(out), *sizes]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def data(folder: Path, split: str) -> list[str]:
     """Return the overrides that name the scenes to learn and to report on."""
     return [f"data.train={folder / 'train.jsonl'}", f"data.val={folder / split}.jsonl"]
-
-
-def python(module: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=True)
 
 
 def train(experiment: str, run: Path, *overrides: str) -> str:
@@ -350,7 +344,7 @@ def counts_of(position: int, sample: Sample, objects: Sequence[Mapping[str, Any]
     return [len(sample.objects), len(found), *matched, doubled]
 
 
-def table() -> list[str]:
+def table(results: Path) -> list[str]:
     """Return the lines of a Markdown table: mean over the seeds, and the interval of the first."""
     lines = [
         (
@@ -360,7 +354,7 @@ def table() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     runs: dict[str, dict[int, dict[str, Any]]] = {}
-    for path in sorted(RESULTS.glob("*_[0-9]*.json")):
+    for path in sorted(results.glob("*_[0-9]*.json")):
         facts = json.loads(path.read_text())
         runs.setdefault(facts["arm"], {})[facts["seed"]] = facts
     starts = {facts["start"] for seeds in runs.values() for facts in seeds.values()}

@@ -47,6 +47,7 @@ COMMANDS = {
     "new-environment": "write an environment to begin with, its test and an experiment",
     "preflight": "say what a run would do and whether it can, without starting anything",
     "replay": "learn a step of a run again from what was recorded",
+    "rex-omni": "write the tokenizer.json that a Rex-Omni checkpoint lacks",
     "serve": "serve one vLLM engine over HTTP",
     "show-sample": "show one sample of a run as a page",
     "train": "run the job: engines, learner, every step, the reports",

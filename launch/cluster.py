@@ -19,7 +19,6 @@ from ray.util.scheduling_strategies import (
 
 from launch.checks.data import ImageNeeds
 from launch.checks.host import require_vllm
-from launch.checks.servers import instead_of_servers
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.learner_client import RayLearner
 from launch.runtime.placement import Placement, Resources, plan_placement
@@ -29,11 +28,13 @@ from launch.runtime.rollout_client import RankRolloutClient, RolloutClient, Roll
 from launch.runtime.start_up import StartUp
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
+from rollout_actors.backends.calls import ServingBackend
 from rollout_actors.backends.http import server_addresses
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine.settings import engine_runtime_env
 from rollout_actors.environments.training.actor import EnvironmentActor
+from rollout_actors.environments.training.beside import EnvironmentSpec
 from rollout_actors.environments.training.runner import RunnerSettings
 from rollout_actors.environments.training.teacher import TeacherSettings
 from shared.chunking import rank_share
@@ -44,13 +45,14 @@ from shared.config.derive import (
     actor_name,
     engines_in,
     environment_name,
+    group_size,
     rank_name,
     rollout_servers,
     server_name,
 )
 from shared.config.rollout import ServerSection
 from shared.errors import ConfigError
-from shared.protocols import MakeBackend
+from shared.protocols import BackendHost, MakeBackend
 from shared.trajectory import ExampleCounts
 
 
@@ -113,15 +115,23 @@ class Cluster:
         match engines_in(config):
             case EngineLocation.RANKS:
                 # One wait for both: a rank loads its engine after its model, on the same device.
-                backend = make_backend(config, placement, self._images)
+                backend = make_backend(config, placement, self._images, self._examples)
+                timeouts = RolloutTimeouts.for_ranks(config)
                 with self._start_up.stage(f"{names} with an engine"):
-                    learner.start(config, rank_topologies(placement), backend)
+                    learner.start(
+                        config,
+                        rank_topologies(placement),
+                        backend,
+                        examples=self._examples,
+                        limit=timeouts.start,
+                    )
                 return learner, RankRolloutClient(
                     learner,
-                    config.timeouts,
+                    timeouts,
                     num_ranks=config.learner.world_size,
                     devices_per_rank=placement.devices_per_engine,
                     decode_batch_size=config.rollout_matching.decode_batch_size,
+                    group_size=group_size(config),
                 )
             case EngineLocation.ACTORS:
                 # The learner knows most about bad input and needs seconds: it is waited for first.
@@ -214,7 +224,7 @@ class Cluster:
     def _reach_servers(self, placement: Placement, section: ServerSection) -> RolloutClient:
         """Create an actor without resources for each server: it needs a process to wait in."""
         settings = settings_of_run(self._config, placement, self._images)
-        addresses = server_addresses(section, instead_of_servers(self._config))
+        addresses = server_addresses(section)
         nothing = Resources(cpus=0.0, gpus=0.0)
         names = [server_name(index) for index in range(len(addresses))]
         shell = ray.remote(EngineActor)
@@ -345,7 +355,7 @@ def runner_settings(
     examples: ExampleCounts,
     index: int,
 ) -> RunnerSettings:
-    """Return the settings of one environment actor, beside engines of so many devices each."""
+    """Return the settings of one environment actor, before engines of so many devices each."""
     # Together the actors fill an engine, the first ones with a request more.
     room = config.rollout_matching.decode_batch_size * min(devices)
     return RunnerSettings(
@@ -400,17 +410,31 @@ def rank_topologies(placement: Placement, *receivers: ReceiverGroup) -> list[Ran
     ]
 
 
-def make_backend(config: RunConfig, placement: Placement, images: ImageNeeds) -> MakeBackend:
-    """Return the factory of the backend that generates in every learner rank."""
+def make_backend(
+    config: RunConfig, placement: Placement, images: ImageNeeds, examples: ExampleCounts | None
+) -> MakeBackend:
+    """Return the factory of what generates in every learner rank: an engine, or the environment
+    before one. `examples`: those of the environment, if there is one.
+    """
     section = config.rollout_matching
+    make_engine: Callable[[BackendHost], ServingBackend]
     if section.rollout_backend == "hf":
         from rollout_actors.backends.hf import HFBackend
 
-        return partial(
+        make_engine = partial(
             HFBackend,
             decode_batch_size=section.decode_batch_size,
             repeat_guard=section.repeat_terminate.settings(),
         )
-    from rollout_actors.backends.colocate import ColocatedSpec
+    else:
+        from rollout_actors.backends.colocate import ColocatedSpec
 
-    return ColocatedSpec(settings_of_run(config, placement, images), sleep=section.vllm.sleep)
+        settings = settings_of_run(config, placement, images)
+        make_engine = ColocatedSpec(settings, sleep=section.vllm.sleep)
+    if config.environment is None:
+        return make_engine
+    assert examples is not None, "they are counted before the start"
+    devices = (placement.devices_per_engine,)
+    return EnvironmentSpec(
+        make_engine, runner_settings(config, config.environment, devices, examples, 0)
+    )

@@ -25,13 +25,15 @@ from launch.runtime.replacements import Replacement
 from launch.runtime.start_up import StartUp
 from shared.chunking import cut_rounds, round_chunk
 from shared.config import RunConfig
+from shared.config.derive import group_size
 from shared.errors import LearnerError, WeightSyncError
 from shared.grounding.evaluation import Outcome
 from shared.metrics import StepReport, merge_reports
-from shared.protocols import PerRank, RolloutBackend
+from shared.protocols import PerRank, RankBackend
 from shared.rollouts import SyncReport, WeightOffer
 from shared.run_files import Span
 from shared.schedule import StepPlan
+from shared.trajectory import ExampleCounts
 from shared.weight_sync.canary import Differences
 from shared.weight_sync.phases import SendReport
 
@@ -52,15 +54,22 @@ class LocalRun:
     falls_back = False
     replaces_lost = False
 
-    def __init__(self, config: RunConfig, images: ImageNeeds, start_up: StartUp) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        images: ImageNeeds,
+        start_up: StartUp,
+        examples: ExampleCounts | None = None,
+    ) -> None:
         self._config = config
         self._images = images
         self._start_up = start_up
+        self._examples = examples
         # As for a learner rank: weights are read from a folder, and nothing is asked of a hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._loaded: Learner | None = None
-        self._backend: RolloutBackend | None = None
+        self._backend: RankBackend | None = None
         self.version = 0
         """The version that the engine serves; 0 before the first sync."""
 
@@ -89,7 +98,7 @@ class LocalRun:
         require_vllm(self._config, placement.transport)
         self.devices = (placement.devices_per_engine,)
         (topology,) = rank_topologies(placement)
-        backend = make_backend(self._config, placement, self._images)
+        backend = make_backend(self._config, placement, self._images, self._examples)
 
         def load() -> None:
             import torch
@@ -97,7 +106,7 @@ class LocalRun:
             from learner.actor import EngineHost
             from learner.learner import Learner
 
-            self._loaded = Learner(self._config, topology)
+            self._loaded = Learner(self._config, topology, examples=self._examples)
             self.num_threads = torch.get_num_threads()
             self._backend = backend(EngineHost(self._config, self._loaded))
             self.names = (self._loaded.name,)
@@ -121,7 +130,7 @@ class LocalRun:
         return [self._do(self._learner.next_requests, plan)]
 
     def refill_requests(self) -> PerRank:
-        raise AssertionError("an engine beside the learner serves no environments")
+        return [self._do(self._learner.refill_requests)]
 
     def accumulate(self, done: PerRank) -> None:
         self._do(self._learner.accumulate, list(itertools.chain(*done[0])))
@@ -191,7 +200,9 @@ class LocalRun:
 
     def split(self, requests: PerRank) -> list[PerRank]:
         size = self._config.rollout_matching.decode_batch_size
-        return cut_rounds(requests, round_chunk(size, self.devices, 1))
+        together = group_size(self._config)
+        chunk = round_chunk(size, self.devices, 1, together=together)
+        return cut_rounds(requests, chunk // together)
 
     def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round. The future holds the rollouts themselves."""
@@ -200,10 +211,12 @@ class LocalRun:
         assert backend is not None, "start comes first"
 
         def generate() -> PerRank:
-            requests = [
-                replace(request, images=tuple(image.with_data() for image in request.images))
-                for request in round_[0]
-            ]
+            requests = round_[0]
+            if self._config.environment is None:  # whose requests show no pictures themselves
+                requests = [
+                    replace(request, images=tuple(image.with_data() for image in request.images))
+                    for request in requests
+                ]
             return [[backend.generate(requests)]]
 
         return self._thread.submit(generate)

@@ -43,6 +43,7 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
+from launch.loggers.sink import missing_packages
 from launch.runtime.batch_algebra import batch_algebra
 from launch.runtime.engine_settings import settings_of_run
 from launch.runtime.placement import Placement, Resources, plan_placement
@@ -53,8 +54,10 @@ from learner.model.loading import load_tokens
 from learner.model.parts import model_part
 from shared.config import RunConfig
 from shared.config.derive import (
+    EngineLocation,
     actor_name,
     engine_devices,
+    engines_in,
     environment_name,
     num_b_steps,
     rank_name,
@@ -135,6 +138,7 @@ def preflight(
         report.lines += batch_algebra(config).describe()
     report.lines += (f"note      {remark}" for remark in remarks(config))
     report.collect(version_problems(config))
+    report.collect(missing_packages(config))
     report.collect(path_problems(config))
     report.collect(port_problems(config))
 
@@ -303,12 +307,15 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     for index, engine in enumerate(placement.engines):
         resources = f"{engine.gpus:g} GPU, {engine.cpus:g} CPU"
         lines.append(f"place     {actor_name(index)}: {resources}, {engine_of}")
-    in_ranks = starts_engines(config) and not placement.engines
+    in_learner = engines_in(config) is EngineLocation.RANKS
+    in_ranks = starts_engines(config) and in_learner
     for rank, share in enumerate(placement.ranks):
         name = rank_name(rank, len(placement.ranks))
         beside = f", with {engine_of} beside it" if in_ranks else ""
         lines.append(f"place     {name}: {share.gpus:g} GPU, {share.cpus:g} CPU{beside}")
-    if (environment := config.environment) is not None:
+    if (environment := config.environment) is not None and in_learner:
+        lines.append(f"place     {environment.id}: in the process of each learner rank")
+    elif environment is not None:
         reserved = "nothing reserved, on this node"
         if environment.cpus_per_actor:
             reserved = f"{environment.cpus_per_actor:g} CPU"

@@ -201,7 +201,11 @@ def _require_same_tokens(config: RunConfig, tokenizer: Any, line: RolloutRecord)
     """Return the tokenizer's codec. Raises ConfigError where the log's tokens are not its own."""
     problem = f"model.path: the tokenizer of {config.model.path} is not the one of the run"
     try:
-        codec = HFTokenCodec(tokenizer, has_coord_tokens=config.answer_format.has_coord_tokens)
+        codec = HFTokenCodec(
+            tokenizer,
+            coord_tokens=config.answer_format.coord_tokens,
+            markup_tokens=config.answer_format.markup_tokens,
+        )
     except ValueError as error:
         raise ConfigError(f"{problem} ({error}); {_RESTORE_MODEL}") from error
     is_same = line["target"]["token_ids"][-1] == codec.eos_token_id

@@ -136,7 +136,7 @@ def run(config: RunConfig, console: Console) -> None:
     schedule = RunSchedule(config)
     processes: Cluster | LocalRun
     if config.cluster.kind == "local":
-        processes = LocalRun(config, facts.images, start_up)
+        processes = LocalRun(config, facts.images, start_up, facts.examples)
     else:
         processes = Cluster(config, facts.images, start_up, facts.examples)
     with Telemetry(config, console, point) as telemetry, processes as cluster:

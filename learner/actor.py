@@ -15,8 +15,8 @@ import ray
 from shared.config import RunConfig
 from shared.config.derive import rollout_servers
 from shared.errors import RolloutError
-from shared.protocols import MakeBackend, RolloutBackend, end_with_parent
-from shared.rollouts import Rollout, SyncReport, WeightOffer
+from shared.protocols import MakeBackend, RankBackend, end_with_parent
+from shared.rollouts import SyncReport, WeightOffer
 from shared.run_files import Span
 from shared.sent_requests import PictureShelf, SentRequests
 from shared.trajectory import ExampleCounts
@@ -55,6 +55,10 @@ class EngineHost:
     def processor(self) -> Any:
         return self._learner.loaded.processor
 
+    @property
+    def tokenizer(self) -> Any:
+        return self._learner.loaded.tokenizer
+
     def raise_if_stopping(self) -> None:
         if self._learner.is_told_to_stop:
             raise RolloutError(
@@ -83,7 +87,7 @@ class LearnerActor:
 
     _learner: Learner
     _rendezvous: Rendezvous | None = None
-    _backend: RolloutBackend | None = None
+    _backend: RankBackend | None = None
     _requests: list[Any]
     """Requests of the step, the refill or the report that was begun last."""
 
@@ -166,11 +170,13 @@ class LearnerActor:
         if self._backend is not None:
             self._backend.close()
 
-    def generate(self, *objects: SentRequests, places: range) -> tuple[list[Rollout], int]:
-        """Generate by the backend beside the learner, as `EngineActor.generate`."""
+    def generate(self, *objects: SentRequests, places: range) -> tuple[list[Any], int]:
+        """Generate by the backend beside the learner, as `EngineActor.generate` does, or
+        `EnvironmentActor.generate`.
+        """
         assert self._backend is not None, "this rank was started without a backend"
-        rollouts = self._backend.generate(SentRequests.chosen(objects, places).with_data(ray.get))
-        return rollouts, len(rollouts)
+        answers = self._backend.generate(SentRequests.chosen(objects, places).with_data(ray.get))
+        return answers, len(answers)
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         assert self._backend is not None, "this rank was started without a backend"

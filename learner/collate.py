@@ -76,10 +76,12 @@ class PackedRow:
     """int64: the token that each of them predicts, the row's next or a label of its own."""
     supervision: Supervision
     sampled: SampledTokens
+    has_beside: bool = False
+    """Whether a segment of which nothing is learned stands behind the others."""
 
     @property
     def num_tokens(self) -> int:
-        return self.inputs.input_ids.shape[1]
+        return sum(map(len, self.segments))
 
     def to(self, device: torch.device) -> PackedRow:
         return replace(
@@ -98,9 +100,17 @@ def _to(columns: Any, device: torch.device) -> Any:
 
 
 def collate(
-    segments: Sequence[Segment], *, text_weights: TextWeights, rope_index: RopeIndex | None
+    segments: Sequence[Segment],
+    *,
+    text_weights: TextWeights,
+    rope_index: RopeIndex | None,
+    beside: Segment | None = None,
 ) -> PackedRow:
-    """Pack `segments` into one row, in order. `rope_index` is None of a text model.
+    """Pack `segments` into one row, in order.
+
+    Args:
+        rope_index: None of a text model.
+        beside: is read behind them, and nothing is learned of it.
 
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
     position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.
@@ -134,7 +144,7 @@ def collate(
     def index(needed_positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.searchsorted(needed, needed_positions))
 
-    inputs = _model_inputs(segments, rope_index)
+    inputs = _model_inputs([*segments, *([] if beside is None else [beside])], rope_index)
     positions_N = torch.from_numpy(needed // 2)
     token_ids_N = inputs.input_ids[0, positions_N + 1]
     labels = [one.token_id for target in targets for one in target.label_overrides]
@@ -168,6 +178,7 @@ def collate(
         SampledTokens(
             index(2 * sampled_at), _floats(target.sampled_logprobs for target in targets)
         ),
+        has_beside=beside is not None,
     )
 
 

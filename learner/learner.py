@@ -485,14 +485,18 @@ class Learner:
         channel = self._current.plan.channel
         metrics = self._current.metrics
         version = self.publisher.version
-        for segments in self.parallel.rows_of_all_ranks(rows):
+        fixed = self.algorithm.fixed
+        for segments, joins_images in self.parallel.rows_of_all_ranks(rows, _shows_images):
             try:
                 if segments is None:
                     # The other ranks' rows need this one's part of the weights.
-                    dummy = self._trainer.collate([self.algorithm.fixed], channel, version=version)
+                    idle = fixed if joins_images else fixed.without_images()
+                    dummy = self._trainer.collate([idle], channel, version=version)
                     self._trainer.train(dummy, channel, weight=0.0)
                 else:
-                    row = self._trainer.collate(segments, channel, version=version)
+                    row = self._trainer.collate(
+                        segments, channel, version=version, beside=fixed if joins_images else None
+                    )
                     result = self._trainer.train(row, channel)
                     if again:
                         metrics.add_losses(result)
@@ -518,6 +522,10 @@ class Learner:
         return CollectiveError(
             "another learner rank left the step; check the rank that failed first", phase=phase
         )
+
+
+def _shows_images(row: Row) -> bool:
+    return any(len(segment.prompt.image_grid_I3) for segment in row)
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -80,6 +80,15 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) + len(self.target.token_ids)
+
+    def without_images(self) -> Segment:
+        """Return the same text as a prompt that shows nothing; of text, the segment itself."""
+        if not len(self.prompt.image_grid_I3):
+            return self
+        modality = self.prompt.modality_P.tolist()
+        pairs = zip(self.prompt.token_ids, modality, strict=True)
+        text = [token_id for token_id, is_image in pairs if not is_image]
+        return replace(self, prompt=EncodedPrompt.from_text(text))
 
     @property
     def modality(self) -> torch.Tensor:

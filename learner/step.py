@@ -8,9 +8,9 @@ computes hidden states [500, D]; logits exist for 65 positions, `LOGIT_CHUNK` of
 loss is the sum over both segments of each term's mean within the segment. What a step's loss is
 divided by is for the step's end, so rows add up in any order and packing.
 
-Shape legend: D hidden size, N positions whose logits are needed, P of them with coord logits, X
-text, S coord slots, K and M sampled tokens, to compare and to learn, T tokens that the reference
-finds most probable, J = T + 1, V vocabulary, C coord bins.
+Shape legend: D hidden size, L row tokens, N positions whose logits are needed, P of them with coord
+logits, X text, S coord slots, K and M sampled tokens, to compare and to learn, T tokens that the
+reference finds most probable, J = T + 1, V vocabulary, C coord bins.
 """
 
 from __future__ import annotations
@@ -127,17 +127,21 @@ def _forward(
     read = LogitsPass(
         model.lm_head, objectives.coord_ids_C, objectives.needs, sampled_under, logit_chunk
     )
-    values = read(_hidden_states(model, row), row, reference)
+    hidden_LD = _hidden_states(model, row)
+    values = read(hidden_LD[row.positions_N], row, reference)
     losses = [objective(values, row.supervision) for objective in objectives.objectives]
     # So that a row without supervised slots or text has a gradient too, of zero.
     nothing = 0.0 * values.coord_logits_SC.sum()
+    if row.has_beside:
+        # And the vision tower, through the images of a segment that is not learned.
+        nothing = nothing + 0.0 * hidden_LD[-1].float().sum()
     loss = torch.stack([nothing, *(part.loss for part in losses)]).sum()
     terms = torch.stack([nothing.detach(), *(term for part in losses for term in part.terms)])[1:]
     return _RowForward(loss, terms, values)
 
 
 def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
-    """Return [N, D], in the model's own type."""
+    """Return [L, D], in the model's own type."""
     inputs = row.inputs
     output = model.model(
         input_ids=inputs.input_ids,
@@ -147,8 +151,8 @@ def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
         **inputs.image_arguments(model.dtype),
         use_cache=False,
     )
-    hidden_ND: torch.Tensor = output.last_hidden_state[0, row.positions_N]
-    return hidden_ND
+    hidden_LD: torch.Tensor = output.last_hidden_state[0]
+    return hidden_LD
 
 
 def _read_reference(
@@ -165,7 +169,8 @@ def _read_reference(
     logprobs, top_ids, top_logprobs = [], [], []
     # In the chunks of `LogitsPass`: a product of other shapes may round otherwise, and where the
     # weights are the same the difference is to be 0.
-    for index, part_ND in enumerate(_hidden_states(model, row).split(logit_chunk)):
+    hidden_ND = _hidden_states(model, row)[row.positions_N]
+    for index, part_ND in enumerate(hidden_ND.split(logit_chunk)):
         first = index * logit_chunk
         stop = first + len(part_ND)
         at_M = learned_at_M[(learned_at_M >= first) & (learned_at_M < stop)] - first
@@ -365,11 +370,21 @@ class RowTrainer:
         self._compares_logprobs = compares_logprobs(decode)
         self._tolerance = LogprobTolerance.from_config(config)
 
-    def collate(self, segments: Row, channel: Channel, *, version: int) -> PackedRow:
-        """Pack the segments into one row, on the CPU. `version` is of the weights that learn."""
-        comparable = [_comparable(segment, version) for segment in segments]
-        weights = self._text_weights[channel]
-        return collate(comparable, text_weights=weights, rope_index=self._loaded.rope_index)
+    def collate(
+        self, segments: Row, channel: Channel, *, version: int, beside: Segment | None = None
+    ) -> PackedRow:
+        """Pack the segments into one row, on the CPU.
+
+        Args:
+            version: of the weights that learn.
+            beside: is read behind them, and nothing is learned of it.
+        """
+        return collate(
+            [_comparable(segment, version) for segment in segments],
+            text_weights=self._text_weights[channel],
+            rope_index=self._loaded.rope_index,
+            beside=beside,
+        )
 
     def train(self, row: PackedRow, channel: Channel, *, weight: float = 1.0) -> RowResult:
         """Add the row's gradient. A `weight` of 0 only joins the other ranks' collectives."""

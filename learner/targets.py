@@ -327,7 +327,7 @@ def parsed_target(
     supervised: dict[MatchedPair, tuple[float, ...]] = {}
     for pair in match.pairs:
         prediction = parsed.objects[pair.prediction]
-        if not answer_format.has_coord_tokens:
+        if not answer_format.coord_tokens:
             # Digits have no slots to aim: their tokens are taught.
             if _is_canonical(parsed.prefix_token_ids[slice(*prediction.span)], codec):
                 supervised[pair] = ()
@@ -371,7 +371,7 @@ def parsed_target(
         values = (kept.objects[pair.prediction].value for pair in supervised)
         choices = [answer_format.choice_to_go_on(prefix_bytes, value) for value in values]
         draft.add_separators(kept, choices)
-    if not answer_format.has_coord_tokens:
+    if not answer_format.coord_tokens:
         for pair in supervised:
             right = answer_format.digits(sample.objects[pair.ground_truth].bins)
             draft.add_digits(kept, pair.prediction, right, num_prefix)
@@ -444,7 +444,7 @@ class _Draft:
         self, token_ids: list[int], codec: TokenCodec, answer_format: AnswerFormat
     ) -> None:
         self._codec = codec
-        self._has_coord_tokens = answer_format.has_coord_tokens
+        self._has_coord_tokens = bool(answer_format.coord_tokens)
         self._token_ids = token_ids
         self._spans = piece_spans(token_ids, codec)
         self._roles = np.full(len(token_ids), TokenRole.NEUTRAL, dtype=np.uint8)
@@ -499,19 +499,24 @@ class _Draft:
         prediction = parsed.objects[number]
         if prediction.desc == name:
             return
-        tokens = self._overlapping(prediction.desc_value)
-        # Tokens depend on the text up to the nearest coord tokens at most, which never fuse.
-        first = tokens.start
-        while first and self._codec.coord_bin(self._token_ids[first - 1]) is None:
-            first -= 1
-        stop = tokens.stop
-        while stop < len(self._token_ids) and (
-            self._codec.coord_bin(self._token_ids[stop]) is None
-        ):
-            stop += 1
+        # Tokens depend on the text around them: on that up to the nearest coord tokens at most,
+        # which never fuse; where there are none, an object's is enough of it.
+        if self._has_coord_tokens:
+            tokens = self._overlapping(prediction.desc_value)
+            first = tokens.start
+            while first and self._codec.coord_bin(self._token_ids[first - 1]) is None:
+                first -= 1
+            stop = tokens.stop
+            while stop < len(self._token_ids) and (
+                self._codec.coord_bin(self._token_ids[stop]) is None
+            ):
+                stop += 1
+        else:
+            region = self._overlapping(prediction.value)
+            first, stop = region.start, region.stop
         written = self._token_ids[first:stop]
         text = b"".join(map(self._codec.piece_bytes, written))
-        if self._codec.encode(text.decode(errors="replace")) != written:
+        if not _is_canonical(written, self._codec):
             return
         start, end = (offset - self._spans[first][0] for offset in prediction.desc_value)
         right = text[:start] + escaped(name).encode() + text[end:]
@@ -589,8 +594,11 @@ class _Draft:
     ) -> None:
         """Supervise the serialised `objects`, whose text begins at `offset`."""
         end = offset + len(text.text.encode())
-        assert self._spans[-1][1] == end, "encoding the target changed its text"
-        for layout, object_ in zip(text.objects, objects, strict=True):
+        written = self._spans[-1][1] if self._spans else 0
+        assert written == end, "encoding the target changed its text"
+        # In the order of the text: objects of one phrase stand together.
+        placed = sorted(zip(text.objects, objects, strict=True), key=lambda pair: pair[0].value)
+        for layout, object_ in placed:
             self._roles[self._overlapping(layout.desc, offset)] = TokenRole.DESC
             if not self._has_coord_tokens:
                 for coord in layout.coords:
@@ -615,7 +623,10 @@ class _Draft:
         )
 
     def _overlapping(self, span: tuple[int, int], offset: int = 0) -> slice:
-        """Find the tokens whose bytes overlap `span`: not empty, counted from `offset`."""
+        """Find the tokens whose bytes overlap `span`, which is counted from `offset`.
+
+        None of an empty span at the beginning of a token.
+        """
         start = offset + span[0]
         stop = offset + span[1]
         first = bisect_right(self._spans, start, key=lambda token: token[1])

@@ -21,6 +21,11 @@ DEFAULT_USER_PROMPT = "Locate every object in the image. Answer with one JSON ob
 """Neutral and short: its tokens are paid in every prompt."""
 LIST_USER_PROMPT = "Locate every object in the image. Report bbox coordinates and labels in JSON."
 """In the words that Qwen's models were asked in."""
+PHRASE_USER_PROMPT = (
+    "Detect every object in the image. Output the bounding box coordinates in [x0, y0, x1, y1]"
+    " format."
+)
+"""In the words that Rex-Omni was asked in, which name the classes: `Detect cat, dog. Output ...`"""
 _BLANK = re.compile(r"\{(phrase|classes)\}")
 
 

@@ -39,11 +39,11 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class RolloutBackend(Protocol):
-    """A generator of rollouts that takes the learner's weights."""
+class RankBackend(Protocol):
+    """A backend in a learner rank's process: an engine, or an environment before one."""
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Return one rollout per request, in order; no requests, no call. Raises RolloutError."""
+    def generate(self, requests: Sequence[Any]) -> list[Any]:
+        """Return one answer per request, in order; no requests, no call. Raises RolloutError."""
         ...
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
@@ -60,6 +60,14 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Release the engine and its processes. Twice is harmless."""
+        ...
+
+
+class RolloutBackend(RankBackend, Protocol):
+    """A generator of rollouts that takes the learner's weights."""
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Return one rollout per request, in order; no requests, no call. Raises RolloutError."""
         ...
 
 
@@ -134,6 +142,11 @@ class BackendHost(Protocol):
     @property
     def processor(self) -> Any: ...
 
+    @property
+    def tokenizer(self) -> Any:
+        """The processor's own; of a text model it is the processor."""
+        ...
+
     def raise_if_stopping(self) -> None:
         """Call between tokens: raises RolloutError(phase="generate") once the run is ending.
 
@@ -156,5 +169,5 @@ class BackendHost(Protocol):
         ...
 
 
-MakeBackend = Callable[[BackendHost], RolloutBackend]
+MakeBackend = Callable[[BackendHost], RankBackend]
 """Makes the backend in the learner's process once its model is loaded; it is picklable."""

@@ -173,7 +173,8 @@ def load_checked(config: RunConfig, source: DataSource) -> Dataset:
     if not path.is_file():
         raise ConfigError(
             f"{source.key}: there is no file {path}; run `make demo-data` (`make"
-            f" demo-polygons-data` for data=demo_polygons), or set {source.key} to a JSONL file"
+            " demo-polygons-data` for data=demo_polygons, `make demo-start` for data=few_digits),"
+            f" or set {source.key} to a JSONL file"
         )
     shown_s = time.monotonic()
     # On a terminal in place of the start's bar, which is drawn anew in the next line.

@@ -32,12 +32,6 @@ INSPECT_S = 20.0
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
-def instead_of_servers(config: RunConfig) -> str:
-    """Name the settings that this run can have instead of servers."""
-    # Environments ask for answers while the learner learns, which no engine in it gives.
-    return IN_THE_LEARNER if config.environment is None else "rollout_matching.vllm.mode: actors"
-
-
 def port_problems(config: RunConfig) -> Iterator[str]:
     """Check the ports at which the first learner rank, taken to be here, waits for engines."""
     section = rollout_servers(config)
@@ -79,10 +73,7 @@ def ask_servers(
     """
     section = rollout_servers(config)
     assert section is not None
-    addresses = [
-        replace(address, timeout_s=ANSWER_S)
-        for address in server_addresses(section, instead_of_servers(config))
-    ]
+    addresses = [replace(address, timeout_s=ANSWER_S) for address in server_addresses(section)]
 
     async def ask_all() -> list[ServerFacts | str | None]:
         asked = (_ask(index, one, settings, inspect_s) for index, one in enumerate(addresses))
@@ -180,7 +171,7 @@ async def _ask(
         )
     except UnansweredError as error:
         return _NotUp(
-            f"does not answer ({error}); launch it, check the address, or set {address.instead}"
+            f"does not answer ({error}); launch it, check the address, or set {IN_THE_LEARNER}"
         )
     except HttpStatusError as error:
         text = (

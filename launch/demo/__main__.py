@@ -1,5 +1,6 @@
 """Makes data and models: `python -m launch.demo WHAT --out FOLDER`, where WHAT is data, crowded,
-model, crowded-model or language-model. `python -m launch.demo picture --run RUN` draws a run.
+model, crowded-model or language-model. `python -m launch.demo picture --run RUN` draws a run, and
+`python -m launch.demo compare RUN RUN` says which of several ended better.
 
 What exists already, made from the same arguments, is kept. `--help` behind each lists its options.
 """
@@ -26,6 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         with explained(Console(soft_wrap=True)):
             print(f"picture   {draw_run(options.run, num_scenes=options.scenes)}")
+        return
+    if options.what == "compare":
+        from launch.demo.picture import compare_runs
+
+        with explained(Console(soft_wrap=True)):
+            print("\n".join(compare_runs(options.runs)))
         return
     if options.what == "data":
         is_new = make_demo_data(
@@ -98,12 +105,14 @@ def _parser() -> argparse.ArgumentParser:
     picture = commands.add_parser("picture", help="held-out scenes before and after a run")
     picture.add_argument("--run", type=Path, required=True, help="the run's folder")
     picture.add_argument("--scenes", type=int, default=3, help="default: %(default)s")
+    compare = commands.add_parser("compare", help="which of some runs ended better")
+    compare.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     data.add_argument("--train", type=int, default=2000, help="training scenes")
     data.add_argument("--val", type=int, default=256, help="validation scenes")
     for split, number in (("train", 4000), ("val", 256), ("test", 512)):
         crowded.add_argument(f"--{split}", type=int, default=number, help=f"{split} scenes")
     crowded_model.add_argument(
-        "--tower-steps", type=int, default=450, help="updates of the tower; default: %(default)s"
+        "--tower-steps", type=int, default=600, help="updates of the tower; default: %(default)s"
     )
     for option, number in (("--fewest", MIN_DIGITS), ("--most", MAX_DIGITS)):
         crowded.add_argument(option, type=int, default=number, help="digits; default: %(default)s")

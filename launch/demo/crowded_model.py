@@ -42,7 +42,8 @@ TEXT_SETTINGS = {
 }
 """Settings of the language model, which has to find one digit among many: more layers and wider
 heads than the demo's (docs/evidence.md)."""
-BATCH = 16
+BATCH = 8
+"""Scenes of an update. It is the number of updates that counts (docs/evidence.md)."""
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
 MIN_LR_RATIO = 0.05

@@ -1,4 +1,5 @@
-"""A run in one picture: held-out scenes as the model saw them before and after it, and as they are.
+"""What came of runs: a picture of held-out scenes as the model saw them before and after one and as
+they are, and lines that compare several.
 
 ::
 
@@ -14,11 +15,13 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from launch.reports.pictures import draw_scene
+from launch.runtime.telemetry import read_evaluations
 from shared.dataset import load_dataset
 from shared.errors import ConfigError
 from shared.grounding.coco import ScoredObject
 from shared.grounding.evaluation import Scene, pair_objects
 from shared.records import GeometryKind, Sample
+from shared.run_files import read_lines
 
 IOU = 0.5
 TITLE = 34
@@ -56,6 +59,31 @@ def draw_run(run: Path, *, num_scenes: int) -> Path:
     out = run / "demo.png"
     whole.save(out, optimize=True)
     return out
+
+
+def compare_runs(runs: Sequence[Path]) -> list[str]:
+    """Return a line for each run, and one that says which ended with the best class-aware F1.
+
+    Raises ConfigError where a run has no held-out report.
+    """
+    lines = []
+    best: tuple[float, str] | None = None
+    for run in runs:
+        reports = read_evaluations(run)
+        scores = [report.class_f1 for report in reports if report.class_f1 is not None]
+        if not scores:
+            raise ConfigError(f"{run}: has no held-out report of objects to compare")
+        steps = read_lines(run / "metrics.jsonl")
+        seconds = sum(step["time/step_s"] for step in steps)
+        name = json.loads((run / "config.json").read_text())["telemetry"]["name"]
+        lines.append(
+            f"{name:<9} F1 with names {scores[0]:.3f} -> {scores[-1]:.3f} in {len(steps)} updates,"
+            f" {seconds:.0f} s of steps ({run})"
+        )
+        if best is None or scores[-1] > best[0]:
+            best = scores[-1], name
+    assert best is not None, "there is a run at least"
+    return [*lines, f"ahead     {best[1]}, at {best[0]:.3f}"]
 
 
 def _objects_by_sample(predictions: Path) -> dict[str, tuple[ScoredObject, ...]]:

@@ -45,12 +45,12 @@ def page(report: DetectionReport) -> str:
         report=report,
         tables=report_tables(report),
         answers=[answer_line(scene, MAX_CHARACTERS) for scene in report.incomplete],
-        stories=[_story(worst) for worst in report.worst],
+        stories=[story(worst) for worst in report.worst],
     )
 
 
-def _story(worst: WorstScene) -> str:
-    """Name what was found, missed and dropped."""
+def story(worst: WorstScene) -> str:
+    """Describe a scene by what was found in it, missed and dropped."""
     scene = worst.scene
     truths = scene.sample.objects
     pairs = {pair.prediction: pair for pair in worst.pairs}

@@ -94,6 +94,7 @@ class RayLearner:
         self._asking.submit(int).result()
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="learner")
         self._has_backends = False
+        self._closed_s = CLOSED_S
         self._updates_per_batch = 1
         self._num_rounds = 0
         """Rounds of the step in progress that were learned."""
@@ -105,6 +106,7 @@ class RayLearner:
         topologies: Sequence[RankTopology],
         make_backend: MakeBackend | None = None,
         examples: ExampleCounts | None = None,
+        limit: Timeout | None = None,
     ) -> None:
         """Load model and data on every rank and, where there is one, its backend.
 
@@ -112,15 +114,17 @@ class RayLearner:
             topologies: one for each rank.
             make_backend: makes the backend beside each rank; None: engines are elsewhere.
             examples: those of the run's environment, where it has one.
+            limit: of the start; None: timeouts.start_s.
 
         Raises:
             Exception: what a rank finds wrong with them.
         """
         self._has_backends = make_backend is not None
+        self._closed_s = CLOSED_S if config.environment is None else 2 * CLOSED_S
         self._updates_per_batch = config.training.updates_per_batch
         self.falls_back = config.rollout_matching.vllm.sync.fallback_to_full
         self._waits_by_nccl = len(topologies) > 1 and topologies[0].device is Device.CUDA
-        limit = self._timeouts.limit("start_s")
+        limit = limit or self._timeouts.limit("start_s")
         if len(topologies) > 1:
             opening = self._actors[0].open_rendezvous.remote(config)
             (endpoint,) = self._wait("start", limit, [opening])
@@ -253,13 +257,15 @@ class RayLearner:
         return self._timeouts.limit("learn_s")
 
     def close(self) -> None:
-        """End the engines beside the ranks in order, within `CLOSED_S`. Twice is harmless."""
+        """End what is beside the ranks in order, within `CLOSED_S` for an engine and as much for an
+        environment. Twice is harmless.
+        """
         closing = [actor.close.remote() for actor in self._actors if self._has_backends]
-        ray.wait(closing, num_returns=len(closing), timeout=CLOSED_S)
+        ray.wait(closing, num_returns=len(closing), timeout=self._closed_s)
 
     # Where the ranks generate their own rollouts
 
-    def generate(self, round_: PerRank) -> Future[PerRank]:
+    def generate(self, round_: PerRank, limit: Timeout) -> Future[PerRank]:
         """Begin a round, in which each rank generates what it is going to learn.
 
         The future holds, for each rank, references to its rollouts.
@@ -279,7 +285,7 @@ class RayLearner:
 
         def collect() -> PerRank:
             counts = [(self._names[rank], count) for rank, (_, count) in sent.items()]
-            wait_for_all(self._call("generate", self._timeouts.limit("generate_s")), counts)
+            wait_for_all(self._call("generate", limit), counts)
             return [[sent[rank][0]] if rank in sent else [] for rank in range(len(round_))]
 
         return self._threads.submit(collect)

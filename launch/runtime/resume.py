@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from launch.runtime.saved_run import load_run
 from shared.config import RunConfig
-from shared.config.base import dotted
+from shared.config.base import leaves
 from shared.errors import ConfigError
 from shared.records import read_record
 from shared.run_files import FINAL_FOLDER, RUN_FILE, STATE_FOLDER, read_lines
@@ -316,8 +316,8 @@ def checkpoint_folders(run: Path) -> list[Path]:
 
 def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
     """Name what has changed since the checkpoint and must not."""
-    before = {**_leaves(state.config), **_leaves({"versions": state.versions})}
-    now = {**_leaves(config.model_dump(mode="json")), **_leaves({"versions": installed_versions()})}
+    before = {**leaves(state.config), **leaves({"versions": state.versions})}
+    now = {**leaves(config.model_dump(mode="json")), **leaves({"versions": installed_versions()})}
     allowed = (*MAY_CHANGE, *config.resume.allow)
     for key in sorted(before.keys() | now.keys()):
         was, is_now = before.get(key), now.get(key)
@@ -331,20 +331,8 @@ def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values, by dotted keys, that decide what is computed: all but `MAY_CHANGE`."""
-    return {key: value for key, value in _leaves(config).items() if not _is_in(key, MAY_CHANGE)}
+    return {key: value for key, value in leaves(config).items() if not _is_in(key, MAY_CHANGE)}
 
 
 def _is_in(key: str, sections: Iterable[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in sections)
-
-
-def _leaves(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the values that are no mappings, by their dotted keys."""
-    leaves: dict[str, Any] = {}
-    for key, value in values.items():
-        path = (*prefix, key)
-        if isinstance(value, Mapping):
-            leaves |= _leaves(value, path)
-        else:
-            leaves[dotted(path)] = value
-    return leaves

@@ -25,6 +25,7 @@ from launch.runtime.replacements import (
 )
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of, wait_for_all
 from shared.chunking import RoundPart, cut_rounds, round_chunk, round_parts
+from shared.config import RunConfig
 from shared.config.algorithm import TeacherSection
 from shared.config.derive import rank_name
 from shared.config.job import TimeoutsSection
@@ -104,6 +105,13 @@ class RolloutTimeouts:
             stall=section.answer_limit if watched else None,
             join=section.answer_limit,
         )
+
+    @classmethod
+    def for_ranks(cls, config: RunConfig) -> RolloutTimeouts:
+        """Return the limits over learner ranks that generate, perhaps through an environment."""
+        if config.environment is None:
+            return cls.for_actors(config.timeouts)
+        return cls.for_environments(config.timeouts, config.environment.teacher)
 
     @classmethod
     def for_environments(
@@ -529,25 +537,32 @@ class RankRolloutClient(RolloutClient):
     def __init__(
         self,
         learner: RayLearner,
-        timeouts: TimeoutsSection,
+        timeouts: RolloutTimeouts,
         *,
         num_ranks: int,
         devices_per_rank: int,
         decode_batch_size: int,
+        group_size: int = 1,
     ) -> None:
+        """Take over the ranks. `group_size`: rollouts of a request, where they are of an
+        environment.
+        """
         super().__init__(
             (),
             [rank_name(rank, num_ranks) for rank in range(num_ranks)],
-            RolloutTimeouts.for_actors(timeouts),
+            timeouts,
             decode_batch_size=decode_batch_size,
             learner_ranks=num_ranks,
             devices=[devices_per_rank] * num_ranks,
         )
         self._learner = learner
+        self._group_size = group_size
 
     def generate(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round. Fails with a rank's own error, or LearnerError where it is late."""
-        return self._learner.generate(round_)
+        limit = self.timeouts.generate
+        assert limit is not None, "only servers keep one themselves"
+        return self._learner.generate(round_, limit)
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         # Asked here and not in the thread: every rank takes part before rank 0 is asked to send.

@@ -23,8 +23,10 @@ from rich.markup import escape
 
 from launch.checks.host import run_folder_problem
 from launch.ledger import Ledger, check_ledger, cut_ledger
+from launch.loggers.events import Picture
+from launch.loggers.sink import Loggers
 from launch.reports.detection import DetectionReport, make_report
-from launch.reports.page import write_report
+from launch.reports.page import story, write_report
 from launch.reports.rewards import RewardReport, write_reward_report
 from launch.runtime.batch_algebra import BatchAlgebra
 from launch.runtime.ray_metrics import RayMetrics
@@ -82,7 +84,7 @@ class StepRecord:
 class EvaluationRecord:
     """A line of evaluations.jsonl, without the report's own metrics.
 
-    Example: `EvaluationRecord(20, 21, 64, "F1@0.5", 0.71)`.
+    Example: `EvaluationRecord(20, 21, 64, "F1@0.5", 0.71, class_f1=0.64)`.
     """
 
     step: int | None
@@ -93,13 +95,17 @@ class EvaluationRecord:
     """Name of the report's main figure."""
     score: float
     """Value of the main figure."""
+    class_f1: float | None
+    """Of objects: `val/class_f1` of the report's metrics."""
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
     """Return the reports that a run has made so far; none where there is no such file."""
-    names = [field.name for field in fields(EvaluationRecord)]
-    lines = read_lines(folder / "evaluations.jsonl")
-    return [EvaluationRecord(**{name: line[name] for name in names}) for line in lines]
+    names = [field.name for field in fields(EvaluationRecord) if field.name != "class_f1"]
+    return [
+        EvaluationRecord(**{name: line[name] for name in names}, class_f1=line.get("val/class_f1"))
+        for line in read_lines(folder / "evaluations.jsonl")
+    ]
 
 
 def cut_run_files(folder: Path, step: int, *, reports_again: bool) -> int:
@@ -200,6 +206,8 @@ class Telemetry:
         self._has_begun = point is not None
         """Whether there is anything of this run that another one must not overwrite."""
         self._ray_metrics: RayMetrics | None = None
+        self._loggers: Loggers | None = None
+        """Not before the run has begun: a start that fails is no run in them."""
         self.sync_fallback = None if point is None else point.state.sync_fallback
         """Why full weights are sent instead of an adapter."""
         self._sync_mode = "full" if self.sync_fallback else resolved_sync_mode(config)
@@ -280,10 +288,15 @@ class Telemetry:
             # Not raised: what ended the run is what its user has to know.
             self._warn(str(unwritten))
         finally:
-            self._close()
-            if self._ledger is not None:
-                self._ledger.close()
-            self._lock.close()
+            try:
+                # Ctrl-C may end this wait.
+                if self._loggers is not None:
+                    self._loggers.close(failed=error is not None)
+            finally:
+                self._close()
+                if self._ledger is not None:
+                    self._ledger.close()
+                self._lock.close()
 
     def _keep(self, error: Exception) -> None:
         """Keep the error's whole story in a file, or else show it."""
@@ -372,6 +385,9 @@ class Telemetry:
     def _begin(self) -> None:
         self._has_begun = True
         self.patience.limit_s = self._config.timeouts.storage_s
+        if self._loggers is None:
+            first_step = self._num_written + 1
+            self._loggers = Loggers(self._config, first_step=first_step, warn=self._warn)
 
     def has_written(self, number: int) -> bool:
         """Tell whether this step's metrics are in the run's folder."""
@@ -402,6 +418,7 @@ class Telemetry:
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder / "evaluations" / f"step_{evaluation.step:06d}"
         report: DetectionReport | RewardReport
+        pictures: list[Picture] = []
         if self._config.environment is not None:
             rewards = report = RewardReport(evaluation)
             self.patience(lambda: write_reward_report(folder, rewards))
@@ -409,15 +426,29 @@ class Telemetry:
             subject = f"{self._config.telemetry.name} after {evaluation.step} steps"
             detection = report = make_report(evaluation, self._config, subject=subject)
             self.patience(lambda: write_report(folder, detection))
+            pictures = [
+                Picture(
+                    folder / worst.picture,
+                    f"{worst.scene.sample.sample_id}, F1 {worst.f1:.2f}. {story(worst)}",
+                )
+                for worst in detection.worst
+            ]
+        figures = report.metrics()
         record = EvaluationRecord(
             evaluation.step,
             evaluation.weight_version,
             len(evaluation.outcomes),
             report.headline.name,
             report.headline.value,
+            class_f1=figures.get("val/class_f1"),
         )
         self.evaluations.append(record)
-        self._evaluations.write(json.dumps({**asdict(record), **report.metrics()}) + "\n")
+        line = {**asdict(record), **figures}
+        del line["class_f1"]  # one of the metrics
+        self._evaluations.write(json.dumps(line) + "\n")
+        if self._loggers is not None:
+            assert evaluation.step is not None, "a run knows its steps"
+            self._loggers.report(evaluation.step, folder, figures, pictures)
         size = f"{record.step} steps, {record.num_samples} samples"
         self._print(f"held out  after {size}: {report.describe()}")
         return record.score
@@ -462,7 +493,10 @@ class Telemetry:
             name = "first"
             before = self.evaluations[0]
         after = self.evaluations[-1]
-        return f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
+        line = f"val {after.headline} {name} {before.score:.2f} -> final {after.score:.2f}"
+        if before.class_f1 is not None and after.class_f1 is not None:
+            line += f", with names {before.class_f1:.2f} -> {after.class_f1:.2f}"
+        return line
 
     def _step_done(self, record: StepRecord, span: Span) -> None:
         report = record.report
@@ -497,6 +531,8 @@ class Telemetry:
         if self._ledger is not None:
             self._ledger.write(record.plan, report)
         self._metrics.write(json.dumps(line) + "\n")
+        if self._loggers is not None:
+            self._loggers.step(report.number, metrics)
         if self._ray_metrics is not None:
             self._ray_metrics.step_done(report.number, version, metrics)
         if self._trace is not None:

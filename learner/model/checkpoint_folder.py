@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 _ANOTHER_MODEL = (
-    "run `make demo-data` (it makes outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set"
-    " model.path to a folder that save_pretrained wrote"
+    "run `make demo-data` (it makes outputs/demo/model), `make demo-lm` (outputs/demo/lm) or `make"
+    " demo-start` (outputs/demo/crowded_model and start), or set model.path to a folder that"
+    " save_pretrained wrote"
 )
 
 

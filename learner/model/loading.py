@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,15 +128,36 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
             tokenizer = processor.tokenizer
         codec = HFTokenCodec(
             tokenizer,
-            has_coord_tokens=is_grounding and config.answer_format.has_coord_tokens,
+            coord_tokens=config.answer_format.coord_tokens if is_grounding else (),
+            markup_tokens=config.answer_format.markup_tokens if is_grounding else (),
             has_pieces=is_grounding,
         )
     except MissingTokensError as error:
         raise ConfigError(f"model.path: {path} does not suit the run: {error}") from error
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
+    _require_ids_as_written(path, tokenizer)
     banned = () if is_text else sorted(getattr(model_config, key) for key in PLACEHOLDER_KEYS)
     return LoadedTokens(processor, tokenizer, codec, tuple(banned))
+
+
+def _require_ids_as_written(path: Path, tokenizer: Any) -> None:
+    """Raise ConfigError where `tokenizer_config.json` gives a token another id.
+
+    transformers renames no token of the vocabulary for it, as Rex-Omni's means it to: it moves them
+    all, and a model that reads such ids has learned others.
+    """
+    config = path / "tokenizer_config.json"
+    written = json.loads(config.read_text()) if config.is_file() else {}
+    for token_id, token in written.get("added_tokens_decoder", {}).items():
+        read = tokenizer.convert_tokens_to_ids(token["content"])
+        if read != int(token_id):
+            raise ConfigError(
+                f"model.path: {config} says that {token['content']} is token {token_id}, and"
+                f" transformers reads it as {read}; of a Rex-Omni checkpoint `python -m"
+                f" launch.rex_omni model={path}` writes the tokenizer.json that is missing, any"
+                " other needs a tokenizer.json of its own"
+            )
 
 
 def load_model(config: RunConfig, device: torch.device) -> LoadedModel:

@@ -3,7 +3,8 @@
 ddp     A rank's rows are its own affair; gradients are summed once, at the step's end. The ranks
         must not drift apart: `check` compares them.
 fsdp    FSDP2: every forward gathers block after block and every backward sums their gradients, so
-        each row is a row of all ranks: `rows_of_all_ranks` makes their numbers equal.
+        each row is a row of all ranks: `rows_of_all_ranks` makes their numbers equal, and tells
+        where all of them run the vision tower.
 
 Weights leave, for a sync or a checkpoint, between two calls:
 
@@ -63,9 +64,16 @@ class Parallel:
         """Return `function(*arguments)`, which is one forward of the model, or of parts of it."""
         return function(*arguments)
 
-    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
-        """Yield the rows in order, then None for each that another rank has more."""
-        return iter(rows)
+    def rows_of_all_ranks(
+        self,
+        rows: Iterable[T],
+        shows_images: Callable[[T], bool],  # noqa: ARG002 (asked where ranks compute together)
+    ) -> Iterator[tuple[T | None, bool]]:
+        """Yield the rows in order, then None for each that another rank has more.
+
+        With each comes whether it has to run the vision tower because another rank's does.
+        """
+        return ((row, False) for row in rows)
 
     def any_of_row(self, flag: bool) -> bool:
         """Return whether the flag is set on a rank that this row is a row of: here, or anywhere."""
@@ -151,7 +159,9 @@ class ShardedModel(Parallel):
         result: T = self._root(function, *arguments)
         return result
 
-    def rows_of_all_ranks(self, rows: Iterable[T]) -> Iterator[T | None]:
+    def rows_of_all_ranks(
+        self, rows: Iterable[T], shows_images: Callable[[T], bool]
+    ) -> Iterator[tuple[T | None, bool]]:
         # Counted before the first is computed: a rank that asked afterwards would wait for one that
         # is in a row, which waits for it.
         try:
@@ -165,8 +175,13 @@ class ShardedModel(Parallel):
                 "another learner rank came to no rows; check the rank that failed first",
                 phase="rows",
             )
-        yield from having
-        yield from [None] * (num_rows - len(having))
+        if not num_rows:
+            return
+        shown = [shows_images(row) for row in having] + [False] * (num_rows - len(having))
+        anywhere = self._ranks.any_of(shown)
+        of_all = [*having, *[None] * (num_rows - len(having))]
+        for row, here, there in zip(of_all, shown, anywhere, strict=True):
+            yield row, there and not here
 
     def any_of_row(self, flag: bool) -> bool:
         return bool(self._ranks.max(int(flag)))

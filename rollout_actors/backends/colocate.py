@@ -6,11 +6,12 @@ happens inside the engine's `EngineContext`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.engine.completion import StartTime
 from rollout_actors.engine.failure import EngineFailures
 from rollout_actors.engine.settings import EngineSettings, engine_environment
@@ -56,7 +57,7 @@ class ColocatedBackend:
 
     The host is offloaded (`rollout_matching.offload`) while the engine loads, generates, or takes
     an adapter. While it takes full weights the host's model stays, because there they are read.
-    The engine sleeps after each sync and each `generate`: the host may learn after either.
+    The engine sleeps after each sync, `generate` and `serve`: the host may learn after each.
     """
 
     def __init__(
@@ -97,17 +98,15 @@ class ColocatedBackend:
         """Generate rollouts, until the host raises between two of the engine's steps."""
         if not requests:
             return []
-        if shut := self._ended or self._engine.intake.unavailable_reason:
-            why = f"the engine serves no rollouts: {shut}"
-            raise RolloutError(why, actor=self._name, phase="generate")
         started = StartTime.now()
-        with self._host.offloaded(), self._context.entered(), self._failing("generate"):
-            self._engine.wake()
-            try:
-                return self._engine.generate(requests, started)
-            finally:
-                # Also after a refused request: the host comes back to the device in any case.
-                self._engine.fall_asleep()
+        with self._awake():
+            return self._engine.generate(requests, started)
+
+    def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
+        """Answer calls as they come (`ServingBackend`), until the host raises."""
+        with self._awake():
+            begin()
+            self._engine.serve(calls)
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Take weights. Once this has begun, no rollout is served until a sync has succeeded."""
@@ -149,6 +148,20 @@ class ColocatedBackend:
     def _engine(self) -> ColocatedLLM:
         assert self._llm is not None, "start comes first"
         return self._llm
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Have the engine ready to generate. Raises RolloutError where it serves no rollouts."""
+        if shut := self._ended or self._engine.intake.unavailable_reason:
+            why = f"the engine serves no rollouts: {shut}"
+            raise RolloutError(why, actor=self._name, phase="generate")
+        with self._host.offloaded(), self._context.entered(), self._failing("generate"):
+            self._engine.wake()
+            try:
+                yield
+            finally:
+                # Also after a refused request: the host comes back to the device in any case.
+                self._engine.fall_asleep()
 
     @contextmanager
     def _failing(self, phase: str) -> Iterator[None]:

@@ -22,6 +22,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 
+from rollout_actors.backends.calls import POLL_S, Call, EngineCalls
 from rollout_actors.backends.ipc_handles import CudaDevice, cuda_devices, packed_buckets
 from rollout_actors.engine.completion import Completion, EngineInfo, StartTime
 from rollout_actors.engine.sampling import BAN, finish_reason
@@ -272,6 +273,46 @@ class ColocatedLLM:
         del self._llm, self._updated, self.intake
         gc.collect()
 
+    def serve(self, calls: EngineCalls) -> None:
+        """Answer calls while they are open: each joins those that are being decoded."""
+        engine = self._llm.llm_engine
+        under_way: dict[str, tuple[str, Call]] = {}
+        """vLLM's inner id of each request and its call, by the id that the answer has."""
+        try:
+            while calls.is_open:
+                self._raise_if_stopping()
+                for call in calls.take(wait_s=0.0 if under_way else POLL_S):
+                    try:
+                        inner_id = self._enqueue(call.request)
+                    except RolloutError as error:
+                        calls.answer([(call, error)])
+                        continue
+                    state = engine.output_processor.request_states[inner_id]
+                    under_way[state.external_req_id] = (inner_id, call)
+                for name, (inner_id, call) in list(under_way.items()):
+                    if call.is_given_up:
+                        engine.abort_request([inner_id], internal=True)
+                        del under_way[name]
+                if under_way:
+                    outputs, end_s = self._step()
+                    answers = []
+                    for output in outputs:
+                        _, call = under_way.pop(output.request_id)
+                        answers.append((call, self._answer(call, output, end_s)))
+                    calls.answer(answers)
+        finally:
+            engine.abort_request([inner_id for inner_id, _ in under_way.values()], internal=True)
+
+    def _answer(self, call: Call, output: RequestOutput, end_s: float) -> Rollout | RolloutError:
+        """Make the rollout of a finished request, or the reason why it is none."""
+        version = self.intake.version
+        origin = EngineInfo(self._name, version, self._rule, call.started)
+        try:
+            completion = to_completion(output, call.request, actor=self._name, version=version)
+            return completion.rollout(call.request, origin, end_s)
+        except RolloutError as error:
+            return error
+
     def _complete(
         self, requests: Sequence[RolloutRequest], version: int
     ) -> list[tuple[Completion, float]]:
@@ -281,23 +322,11 @@ class ColocatedLLM:
         ended: list[tuple[RequestOutput, float]] = []
         try:
             for request in requests:
-                try:
-                    queued += self._llm.enqueue(
-                        [request_prompt(request, self._name)],
-                        sampling_params(request.decode, request.seed),
-                        lora_request=self.intake.lora_request,
-                        use_tqdm=False,
-                    )
-                except VLLMClientError as error:
-                    raise self._error(f"sample {request.sample_id} was refused: {error}") from error
-            # As `LLM.wait_for_completion`, which does not tell when each of them was finished.
+                queued.append(self._enqueue(request))
             while engine.has_unfinished_requests():
                 self._raise_if_stopping()
-                outputs = engine.step()
-                end = time.perf_counter()
-                for output in outputs:
-                    if isinstance(output, RequestOutput) and output.finished:
-                        ended.append((output, end))
+                finished, end = self._step()
+                ended += ((output, end) for output in finished)
         except RolloutError:
             engine.abort_request(queued, internal=True)
             raise
@@ -306,6 +335,29 @@ class ColocatedLLM:
             (to_completion(output, request, actor=self._name, version=version), end)
             for request, (output, end) in zip(requests, ended, strict=True)
         ]
+
+    def _enqueue(self, request: RolloutRequest) -> str:
+        """Have the next steps work on a request too; return vLLM's inner id of it.
+
+        Raises RolloutError where it is refused.
+        """
+        try:
+            (inner_id,) = self._llm.enqueue(
+                [request_prompt(request, self._name)],
+                sampling_params(request.decode, request.seed),
+                lora_request=self.intake.lora_request,
+                use_tqdm=False,
+            )
+        except VLLMClientError as error:
+            raise self._error(f"sample {request.sample_id} was refused: {error}") from error
+        return inner_id
+
+    def _step(self) -> tuple[list[RequestOutput], float]:
+        """Take a step of the engine; return the requests that it has finished, and its end."""
+        # As `LLM.wait_for_completion`, which does not tell when each of them was finished.
+        outputs = self._llm.llm_engine.step()
+        end_s = time.perf_counter()
+        return [one for one in outputs if isinstance(one, RequestOutput) and one.finished], end_s
 
     def _search_beams(
         self, requests: list[RolloutRequest], decode: DecodeSettings

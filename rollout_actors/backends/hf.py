@@ -7,6 +7,7 @@ patches, D patch values, I images.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.backends.process_isolation import random_state_kept
 from rollout_actors.engine.completion import Completion, EngineInfo, StartTime, cut_behind_stop
 from rollout_actors.engine.sampling import BAN, decode_images
@@ -212,22 +214,49 @@ class HFBackend:
         self._host = host
         self._name = host.name
         self._decode_batch_size = decode_batch_size
-        self._rule = repeat_rule(repeat_guard, lambda: host.processor.tokenizer)
+        self._rule = repeat_rule(repeat_guard, lambda: host.tokenizer)
+        self._sees_images = host.processor is not host.tokenizer
         self.version = 0
         self._closed = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generate rollouts in order, until the host raises between two tokens."""
-        if self._closed and requests:
-            raise self._error("the backend was closed")
-        origin = EngineInfo(self._name, self.version, self._rule, StartTime.now())
+        if not requests:
+            return []
+        started = StartTime.now()
         rollouts: list[Rollout] = []
-        with random_state_kept(), evaluating(self._host.model), torch.no_grad():
+        with self._evaluating():
             for batch in self._batches(requests):
-                encoded = [self._encode(request) for request in batch]
-                for request, (answer, end) in zip(batch, self._decode(batch, encoded), strict=True):
-                    rollouts.append(answer.rollout(request, origin, end))
+                rollouts += self._rollouts(batch, [started] * len(batch))
         return rollouts
+
+    def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
+        """Answer calls in the batches of `EngineCalls.take_together` (`ServingBackend`)."""
+        with self._evaluating():
+            begin()
+            while together := calls.take_together(self._host.raise_if_stopping):
+                waiting = iter(together)
+                for batch in self._batches([call.request for call in together]):
+                    of_batch = list(itertools.islice(waiting, len(batch)))
+                    rollouts = self._rollouts(batch, [call.started for call in of_batch])
+                    calls.answer(list(zip(of_batch, rollouts, strict=True)))
+
+    def _rollouts(self, batch: list[RolloutRequest], started: Sequence[StartTime]) -> list[Rollout]:
+        """Decode one batch; `started` is when each of its requests has come."""
+        encoded = [self._encode(request) for request in batch]
+        return [
+            answer.rollout(request, EngineInfo(self._name, self.version, self._rule, start), end)
+            for request, start, (answer, end) in zip(
+                batch, started, self._decode(batch, encoded), strict=True
+            )
+        ]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        if self._closed:
+            raise self._error("the backend was closed")
+        with random_state_kept(), evaluating(self._host.model), torch.no_grad():
+            yield
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:
         """Take the version alone: the weights are the learner's own."""
@@ -254,6 +283,8 @@ class HFBackend:
 
     def _encode(self, request: RolloutRequest) -> Encoded:
         """Expand placeholders as the processor does: to as many as the image has merged patches."""
+        if not self._sees_images:
+            return Encoded(request.prompt_token_ids, {})
         processor = self._host.processor
         image_token_id = processor.image_token_id
         images = decode_images(request.images, request.sample_id, actor=self._name)
@@ -316,21 +347,18 @@ class HFBackend:
 
     def _inputs(self, encoded: list[Encoded]) -> dict[str, torch.Tensor]:
         model = self._host.model
-        processor = self._host.processor
         length = max(len(prompt.token_ids) for prompt in encoded)
         shape = (len(encoded), length)
-        ids_BP = torch.full(shape, processor.tokenizer.pad_token_id, dtype=torch.int64)
+        ids_BP = torch.full(shape, self._host.tokenizer.pad_token_id, dtype=torch.int64)
         mask_BP = torch.zeros(shape, dtype=torch.int64)
         for row, prompt in enumerate(encoded):
             # On the left, so that every row's next token follows its last position.
             begin = length - len(prompt.token_ids)
             ids_BP[row, begin:] = torch.tensor(prompt.token_ids)
             mask_BP[row, begin:] = 1
-        inputs = {
-            "input_ids": ids_BP,
-            "attention_mask": mask_BP,
-            "mm_token_type_ids": (ids_BP == processor.image_token_id).int(),
-        }
+        inputs = {"input_ids": ids_BP, "attention_mask": mask_BP}
+        if self._sees_images:
+            inputs["mm_token_type_ids"] = (ids_BP == self._host.processor.image_token_id).int()
         features = [prompt.features for prompt in encoded if prompt.features]
         if features:
             pixels_RD = torch.cat([one["pixel_values"] for one in features])
@@ -356,7 +384,7 @@ class HFBackend:
             length_penalty=1.0,
             early_stopping=False,
             eos_token_id=list(decode.stop_token_ids) or [NO_STOP_TOKEN],
-            pad_token_id=self._host.processor.tokenizer.pad_token_id,
+            pad_token_id=self._host.tokenizer.pad_token_id,
             use_cache=True,
             return_dict_in_generate=True,
         )

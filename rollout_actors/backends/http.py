@@ -36,6 +36,7 @@ STILL_LOADING = (502, 503, 504)
 """Statuses of a server, or of the proxy before it, that loads."""
 STARTED_AGAIN = "was started again in the midst of the run, and holds the checkpoint's weights"
 IN_THE_LEARNER = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
+"""Settings of a run without servers, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,6 @@ class ServerAddress:
     """None: no limit, and the server is watched instead."""
     kind: Literal["rollmatch", "vllm"]
     token: str | None = field(default=None, repr=False)
-    instead: str = IN_THE_LEARNER
-    """Settings of a run without servers, for messages."""
 
     @property
     def health_route(self) -> str:
@@ -60,9 +59,7 @@ class ServerAddress:
         return "/health" if self.kind == "vllm" else "/health/"
 
 
-def server_addresses(
-    section: ServerSection, instead: str = IN_THE_LEARNER
-) -> tuple[ServerAddress, ...]:
+def server_addresses(section: ServerSection) -> tuple[ServerAddress, ...]:
     """Return the servers in order, with the token of this process's environment.
 
     Raises ConfigError where the token's variable is not set.
@@ -79,7 +76,6 @@ def server_addresses(
             infer_timeout_s=limit_s,
             kind=section.kind,
             token=token,
-            instead=instead,
         )
         for index, entry in enumerate(section.servers)
     )
@@ -293,7 +289,7 @@ class HttpEngine(WatchedEngine, ABC):
         address = self._http.address
         remedy = (
             f"check that it runs (`{self._command}`), that {address.key}.base_url is its address"
-            f" and no firewall is between, or set {address.instead}"
+            f" and no firewall is between, or set {IN_THE_LEARNER}"
         )
         deadline = time.monotonic() + address.timeout_s
         while True:

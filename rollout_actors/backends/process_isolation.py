@@ -12,9 +12,9 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,21 +24,35 @@ NUM_THREADS = 1
 """Threads of a CPU engine: with more, logprobs depend on the batch (decision 23)."""
 
 
+class GeneratorStates(NamedTuple):
+    """The states of the generators of python, numpy and torch, of every device."""
+
+    python: Any
+    numpy: Any
+    torch: Any
+    devices: Sequence[Any]
+
+    @classmethod
+    def now(cls) -> GeneratorStates:
+        on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_devices)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        for device, state in enumerate(self.devices):
+            torch.cuda.set_rng_state(state, device)
+
+
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the generators of python, numpy and torch (of every device) after the block."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch_state = torch.get_rng_state()
-    device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    """Restore the states of all generators after the block."""
+    states = GeneratorStates.now()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        for device, state in enumerate(device_states):
-            torch.cuda.set_rng_state(state, device)
+        states.restore()
 
 
 class EngineContext:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from rollout_actors.backends.calls import ASKER, ASKERS, Asker
 from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.chat.tools import num_tool_calls
 from rollout_actors.environments.clients.openai import is_rollout_client
@@ -141,6 +142,13 @@ class _Batch:
         self._outermost = None if outer is None else outer.outermost
         self._path = None if outer is None else outer.child_path()
         self._finished: list[State | None] = [None] * len(self._inputs)
+        self._askers: list[Asker | None] = [None] * len(self._inputs)
+        askers = ASKERS.get()
+        if askers is not None and ASKER.get() is None:
+            # All at once: who has not begun yet is going to ask too.
+            joining = [Asker() for _ in self._inputs]
+            askers += joining
+            self._askers = [*joining]
 
     @property
     def states(self) -> list[State]:
@@ -205,13 +213,16 @@ class _Batch:
             row = self._inputs[index]
             scope = self._scope(index)
             try:
-                state = await run_in_task(self._rollout(scope, queue_time, given_up))
+                state = await run_in_task(self._rollout(index, scope, queue_time, given_up))
             except FAILURES as error:  # it is data, and the other rollouts go on
                 reraise_cancellation(error)
                 _LOGGER.debug("rollout %d failed", index, exc_info=error)
                 state = scope.state or new_state({"example_id": row.get("id", 0), **row})
                 state = with_defaults(state, row)
                 await self._note_failure(state, error)
+            finally:
+                if (asker := self._askers[index]) is not None:
+                    asker.is_done = True
             duration_ms = 1000 * (time.perf_counter() - began_s - queue_time.total_s)
             state["timing"]["generation_ms"] = duration_ms
             state["timing"]["total_ms"] = duration_ms
@@ -225,9 +236,11 @@ class _Batch:
         return RolloutScope(None, row, self._outermost or row, path)
 
     async def _rollout(
-        self, scope: RolloutScope, queue_time: Stopwatch, given_up: list[str]
+        self, index: int, scope: RolloutScope, queue_time: Stopwatch, given_up: list[str]
     ) -> State:
         """Play a rollout, in a task of its own: what it leaves in its context ends with it."""
+        if (asker := self._askers[index]) is not None:
+            ASKER.set(asker)
         QUEUE_TIME.set(queue_time)
         GIVEN_UP.set(given_up)
         environment = self._environment

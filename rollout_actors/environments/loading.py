@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollout_actors.environments import examples
+from rollout_actors.environments import examples, foreign
 from rollout_actors.environments.environment import Environment, full_name
 
 ENTRY_POINTS = "rollmatch.environments"
@@ -23,11 +23,15 @@ ENTRY_POINTS = "rollmatch.environments"
 `name = "package.module"`, or `"package.module:load_environment"`.
 """
 
+FOREIGN = {"gym": "NAME", "openenv": "URL", "verifiers": "NAME"}
+"""Prefixes of environments of other libraries, each a module of `foreign`, with what follows."""
+
 Load = Callable[..., Environment]
 
 
 def load_environment(env_id: str, **env_args: Any) -> Environment:
-    """Make an environment: an installed entry point, an example, a module, or a `.py` file.
+    """Make an environment: an installed entry point, an example, a module, a `.py` file, or one of
+    another library (`gym:FrozenLake-v1`).
 
     Modules are looked for in the working directory too. What importing or loading raises is raised.
 
@@ -61,6 +65,11 @@ def environment_names() -> list[str]:
 
 def find_environment(env_id: str) -> Load:
     """Find the function that loads an environment: the first half of `load_environment`."""
+    library, colon, name = env_id.partition(":")
+    if colon and library in FOREIGN:
+        _look_into_working_directory()
+        module = importlib.import_module(f"{foreign.__name__}.{library}")
+        return partial(_load_function(module, env_id), name)
     if env_id.endswith(".py"):
         return _load_function(_file_module(Path(env_id)), env_id)
     # An argument of a command may be written either way; a module's name has underscores.
@@ -84,8 +93,9 @@ def find_environment(env_id: str) -> Load:
         near = get_close_matches(module_name, names, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"no environment {env_id!r}{hint}; there are {', '.join(names)}, and any module or .py"
-            " file that has load_environment(**args)"
+            f"no environment {env_id!r}{hint}; there are {', '.join(names)}, any module or .py file"
+            " that has load_environment(**args), and those of other libraries by a prefix:"
+            f" {', '.join(f'{library}:{rest}' for library, rest in FOREIGN.items())}"
         )
     (load,) = meanings.values()
     found = load()
@@ -104,10 +114,7 @@ def _examples() -> Mapping[str, str]:
 def _can_be_imported(name: str) -> bool:
     if not all(part.isidentifier() for part in name.split(".")):
         return False
-    # A console script, unlike `python -m`, does not look into the working directory.
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
+    _look_into_working_directory()
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -117,6 +124,13 @@ def _can_be_imported(name: str) -> bool:
         raise
     # Any folder is a package without a file.
     return spec is not None and spec.origin is not None
+
+
+def _look_into_working_directory() -> None:
+    # A console script, unlike `python -m`, does not look there.
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
 
 
 def _file_module(path: Path) -> ModuleType:

@@ -18,7 +18,7 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,6 +68,13 @@ def lent_parser(parser: Parser) -> AbstractContextManager[None]:
 def time_limit(limit_s: float | None, key: str) -> AbstractContextManager[None]:
     """Bound each call of a reward function (None: not at all); errors name the bound by `key`."""
     return _set(_TIME_LIMIT, (limit_s, key))
+
+
+def scoring_limit(who: str) -> AbstractAsyncContextManager[None]:
+    """Bound a block of scoring by the limit that is set. TimeoutError: `who` is late."""
+    limit_s, key = _TIME_LIMIT.get()
+    remedy = "check what it waits for, or allow more with scoring_timeout_s"
+    return within(limit_s, f"{who} is not done after {key}", remedy)
 
 
 # Rubrics
@@ -604,10 +611,7 @@ class _Reward:
 
     async def _call(self, *sources: Mapping[str, Any]) -> Any:
         arguments = self._arguments(*sources)
-        limit_s, key = _TIME_LIMIT.get()
-        late = f"reward function {self.name} is not done after {key}"
-        remedy = "check what it waits for, or allow more with scoring_timeout_s"
-        async with within(limit_s, late, remedy):
+        async with scoring_limit(f"reward function {self.name}"):
             if inspect.iscoroutinefunction(self.function):
                 return await self.function(**arguments)
             return await awaited(await in_thread(self.function, **arguments))

@@ -182,7 +182,8 @@ class TeacherSection(Section):
 
 class EnvironmentSection(Section):
     id: Annotated[str, Field(min_length=1, examples=["guess_number"])]
-    """An example environment, an installed one, a module, or the path of a `.py` file."""
+    """An example environment, an installed one, a module, the path of a `.py` file, or one of
+    another library: `gym:NAME`, `openenv:URL`, `verifiers:NAME`."""
     args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments of its `load_environment`."""
     rollouts_per_example: Annotated[int, Field(ge=2)] = 8
@@ -206,7 +207,9 @@ class EnvironmentSection(Section):
     """Most images that one call shows the model, all turns counted; 0: none, and engines make no
     room. They come in messages (`image_url` with a data URL)."""
     num_actors: PositiveInt = 1
-    """Processes that share a round's examples, at most `rollout_matching.decode_batch_size`."""
+    """Processes that share a round's examples, at most `rollout_matching.decode_batch_size`. With
+    engines in the learner (`hf`, `vllm.mode: colocate`) there are none: the environment is there
+    too."""
     cpus_per_actor: NonNegativeFloat = 0.0
     """CPU cores that Ray reserves for each of them; 0: they run on the driver's node."""
     max_concurrent_scoring: PositiveInt | None = None

@@ -100,6 +100,18 @@ def dotted(keys: tuple[str | int, ...]) -> str:
     return "".join(parts).removeprefix(".")
 
 
+def leaves(values: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the values that are no mappings, by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = (*prefix, key)
+        if isinstance(value, Mapping):
+            found |= leaves(value, path)
+        else:
+            found[dotted(path)] = value
+    return found
+
+
 def plain(value: Any) -> Any:
     """Copy nested mappings and sequences into dictionaries and lists.
 

@@ -50,6 +50,9 @@ class TimeoutsSection(Section):
     storage_s: NonNegativeFloat = 300.0
     """A run that has begun tries again for so long to write what a full disk, a read-only folder or
     a lost network share refuses, and waits meanwhile; 0: it ends at once."""
+    logger_s: PositiveFloat = 120.0
+    """A logger of `telemetry.loggers` that needs longer for one thing is given up; the run never
+    waits for it, but at its end, for as long, until all that it has is logged."""
 
     def limit(
         self,
@@ -100,6 +103,14 @@ class TelemetrySection(Section):
     which `launch.replay` learns no step that has some."""
     ledger: bool = True
     """Write digests of what decided every step, and of its weights, as a chain (`ledger.jsonl`)."""
+    loggers: Annotated[
+        tuple[Literal["jsonl", "tensorboard", "trackio", "wandb", "mlflow"], ...],
+        Field(strict=False),
+    ] = ("jsonl",)
+    """Packages that metrics, held-out pictures and tables of rollouts go to as well
+    (docs/loggers.md). `jsonl` stands for the run's own files, which are always written."""
+    project: Annotated[str, Field(min_length=1)] = "rollmatch"
+    """The project, or experiment in MLflow's terms, that the loggers file the run under."""
 
 
 def _rising(thresholds: tuple[float, ...]) -> tuple[float, ...]:

@@ -174,11 +174,12 @@ class DataSection(Section):
     check_images: bool = True
     """Decode every image before the start; false: a bad image is found when its sample is used.
     What took more than a second is kept in `~/.cache/rollmatch` for files that stay the same."""
-    answer_format: Literal["coord_tokens", "qwen3_vl", "qwen2_5_vl"] = "coord_tokens"
+    answer_format: Literal["coord_tokens", "qwen3_vl", "qwen2_5_vl", "rex_omni"] = "coord_tokens"
     """Text of an answer. coord_tokens: `{"object_1": {"desc": ..., "bbox_2d": ["<|coord_5|>",
     ...]}}`; qwen3_vl: `[{"bbox_2d": [5, ...], "label": ...}]`, thousandths of the picture in
-    digits, as a stock Qwen3-VL writes them; qwen2_5_vl: the same in pixels of the resized picture.
-    Records are the same for all."""
+    digits, as a stock Qwen3-VL writes them; qwen2_5_vl: the same in pixels of the resized picture;
+    rex_omni: Rex-Omni's phrases with boxes of its tokens `<0>` to `<999>`. Records are the same for
+    all."""
     shuffle: bool = True
     """Visit the samples of every epoch in a seeded random order; false: in the file's order."""
     augment: AugmentSection | None = None
@@ -188,7 +189,8 @@ class DataSection(Section):
     user_prompt: Annotated[str, Field(min_length=1)] = DEFAULT_USER_PROMPT
     """Text of the user message, after its images. A row's own `prompt` comes before it; `{phrase}`
     and `{classes}` are what the row has under these names. The default asks for one JSON object,
-    and under `answer_format: qwen3_vl` and `qwen2_5_vl` for a JSON list."""
+    under `answer_format: qwen3_vl` and `qwen2_5_vl` for a JSON list, and under `rex_omni` for boxes
+    in Rex-Omni's words."""
     prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     """Several in place of `user_prompt`: `training.seed` and its id draw that of a sample."""
     max_val_samples: PositiveInt | None = None

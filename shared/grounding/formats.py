@@ -14,6 +14,7 @@ from typing import Protocol
 
 from shared.grounding.json_list import BoxList, PictureResize
 from shared.grounding.objects import DropReason
+from shared.grounding.phrase_list import PhraseList
 from shared.grounding.scanner import Container, Entry, object_indices, scan_container
 from shared.grounding.serialize import (
     DESC_FIRST,
@@ -24,6 +25,7 @@ from shared.grounding.serialize import (
 from shared.grounding.validation import Response, ValidValue, validate_entry
 from shared.prompts import DEFAULT_USER_PROMPT
 from shared.records import ALL_GEOMETRY, GeometryKind, GroundTruthObject, Sample
+from shared.tokens.vocabulary import COORD_TOKENS
 
 
 class AnswerFormat(Protocol):
@@ -34,12 +36,27 @@ class AnswerFormat(Protocol):
 
     @property
     def opening(self) -> str:
+        """The text that an answer with objects begins with."""
+        ...
+
+    @property
+    def empty_prefix(self) -> str:
         """The text of a container without entries, not closed: the prefix of an unusable answer."""
         ...
 
     @property
-    def has_coord_tokens(self) -> bool:
-        """A coordinate is one token of a vocabulary of its own; else digits, one token or more."""
+    def coord_tokens(self) -> tuple[str, ...]:
+        """The token of each bin, 0..999; empty where coordinates are digits, a token or more."""
+        ...
+
+    @property
+    def markup_tokens(self) -> tuple[str, ...]:
+        """The other tokens that an answer is made of. A name must not have one."""
+        ...
+
+    @property
+    def names_each_object(self) -> bool:
+        """Every object has a name of its own; else one name may stand for several."""
         ...
 
     @property
@@ -124,8 +141,10 @@ class ObjectDictionary:
 
     field_order: str = DESC_FIRST
 
-    opening = "{"
-    has_coord_tokens = True
+    opening = empty_prefix = "{"
+    coord_tokens = COORD_TOKENS
+    markup_tokens = ()
+    names_each_object = True
     geometry = ALL_GEOMETRY
     user_prompt = DEFAULT_USER_PROMPT
 
@@ -190,6 +209,7 @@ FORMATS: dict[str, AnswerFormat] = {
     "coord_tokens": COORD_TOKENS_FORMAT,
     "qwen3_vl": BoxList(),
     "qwen2_5_vl": BoxList(in_pixels=True),
+    "rex_omni": PhraseList(),
 }
 """By the value of `data.answer_format`."""
 

@@ -136,8 +136,10 @@ class BoxList:
     size: tuple[int, int] | None = None
     """Width and height of the resized picture; of pixels, for one picture."""
 
-    opening = "["
-    has_coord_tokens = False
+    opening = empty_prefix = "["
+    coord_tokens = ()
+    markup_tokens = ()
+    names_each_object = True
     geometry = frozenset({GeometryKind.BBOX})
     user_prompt = LIST_USER_PROMPT
 

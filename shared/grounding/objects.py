@@ -40,7 +40,7 @@ class ParsedObject:
     """
 
     key: str
-    """`object_{n}`, or `[n]` in a list."""
+    """`object_{n}`, or `[n]` in a list or behind a phrase."""
     index: int
     """The n of its key."""
     kind: GeometryKind
@@ -51,11 +51,13 @@ class ParsedObject:
     coord_positions: tuple[int, ...]
     """Tokens that write the bins, ascending: one per entry of `bins`, or more of digits."""
     span: tuple[int, int]
-    """Half-open range of the tokens that overlap the value `{...}`."""
+    """Half-open range of the tokens that overlap `value`."""
     value: tuple[int, int] = (0, 0)
-    """Half-open range of the prefix's bytes that the value `{...}` takes."""
+    """Half-open range of the prefix's bytes that the value `{...}` takes; of a box behind a phrase
+    its coordinates, and of the phrase's first box what stands behind `<|object_ref_start|>`."""
     desc_value: tuple[int, int] = (0, 0)
-    """Half-open range of the prefix's bytes that the value of `desc` takes, between its quotes."""
+    """Half-open range of the prefix's bytes that the value of `desc` takes, between its quotes; the
+    name of a phrase may stand in front of `value`."""
     coord_spans: tuple[tuple[int, int], ...] = ()
     """Half-open ranges of the prefix's bytes that the digits of each bin take; empty where bins are
     coord tokens."""
@@ -85,7 +87,8 @@ class ParsedRollout:
     truncated: bool
     """No container closed: the response ended before, or it held none (prose, an empty answer)."""
     fallback: bool
-    """Nothing could be kept: the prefix is `{`, or `[` of a list."""
+    """Nothing could be kept: the prefix is `{`, `[` of a list, or empty where nothing encloses an
+    answer."""
     num_unchanged: int = 0
     """Leading prefix tokens that are the response's own; the replaced end of a fused token, and the
     fallback's bracket, are not."""

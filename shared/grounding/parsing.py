@@ -52,7 +52,7 @@ def parse_rollout(
         raise ValueError(f"geometry {sorted(geometry)}: boxes are always read; add bbox_2d")
     response = Response.read(token_ids, codec)
     container = answer_format.scan(response.text) or Container((), closed=False)
-    prefix = _prefix(response, container.entries, codec, answer_format.opening)
+    prefix = _prefix(response, container.entries, codec, answer_format.empty_prefix)
     entries = [entry for entry in container.entries if entry.start < prefix.cut]
     objects: list[ParsedObject] = []
     dropped: list[DroppedObject] = []
@@ -85,7 +85,7 @@ def parse_rollout(
         prefix_text=(
             response.text[: prefix.cut].decode(errors="replace")
             if prefix.cut
-            else answer_format.opening
+            else answer_format.empty_prefix
         ),
         objects=tuple(objects),
         dropped=tuple(dropped),
@@ -123,9 +123,7 @@ def trim_prefix(
     return replace(trimmed, truncated=parsed.truncated, num_unchanged=num_unchanged)
 
 
-def _prefix(
-    response: Response, entries: Sequence[Entry], codec: TokenCodec, opening: str
-) -> _Prefix:
+def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec, empty: str) -> _Prefix:
     """Cut the response behind its last complete entry; only the token that is cut is replaced."""
     for entry in reversed(entries):
         if entry.value is None:
@@ -145,4 +143,4 @@ def _prefix(
             return _Prefix(
                 response.token_ids[:last] + replacement, response.ends[:last] + ends, last, cut
             )
-    return _Prefix(codec.encode(opening), [], 0, 0)
+    return _Prefix(codec.encode(empty), [], 0, 0)

@@ -47,24 +47,25 @@ _KEY_START = len(b'"object_')
 
 # Named tuples, because one is made for every entry, and a frozen dataclass takes longer to make.
 class PlainFields(NamedTuple):
-    """The parts of a plain entry. Spans are half-open, in bytes."""
+    """The parts of a plain entry, or of a phrase's box. Spans are half-open, in bytes."""
 
     kind: GeometryKind
     desc: tuple[int, int]
-    """Between the quotes, escapes and all."""
+    """Between the quotes, escapes and all; of a phrase its name."""
     array: tuple[int, int]
-    """`[...]` of the geometry: characters of coord tokens, which may not be tokens."""
+    """`[...]` of the geometry, or a phrase's coordinates: characters of coord tokens, which may not
+    be tokens."""
 
 
 class Entry(NamedTuple):
     """One entry of the container. Offsets count bytes, spans are half-open."""
 
     key: str
-    """`object_{n}`; `[n]` of a list's."""
+    """`object_{n}`; `[n]` of a list's or a phrase's."""
     number: int
     """The n of its key."""
     start: int
-    """Offset of the key's opening quote; a list's entry begins with its value."""
+    """Offset of the key's opening quote, or of the phrase; a list's entry begins with its value."""
     value: tuple[int, int] | None
     """Span of `{...}`; None where the value is not an object."""
     separated: bool

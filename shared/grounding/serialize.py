@@ -20,9 +20,11 @@ class ObjectLayout:
     """The place of one object in `SerializedText.text`. Half-open spans of UTF-8 bytes."""
 
     value: tuple[int, int]
-    """`{...}`, braces included."""
+    """`{...}`, braces included; of a box behind a phrase its coordinates, and of the first one that
+    is written in a phrase the name too."""
     desc: tuple[int, int]
-    """The value of `desc`, between its quotes."""
+    """The value of `desc`, between its quotes; empty where a name was written for an object
+    before."""
     coords: tuple[tuple[int, int], ...]
     """One per bin: the coord token without its quotes."""
 
@@ -34,7 +36,7 @@ class SerializedText:
     text: str
     objects: tuple[ObjectLayout, ...]
     closing: tuple[int, int]
-    """Byte span of the closing top-level brace."""
+    """Byte span of the closing top-level brace, of the last phrase's end, or empty."""
 
 
 def serialize_objects(

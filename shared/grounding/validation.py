@@ -199,7 +199,7 @@ def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
     if not (raw.isascii() or is_utf8(raw)) or len(positions) != num_written:
         return None
     desc = unescape(raw)
-    if not desc.strip() or not _fits(plain.kind, len(bins)):
+    if not desc.strip() or not fits(plain.kind, len(bins)):
         return None
     if plain.kind is GeometryKind.BBOX and not is_box(bins):
         return None
@@ -234,7 +234,7 @@ def _validate_members(entry: Entry, response: Response) -> ValidValue | DropReas
     if not all(_holds_only_coords(array, nested=kind is GeometryKind.POLY) for array in arrays):
         return DropReason.NON_COORD_TOKEN
     coords = _coords(arrays[0])
-    if coords is None or len(shapes) > 1 or not _fits(kind, len(coords)):
+    if coords is None or len(shapes) > 1 or not fits(kind, len(coords)):
         return DropReason.WRONG_ARITY
     bins = [response.coord_bins[coord] for coord in coords]
     if kind is GeometryKind.BBOX and not is_box(bins):
@@ -274,7 +274,8 @@ def _coords(array: list[Value]) -> list[int] | None:
     return [leaf.coord for leaf in leaves if isinstance(leaf, Leaf) and leaf.coord is not None]
 
 
-def _fits(kind: GeometryKind, num_coords: int) -> bool:
+def fits(kind: GeometryKind, num_coords: int) -> bool:
+    """Tell whether a shape of this kind can have so many coordinates."""
     if kind is GeometryKind.BBOX:
         return num_coords == _NUM_BOX_COORDS
     return num_coords >= _MIN_POLY_COORDS and num_coords % 2 == 0

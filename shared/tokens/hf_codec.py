@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shared.model_families import END_OF_TURN
@@ -12,9 +13,16 @@ ADD_TOKENS = "`python -m launch.add_coord_tokens model=STOCK_FOLDER out=NEW_FOLD
 
 LACKING = (
     f"make a checkpoint that has them with {ADD_TOKENS}, and set model.path to it, or set"
-    " data.answer_format: qwen3_vl (of a Qwen2.5-VL qwen2_5_vl), whose coordinates are digits"
+    " data.answer_format: qwen3_vl (of a Qwen2.5-VL qwen2_5_vl), whose coordinates are digits, or"
+    " of a Rex-Omni rex_omni"
 )
 """The remedy for a tokenizer without coord tokens."""
+
+LACKING_OTHERS = (
+    "set model.path to a checkpoint that was trained on answers of this format, or"
+    " data.answer_format to the format of this one"
+)
+"""The remedy for a tokenizer without the tokens of another format: `rex_omni` is a model's own."""
 
 
 def add_coord_tokens(tokenizer: Any) -> int:
@@ -45,53 +53,62 @@ class HFTokenCodec:
     The piece of every token is computed once.
 
     Raises:
-        MissingTokensError: the tokenizer has no `<|im_end|>`, or lacks coord tokens.
+        MissingTokensError: the tokenizer has no `<|im_end|>`, or lacks tokens of the answer format.
         ValueError: it is not byte-level, or does not encode each coord token as one token.
     """
 
     def __init__(
-        self, tokenizer: Any, *, has_coord_tokens: bool = True, has_pieces: bool = True
+        self,
+        tokenizer: Any,
+        *,
+        coord_tokens: Sequence[str] = COORD_TOKENS,
+        markup_tokens: Sequence[str] = (),
+        has_pieces: bool = True,
     ) -> None:
         """Read the vocabulary.
 
-        Without `has_coord_tokens` coordinates are written in digits, and there need be no coord
-        tokens. Without `has_pieces` nobody reads answers token by token: the tokenizer may be of
-        any kind.
+        Args:
+            coord_tokens: the token of each bin, as the answer format has them; none where it writes
+                coordinates in digits.
+            markup_tokens: the other tokens that it needs.
+            has_pieces: False where nobody reads answers token by token: the tokenizer may be of any
+                kind.
         """
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self._pieces = token_pieces(tokenizer) if has_pieces else None
 
-        coord_tokens = COORD_TOKENS if has_coord_tokens else ()
         if END_OF_TURN not in vocabulary:
             raise MissingTokensError(
                 f"its tokenizer has no {END_OF_TURN}, which ends a response; give a chat (Instruct)"
                 " checkpoint"
             )
-        if absent := [token for token in coord_tokens if token not in vocabulary]:
+        needed = (*markup_tokens, *coord_tokens)
+        if absent := [token for token in needed if token not in vocabulary]:
+            are_ours = coord_tokens == COORD_TOKENS
             missing = "the coord tokens"
-            if len(absent) < len(coord_tokens):
-                missing = (
-                    f"{len(absent)} of the {len(coord_tokens)} coord tokens, {absent[0]} first"
-                )
+            if len(absent) < len(needed) or not are_ours:
+                kind = "coord tokens" if are_ours else "tokens of data.answer_format"
+                missing = f"{len(absent)} of the {len(needed)} {kind}, {absent[0]} first"
             raise MissingTokensError(
-                f"its tokenizer lacks {missing}, which boxes are written in; {LACKING}"
+                f"its tokenizer lacks {missing}, which boxes are written in;"
+                f" {LACKING if are_ours else LACKING_OTHERS}"
             )
         self._coord_ids = tuple(vocabulary[token] for token in coord_tokens)
         self._coord_bins = {token_id: bin for bin, token_id in enumerate(self._coord_ids)}
-        if self.encode("".join(coord_tokens)) != list(self._coord_ids):
+        if self.encode("".join(needed)) != [vocabulary[token] for token in needed]:
             raise ValueError(
                 "the tokenizer splits coord tokens when it encodes them; make the checkpoint with"
                 f" {ADD_TOKENS}, which adds them whole"
             )
 
         self.eos_token_id = vocabulary[END_OF_TURN]
-        self.special_ids = (
-            frozenset(token_id for token_id, token in added.items() if token.special)
-            - self._coord_bins.keys()
-        )
-        """Ids of control tokens (turns, images, padding); coord tokens are not among them."""
+        special = {token_id for token_id, token in added.items() if token.special}
+        special.update(vocabulary[token] for token in markup_tokens)
+        self.special_ids = frozenset(special) - self._coord_bins.keys()
+        """Ids of control tokens (turns, images, padding, markup); coord tokens are not among
+        them."""
 
     def piece_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of this token alone; none of an id beyond the vocabulary."""

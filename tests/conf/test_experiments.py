@@ -40,7 +40,6 @@ COMMANDS = sorted(
     }
 )
 MAIN = "+experiment=stage2_3v1"
-WITHOUT_PIPELINE = "stage2_ab.channel_b.enable_pipeline=false"
 # Written out where a file is about them, or where an experiment takes back what the one it builds
 # on has set.
 CHOICES = {
@@ -51,6 +50,7 @@ CHOICES = {
     "rollout_matching.vllm.mode",
     "rollout_matching.vllm.server.kind",
     "stage2_ab.channel_b.enable_pipeline",
+    "stage2_ab.schedule.warmup_steps",
 }
 
 
@@ -143,16 +143,20 @@ def test_the_main_job_is_three_actors_one_learner_and_two_rounds_of_16():
 
 
 @pytest.mark.slow
-def test_the_control_is_the_main_job_on_channel_a_alone_and_for_more_steps():
-    main = loaded(MAIN)
-    control = loaded("+experiment=control_channel_a")
-    assert control.training.max_steps > main.training.max_steps
+def test_the_control_goes_on_from_the_demos_start_as_the_demo_does_but_without_rollouts():
+    demo = loaded("+experiment=demo")
+    control = loaded("+experiment=control")
+    assert batch_algebra(demo).b_steps == demo.training.max_steps // 2
     assert batch_algebra(control).b_steps == 0
-    expected = main.model_dump()
-    expected["stage2_ab"]["schedule"]["b_ratio"] = 0.0
-    expected["training"]["max_steps"] = control.training.max_steps
-    expected["telemetry"]["run_dir"] = control.telemetry.run_dir
-    assert control.model_dump() == expected
+    assert control.training.max_steps > demo.training.max_steps
+    assert (control.model, control.data, control.custom.object_field_order) == (
+        demo.model,
+        demo.data,
+        demo.custom.object_field_order,
+    )
+    assert control.rollout_matching.pipeline == demo.rollout_matching.pipeline
+    learned = demo.training.model_dump() | {"max_steps": control.training.max_steps}
+    assert control.training.model_dump() == learned
 
 
 @pytest.mark.slow
@@ -193,14 +197,11 @@ def test_an_environment_of_ones_own_is_named_on_the_command_line():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_environments_ask_the_engines_of_every_backend_but_those_in_the_learner(backend):
-    choice = ["+experiment=env_3v1", f"backend={backend}", WITHOUT_PIPELINE]
-    if backend not in ("colocate", "hf"):
-        assert loaded(*choice).environment
-        return
-    problem = r"^rollout_matching\.(vllm\.mode|rollout_backend): '\w+' generates in the learner"
-    with pytest.raises(ConfigError, match=problem):
-        loaded(*choice)
+def test_every_backend_serves_environments_and_has_the_queue_where_it_can(backend):
+    run = loaded("+experiment=env_3v1", f"backend={backend}")
+    assert run.environment is not None
+    is_beside = backend in ("colocate", "hf")
+    assert run.stage2_ab.channel_b.enable_pipeline is not is_beside
 
 
 @pytest.mark.slow
@@ -222,7 +223,7 @@ def test_the_readme_s_own_model_is_trained_with_the_sizes_of_a_real_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_shipped_backend_takes_the_place_of_the_actors(backend):
-    matching = loaded(MAIN, f"backend={backend}", WITHOUT_PIPELINE).rollout_matching
+    matching = loaded(MAIN, f"backend={backend}").rollout_matching
     modes = {
         "actors": "actors",
         "colocate": "colocate",

@@ -26,7 +26,7 @@ import httpx
 import uvicorn
 from PIL import Image
 
-from rollout_actors.backends.http import IN_THE_LEARNER, HttpEngine, ServerAddress
+from rollout_actors.backends.http import HttpEngine, ServerAddress
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
 from rollout_actors.server.app import make_app
@@ -231,8 +231,8 @@ class Run:
         self.kind = kind
         self.devices = 0
 
-    def make(self, url="", *, index=0, repeat_guard=None, instead=IN_THE_LEARNER, **limits):
-        address = replace(make_address(url or self.url, kind=self.kind, **limits), instead=instead)
+    def make(self, url="", *, index=0, repeat_guard=None, **limits):
+        address = make_address(url or self.url, kind=self.kind, **limits)
         expected = replace(self.expected, repeat_guard=repeat_guard)
         spec = ServerEngineSpec("server-0", address, index, expected)
         return pickle.loads(pickle.dumps(spec))()  # as it comes to its process

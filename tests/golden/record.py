@@ -20,7 +20,7 @@ LONGER = ["training.max_steps=12", "stage2_ab.schedule.warmup_steps=4"]
 # The first run makes the model that the runs of samples begin with: from random weights no answer
 # opens.
 RUNS = {
-    "warm": ["+experiment=control_channel_a", "training.max_steps=60"],
+    "warm": ["+experiment=stage2_3v1", "stage2_ab.schedule.b_ratio=0.0", "training.max_steps=60"],
     "demo": ["+experiment=stage2_3v1", *LONGER],
     "env": ["+experiment=env_3v1", "training.max_steps=6"],
     "aligned": ["+experiment=rollout_aligned_3v1", "training.max_steps=4"],

@@ -222,10 +222,11 @@ def test_the_commands_say_so_and_end(command: str, override: str, problem: str) 
 
 
 def test_rollmatch_has_every_command_of_launch():
-    """Each module of launch that is a program, and each package with a `__main__`."""
+    """Each module of launch itself that is a program, and each package with a `__main__`."""
+    launch = ROOT / "launch"
     programs = {
         path.parent.name if path.stem == "__main__" else path.stem
-        for path in (ROOT / "launch").rglob("*.py")
+        for path in [*launch.glob("*.py"), *launch.rglob("__main__.py")]
         if '\nif __name__ == "__main__":' in path.read_text()
     }
     assert {name.replace("-", "_") for name in cli.COMMANDS} == programs

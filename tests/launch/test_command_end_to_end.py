@@ -16,6 +16,7 @@ import psutil
 import pytest
 from command_support import commands
 from process_family import descendants_of, is_engine
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForImageTextToText
 
 from rollout_actors.engine import warm_python
@@ -38,8 +39,11 @@ def undisturbed(orphans_are_adopted, tmp_path_factory, warm_checkpoint, demo_dat
     """A run to its end, which left no process."""
     with commands() as start:
         folder = tmp_path_factory.mktemp("undisturbed")
-        size = "rollout_matching.decode_batch_size=2"
-        run = start(folder, warm_checkpoint, demo_data, size, *SHORT)
+        changes = (
+            "rollout_matching.decode_batch_size=2",
+            "telemetry.loggers=[jsonl,tensorboard]",
+        )
+        run = start(folder, warm_checkpoint, demo_data, *changes, *SHORT)
         assert run.process.wait(timeout=300) == 0, run.output
         run.assert_nothing_left()
     return run
@@ -77,8 +81,16 @@ def test_a_run_writes_its_folder_saves_a_checkpoint_and_leaves_no_process(undist
     events = json.loads((folder / "timeline.json").read_text())
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks == {"driver", "learner", *plans[1]["engines"]}
-    closing = r"demo: val F1@0\.5 warm-up \d\.\d\d -> final \d\.\d\d \(B steps: 3, wall: \d+ s\)"
+    closing = (
+        r"demo: val F1@0\.5 warm-up \d\.\d\d -> final \d\.\d\d, with names \d\.\d\d -> \d\.\d\d"
+        r" \(B steps: 3, wall: \d+ s\)"
+    )
     assert re.fullmatch(closing, run.output.strip().splitlines()[-1])
+    logged = EventAccumulator(str(folder / "loggers" / "tensorboard"), {})
+    logged.Reload()
+    losses = {event.step: event.value for event in logged.Scalars("loss/total")}
+    assert losses == {step["step"]: pytest.approx(step["loss/total"]) for step in steps}
+    assert len(logged.Scalars("val/f1")) == 2 and logged.Images("held_out/0")
     AutoModelForImageTextToText.from_pretrained(folder / "checkpoint")
 
 

@@ -15,6 +15,7 @@ from serve_process import serve_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.demo.language_model import make_demo_lm
+from launch.diff_runs import diff_runs
 from launch.replay.__main__ import ReplayOptions, replay
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -169,6 +170,30 @@ def test_rollouts_by_servers_are_those_by_actors_though_one_is_killed_and_starte
     assert list(map(what_was_said, dialogues)) == list(map(what_was_said, of_actors))
     ledgers = [(one.run_dir / "ledger.jsonl").read_bytes() for one in (run, by_actors)]
     assert ledgers[0] == ledgers[1]
+
+
+def test_an_engine_beside_the_learner_gives_the_rollouts_and_losses_of_actors_to_the_bit(
+    by_actors, command, cluster
+):
+    """The environment is in the learner's process, and plays while that generates."""
+    run = command(*SMALL, cluster, "backend=colocate")
+    assert run.process.wait(timeout=300) == 0, run.output
+    lines, parts = diff_runs(by_actors.run_dir, run.run_dir)
+    assert not parts, lines
+    assert lines[-1] == "equal     2 steps, to the bit"
+    dialogues, of_actors = (one.lines("rollouts/step_000002.jsonl") for one in (run, by_actors))
+    assert list(map(what_was_said, dialogues)) == list(map(what_was_said, of_actors))
+    assert {(line["actor"], line["examples"][0]["engine"]) for line in dialogues} == {
+        ("learner", "learner")
+    }
+    held_out, of_actors = (
+        [
+            (line["position"], line["completion"])
+            for line in one.lines("evaluations/step_000002/rollouts.jsonl")
+        ]
+        for one in (run, by_actors)
+    )
+    assert held_out == of_actors
 
 
 def what_was_said(dialogue):

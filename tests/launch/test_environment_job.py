@@ -3,12 +3,15 @@
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import ray
 from config_support import configuration
 from engine_support import NEIGHBOUR, TIMEOUTS
+from foreign_interpreters import interpreter_of
 from local_learner import Job, run_job
+from openenv_server import openenv_server
 
 from launch.checks.data import check_environment
 from launch.cluster import runner_settings
@@ -212,3 +215,46 @@ def test_pictures_of_any_turn_are_learned_with_what_was_said_to_them(job):
         assert report.metrics["rollout/num_compared_tokens"] > 100
         assert report.metrics["rollout/logprob_max_abs"] < 1e-4
         assert report.metrics["optim/grad_norm"] > 0
+
+
+EPISODES = {"episode_reward", "num_steps", "valid_actions"}
+
+
+def trained_elsewhere(job, name, args, metrics):
+    """Train one step on an environment of another library, and look at its rollouts."""
+    environment = {
+        "id": name,
+        "args": {"num_examples": 6, "num_eval_examples": 3, **args},
+        "rollouts_per_example": 4,
+    }
+    trained = job(1, environment=environment, training__max_steps=1)
+    (report,) = trained.reports.steps
+    for rollout in what_was_said(trained):
+        (example,) = rollout.examples
+        assert (rollout.error, rollout.num_splits) == (None, 0)
+        assert rollout.num_turns >= 2, "more where an answer had no action"
+        assert rollout.metrics.keys() == metrics
+        assert sum(example.mask) == rollout.num_tokens
+        assert example.reward == rollout.reward
+    assert report.metrics["rollout/logprob_max_abs"] < 1e-4, "the tokens are those of the engine"
+    assert report.metrics["optim/grad_norm"] > 0
+    assert [len(one.outcomes) for one in trained.reports.evaluations] == [3, 3]
+
+
+def test_an_environment_of_gymnasium_is_trained(job):
+    trained_elsewhere(job, "gym:gym_lengths:Lengths-v0", {}, EPISODES)
+
+
+@pytest.mark.long
+def test_an_openenv_server_is_trained_on(job, tmp_path):
+    with openenv_server(tmp_path, sessions=8) as url:
+        trained_elsewhere(job, f"openenv:{url}", {"sessions": 8}, EPISODES)
+
+
+@pytest.mark.long
+def test_an_environment_of_verifiers_is_trained_in_its_own_interpreter(job, monkeypatch):
+    interpreter = str(interpreter_of("verifiers"))
+    # Where its process looks for modules, as a user's working directory is.
+    monkeypatch.chdir(Path(__file__).parents[1] / "fixtures")
+    args = {"interpreter": interpreter}
+    trained_elsewhere(job, "verifiers:vf_lengths", args, {"length", "longest", "num_turns"})

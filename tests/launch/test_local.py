@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
 import ray
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from rich.console import Console
 
 from launch.cli import as_schema_overrides
@@ -14,6 +15,7 @@ from launch.diff_runs import diff_runs
 from launch.local import LocalRun
 from launch.train import run
 from shared.errors import ConfigError
+from shared.run_files import read_lines
 
 LOCAL = {
     "cluster": {"kind": "local"},
@@ -41,10 +43,30 @@ def config_of(demo_checkpoint, demo_data):
     )
 
 
+@pytest.fixture
+def environment_of(demo_lm):
+    """Of an environment: rounds of two examples, with four rollouts of two turns each."""
+    changes = {
+        "cluster": {"kind": "local"},
+        "rollout_matching__rollout_backend": "hf",
+        "rollout_matching__decode_batch_size": 8,
+        "global_max_length": 512,
+        "training__max_steps": 4,
+        "training__effective_batch_size": 16,
+        "environment__num_eval_examples": 6,
+        "environment__refill_rounds": 1,
+        "learner__cpus": 0.25,
+    }
+    return lambda folder, **more: trajectory_config(demo_lm, folder, queue=False, **changes | more)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["config_of", "environment_of"])
 def test_a_run_without_ray_that_is_interrupted_goes_on_to_the_same_end(
-    config_of, tmp_path, monkeypatch
+    request, tmp_path, monkeypatch, kind
 ):
+    config_of = request.getfixturevalue(kind)
+
     def train(folder, **changes):
         console = Console(record=True, width=400)
         run(config_of(folder, **changes), console)
@@ -71,6 +93,11 @@ def test_a_run_without_ray_that_is_interrupted_goes_on_to_the_same_end(
     assert not parts, lines
     assert lines[-1] == "equal     4 steps, to the bit"
     assert ray.is_initialized() == had_ray  # of tests before this one
+    if kind == "environment_of":
+        for line in read_lines(tmp_path / "whole" / "metrics.jsonl"):
+            assert line["rollout/turns"] == 2.0
+            assert line["rollout/logprob_max_abs"] < 1e-4
+    assert not [thread for thread in threading.enumerate() if thread.name == "environment"]
 
 
 @pytest.mark.parametrize(

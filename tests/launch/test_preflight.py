@@ -24,16 +24,14 @@ from launch.checks.host import path_problems, version_problems
 from launch.checks.memory import DeviceMemory
 from launch.checks.servers import (
     ask_servers,
-    instead_of_servers,
     port_problems,
     teacher_problems,
 )
+from launch.loggers import sink
 from launch.preflight import preflight
 from launch.runtime.placement import Resources
 from learner.data.samples import load_samples
-from rollout_actors.backends.http import server_addresses
 from rollout_actors.server.app import make_app
-from shared.config.derive import rollout_servers
 
 ROOT = Path(__file__).parents[2]
 SOUND = {
@@ -131,8 +129,9 @@ def test_a_checkpoint_that_is_missing_is_one_problem_with_the_commands_that_make
     (problem,) = preflight(run or config(model__path=str(missing)), **CPU_NODE).problems
     assert problem == (
         f"model.path: {missing} holds no checkpoint (no config.json); run `make demo-data` (it makes"
-        " outputs/demo/model) or `make demo-lm` (outputs/demo/lm), or set model.path to a folder"
-        " that save_pretrained wrote"
+        " outputs/demo/model), `make demo-lm` (outputs/demo/lm) or `make demo-start`"
+        " (outputs/demo/crowded_model and start), or set model.path to a folder that"
+        " save_pretrained wrote"
     )
 
 
@@ -141,18 +140,14 @@ def test_a_checkpoint_that_is_missing_is_one_problem_with_the_commands_that_make
 
 @pytest.mark.parametrize("of_environment", [False, True])
 def test_a_server_that_does_not_answer_is_named_with_the_ways_out(config, tmp_path, of_environment):
-    """Environments cannot have the learner's own engines."""
     served = in_server_mode(NOWHERE)
     ways_out = "rollout_matching.vllm.mode: colocate or rollout_matching.rollout_backend: hf"
     run = config(**served)
     if of_environment:
-        ways_out = "rollout_matching.vllm.mode: actors"
         run = trajectory_config(tmp_path / "model", tmp_path / "run", **served)
     (problem,) = ask_servers(run, None).problems
     assert problem.startswith(f"{SERVER.format(0, NOWHERE)} does not answer (")
     assert problem.endswith(f"launch it, check the address, or set {ways_out}")
-    (address,) = server_addresses(rollout_servers(run), instead_of_servers(run))
-    assert address.instead == ways_out
 
 
 @pytest.mark.slow
@@ -162,6 +157,15 @@ def test_a_server_that_is_not_up_is_waited_for_by_a_run_and_told_by_preflight(co
     assert answers.not_up == answers.problems and len(answers.problems) == 1
     assert preflight(run, waits_for_servers=True).problems == []
     assert preflight(run).problems == list(answers.problems)
+
+
+@pytest.mark.slow
+def test_an_environment_beside_the_engine_has_its_place_in_the_learner(demo_lm, tmp_path):
+    beside = {"rollout_matching__vllm": {"mode": "colocate"}}
+    run = trajectory_config(demo_lm, tmp_path / "run", queue=False, **beside)
+    text = "\n".join(preflight(run, **CPU_NODE).lines)
+    assert "CPU, with an engine of 1 device beside it" in text
+    assert "place     copy_digits: in the process of each learner rank" in text
 
 
 @pytest.mark.slow
@@ -344,6 +348,17 @@ def test_checkpoints_that_do_not_fit_the_disk_are_announced(config):
 
 def test_the_installed_packages_are_those_that_were_run_together(config):
     assert list(version_problems(config())) == []
+
+
+def test_a_logger_without_its_package_is_a_problem(tmp_path, monkeypatch):
+    def nothing_is(name: str) -> str:
+        raise sink.PackageNotFoundError(name)
+
+    monkeypatch.setattr(sink, "version", nothing_is)
+    folders = (tmp_path / "model", tmp_path / "data", tmp_path / "run")
+    found = preflight(configuration(*folders, telemetry__loggers=["jsonl", "wandb"]), **CPU_NODE)
+    missing = "telemetry.loggers: wandb is not installed; run `pip install 'rollmatch[wandb]'`"
+    assert any(problem.startswith(missing) for problem in found.problems)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def codec(request):
     """Codecs of tokenizers without coord tokens."""
     fast = FastTokenizer(byte_level_bpe(*WORDS[request.param]))
     fast.add_tokens(["<|im_end|>"], special_tokens=True)
-    return HFTokenCodec(fast, has_coord_tokens=False)
+    return HFTokenCodec(fast, coord_tokens=())
 
 
 def entry(name, *numbers):
@@ -135,13 +135,26 @@ def test_what_is_missing_is_appended_in_digits_behind_the_kept_answer(codec):
 def test_a_matched_object_in_other_tokens_than_the_tokenizers_is_appended_instead():
     fast = FastTokenizer(byte_level_bpe(*WORDS["qwen words"]))
     fast.add_tokens(["<|im_end|>"], special_tokens=True)
-    codec = HFTokenCodec(fast, has_coord_tokens=False)
+    codec = HFTokenCodec(fast, coord_tokens=())
     text = f"[{entry('seven', *SEVEN.bins)}]"
     ids = [token_id for character in text for token_id in codec.encode(character)]
     assert ids != codec.encode(text)
     parsed = parse_rollout(ids, codec, geometry=RULES.geometry, answer_format=LIST)
     target = parsed_target(parsed, Sample("scene", (), 96, 96, (SEVEN,)), codec, RULES)
     assert (len(target.reading.excluded), target.reading.appended) == (1, (0,))
+
+
+def test_a_name_is_corrected_whatever_the_tokens_of_other_objects():
+    fast = FastTokenizer(byte_level_bpe(*WORDS["qwen words"]))
+    fast.add_tokens(["<|im_end|>"], special_tokens=True)
+    codec = HFTokenCodec(fast, coord_tokens=())
+    odd = f", {entry('nine', 0, 0, 9, 9)}]"
+    ids = codec.encode(f"[{entry('six', *SEVEN.bins)}")
+    ids += [token_id for character in odd for token_id in codec.encode(character)]
+    parsed = parse_rollout(ids, codec, geometry=RULES.geometry, answer_format=LIST)
+    rules = replace(RULES, corrects_names=True)
+    target = parsed_target(parsed, Sample("scene", (), 96, 96, (SEVEN,)), codec, rules)
+    assert (target.roles == TokenRole.CORRECTED_DESC).sum() == 1
 
 
 def test_options_act_on_lists_too(codec):

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from rollout_actors.engine.ray_calls import RayCall
-from rollout_actors.environments.concurrency import in_thread, reraise_cancellation
-from rollout_actors.environments.training.runner import (
-    EnvironmentRunner,
-    RunnerSettings,
-    SentRollouts,
-    load_tokenizer,
-)
+from rollout_actors.environments.training.rounds import EnvironmentRounds
+from rollout_actors.environments.training.runner import RunnerSettings, SentRollouts
 from shared.errors import RolloutError, Timeout, UnreachableError
-from shared.protocols import CLOSED_S, end_with_parent
+from shared.protocols import end_with_parent
 from shared.rollouts import Rollout, RolloutRequest
 from shared.sent_requests import PictureShelf, SentRequests
-
-_LOGGER = logging.getLogger(__name__)
 
 THRESHOLDS = (50_000, 20, 100)
 """Garbage collector's, for a process that runs rollouts and little else."""
@@ -34,10 +24,6 @@ CHECK = (
     "the engine's log, and whether max_new_tokens and what waits before it at the engine fit the"
     " time"
 )
-CLEANUP_S = CLOSED_S / 2
-"""Time for rollouts under way to clean up when the run ends. The rest of what the driver waits is
-for `@teardown`.
-"""
 
 
 def collect_rarely() -> None:
@@ -108,8 +94,6 @@ class RayEngines:
 class EnvironmentActor:
     """An environment's process, with the methods of `EngineActor`: the driver asks both alike."""
 
-    _runner: EnvironmentRunner | None = None
-
     def __init__(
         self,
         name: str,
@@ -121,32 +105,18 @@ class EnvironmentActor:
     ) -> None:
         """Take the engines, as `RayEngines` does. `outlives_engines`: its `outlived`."""
         end_with_parent()
-        self._name = name
-        self._settings = settings
         self._engines = RayEngines(engines, engine_names, limit, outlived=outlives_engines)
-        self._rounds = set[asyncio.Task[list[SentRollouts]]]()
+        self._rounds = EnvironmentRounds(name, settings, self._engines)
 
     async def start(self) -> tuple[int, str]:
-        """Load the environment and the tokenizer, and wait for the teacher, if there is one.
+        """Load the environment (`EnvironmentRounds.start`).
 
         Returns:
             What `EngineActor.start` does: it takes one part of a round at a time, and no server.
         """
-        try:
-            self._runner = await in_thread(self._make_runner)
-        except ValueError as error:
-            raise RolloutError(str(error), actor=self._name, phase="start") from error
-        await self._runner.require_teacher()
-        return 1, ""
-
-    def _make_runner(self) -> EnvironmentRunner:
-        folder = self._settings.working_dir
-        if folder is not None and Path(folder).is_dir():
-            os.chdir(folder)
-        tokenizer = load_tokenizer(self._settings.model_path)
-        runner = EnvironmentRunner(self._name, self._settings, self._engines, tokenizer)
+        await self._rounds.start()
         collect_rarely()
-        return runner
+        return 1, ""
 
     async def generate(
         self,
@@ -162,23 +132,7 @@ class EnvironmentActor:
         Raises:
             RolloutError: an engine failed, or the actor was closed meanwhile.
         """
-        assert self._runner is not None, "start comes first"
-        requests = SentRequests.chosen(objects, places).requests
-        # In a task of its own, which `close` can cancel.
-        round_ = asyncio.ensure_future(self._runner.run(requests))
-        self._rounds.add(round_)
-        try:
-            answers = await round_
-        except asyncio.CancelledError as error:
-            reraise_cancellation(error)
-            why = "was closed"
-            if not round_.cancelling():
-                why = "cancelled the round itself: it let out the CancelledError of its own task,"
-            raise RolloutError(
-                f"{why} before its rollouts were done", actor=self._name, phase="generate"
-            ) from error
-        finally:
-            self._rounds.discard(round_)
+        answers = await self._rounds.run(SentRequests.chosen(objects, places).requests)
         return answers, len(answers)
 
     async def use_engines(self, engines: Sequence[Any]) -> None:
@@ -192,23 +146,5 @@ class EnvironmentActor:
         """Answer, as `EngineActor.check_alive` does."""
 
     async def close(self) -> None:
-        """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`)."""
-        if self._runner is None:
-            return
-        for round_ in self._rounds:
-            round_.cancel()
-        if self._rounds:
-            _, late = await asyncio.wait(self._rounds, timeout=CLEANUP_S)
-            if late:
-                _LOGGER.warning(
-                    "rollouts of %s still clean up after %g s, and it is torn down now; check what"
-                    " its @cleanup waits for",
-                    self._settings.env_id,
-                    CLEANUP_S,
-                )
-        try:
-            await self._runner.aclose()
-        except Exception:
-            # The run is ending, and nobody reads the answer.
-            _LOGGER.exception("teardown of %s failed", self._settings.env_id)
-            raise
+        """End the environment in order (`EnvironmentRounds.close`)."""
+        await self._rounds.close()

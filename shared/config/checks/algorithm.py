@@ -18,7 +18,6 @@ from shared.config.derive import (
     effective_batch_size,
     engines_in,
     group_size,
-    is_sharded,
     needed_accumulation_steps,
     policy_gradient,
     raw_rollouts_per_step,
@@ -203,21 +202,33 @@ def geometry_is_learned(run: RunConfig) -> Iterator[Problem]:
 
 
 def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
-    """Digits have no distribution over bins, which the terms of coord slots are functions of."""
+    """A format other than our own lacks what some keys are about.
+
+    Digits have no distribution over bins, which the terms of coord slots are functions of.
+    """
     name = run.data.answer_format
-    if run.algorithm.uses_environment or run.answer_format.has_coord_tokens:
+    if run.algorithm.uses_environment or name == "coord_tokens":
         return
     pipeline = run.rollout_matching.pipeline
+    has_slots = bool(run.answer_format.coord_tokens)
     for path, entries in ((_OBJECTIVE, pipeline.objective), (_DIAGNOSTICS, pipeline.diagnostics)):
         for index, entry in enumerate(entries):
             is_of_slots = isinstance(entry, (CoordRegEntry, BboxGeoEntry, CoordDiagEntry))
-            if entry.enabled and is_of_slots:
+            if entry.enabled and is_of_slots and not has_slots:
                 yield Problem(
                     f"{path}[{index}].name",
                     f"'{entry.name}' reads one token for each coordinate, and data.answer_format"
                     f" {name} writes them in digits",
                     "remove the entry: token_ce teaches digits; or set data.answer_format:"
                     " coord_tokens",
+                )
+            corrects = isinstance(entry, TokenCEEntry) and entry.config.matched_desc_weight > 0
+            if entry.enabled and corrects and not run.answer_format.names_each_object:
+                yield Problem(
+                    f"{path}[{index}].config.matched_desc_weight",
+                    f"in data.answer_format {name} one phrase names several boxes, whose ground"
+                    " truths may have several names",
+                    "set it to 0, or set data.answer_format: coord_tokens",
                 )
     if run.geometry - run.answer_format.geometry:
         yield Problem(
@@ -408,29 +419,19 @@ def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
         yield Problem("rollout_matching.decode_mode", f"'{mode}' {same}", remedy)
 
 
-def engines_answer_at_any_time(run: RunConfig) -> Iterator[Problem]:
-    """Environments ask call by call, so their engines may not wait for the learner's turn."""
-    if not run.algorithm.uses_environment or engines_in(run) is not EngineLocation.RANKS:
+def environments_have_a_process(run: RunConfig) -> Iterator[Problem]:
+    """Beside an engine in the learner an environment is in that process too: one in each rank."""
+    if run.environment is None or engines_in(run) is not EngineLocation.RANKS:
         return
-    is_hf = run.rollout_matching.rollout_backend == "hf"
-    yield Problem(
-        "rollout_matching.rollout_backend" if is_hf else "rollout_matching.vllm.mode",
-        f"'{run.rollout_matching.backend_name}' generates in the learner, in turn with its"
-        " learning, and environments ask at any time",
-        f"set {'vllm, and rollout_matching.vllm.mode: ' if is_hf else ''}actors or server"
-        " (`backend=actors`, or `override /backend: actors` in an experiment)",
-    )
-
-
-def images_reach_all_ranks(run: RunConfig) -> Iterator[Problem]:
-    """Sharded ranks run the vision tower together or not at all; only some examples have images."""
-    if run.environment is not None and run.environment.max_images_per_prompt and is_sharded(run):
-        yield Problem(
-            "learner.parallel",
-            "fsdp cannot learn trajectories with images (environment.max_images_per_prompt), which"
-            " only some rows have",
-            "set learner.parallel: ddp",
-        )
+    beside = f"is in the learner's process under '{run.rollout_matching.backend_name}'"
+    actors = "choose engines of their own (`backend=actors`)"
+    if run.environment.num_actors > 1:
+        wrong = f"{run.environment.num_actors}, and the environment {beside}, one in each rank"
+        yield Problem("environment.num_actors", wrong, f"remove the key, or {actors}")
+    if run.environment.cpus_per_actor:
+        wrong = f"{run.environment.cpus_per_actor:g}, and the environment {beside}"
+        remedy = f"remove the key and set learner.cpus, or {actors}"
+        yield Problem("environment.cpus_per_actor", wrong, remedy)
 
 
 def teacher_scores_what_is_sampled(run: RunConfig) -> Iterator[Problem]:

@@ -113,8 +113,7 @@ def _reports_have_data(run: RunConfig) -> Iterator[Problem]:
 CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     algorithm.has_its_data,
     algorithm.rollouts_differ,
-    algorithm.engines_answer_at_any_time,
-    algorithm.images_reach_all_ranks,
+    algorithm.environments_have_a_process,
     algorithm.environments_have_room,
     algorithm.teacher_scores_what_is_sampled,
     algorithm.groups_are_whole,

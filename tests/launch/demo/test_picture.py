@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from launch.demo.crowded import make_crowded_data
-from launch.demo.picture import TITLE, draw_run
+from launch.demo.picture import TITLE, compare_runs, draw_run
 from shared.dataset import load_dataset
 from shared.errors import ConfigError
 
@@ -67,3 +67,28 @@ def test_a_run_with_one_report_has_no_picture(run: Path) -> None:
     (run / "evaluations" / "step_000005" / "predictions.jsonl").unlink()
     with pytest.raises(ConfigError, match="a picture needs two held-out reports, found 1"):
         draw_run(run, num_scenes=1)
+
+
+def test_the_run_with_the_better_class_aware_f1_is_named(tmp_path: Path) -> None:
+    runs = []
+    for name, scores, step_s in (("demo", (0.5, 0.625), 2.0), ("control", (0.5, 0.75), 1.0)):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.json").write_text(json.dumps({"telemetry": {"name": name}}))
+        (run / "metrics.jsonl").write_text(f"{json.dumps({'time/step_s': step_s})}\n" * 3)
+        report = {"weight_version": 1, "num_samples": 2, "headline": "F1@0.5", "score": 0.9}
+        (run / "evaluations.jsonl").write_text(
+            "".join(
+                json.dumps(report | {"step": step, "val/class_f1": score}) + "\n"
+                for step, score in enumerate(scores)
+            )
+        )
+        runs.append(run)
+    assert compare_runs(runs) == [
+        f"demo      F1 with names 0.500 -> 0.625 in 3 updates, 6 s of steps ({runs[0]})",
+        f"control   F1 with names 0.500 -> 0.750 in 3 updates, 3 s of steps ({runs[1]})",
+        "ahead     control, at 0.750",
+    ]
+    (runs[0] / "evaluations.jsonl").unlink()
+    with pytest.raises(ConfigError, match="demo: has no held-out report of objects"):
+        compare_runs(runs)

@@ -13,7 +13,7 @@ from config_support import configuration
 from fake_ranks import create_fake_rank
 
 from launch.runtime.learner_client import RayLearner
-from launch.runtime.rollout_client import RankRolloutClient
+from launch.runtime.rollout_client import RankRolloutClient, RolloutTimeouts
 from learner.actor import STOPPING
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config.job import TimeoutsSection
@@ -95,8 +95,9 @@ def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for
 
 
 def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken(learner):
+    limits = RolloutTimeouts.for_actors(TimeoutsSection())
     rollouts = RankRolloutClient(
-        learner(), TimeoutsSection(), num_ranks=1, devices_per_rank=1, decode_batch_size=2
+        learner(), limits, num_ranks=1, devices_per_rank=1, decode_batch_size=2
     )
     assert rollouts.version == 0
     report = rollouts.receive_weights(WeightOffer(3, "inproc", None, None)).result(timeout=30)

@@ -11,7 +11,7 @@ from launch.checks.data import ImageNeeds
 from launch.cluster import runner_settings
 from launch.runtime.engine_settings import neighbour_env, settings_of_run
 from launch.runtime.placement import Resources, plan_placement
-from launch.runtime.rollout_client import RolloutTimeouts
+from launch.runtime.rollout_client import RankRolloutClient, RolloutTimeouts
 from rollout_actors.backends.colocate import colocate_tensor_parallel
 from rollout_actors.engine import warm_python
 from shared.config.algorithm import TeacherSection
@@ -272,6 +272,21 @@ def test_a_wait_for_environments_is_longer_than_that_for_their_teacher_and_names
     assert "the teacher answers" in timeouts.start_check
     alone = RolloutTimeouts.for_environments(limits_of_run, None)
     assert alone.start == Timeout(300.0, "timeouts.start_s")
+
+
+def test_ranks_that_generate_have_as_long_as_what_they_play_and_cut_whole_groups(tmp_path):
+    beside = {"rollout_matching__rollout_backend": "hf", "timeouts": {"generate_s": 60.0}}
+    run = trajectory_config(tmp_path, tmp_path, queue=False, **beside)
+    limits = RolloutTimeouts.for_ranks(run)
+    assert limits.generate == Timeout(120.0, "2 x timeouts.generate_s")
+    samples = configuration(tmp_path, tmp_path, tmp_path, **beside, **NO_QUEUE)
+    assert RolloutTimeouts.for_ranks(samples).generate == Timeout(60.0, "timeouts.generate_s")
+    ranks = RankRolloutClient(
+        None, limits, num_ranks=2, devices_per_rank=1, decode_batch_size=9, group_size=4
+    )
+    # Requests are groups: of 9 rollouts that a rank decodes at a time two are whole.
+    rounds = ranks.split([list("abcde"), list("fgh")])
+    assert rounds == [[["a", "b"], ["f"]], [["c", "d"], ["g"]], [["e"], ["h"]]]
 
 
 @pytest.mark.parametrize(

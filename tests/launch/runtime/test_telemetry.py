@@ -303,9 +303,9 @@ def test_the_closing_line_compares_the_last_report_with_that_of_the_warm_ups_end
     with open_telemetry(config) as telemetry:
         for step, num_right, line in (
             (10, 0, None),
-            (20, 1, "val F1@0.5 warm-up 0.25 -> final 0.25"),
-            (30, 4, "val F1@0.5 warm-up 0.25 -> final 1.00"),
-            (100, 3, "val F1@0.5 warm-up 0.25 -> final 0.75"),
+            (20, 1, "val F1@0.5 warm-up 0.25 -> final 0.25, with names 0.25 -> 0.25"),
+            (30, 4, "val F1@0.5 warm-up 0.25 -> final 1.00, with names 0.25 -> 1.00"),
+            (100, 3, "val F1@0.5 warm-up 0.25 -> final 0.75, with names 0.25 -> 0.75"),
         ):
             telemetry.evaluation(evaluation(step, num_right))
             assert telemetry.improvement() == line

@@ -6,19 +6,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
 import pytest
 import torch
+import trajectory_jobs
 from called_rollouts import Call, examples_of
 from config_support import GROUP, trajectory_config
 from tiny_qwen import FAMILIES, make_stock_model
-from trajectory_support import begin, finish_step, make_learner, picture
+from trajectory_support import ALONE, begin, finish_step, make_learner, picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.segments import decode_image
 from shared.errors import RolloutError
+from shared.metrics import merge_reports
 from shared.schedule import RunSchedule
 from shared.trajectory import TrainingExample
 
@@ -277,6 +280,34 @@ def test_merging_calls_with_images_gives_the_loss_and_gradient_of_each_call_as_a
     assert apart.gradients[PATCHES].any(), "the vision tower takes part"
     for name, gradient in apart.gradients.items():
         torch.testing.assert_close(merged.gradients[name], gradient, rtol=0, atol=1e-6)
+
+
+def only_text(whole, position):
+    return whole.example(Part(f"user\n Locate {position}."), Part("bbox 7", is_learned=True))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_shown", [GROUP, 0], ids=["one rank's", "none"])
+def test_sharded_ranks_of_which_some_rows_show_images_learn_what_one_learns(
+    two_ranks, config, whole, num_shown
+):
+    """A row is a segment here, and the first rank has more of them."""
+    examples = [
+        [whole.example(*parts_of(at)) if at < num_shown else only_text(whole, at)]
+        for at in range(ROLLOUTS)
+    ]
+    alone = trajectory_jobs.learn(
+        ALONE, None, config(training__packing=False), 1, 3, examples=examples
+    )
+    sharded = config(training__packing=False, learner__world_size=2, learner__parallel="fsdp")
+    ranks = two_ranks.run(partial(trajectory_jobs.learn, examples=examples), sharded, 1, 1)
+    assert [rank.num_rows for rank in ranks] == [2 * GROUP, 2 * GROUP], "of three groups"
+    (one,), several = alone.reports, merge_reports([rank.reports[0] for rank in ranks])
+    for name in ("loss/total", "optim/grad_norm", "packing/num_tokens", "packing/num_segments"):
+        expected = merge_reports([one]).metrics[name]
+        assert several.metrics[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+    for name, weight in alone.weights.items():
+        torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-6)
 
 
 # What contradicts the learner

@@ -104,7 +104,7 @@ def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, 
     remedy = (
         "make a checkpoint that has them with `python -m launch.add_coord_tokens model=STOCK_FOLDER"
         " out=NEW_FOLDER`, and set model.path to it, or set data.answer_format: qwen3_vl (of a"
-        " Qwen2.5-VL qwen2_5_vl), whose coordinates are digits"
+        " Qwen2.5-VL qwen2_5_vl), whose coordinates are digits, or of a Rex-Omni rex_omni"
     )
     assert str(caught.value) == f"model.path: {folder} does not suit the run: {lacks}; {remedy}"
 

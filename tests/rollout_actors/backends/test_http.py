@@ -125,14 +125,14 @@ class TestAddresses:
 class TestStart:
     def test_invalid_server_configuration_fails_fast(self, run):
         with ends_soon(), pytest.raises(RolloutError) as caught:
-            run.start(NOWHERE, timeout_s=1.0, instead="rollout_matching.vllm.mode: actors")
+            run.start(NOWHERE, timeout_s=1.0)
         assert caught.value.phase == "start"
         for part in (
             NOWHERE,
             "rollout_matching.vllm.server.timeout_s = 1 s",
             "servers[0].base_url",
             run.server.command,
-            "or set rollout_matching.vllm.mode: actors",
+            "or set rollout_matching.vllm.mode: colocate or",
         ):
             assert part in str(caught.value)
 

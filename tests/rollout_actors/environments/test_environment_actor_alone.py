@@ -19,7 +19,7 @@ from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor
 from scripted_engines import decode_settings, demo_tokenizer
 
-from rollout_actors.environments.training import actor as environment_actor
+from rollout_actors.environments.training import rounds
 from rollout_actors.environments.training.actor import EnvironmentActor
 from rollout_actors.environments.training.runner import RunnerSettings
 from rollout_actors.environments.training.teacher import TeacherSettings
@@ -147,8 +147,8 @@ def test_a_cleanup_that_hangs_is_told_and_does_not_keep_the_environment_from_its
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert environment_actor.CLEANUP_S <= CLOSED_S / 2, "teardown has to have time too"
-    monkeypatch.setattr(environment_actor, "CLEANUP_S", 0.3)
+    assert rounds.CLEANUP_S <= CLOSED_S / 2, "teardown has to have time too"
+    monkeypatch.setattr(rounds, "CLEANUP_S", 0.3)
 
     async def close_s() -> float:
         one = sandboxes(make_actor, log, takes_s=4)

@@ -88,8 +88,9 @@ def test_a_wrong_name_lists_what_there_is():
         load_environment("aritmetic")
     assert str(caught.value) == (
         "no environment 'aritmetic' (did you mean arithmetic?); there are arithmetic,"
-        " copy_digits, grounding, guess_number, hidden_digit, key_value_store, and any module or"
-        " .py file that has load_environment(**args)"
+        " copy_digits, grounding, guess_number, hidden_digit, key_value_store, any module or .py"
+        " file that has load_environment(**args), and those of other libraries by a prefix: gym:NAME,"
+        " openenv:URL, verifiers:NAME"
     )
 
 

@@ -49,8 +49,7 @@ CONFIG = f"{OBJECTIVE}[0].config"
 DECODED = f"{MATCHING}.decode_batch_size"
 
 SAME = "makes an example's rollouts all the same, and trajectory_pg learns from differences"
-ASK = "generates in the learner, in turn with its learning, and environments ask at any time"
-CHOOSE = "actors or server (`backend=actors`, or `override /backend: actors` in an experiment)"
+BESIDE = "the environment is in the learner's process under"
 WHOLE = "and policy_gradient needs the probability of every token under the whole vocabulary"
 NO_OBJECTIVE = (
     f"{OBJECTIVE}: no enabled policy_gradient with a weight above 0, and nothing else teaches"
@@ -126,8 +125,20 @@ REFUSED = [
         f"{MATCHING}.repetition_penalty: 1.1 changes what is sampled, {WHOLE}; set 1.0, or remove",
     ),
     # Engines.
-    (HF, f"{MATCHING}.rollout_backend: 'hf' {ASK}; set vllm, and {VLLM}.mode: {CHOOSE}"),
-    (COLOCATE, f"{VLLM}.mode: 'colocate' {ASK}; set {CHOOSE}"),
+    (
+        {**HF, "environment.num_actors": 2},
+        (
+            f"environment.num_actors: 2, and {BESIDE} 'hf', one in each rank; remove the key, or"
+            " choose engines of their own (`backend=actors`)"
+        ),
+    ),
+    (
+        {**COLOCATE, "environment.cpus_per_actor": 0.5},
+        (
+            f"environment.cpus_per_actor: 0.5, and {BESIDE} 'colocate'; remove the key and set"
+            " learner.cpus, or choose"
+        ),
+    ),
     (
         {**NO_QUEUE, f"{MATCHING}.max_staleness": 1},
         (
@@ -140,14 +151,6 @@ REFUSED = [
         (
             "environment.num_actors: 9 actors share the 8 rollouts that an engine decodes at a time,"
             f" and each needs one; set it to 8 or less, or raise {DECODED}"
-        ),
-    ),
-    # Images, which a row may have or not.
-    (
-        {**FSDP, IMAGES: 1},
-        (
-            f"learner.parallel: fsdp cannot learn trajectories with images ({IMAGES}), which only some"
-            " rows have; set learner.parallel: ddp"
         ),
     ),
     # The objective.
@@ -303,6 +306,9 @@ ACCEPTED = [
     {DECODE_MODE: "sample"},
     {f"{MATCHING}.decoding": {"temperature": 0.7, "top_p": 1.0, "top_k": -1}},
     {f"{MATCHING}.repetition_penalty": 1.0},
+    HF,
+    COLOCATE,
+    {**COLOCATE, **FSDP, IMAGES: 1},
     SERVERS,
     {**SERVERS, f"{VLLM}.server.kind": "vllm"},
     NO_QUEUE,
@@ -320,10 +326,8 @@ ACCEPTED = [
     {SIZE: 32},
     {RANKS: 3, BUDGET: 32},
     FSDP,
-    {**FSDP, IMAGES: 0},
+    {**FSDP, IMAGES: 4},
     {RANKS: 2, "learner.parallel": "ddp", IMAGES: 4},
-    # There is nothing to shard.
-    {"learner.parallel": "fsdp", IMAGES: 4},
     # An example is in one round whatever a device decodes at a time.
     {DECODED: 1},
     # What waits for a row when the buffer is full goes into one.
@@ -383,12 +387,9 @@ def test_every_check_says_what_it_alone_knows(changes, expected):
 @pytest.mark.parametrize(
     "where", [{f"{MATCHING}.rollout_backend": "hf"}, {f"{VLLM}.mode": "colocate"}]
 )
-def test_engines_in_the_learner_have_neither_environments_nor_a_queue(where):
-    """Both lines send to the same modes."""
-    of_the_engines, of_the_queue = trajectory_problems(where)
-    assert of_the_engines.split(": ")[0] in (f"{MATCHING}.rollout_backend", f"{VLLM}.mode")
+def test_engines_in_the_learner_have_environments_and_no_queue(where):
+    (of_the_queue,) = trajectory_problems(where)
     assert of_the_queue.startswith("stage2_ab.channel_b.enable_pipeline: the in-step queue needs")
-    assert "actors or server" in of_the_engines
     assert "server or actors" in of_the_queue
 
 

@@ -1,0 +1,257 @@
+"""The packages behind `telemetry.loggers`. Each is imported where its logger begins."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+from launch.loggers.events import MetricsEvent, PicturesEvent, RunEvent, Scalar
+from launch.loggers.tables import RolloutTable
+
+
+class Logger(ABC):
+    """A run as one of the packages has it. Whatever a method raises ends the logger."""
+
+    @abstractmethod
+    def __init__(self, run: RunEvent) -> None:
+        """Begin the run, or go on with the one whose id is kept in `run.folder`."""
+
+    @abstractmethod
+    def metrics(self, event: MetricsEvent) -> None: ...
+
+    @abstractmethod
+    def pictures(self, event: PicturesEvent) -> None: ...
+
+    @abstractmethod
+    def table(self, step: int, name: str, table: RolloutTable) -> None: ...
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
+        """End the run when everything is written or sent."""
+
+
+class _RunId:
+    """The file with the id of the run, by which a resumed run goes on in the same one."""
+
+    def __init__(self, run: RunEvent) -> None:
+        self._file = run.folder / f"{run.logger}.id"
+
+    def read(self) -> str | None:
+        return self._file.read_text().strip() if self._file.exists() else None
+
+    def write(self, value: str) -> None:
+        self._file.write_text(f"{value}\n")
+
+
+class TensorBoardLogger(Logger):
+    """Event files in `RUN/loggers/tensorboard`; a resumed run takes back the steps behind it."""
+
+    def __init__(self, run: RunEvent) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(run.folder / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=run.first_step)
+        rows = [(key, json.dumps(value)) for key, value in run.flat_config.items()]
+        self._writer.add_text("config", _markdown(("key", "value"), rows), run.first_step)
+
+    def metrics(self, event: MetricsEvent) -> None:
+        numbers, texts = _by_type(event.values)
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, event.step)
+        for name, text in texts.items():
+            self._writer.add_text(name, text, event.step)
+        self._writer.flush()
+
+    def pictures(self, event: PicturesEvent) -> None:
+        import numpy as np
+        from PIL import Image
+
+        for index, picture in enumerate(event.pictures):
+            with Image.open(picture.path) as image:
+                pixels = np.asarray(image.convert("RGB"))
+            self._writer.add_image(f"{event.name}/{index}", pixels, event.step, dataformats="HWC")
+        rows = [(index, picture.caption) for index, picture in enumerate(event.pictures)]
+        text = _markdown(("picture", "of"), rows)
+        self._writer.add_text(f"{event.name}/captions", text, event.step)
+        self._writer.flush()
+
+    def table(self, step: int, name: str, table: RolloutTable) -> None:
+        self._writer.add_text(name, _markdown(table.columns, table.rows), step)
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class TrackioLogger(Logger):
+    """A run of trackio, by default in its own folder (`TRACKIO_DIR`), which `trackio show` opens.
+
+    It is known by its name, so the name ends in random letters.
+    """
+
+    def __init__(self, run: RunEvent) -> None:
+        import trackio
+
+        run_id = _RunId(run)
+        known = run_id.read()
+        name = known or f"{run.name}-{secrets.token_hex(3)}"
+        self._run = trackio.init(
+            project=run.project,
+            name=name,
+            config=dict(run.config),
+            resume="never" if known is None else "allow",
+            embed=False,
+        )
+        run_id.write(name)
+
+    def metrics(self, event: MetricsEvent) -> None:
+        self._run.log(dict(event.values), step=event.step)
+
+    def pictures(self, event: PicturesEvent) -> None:
+        import trackio
+
+        images = {
+            f"{event.name}/{index}": trackio.Image(picture.path, caption=picture.caption)
+            for index, picture in enumerate(event.pictures)
+        }
+        self._run.log(images, step=event.step)
+
+    def table(self, step: int, name: str, table: RolloutTable) -> None:
+        import trackio
+
+        rows = [list(row) for row in table.rows]
+        self._run.log({name: trackio.Table(columns=list(table.columns), data=rows)}, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish()
+
+
+class WandbLogger(Logger):
+    """A run of Weights & Biases; with `WANDB_MODE=offline` it is files in `RUN/loggers/wandb`.
+
+    Of a step that a resumed run repeats wandb keeps what it had first.
+    """
+
+    def __init__(self, run: RunEvent) -> None:
+        import wandb
+
+        run_id = _RunId(run)
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run_id.read(),
+            resume="allow",
+            dir=run.folder,
+            config=dict(run.config),
+            allow_val_change=True,
+            # Else it takes the streams of this process, which have a file already.
+            settings=wandb.Settings(console="off"),
+        )
+        run_id.write(self._run.id)
+
+    def metrics(self, event: MetricsEvent) -> None:
+        self._run.log(dict(event.values), step=event.step)
+
+    def pictures(self, event: PicturesEvent) -> None:
+        import wandb
+
+        images = [
+            wandb.Image(str(picture.path), caption=picture.caption) for picture in event.pictures
+        ]
+        self._run.log({event.name: images}, step=event.step)
+
+    def table(self, step: int, name: str, table: RolloutTable) -> None:
+        import wandb
+
+        rows = [list(row) for row in table.rows]
+        self._run.log({name: wandb.Table(columns=list(table.columns), data=rows)}, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        import wandb
+
+        self._run.finish(exit_code=int(failed))
+        wandb.teardown()
+
+
+class MlflowLogger(Logger):
+    """A run of MLflow, where `MLFLOW_TRACKING_URI` says.
+
+    Parameters cannot be changed there, so they are those of the run's first start; the artifact
+    `config.json` is of the last one.
+    """
+
+    _PARAMETERS_PER_CALL = 100
+    """Limit of its REST API."""
+
+    def __init__(self, run: RunEvent) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        run_id = _RunId(run)
+        known = run_id.read()
+        mlflow.set_experiment(run.project)
+        started = mlflow.start_run(run_id=known, run_name=None if known else run.name)
+        run_id.write(started.info.run_id)
+        if known is None:
+            flat = [(_mlflow_name(key), value) for key, value in run.flat_config.items()]
+            for start in range(0, len(flat), self._PARAMETERS_PER_CALL):
+                mlflow.log_params(dict(flat[start : start + self._PARAMETERS_PER_CALL]))
+        mlflow.log_dict(dict(run.config), "config.json")
+
+    def metrics(self, event: MetricsEvent) -> None:
+        numbers, texts = _by_type(event.values)
+        named = {_mlflow_name(name): number for name, number in numbers.items()}
+        self._mlflow.log_metrics(named, step=event.step)
+        if texts:
+            self._mlflow.set_tags({_mlflow_name(name): text for name, text in texts.items()})
+
+    def pictures(self, event: PicturesEvent) -> None:
+        from PIL import Image
+
+        for index, picture in enumerate(event.pictures):
+            with Image.open(picture.path) as image:
+                self._mlflow.log_image(
+                    image, key=f"{event.name}/{index}", step=event.step, synchronous=True
+                )
+        captions = {str(index): picture.caption for index, picture in enumerate(event.pictures)}
+        self._mlflow.log_dict(captions, f"{event.name}/captions_step_{event.step:06d}.json")
+
+    def table(self, step: int, name: str, table: RolloutTable) -> None:
+        columns = zip(*table.rows, strict=True)
+        data = {column: list(values) for column, values in zip(table.columns, columns, strict=True)}
+        self._mlflow.log_table(data, f"{name}/step_{step:06d}.json")
+
+    def close(self, *, failed: bool) -> None:
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+LOGGERS: Mapping[str, type[Logger]] = {
+    "tensorboard": TensorBoardLogger,
+    "trackio": TrackioLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+}
+
+
+def _by_type(values: Mapping[str, Scalar]) -> tuple[dict[str, float], dict[str, str]]:
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+    return numbers, texts
+
+
+def _mlflow_name(name: str) -> str:
+    """Replace what MLflow permits in no name, such as the @ of `val/f1@0.75`."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Scalar]]) -> str:
+    """Write a table as Markdown, with the line breaks that its cells have."""
+
+    def line(cells: Sequence[Scalar]) -> str:
+        escaped = (re.sub(r"([\\|`*_<])", r"\\\1", str(cell)) for cell in cells)
+        return f"| {' | '.join(escaped)} |".replace("\n", "<br>")
+
+    return "\n".join([line(columns), "|---" * len(columns) + "|", *map(line, rows)])

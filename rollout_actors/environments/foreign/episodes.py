@@ -1,0 +1,157 @@
+"""Episodes of other libraries as rollouts: each answer of the model is an action, each message of
+the user shows the state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from rollout_actors.environments.answers.parsers import XMLParser, text_of
+from rollout_actors.environments.chat.messages import concat_messages
+from rollout_actors.environments.lifecycle import cleanup, stop
+from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.types import Message, Messages, State
+
+_PARSER = XMLParser(fields=["action"], answer_field="action")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the model is told of the state.
+
+    Example: `Shown("You see a door.", reward=0.5)` behind a step that ended nothing.
+    """
+
+    text: str
+    reward: float | None = None
+    """Of the step that led here; None: there was none, since the answer had no action."""
+    end: str | None = None
+    """`terminated` or `truncated`, where the episode is over."""
+
+
+class Episode(ABC):
+    """One episode of an environment elsewhere. What its methods raise fails the rollout."""
+
+    @abstractmethod
+    async def reset(self, seed: int) -> Shown:
+        """Begin it."""
+
+    @abstractmethod
+    async def step(self, action: str) -> Shown:
+        """Take a step by what the model wrote as its action."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Give back what the episode holds."""
+
+
+class EpisodeEnv(MultiTurnEnv):
+    """Rollouts that are an episode each. A row is a seed, with which each of its rollouts begins.
+
+    The reward is the sum of the steps' rewards.
+    """
+
+    def __init__(
+        self,
+        make_episode: Callable[[], Awaitable[Episode]],
+        *,
+        form: str,
+        instructions: str,
+        num_examples: int,
+        num_eval_examples: int,
+        max_turns: int,
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            form: how an action is written.
+            instructions: what the system message says before that.
+            max_turns: most answers of a rollout, those without an action included.
+            seed: what the rows' seeds are drawn from.
+        """
+        super().__init__(
+            dataset=_rows(num_examples, Random(f"train {seed}")),
+            eval_dataset=_rows(num_eval_examples, Random(f"eval {seed}")),
+            system_prompt=f"{instructions}\n\n{form}".strip(),
+            rubric=Rubric([episode_reward, num_steps, valid_actions], [1.0, 0.0, 0.0]),
+            max_turns=max_turns,
+        )
+        self._make_episode = make_episode
+
+    async def setup_state(self, state: State) -> State:
+        """Begin the episode, and show its first state behind the row's prompt."""
+        # Noted at once: one whose reset fails is closed too.
+        state["episode"] = await self._make_episode()
+        shown = await state["episode"].reset(state["info"]["seed"])
+        state["shown"] = [shown]
+        """The first state, and what was shown to each answer."""
+        state["prompt"] = concat_messages([state["prompt"], [_message(shown)]])
+        return state
+
+    async def add_model_response(
+        self, state: State, prompt_messages: Messages, response: Any
+    ) -> None:
+        await super().add_model_response(state, prompt_messages, response)
+        # Here, since the last turn's answer is a step too, and the environment says nothing to it.
+        for step in state["trajectory"][len(state["shown"]) - 1 :]:
+            action = action_in(text_of(step["completion"][-1]))
+            state["shown"].append(await state["episode"].step(action))
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+        return [_message(state["shown"][-1])]
+
+    @stop
+    async def episode_terminated(self, state: State) -> bool:
+        return bool(state["shown"][-1].end == "terminated")
+
+    @stop
+    async def episode_truncated(self, state: State) -> bool:
+        return bool(state["shown"][-1].end == "truncated")
+
+    @cleanup
+    async def close_episode(self, state: State) -> None:
+        if "episode" in state:
+            await state["episode"].close()
+
+
+def action_in(answer: str) -> str:
+    """Return the last `<action>` of an answer, or else the whole answer behind its thought."""
+    tagged: str | None = _PARSER.parse(answer, last=True).action
+    return answer.rpartition("</think>")[2].strip() if tagged is None else tagged
+
+
+def action_form(what: str) -> str:
+    """Tell a model how an action is written. `what` describes it: `a number from 0 to 3`."""
+    return f"Write your action, {what}, as <action>ACTION</action>."
+
+
+def episode_reward(state: State) -> float:
+    """Return the sum of the steps' rewards."""
+    return float(sum(_rewards(state)))
+
+
+def num_steps(state: State) -> float:
+    return float(len(_rewards(state)))
+
+
+def valid_actions(state: State) -> float:
+    """Return the share of answers that had an action."""
+    return len(_rewards(state)) / max(1, len(state["shown"]) - 1)
+
+
+def _rewards(state: State) -> list[float]:
+    return [shown.reward for shown in state["shown"][1:] if shown.reward is not None]
+
+
+def _message(shown: Shown) -> Message:
+    return {"role": "user", "content": shown.text}
+
+
+def _rows(count: int, random: Random) -> list[dict[str, Any]]:
+    # Without a question: the first state is shown when the episode begins.
+    return [{"prompt": [], "info": {"seed": random.randrange(2**31)}} for _ in range(count)]

@@ -1,0 +1,340 @@
+"""`openenv:URL`: an OpenEnv server, whose sessions are episodes.
+
+A session is a WebSocket, `/ws`, on which `reset` and `step` are answered with an observation: as
+the packages `openenv` 0.10.0 and `openenv-core` 0.3.0 have it, and their `EnvClient` speaks it.
+Neither package resolves with this project's versions. Their routes `/reset` and `/step` keep no
+state between two requests, so no episode can be played over those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+import httpx
+from pydantic import BaseModel, Field, ValidationError
+
+from rollout_actors.environments.concurrency import waiting, within
+from rollout_actors.environments.foreign.episodes import (
+    Episode,
+    EpisodeEnv,
+    Shown,
+    action_form,
+)
+from shared.config.rollout import is_loopback
+
+T = TypeVar("T", bound=BaseModel)
+
+MAX_MESSAGE_BYTES = 100 * 2**20
+"""Largest answer of a server, as OpenEnv's own client has it: observations may be pictures."""
+KINDS = {"string": "a text", "integer": "a whole number", "number": "a number"}
+REMEDY = "look into the server's log, or allow more"
+
+
+def load_environment(
+    url: str,
+    *,
+    num_examples: int = 200,
+    num_eval_examples: int = 50,
+    max_turns: int = 20,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    instructions: str = "",
+    sessions: int = 1,
+    timeout_s: float = 60.0,
+) -> EpisodeEnv:
+    """Make rollouts of the environment that a server holds.
+
+    Args:
+        url: where it is served: `http://127.0.0.1:8000`.
+        seed: what the rows' seeds are drawn from, with which `reset` is called. How far that makes
+            the episodes of a row alike is the environment's to say.
+        options: further arguments of `reset`.
+        instructions: what the system message says before the form of an answer; without it, the
+            server's description of the environment.
+        sessions: most episodes at a time of one environment actor. The server takes
+            `max_concurrent_envs` of all of them (1 where it does not say so).
+        timeout_s: until a session is open, and for each answer in it.
+
+    Raises:
+        ValueError: the address is none, nobody answers there, or what answers is no OpenEnv server;
+            or the package `websockets` is not installed.
+    """
+    name = f"openenv:{url}"
+    try:
+        import websockets.asyncio.client  # noqa: F401
+    except ImportError as error:
+        remedy = "pip install 'rollmatch[openenv]'"
+        raise ValueError(f"{name} needs websockets ({error}); {remedy}") from error
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise ValueError(f"{name}: write the server's address as openenv:http://HOST:PORT")
+    if sessions < 1:
+        raise ValueError(f"{name}: sessions is {sessions}; must be at least 1")
+    url = url.rstrip("/")
+    is_local = is_loopback(urlsplit(url).hostname or "")
+    with httpx.Client(base_url=url, timeout=timeout_s, trust_env=not is_local) as client:
+        description = _get(name, client, "/metadata", _Metadata).description
+        actions = Actions(_get(name, client, "/schema", _Schemas).action)
+    server = Server(name, url, actions, dict(options or {}), sessions, timeout_s)
+
+    async def make_episode() -> Episode:
+        return OpenEnvEpisode(server)
+
+    return EpisodeEnv(
+        make_episode,
+        form=actions.form,
+        instructions=instructions or description,
+        num_examples=num_examples,
+        num_eval_examples=num_eval_examples,
+        max_turns=max_turns,
+        seed=seed,
+    )
+
+
+class OpenEnvEpisode(Episode):
+    """An episode in a session of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._slot: asyncio.Semaphore | None = None
+        self._socket: Any = None
+
+    async def reset(self, seed: int) -> Shown:
+        """Wait for a place at the server, open a session, and begin.
+
+        Raises:
+            ConnectionError: the server is gone, or has no session left.
+            TimeoutError: it is late.
+            RuntimeError: the environment failed.
+        """
+        from websockets.asyncio.client import connect
+
+        server = self._server
+        slot = server.slot()
+        with waiting():
+            await slot.acquire()
+        self._slot = slot
+        is_local = is_loopback(urlsplit(server.url).hostname or "")
+        try:
+            self._socket = await connect(
+                f"ws{server.url.removeprefix('http')}/ws",
+                open_timeout=server.timeout_s,
+                max_size=MAX_MESSAGE_BYTES,
+                ping_timeout=None,  # who is late with an answer is told by `timeout_s`
+                proxy=None if is_local else True,
+            )
+        except OSError as error:  # a TimeoutError too
+            raise ConnectionError(
+                f"{server.name}: no session within environment.args.timeout_s ="
+                f" {server.timeout_s:g} s ({type(error).__name__}: {error}); look whether the"
+                " server is up"
+            ) from error
+        answer = await self._ask("reset", {"seed": seed, **server.options})
+        return self._shown(answer, reward=None)
+
+    async def step(self, action: str) -> Shown:
+        form = self._server.actions.form
+        read = self._server.actions.read(action)
+        if read is None:
+            return Shown(f"I see no action. {form}")
+        answer = await self._ask("step", read)
+        if answer.type == "error":
+            problems = _Refusal.model_validate(answer.data)
+            return Shown(f"The environment does not take this action: {problems}. {form}")
+        return self._shown(answer, reward=0.0)
+
+    async def close(self) -> None:
+        """End the session. The place is free when the server has closed it."""
+        from websockets.exceptions import ConnectionClosed
+
+        late = f"{self._server.name}: has not closed the session after environment.args.timeout_s"
+        try:
+            if self._socket is not None:
+                async with within(self._server.timeout_s, late, REMEDY):
+                    with suppress(ConnectionClosed):  # as it should be
+                        await self._socket.send(json.dumps({"type": "close"}))
+                    await self._socket.wait_closed()
+        finally:
+            if self._socket is not None:
+                self._socket.transport.abort()
+            if self._slot is not None:
+                self._slot.release()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> _Answer:
+        """Return an observation, or to a step the refusal of its action."""
+        from websockets.exceptions import ConnectionClosed
+
+        server = self._server
+        late = f"{server.name}: no answer to {kind} after environment.args.timeout_s"
+        try:
+            async with within(server.timeout_s, late, REMEDY):
+                with suppress(ConnectionClosed):  # then it has said why before
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
+                answer = _Answer.model_validate_json(await self._socket.recv())
+        except ConnectionClosed as error:
+            raise ConnectionError(
+                f"{server.name}: closed the session before it answered to {kind} ({error}); look"
+                " into the server's log"
+            ) from error
+        if answer.type != "error":
+            return answer
+        failure = _Error.model_validate(answer.data)
+        if kind == "step" and failure.code == "VALIDATION_ERROR":
+            return answer
+        if failure.code == "CAPACITY_REACHED":
+            raise ConnectionError(
+                f"{server.name}: has no session left ({failure.message}); start it with"
+                " max_concurrent_envs, and set environment.args.sessions so that all environment"
+                f" actors together ask for no more (now {server.sessions} each)"
+            )
+        raise RuntimeError(
+            f"{server.name}: {kind} failed with {failure.code}: {failure.message}; look into the"
+            " server's log"
+        )
+
+    def _shown(self, answer: _Answer, reward: float | None) -> Shown:
+        """`reward`: where the environment says none."""
+        told = _Observation.model_validate(answer.data)
+        return Shown(
+            as_text(told.observation),
+            reward if told.reward is None or reward is None else float(told.reward),
+            "terminated" if told.done else None,
+        )
+
+
+def as_text(observation: Mapping[str, Any]) -> str:
+    """Write an observation: a line for each of its fields, or its only one alone."""
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in observation.items()
+        if value is not None and key != "metadata"
+    }
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "\n".join(f"{key}: {text}" for key, text in texts.items())
+
+
+class Server:
+    """A server, and the places for sessions of this process there."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        actions: Actions,
+        options: dict[str, Any],
+        sessions: int,
+        timeout_s: float,
+    ) -> None:
+        self.name = name
+        self.url = url
+        self.actions = actions
+        self.options = options
+        self.sessions = sessions
+        self.timeout_s = timeout_s
+        # A semaphore belongs to the event loop that first waits for it.
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            WeakKeyDictionary()
+        )
+
+    def slot(self) -> asyncio.Semaphore:
+        """Return what an episode of the current event loop holds a place of."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._slots:
+            self._slots[loop] = asyncio.Semaphore(self.sessions)
+        return self._slots[loop]
+
+
+class Actions:
+    """Actions as a model writes them: the value of their only field, or a JSON object."""
+
+    def __init__(self, schema: ActionSchema) -> None:
+        fields = {key: one for key, one in schema.properties.items() if key != "metadata"}
+        self._field: str | None = None
+        self._is_text = False
+        for field, one in fields.items():
+            if len(fields) == 1 and one.get("type") in KINDS:
+                self._field = field
+                self._is_text = one["type"] == "string"
+                what = KINDS[one["type"]]
+                if "enum" in one:
+                    what = "one of " + ", ".join(map(str, one["enum"]))
+                if "description" in one:
+                    what += f" ({one['description']})"
+        if self._field is None:
+            told = {"properties": fields, "required": schema.required, "$defs": schema.defs}
+            text = json.dumps({key: value for key, value in told.items() if value})
+            what = f"a JSON object of the schema {text}"
+        self.form = action_form(what)
+        """What the model is told."""
+
+    def read(self, action: str) -> dict[str, Any] | None:
+        """Return what is sent; None where the text is no JSON of that kind."""
+        try:
+            value = action if self._is_text else json.loads(action)
+        except (ValueError, RecursionError):  # brackets, or digits, by the thousand
+            return None
+        if self._field is not None:
+            return {self._field: value}
+        return value if isinstance(value, dict) else None
+
+
+class ActionSchema(BaseModel):
+    properties: dict[str, dict[str, Any]] = {}
+    required: list[str] = []
+    defs: dict[str, Any] = Field({}, alias="$defs")
+
+
+class _Schemas(BaseModel):
+    action: ActionSchema
+
+
+class _Metadata(BaseModel):
+    description: str = ""
+
+
+class _Answer(BaseModel):
+    type: str
+    data: dict[str, Any] = {}
+
+
+class _Observation(BaseModel):
+    observation: dict[str, Any]
+    reward: bool | float | None = None
+    done: bool = False
+
+
+class _Error(BaseModel):
+    code: str = "an error"
+    message: str = ""
+
+
+class _Problem(BaseModel):
+    loc: list[str | int] = []
+    msg: str
+
+
+class _Refusal(BaseModel):
+    errors: list[_Problem] = []
+
+    def __str__(self) -> str:
+        texts = [f"{'.'.join(map(str, one.loc))}: {one.msg}".lstrip(": ") for one in self.errors]
+        return "; ".join(texts)
+
+
+def _get(name: str, client: httpx.Client, route: str, kind: type[T]) -> T:
+    try:
+        response = client.get(route)
+        response.raise_for_status()
+        return kind.model_validate_json(response.content)
+    except (httpx.HTTPError, ValidationError) as error:
+        raise ValueError(
+            f"{name}: GET {route} did not answer as an OpenEnv server does ({type(error).__name__}:"
+            f" {str(error).splitlines()[0]}); start it, for example by `uvicorn"
+            " my_env.server.app:app --port 8000`, and give its address"
+        ) from error

@@ -1,0 +1,436 @@
+"""`verifiers:NAME`: an environment of the package `verifiers`, unchanged, in a process of its own.
+
+That package pins versions that this project has others of, so it is played by an interpreter that
+has it (`foreign.verifiers_bridge`). There the environment calls OpenAI's routes, as it would any
+endpoint's. Behind the routes is the client that this rollout was given: the trajectory is written
+here, with the token ids and log-probabilities of the run's own engines. Rewards and metrics are
+those of the environment's rubric, which scores the rollouts of an example together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import itertools
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from array import array
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from openai.resources.chat.completions import AsyncCompletions
+from pydantic import BaseModel
+
+from rollout_actors.environments.chat.messages import cleanup_messages
+from rollout_actors.environments.clients.openai import OVERLONG, ask
+from rollout_actors.environments.foreign import verifiers_bridge
+from rollout_actors.environments.lifecycle import teardown
+from rollout_actors.environments.multi_turn import MultiTurnEnv
+from rollout_actors.environments.rubric import Rubric, give, scoring_limit
+from rollout_actors.environments.scope import bind_client, current_scope
+from rollout_actors.environments.types import Messages, RolloutInput, SamplingArgs, State
+
+VERSION = "0.3.1"
+"""The last release with the interface that most environments are written for."""
+OWN_ARGUMENTS = frozenset(inspect.signature(AsyncCompletions.create).parameters)
+"""Names that OpenAI's client knows. Others travel in `extra_body`."""
+CLOSE_S = verifiers_bridge.GRACE_S + 2.0
+
+Answer = Callable[[dict[str, Any]], Coroutine[Any, Any, Any]]
+
+
+def load_environment(
+    name: str,
+    *,
+    interpreter: str | None = None,
+    start_timeout_s: float = 300.0,
+    **arguments: Any,
+) -> VerifiersEnv:
+    """Start the process, and load the environment there.
+
+    Args:
+        name: as `verifiers.load_environment` takes it; modules of the working directory count too.
+        interpreter: Python that has `verifiers` and the environment's package; None: this one where
+            it has `verifiers`, else the one that `make foreign` makes.
+        start_timeout_s: until the environment is loaded.
+        arguments: of `verifiers.load_environment`.
+
+    Raises:
+        ValueError: there is no such interpreter, or the environment was not loaded by it.
+    """
+    process = BridgeProcess(f"verifiers:{name}", interpreter or _interpreter(name))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            files = {split: str(Path(folder) / split) for split in ("train", "held_out")}
+            request = {"name": name, "args": arguments, "rows": files}
+            try:
+                answer = process.send("load", **request).result(start_timeout_s)
+            except TimeoutError as error:
+                raise ValueError(
+                    f"verifiers:{name}: is not loaded after environment.args.start_timeout_s ="
+                    f" {start_timeout_s:g} s; look what it waits for, or allow more"
+                ) from error
+            except (RuntimeError, ConnectionError) as error:
+                raise ValueError(str(error)) from error
+            loaded = Loaded.model_validate(answer)
+            rows = {split: JsonRows(split, Path(files[split])) for split in loaded.splits}
+    except BaseException:
+        process.close(wait_s=0.0)  # there is nothing to tear down
+        raise
+    return VerifiersEnv(process, loaded, rows)
+
+
+class VerifiersEnv(MultiTurnEnv):
+    """Rollouts that are played in the process, and answered here."""
+
+    def __init__(
+        self, process: BridgeProcess, loaded: Loaded, rows: Mapping[str, JsonRows]
+    ) -> None:
+        super().__init__(
+            dataset=rows.get("train"),
+            eval_dataset=rows.get("held_out"),
+            rubric=BridgedRubric(process),
+            sampling_args=loaded.sampling_args,
+            message_type=loaded.message_type,
+            oai_tools=loaded.tools,
+        )
+        self._process = process
+        self._endpoint = RolloutEndpoint()
+
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Have the row played. RuntimeError: it failed there."""
+        state = await self.init_state(input)
+        scope = current_scope()
+        assert scope is not None, "Environment opens one around every rollout"
+        scope.state = state
+        answer = partial(self._answer, state, bind_client(client), model)
+        with self._endpoint.answering(answer) as url:
+            number, answered = await self._process.ask(
+                "rollout",
+                split=state["info"]["split"],
+                row=state["info"]["row"],
+                url=url,
+                model=model,
+                sampling_args=dict(sampling_args or {}),
+            )
+        result = Played.model_validate(answered)
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        state["played"] = number
+        """What the process knows the rollout by."""
+        state["stop_condition"] = result.stop_condition
+        state["is_truncated"] = state["is_truncated"] or result.is_truncated
+        await self._complete(state)
+        return state
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:  # noqa: ARG002
+        raise AssertionError("what the environment says is said in its own process")
+
+    @teardown
+    def close(self) -> None:
+        self._process.close()
+        self._endpoint.close()
+
+    async def _answer(self, state: State, client: Any, model: str, body: dict[str, Any]) -> Any:
+        """Answer a call of the environment, and note it as a step of the trajectory."""
+        del body["model"]
+        tools = body.pop("tools", None)
+        prompt = body.pop("prompt") if self.message_type == "completion" else body.pop("messages")
+        if not isinstance(prompt, str):
+            prompt = cleanup_messages(prompt)
+        known = {key: value for key, value in body.items() if key in OWN_ARGUMENTS}
+        others = {key: value for key, value in body.items() if key not in OWN_ARGUMENTS}
+        response = await ask(
+            client,
+            model,
+            prompt,
+            message_type=self.message_type,
+            tools=tools,
+            sampling_args={**known, **({"extra_body": others} if others else {})},
+        )
+        await self.add_model_response(state, prompt, response)
+        if response.id == OVERLONG:  # in words that `verifiers` looks for
+            raise ValueError("This model's maximum context length is less than that of the prompt")
+        return response
+
+
+class BridgedRubric(Rubric):
+    """The rubric of an environment that is played in another process."""
+
+    def __init__(self, process: BridgeProcess) -> None:
+        super().__init__()
+        self._process = process
+
+    @property
+    def compares_rollouts(self) -> bool:
+        return True
+
+    async def _score(self, states: Sequence[State]) -> None:
+        async with scoring_limit("the rubric"):
+            rollouts = [state["played"] for state in states]
+            _, results = await self._process.ask("score", rollouts=rollouts)
+        for state, result in zip(states, map(Scored.model_validate, results), strict=True):
+            state["metrics"] = result.metrics
+            give(state, "reward", result.reward)
+
+
+class Loaded(BaseModel):
+    """An environment that the process has loaded."""
+
+    splits: list[str]
+    """`train`, `held_out` or both."""
+    message_type: str
+    sampling_args: dict[str, Any]
+    tools: list[dict[str, Any]]
+
+
+class Played(BaseModel):
+    """A rollout that the process has played."""
+
+    error: str | None
+    is_truncated: bool
+    stop_condition: str | None
+
+
+class Scored(BaseModel):
+    """What the environment's rubric makes of a rollout."""
+
+    reward: float
+    metrics: dict[str, float]
+
+
+class JsonRows:
+    """Rows of a file with a line of JSON each, read when they are asked for."""
+
+    def __init__(self, split: str, path: Path) -> None:
+        self._split = split
+        self._file = path.open("rb")  # it stays readable when its name is gone
+        self._lock = threading.Lock()
+        self._starts = array("Q", [0])
+        for line in self._file:
+            self._starts.append(self._starts[-1] + len(line))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self._lock:
+            self._file.seek(self._starts[index])
+            row: dict[str, Any] = json.loads(self._file.readline())
+        return {**row, "info": {"split": self._split, "row": index}}
+
+
+class BridgeProcess:
+    """The process, and what it was asked. It may be asked from any event loop or thread."""
+
+    def __init__(self, name: str, interpreter: str) -> None:
+        """Start it. ValueError: there is no such program."""
+        self._name = name
+        self._numbers = itertools.count()
+        self._asked: dict[int, _Asked] = {}
+        self._lock = threading.Lock()
+        # Without the folder of the program on its path: a module there is called `verifiers`.
+        command = [interpreter, "-P", verifiers_bridge.__file__]
+        try:
+            # In a group of its own: Ctrl-C is for its parent, which ends it in order.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                process_group=0,
+            )
+        except OSError as error:
+            raise ValueError(
+                f"{name}: environment.args.interpreter: {interpreter} was not started ({error});"
+                f" {_remedy()}"
+            ) from error
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    async def ask(self, do: str, **request: Any) -> tuple[int, Any]:
+        """Return the request's number and its answer. Cancelled, it is cancelled there.
+
+        Raises:
+            RuntimeError: it failed there.
+            ConnectionError: the process has ended.
+        """
+        future = self.send(do, **request)
+        try:
+            return future.number, await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            with self._lock:
+                self._asked.pop(future.number, None)
+            with suppress(ConnectionError):
+                self._write({"id": future.number, "do": "cancel"})
+            raise
+
+    def send(self, do: str, **request: Any) -> _Asked:
+        """Ask, and return at once. ConnectionError: the process has ended."""
+        asked = _Asked(next(self._numbers))
+        with self._lock:
+            self._asked[asked.number] = asked
+        self._write({"id": asked.number, "do": do, **request})
+        return asked
+
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """Let the process tear the environment down, and end it after so many seconds."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        # With what the environment has started: workers, tool servers.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(CLOSE_S)
+
+    def _write(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._lock:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:  # ended, or closed here
+            raise self._ended() from error
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            with self._lock:
+                asked = self._asked.pop(answer["id"], None)
+            if asked is None:
+                continue  # it was cancelled meanwhile
+            with suppress(InvalidStateError):
+                if answer["error"] is None:
+                    asked.set_result(answer["result"])
+                else:
+                    asked.set_exception(RuntimeError(f"{self._name}: {answer['error']}"))
+        self._process.wait()
+        with self._lock:
+            left = list(self._asked.values())
+            self._asked.clear()
+        for asked in left:
+            with suppress(InvalidStateError):
+                asked.set_exception(self._ended())
+
+    def _ended(self) -> ConnectionError:
+        return ConnectionError(
+            f"{self._name}: its process has ended with status {self._process.poll()}; what it said"
+            " is in the log of the environment's process"
+        )
+
+
+class _Asked(Future[Any]):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class RolloutEndpoint:
+    """OpenAI's routes on this machine, under a base URL for each rollout. It has a thread and an
+    event loop of its own; calls are answered on the rollout's.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Callable[[dict[str, Any]], Future[Any]]] = {}
+        app = FastAPI()
+        for route in ("/chat/completions", "/completions"):
+            app.post(f"/{{rollout}}/v1{route}")(self._call)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listening]}, daemon=True
+        )
+        self._thread.start()
+
+    @contextmanager
+    def answering(self, answer: Answer) -> Iterator[str]:
+        """Answer calls by `answer`, in this context and on this event loop; give their base URL.
+        At the end what is not answered yet is cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        context = contextvars.copy_context()
+        tasks: set[asyncio.Task[Any]] = set()
+
+        async def in_context(body: dict[str, Any]) -> Any:
+            task = loop.create_task(answer(body), context=context)
+            tasks.add(task)
+            try:
+                return await task
+            finally:
+                tasks.discard(task)
+
+        key = secrets.token_hex(16)
+        self._answers[key] = lambda body: asyncio.run_coroutine_threadsafe(in_context(body), loop)
+        try:
+            yield f"{self._url}/{key}/v1"
+        finally:
+            del self._answers[key]
+            for task in tasks:
+                task.cancel()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(CLOSE_S)
+
+    async def _call(self, rollout: str, request: Request) -> Response:
+        answer = self._answers.get(rollout)
+        if answer is None:
+            return _refusal("the rollout of this address is over")
+        try:
+            response = await asyncio.wrap_future(answer(await request.json()))
+        except asyncio.CancelledError:
+            return _refusal("the rollout of this address is over")
+        except Exception as error:  # the environment is told, and decides what that means
+            return _refusal(f"{type(error).__name__}: {error}")
+        return Response(response.model_dump_json(), media_type="application/json")
+
+
+def _refusal(message: str) -> JSONResponse:
+    # 400: a client would try again after another status.
+    return JSONResponse({"error": {"message": message, "type": "BadRequestError"}}, 400)
+
+
+def _interpreter(name: str) -> str:
+    if find_spec("verifiers") is not None:
+        return sys.executable
+    made = Path(sys.prefix) / "foreign" / "verifiers" / "bin" / "python"
+    if not made.is_file():
+        raise ValueError(f"verifiers:{name} needs an interpreter that has verifiers; {_remedy()}")
+    return str(made)
+
+
+def _remedy() -> str:
+    return (
+        "make one, `uv venv FOLDER && uv pip install --python FOLDER/bin/python"
+        f" verifiers=={VERSION} PACKAGE_OF_THE_ENVIRONMENT`, and set"
+        " environment.args.interpreter=FOLDER/bin/python"
+    )

@@ -1,0 +1,236 @@
+"""The process of `verifiers:NAME`: an environment of `verifiers`, in an interpreter that has it.
+
+`foreign.verifiers` starts it as a program, and it imports nothing of this project. A request is a
+line of JSON on its input, an answer a line on its output. The first request loads the environment.
+When its input ends, because it is closed or its parent is gone, it tears the environment down and
+ends, at the latest after `GRACE_S`.
+
+It speaks the interface of `verifiers` 0.1.8 to 0.3.1: `load_environment`, `Environment.rollout` and
+`Rubric.score_group`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import inspect
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+GRACE_S = 5.0
+CALL_S = 24 * 3600.0
+"""Limit of a call of the model. The engines have one of their own, and it is much shorter."""
+
+
+class Bridge:
+    """The environment, the rollouts that are played and those that wait to be scored."""
+
+    def __init__(self, answers: Any) -> None:
+        self._answers = answers
+        self._environment: Any = None
+        self._rows: dict[str, Any] = {}
+        self._played: dict[int, Any] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def load(self, request: dict[str, Any]) -> None:
+        """Load the environment, before there is an event loop: its code may run one of its own."""
+        try:
+            result = self._load(request["name"], request["args"], request["rows"])
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # An environment may await what it has cancelled itself.
+            self._answer(request["id"], error=described(error))
+            raise SystemExit(1) from error
+        self._answer(request["id"], result)
+
+    def _load(self, name: str, args: dict[str, Any], rows: dict[str, str]) -> dict[str, Any]:
+        import verifiers
+
+        version = getattr(verifiers, "__version__", "of an unknown version")
+        if not hasattr(verifiers, "load_environment"):
+            raise RuntimeError(
+                f"verifiers {version} has no load_environment: its environments are tasksets of"
+                " verifiers.v1, which are not played here; install verifiers==0.3.1"
+            )
+        environment = verifiers.load_environment(name, **args)
+        self._environment = environment
+        if has_own(environment, "dataset"):
+            self._rows["train"] = environment.get_dataset()
+        if has_own(environment, "eval_dataset"):  # it would give those to train on
+            self._rows["held_out"] = environment.get_eval_dataset()
+        for split, dataset in self._rows.items():
+            with open(rows[split], "w") as file:  # noqa: PTH123 (it imports as little as it can)
+                for row in dataset:
+                    seen = {key: row.get(key) for key in ("prompt", "answer", "task", "example_id")}
+                    file.write(json.dumps(seen, default=str) + "\n")
+        return {
+            "splits": list(self._rows),
+            "message_type": getattr(environment, "message_type", "chat"),
+            "sampling_args": {
+                key: value
+                for key, value in (environment.sampling_args or {}).items()
+                if value is not None and (key, value) not in (("n", 1), ("extra_body", {}))
+            },
+            "tools": tools_of(environment),
+        }
+
+    async def serve(self, requests: Any) -> None:
+        """Answer requests until there are no more, and tear the environment down."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def read() -> None:
+            for line in requests:
+                loop.call_soon_threadsafe(self._begin, json.loads(line))
+            # Whatever the event loop does: nobody reads what it would answer.
+            late = threading.Timer(GRACE_S, os._exit, (1,))
+            late.daemon = True
+            late.start()
+            loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=read, daemon=True).start()
+        await ended.wait()
+        for task in self._tasks.values():
+            task.cancel()
+        await self._environment._teardown()
+
+    def _begin(self, request: dict[str, Any]) -> None:
+        number = request["id"]
+        if request["do"] == "cancel":
+            if number in self._tasks:
+                self._tasks[number].cancel()
+            return
+        work = self._rollout if request["do"] == "rollout" else self._score
+        task = asyncio.ensure_future(self._do(number, work(request)))
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number))
+
+    async def _do(self, number: int, work: Any) -> None:
+        try:
+            result = await work
+        except (Exception, SystemExit) as error:
+            self._answer(number, error=described(error))
+        else:
+            self._answer(number, result)
+
+    async def _rollout(self, request: dict[str, Any]) -> dict[str, Any]:
+        row = self._rows[request["split"]][request["row"]]
+        client = client_of(request["url"], getattr(self._environment, "message_type", "chat"))
+        try:
+            state = await self._environment.rollout(
+                dict(row), client, request["model"], request["sampling_args"]
+            )
+        finally:
+            await client.close()
+        error = state.get("error")
+        if error is None:
+            self._played[request["id"]] = state
+        return {
+            "error": None if error is None else described(error),
+            "is_truncated": bool(state.get("is_truncated")),
+            "stop_condition": state.get("stop_condition"),
+        }
+
+    async def _score(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        rubric = self._environment.rubric
+        states = [self._played.pop(number) for number in request["rollouts"]]
+        places = {}
+        if "score_sem" in inspect.signature(rubric.score_group).parameters:
+            places["score_sem"] = contextlib.nullcontext()
+        await rubric.score_group(states, **places)
+        if hasattr(rubric, "cleanup"):
+            for state in states:
+                await rubric.cleanup(state)
+        return [
+            {
+                "reward": float(state["reward"]),
+                "metrics": {key: float(one) for key, one in (state["metrics"] or {}).items()},
+            }
+            for state in states
+        ]
+
+    def _answer(self, number: int, result: Any = None, error: str | None = None) -> None:
+        answer = {"id": number, "result": result, "error": error}
+        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.flush()
+
+
+def has_own(environment: Any, dataset: str) -> bool:
+    """Tell whether the environment has such rows, or from 0.1.10 on, a function that makes them."""
+    made = (getattr(environment, name, None) for name in (dataset, f"{dataset}_source"))
+    return any(one is not None for one in made)
+
+
+def client_of(url: str, message_type: str) -> Any:
+    """Make the client of one rollout, which asks once: a second try would be another step."""
+    try:
+        from verifiers.clients import resolve_client
+        from verifiers.types import ClientConfig
+    except ImportError:  # before 0.1.10
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=CALL_S)
+    kind = "openai_chat_completions" if message_type == "chat" else "openai_completions"
+    return resolve_client(
+        ClientConfig(
+            client_type=kind,
+            api_base_url=url,
+            api_key_var="ROLLMATCH_HAS_NO_KEY",
+            max_retries=0,
+            timeout=CALL_S,
+        )
+    )
+
+
+def tools_of(environment: Any) -> list[dict[str, Any]]:
+    """Describe the environment's tools as OpenAI's API does."""
+    if tools := getattr(environment, "oai_tools", None):
+        return list(tools)
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+            },
+        }
+        for tool in getattr(environment, "tool_defs", None) or ()
+    ]
+
+
+def described(error: BaseException) -> str:
+    """Write an error with what caused it: `ModelError: , for BadRequestError: ...`."""
+    text = f"{type(error).__name__}: {error}"
+    return text if error.__cause__ is None else f"{text}, for {described(error.__cause__)}"
+
+
+def main() -> None:
+    # Registered first, and so called last: taking Python's own modules apart takes seconds.
+    ended = {"status": 1}
+    atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), os._exit(ended["status"])))
+    # What an environment prints is no answer, and what it reads no request.
+    answers = os.fdopen(os.dup(1), "w")
+    requests = os.fdopen(os.dup(0))
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    # A child that an environment forks would keep the pipe open behind this process's end.
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, answers.fileno()))
+    # Its parent's endpoint is on this machine, to which a proxy is no way.
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+    sys.path.append(os.getcwd())  # noqa: PTH109
+    bridge = Bridge(answers)
+    first = requests.readline()
+    if first:
+        bridge.load(json.loads(first))
+        asyncio.run(bridge.serve(requests))
+    ended["status"] = 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""An environment in a learner rank's process, before the engine there (`hf`, or `vllm.mode:
+colocate`).
+
+    learner's thread   | begin step | serve: the engine answers call by call | learn ...
+    environment's loop              | rollouts, tools, rewards               |
+
+The environment has an event loop in a thread of its own, from the start of the run to its end, and
+its rollouts live between the beginning of a round and its end. Imports neither torch nor vllm: the
+driver imports this module too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rollout_actors.backends.calls import ASKERS, EngineCalls, ServingBackend
+from rollout_actors.environments.training.rounds import EnvironmentRounds
+from rollout_actors.environments.training.runner import RunnerSettings, SentRollouts
+from shared.protocols import CLOSED_S, BackendHost
+from shared.rollouts import SyncReport, WeightOffer
+from shared.trajectory import EnvironmentRequest
+
+T = TypeVar("T")
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """Makes an `EnvironmentBackend` in the learner's process, and starts it."""
+
+    make_engine: Callable[[BackendHost], ServingBackend]
+    settings: RunnerSettings
+
+    def __call__(self, host: BackendHost) -> EnvironmentBackend:
+        backend = EnvironmentBackend(host.name, self.make_engine(host), self.settings)
+        try:
+            backend.start()
+        except BaseException:
+            backend.close()
+            raise
+        return backend
+
+
+class EnvironmentBackend:
+    """A `RankBackend` that plays rollouts of an environment against the engine beside the learner.
+
+    What the environment takes from Python's, numpy's and torch's global generators it goes on
+    taking in the next round; the learner's own draws are the same as without it.
+    """
+
+    def __init__(self, name: str, engine: ServingBackend, settings: RunnerSettings) -> None:
+        """`name`: the rank's, by which errors and rollouts name the environment too."""
+        # Here and not above: it imports torch.
+        from rollout_actors.backends.process_isolation import GeneratorStates
+
+        self._engine = engine
+        self._calls = EngineCalls(name)
+        self._rounds = EnvironmentRounds(name, settings, self._calls)
+        self._env_id = settings.env_id
+        self._generators = GeneratorStates.now()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="environment", daemon=True
+        )
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Load the environment. Raises RolloutError; the driver's limit of a start bounds it."""
+        from rollout_actors.backends.process_isolation import random_state_kept
+
+        self._thread.start()
+        with random_state_kept():
+            loading = self._drawing(self._rounds.start())
+            asyncio.run_coroutine_threadsafe(loading, self._loop).result()
+
+    def generate(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
+        """Play the rollouts of a round, until the host raises between two steps of the engine.
+
+        Raises RolloutError: the engine failed, or the run is ending; then all rollouts have cleaned
+        up, or had `CLEANUP_S` to do so.
+        """
+        if not requests:
+            return []
+        begun: list[concurrent.futures.Future[list[SentRollouts]]] = []
+
+        def begin() -> None:
+            round_ = asyncio.run_coroutine_threadsafe(self._play(requests), self._loop)
+            round_.add_done_callback(lambda _: self._calls.close())
+            begun.append(round_)
+
+        self._calls.open()
+        try:
+            self._engine.serve(self._calls, begin)
+        finally:
+            self._calls.close()
+            if not all(round_.done() for round_ in begun):
+                # Nobody answers its rollouts any more.
+                leaving = asyncio.run_coroutine_threadsafe(self._rounds.leave(), self._loop)
+                concurrent.futures.wait([leaving], CLOSED_S)
+        (round_,) = begun
+        return round_.result()
+
+    def receive_weights(self, offer: WeightOffer) -> SyncReport:
+        return self._engine.receive_weights(offer)
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    def close(self) -> None:
+        """End rollouts, environment and engine, in this order. Twice is harmless."""
+        try:
+            if not self._is_closed and self._thread.is_alive():
+                self._end_environment()
+        finally:
+            self._is_closed = True
+            self._engine.close()
+
+    def _end_environment(self) -> None:
+        closing = asyncio.run_coroutine_threadsafe(self._rounds.close(), self._loop)
+        concurrent.futures.wait([closing], CLOSED_S)
+        if not closing.done():
+            _LOGGER.warning(
+                "%s was not torn down within %g s; check what its @teardown waits for",
+                self._env_id,
+                CLOSED_S,
+            )
+            return  # its thread ends with the process
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSED_S)
+
+    async def _play(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
+        ASKERS.set(self._calls.askers)
+        return await self._drawing(self._rounds.run(requests))
+
+    async def _drawing(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await the work with the environment's own states of the global generators."""
+        self._generators.restore()
+        try:
+            return await work
+        finally:
+            self._generators = type(self._generators).now()

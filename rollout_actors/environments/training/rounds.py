@@ -1,0 +1,107 @@
+"""An environment from its start to its end, round by round, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout_actors.environments.clients.engine import Engines
+from rollout_actors.environments.concurrency import in_thread, reraise_cancellation
+from rollout_actors.environments.training.runner import (
+    EnvironmentRunner,
+    RunnerSettings,
+    SentRollouts,
+    load_tokenizer,
+)
+from shared.errors import RolloutError
+from shared.protocols import CLOSED_S
+from shared.trajectory import EnvironmentRequest
+
+_LOGGER = logging.getLogger(__name__)
+
+CLEANUP_S = CLOSED_S / 2
+"""Time for rollouts under way to clean up when the run ends. The rest of what the driver waits is
+for `@teardown`.
+"""
+
+
+class EnvironmentRounds:
+    """A run's environment in this process: an `EnvironmentActor` has one, or a learner rank."""
+
+    def __init__(self, name: str, settings: RunnerSettings, engines: Engines) -> None:
+        """Load nothing yet. `name`: of who has it, for errors."""
+        self._name = name
+        self._settings = settings
+        self._engines = engines
+        self._runner: EnvironmentRunner | None = None
+        self._rounds = set[asyncio.Task[list[SentRollouts]]]()
+
+    async def start(self) -> None:
+        """Load the environment and the tokenizer, and wait for the teacher, if there is one.
+
+        Raises RolloutError(phase="start").
+        """
+        try:
+            self._runner = await in_thread(self._make_runner)
+        except ValueError as error:
+            raise RolloutError(str(error), actor=self._name, phase="start") from error
+        await self._runner.require_teacher()
+
+    def _make_runner(self) -> EnvironmentRunner:
+        folder = self._settings.working_dir
+        if folder is not None and Path(folder).is_dir():
+            os.chdir(folder)
+        tokenizer = load_tokenizer(self._settings.model_path)
+        return EnvironmentRunner(self._name, self._settings, self._engines, tokenizer)
+
+    async def run(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
+        """Answer each request, in order.
+
+        Raises RolloutError: an engine failed, or the environment was closed meanwhile.
+        """
+        assert self._runner is not None, "start comes first"
+        # In a task of its own, which `leave` can cancel.
+        round_ = asyncio.ensure_future(self._runner.run(requests))
+        self._rounds.add(round_)
+        try:
+            return await round_
+        except asyncio.CancelledError as error:
+            reraise_cancellation(error)
+            why = "was closed"
+            if not round_.cancelling():
+                why = "cancelled the round itself: it let out the CancelledError of its own task,"
+            raise RolloutError(
+                f"{why} before its rollouts were done", actor=self._name, phase="generate"
+            ) from error
+        finally:
+            self._rounds.discard(round_)
+
+    async def leave(self) -> None:
+        """Cancel the rounds under way, and wait for at most `CLEANUP_S` for their `@cleanup`."""
+        rounds = [round_ for round_ in self._rounds if not round_.cancelling()]
+        for round_ in rounds:
+            round_.cancel()
+        if self._rounds:
+            _, late = await asyncio.wait(self._rounds, timeout=CLEANUP_S)
+            if late:
+                _LOGGER.warning(
+                    "rollouts of %s still clean up after %g s, and it is torn down now; check what"
+                    " its @cleanup waits for",
+                    self._settings.env_id,
+                    CLEANUP_S,
+                )
+
+    async def close(self) -> None:
+        """End the environment in order: its rollouts (`@cleanup`), then itself (`@teardown`)."""
+        if self._runner is None:
+            return
+        await self.leave()
+        try:
+            await self._runner.aclose()
+        except Exception:
+            # The run is ending, and nobody reads the answer.
+            _LOGGER.exception("teardown of %s failed", self._settings.env_id)
+            raise

@@ -1,0 +1,239 @@
+"""Rex-Omni's own answers: phrases, each with the boxes of all its objects (`rex_omni`).
+
+    <|object_ref_start|>cat<|object_ref_end|><|box_start|><10><20><300><400>,<5><6><7><8><|box_end|>
+
+A comma and a space stand between phrases. A coordinate is one token of the model's own vocabulary,
+`<0>` to `<999>`, and an object is one box: the first of a phrase has the phrase's name in front of
+it, the others are coordinates alone. Nothing encloses an answer, so one without objects is empty,
+and what is kept of one ends inside the phrase of its last box. What is appended goes on in that
+phrase, or closes it.
+
+Source: github.com/IDEA-Research/Rex-Omni (arXiv 2510.12798). As in its data, an answer has a
+phrase once, with its boxes from left to right; there the phrases are in random order, here in that
+of their first objects. Its `None` in the place of the boxes, for a phrase of the question that the
+picture does not show, is read past and never written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.grounding.json_list import PictureResize
+from shared.grounding.objects import DropReason
+from shared.grounding.scanner import SPACE, Container, Entry, PlainFields
+from shared.grounding.serialize import ObjectLayout, SerializedText, SpannedText
+from shared.grounding.validation import Response, ValidValue, fits, is_box, is_utf8
+from shared.prompts import PHRASE_USER_PROMPT
+from shared.records import GeometryKind, GroundTruthObject, Sample
+from shared.tokens.vocabulary import NUM_BINS
+
+PHRASE_START = "<|object_ref_start|>"
+PHRASE_END = "<|object_ref_end|>"
+BOX_START = "<|box_start|>"
+BOX_END = "<|box_end|>"
+
+_MARKER = re.compile(rb"<\|(?:object_ref|box)_(?:start|end)\|>")
+# Groups are atomic, and not possessive: see `scanner`.
+_HEAD = re.compile(
+    rb"<\|object_ref_start\|>((?>(?:(?!%b).)*))<\|object_ref_end\|>%b<\|box_start\|>"
+    % (_MARKER.pattern, SPACE),
+    re.DOTALL,
+)
+_BLANK = re.compile(SPACE)
+_BETWEEN = re.compile(SPACE + b"," + SPACE)
+_ELEMENT = re.compile(rb"[^,]*+")
+_COORD = rb"<(?:0|[1-9][0-9]{0,2})>" + SPACE
+_COORDS = re.compile(rb"(?>(?:%b)+)" % _COORD)
+_BOX = re.compile(rb"(?:%b){4}" % _COORD)
+_WHITESPACE = b" \t\n\r"
+_NO_OBJECT = b"None"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scanned:
+    container: Container
+    open_phrase: str | None
+    """The phrase that the text ends in, behind something that another box can follow; empty where
+    none would be valid there. None where the text ends elsewhere."""
+
+
+def _scan(text: bytes) -> _Scanned | None:
+    """Find the boxes of all phrases; None where `text` begins with no phrase and is not blank.
+
+    An entry is what stands between commas, if it is anything and not `None`. The last one of a
+    phrase that is not closed is reported where it has four coordinates.
+    """
+    if _BLANK.fullmatch(text) is not None:
+        return _Scanned(Container((), closed=True), None)
+    if not text.lstrip(_WHITESPACE).startswith(PHRASE_START.encode()):
+        return None
+    entries: list[Entry] = []
+    open_phrase: str | None = None
+    end = 0  # of the phrase before
+    follows: re.Pattern[bytes] | None = _BLANK  # what has to stand between it and the next one
+    for head in _HEAD.finditer(text):
+        in_order = follows is not None and follows.fullmatch(text, end, head.start()) is not None
+        marker = _MARKER.search(text, head.end())
+        is_closed = marker is not None and marker[0] == BOX_END.encode()
+        stop = len(text) if marker is None else marker.start()
+        written = b""
+        open_phrase = None
+        position = head.end()
+        separated = in_order
+        is_first = True
+        while position <= stop:
+            element = _ELEMENT.match(text, position, stop)
+            assert element is not None, "no characters are a match too"
+            written = element[0].strip(_WHITESPACE)
+            is_complete = is_closed or element.end() < stop or _BOX.fullmatch(written) is not None
+            if written and written != _NO_OBJECT and is_complete:
+                begin = text.index(written, position)
+                array = (begin, begin + len(written))
+                # The first entry of a phrase has the phrase in it; its value, the name.
+                start, value = (head.start(), head.start(1)) if is_first else (begin, begin)
+                plain = PlainFields(GeometryKind.BBOX, head.span(1), array)
+                number = len(entries)
+                entry = Entry(f"[{number}]", number, start, (value, array[1]), separated, plain)
+                entries.append(entry)
+                is_first = False
+            # A comma too many makes the box behind it malformed.
+            separated = in_order and bool(written)
+            position = element.end() + 1
+        if marker is None:
+            end = stop
+            if written and written != _NO_OBJECT:
+                open_phrase = head[1].decode(errors="replace") if in_order else ""
+        else:
+            end = marker.end()
+        follows = _BETWEEN if is_closed else None
+    closed = follows is _BETWEEN and _BLANK.fullmatch(text, end) is not None
+    return _Scanned(Container(tuple(entries), closed), open_phrase)
+
+
+@dataclass(frozen=True, slots=True)
+class PhraseList:
+    """`<|object_ref_start|>cat<|object_ref_end|><|box_start|><10><20><300><400><|box_end|>`."""
+
+    opening = PHRASE_START
+    empty_prefix = ""
+    coord_tokens = tuple(f"<{bin}>" for bin in range(NUM_BINS))
+    markup_tokens = (PHRASE_START, PHRASE_END, BOX_START, BOX_END)
+    names_each_object = False
+    geometry = frozenset({GeometryKind.BBOX})
+    user_prompt = PHRASE_USER_PROMPT
+
+    def for_pictures(self, resize: PictureResize) -> PhraseList:  # noqa: ARG002
+        return self
+
+    def of(self, sample: Sample) -> PhraseList:  # noqa: ARG002
+        return self
+
+    def opens(self, text: str) -> bool:
+        return _scan(text.encode(errors="replace")) is not None
+
+    def scan(self, text: bytes) -> Container | None:
+        scanned = _scan(text)
+        return None if scanned is None else scanned.container
+
+    def max_index(self, text: bytes, entries: Sequence[Entry]) -> int | None:  # noqa: ARG002
+        return None
+
+    def validate(
+        self,
+        entry: Entry,
+        response: Response,
+        ends: Sequence[int],  # noqa: ARG002 (a coord token is in no token that is cut)
+        geometry: frozenset[GeometryKind],  # noqa: ARG002 (boxes are always wanted)
+    ) -> ValidValue | DropReason:
+        assert entry.plain is not None
+        _, name, array = entry.plain
+        raw = response.text[slice(*name)]
+        if not entry.separated or not is_utf8(raw):
+            return DropReason.MALFORMED
+        desc = raw.decode()
+        if not desc.strip():
+            return DropReason.MISSING_DESC
+        coords = response.coords_in(array)
+        positions = response.coord_positions[coords]
+        # Characters of a coord token that other tokens spell are no coord token.
+        num_written = response.text.count(b"<", *array)
+        is_list = _COORDS.fullmatch(response.text, *array) is not None
+        if not is_list or len(positions) != num_written:
+            return DropReason.NON_COORD_TOKEN
+        bins = response.coord_bins[coords]
+        if not fits(GeometryKind.BBOX, len(bins)):
+            is_polygon = fits(GeometryKind.POLY, len(bins))
+            return DropReason.POLY_UNSUPPORTED if is_polygon else DropReason.WRONG_ARITY
+        if not is_box(bins):
+            return DropReason.BBOX_INVALID
+        return ValidValue(GeometryKind.BBOX, desc, name, tuple(positions), tuple(bins))
+
+    def digits(self, bins: Sequence[int]) -> tuple[str, ...]:  # noqa: ARG002
+        raise AssertionError("coord tokens have no digits")
+
+    def layout_objects(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
+        return self._layout(None, objects)
+
+    def layout_append(
+        self,
+        prefix_text: str,
+        objects: Sequence[GroundTruthObject],
+        *,
+        start_index: int,  # noqa: ARG002 (objects have no numbers)
+    ) -> SerializedText:
+        if prefix_text == self.empty_prefix:
+            return self._layout(None, objects)
+        scanned = _scan(prefix_text.encode(errors="replace"))
+        if scanned is None or scanned.open_phrase is None:
+            raise ValueError(
+                f"cannot append behind {prefix_text[-60:]!r}: no phrase that is open behind one of"
+                " its boxes; use ParsedRollout.prefix_text"
+            )
+        return self._layout(scanned.open_phrase, objects)
+
+    def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
+        # Behind a phrase that is no object's.
+        return self._layout("", objects)
+
+    def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
+        start = value[0]
+        if text.endswith(PHRASE_START.encode(), 0, start):
+            start -= len(PHRASE_START)
+        before = text[:start].rstrip(_WHITESPACE)
+        return len(before) - 1 if before.endswith(b",") else start
+
+    def _layout(
+        self, open_phrase: str | None, objects: Sequence[GroundTruthObject]
+    ) -> SerializedText:
+        """Write the objects behind a phrase that is open, or behind none."""
+        phrases: dict[str, list[int]] = {}
+        for index, object_ in enumerate(objects):
+            assert object_.kind is GeometryKind.BBOX, "samples were checked against the geometry"
+            phrases.setdefault(object_.desc, []).append(index)
+        text = SpannedText("")
+        layouts: dict[int, ObjectLayout] = {}
+        is_open = open_phrase is not None
+        # What goes on in the open phrase comes first.
+        for name in sorted(phrases, key=lambda name: name != open_phrase):
+            desc: tuple[int, int] | None = None
+            if name != open_phrase:
+                text.add(f"{BOX_END}, {PHRASE_START}" if is_open else PHRASE_START)
+                desc = text.add(name)
+                text.add(f"{PHRASE_END}{BOX_START}")
+            for index in sorted(phrases[name], key=lambda index: objects[index].bins[0]):
+                if desc is None:
+                    text.add(",")
+                coords = tuple(text.add(self.coord_tokens[bin]) for bin in objects[index].bins)
+                start = coords[0][0]
+                layouts[index] = ObjectLayout(
+                    (start if desc is None else desc[0], coords[-1][1]),
+                    desc or (start, start),
+                    coords,
+                )
+                desc = None
+            is_open = True
+        closing = text.add(BOX_END if is_open else "")
+        in_order = tuple(layouts[index] for index in range(len(objects)))
+        return SerializedText(text.joined(), in_order, closing)
