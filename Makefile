@@ -32,7 +32,7 @@ help:
 	@echo "make setup         .venv with everything (does nothing where it is done; all others but clean begin with it)"
 	@echo "make foreign       interpreters with openenv and verifiers in .venv/foreign, for the tests of their environments (skipped without)"
 	@echo "make demo          a model learns digits by supervision, then on its own rollouts, and a picture shows both"
-	@echo "make control       the same from the same start and in the same time, by supervision alone"
+	@echo "make control       the same from the same start and in about the same time, by supervision alone"
 	@echo "make aligned       the other variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make lint          format, ruff and types"
 	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and what takes long by itself"

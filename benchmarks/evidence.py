@@ -134,17 +134,17 @@ def make_start(out: Path) -> Path:
     common = [f"training.seed={SEED}", f"training.effective_batch_size={START_BATCH}"]
     common += data(out / "data", "val")
     before = out / "start_falls"
-    if not (before / "checkpoint").exists():
-        train(
-            "crowded_sft",
-            before,
-            *common,
-            f"training.learning_rate={START_RATE:g}",
-            "training.lr_schedule=cosine",
-            f"training.min_lr_ratio={RATE / START_RATE:g}",
-            f"training.max_steps={FALL_UPDATES}",
-            "model.path=outputs/demo/start/checkpoint",
-        )
+    # A run that is complete ends at once, and one of other settings is refused.
+    train(
+        "crowded_sft",
+        before,
+        *common,
+        f"training.learning_rate={START_RATE:g}",
+        "training.lr_schedule=cosine",
+        f"training.min_lr_ratio={RATE / START_RATE:g}",
+        f"training.max_steps={FALL_UPDATES}",
+        "model.path=outputs/demo/start/checkpoint",
+    )
     run = out / "start"
     curve: list[float] = []
     for updates in range(EVERY, MAX_FLAT_UPDATES + 1, EVERY):

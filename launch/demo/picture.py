@@ -1,5 +1,5 @@
-"""What came of runs: a picture of held-out scenes as the model saw them before and after one and as
-they are, and lines that compare several.
+"""Draws held-out scenes as the model saw them before and after a run and as they are, and compares
+runs in lines.
 
 ::
 
@@ -64,9 +64,11 @@ def draw_run(run: Path, *, num_scenes: int) -> Path:
 def compare_runs(runs: Sequence[Path]) -> list[str]:
     """Return a line for each run, and one that says which ended with the best class-aware F1.
 
-    Raises ConfigError where a run has no held-out report.
+    Raises ConfigError where a run has no held-out report, or began from another model or reports on
+    other scenes than the first.
     """
     lines = []
+    begun = None
     best: tuple[float, str] | None = None
     for run in runs:
         reports = read_evaluations(run)
@@ -75,7 +77,14 @@ def compare_runs(runs: Sequence[Path]) -> list[str]:
             raise ConfigError(f"{run}: has no held-out report of objects to compare")
         steps = read_lines(run / "metrics.jsonl")
         seconds = sum(step["time/step_s"] for step in steps)
-        name = json.loads((run / "config.json").read_text())["telemetry"]["name"]
+        config = json.loads((run / "config.json").read_text())
+        name = config["telemetry"]["name"]
+        begins = {"model.path": config["model"]["path"], "data.val": config["data"]["val"]}
+        begun = begun or begins
+        if begins != begun:
+            raise ConfigError(
+                f"{run}: has {begins}, and {runs[0]} has {begun}; compare runs that have the same"
+            )
         lines.append(
             f"{name:<9} F1 with names {scores[0]:.3f} -> {scores[-1]:.3f} in {len(steps)} updates,"
             f" {seconds:.0f} s of steps ({run})"

@@ -1,4 +1,4 @@
-"""What the driver tells the process of a logger; these objects are pickled between them."""
+"""Events that the driver sends to the process of a logger, pickled."""
 
 from __future__ import annotations
 

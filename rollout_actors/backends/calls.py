@@ -45,8 +45,7 @@ class ServingBackend(RolloutBackend, Protocol):
 class Asker:
     """A rollout that may ask the model, as an engine sees it that waits for all such rollouts.
 
-    Example: one that awaits two calls at once has `num_waiting`
-    2, and is not at work.
+    Example: one that awaits two calls at once has `num_waiting` 2, and is not at work.
     """
 
     num_waiting: int = 0
@@ -77,7 +76,7 @@ class Call:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether its rollout was cancelled, so that nobody reads an answer."""
+        """Its rollout was cancelled, so nobody reads an answer."""
         return self.answer.cancelled()
 
 

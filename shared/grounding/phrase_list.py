@@ -52,21 +52,21 @@ _NO_OBJECT = b"None"
 
 
 @dataclass(frozen=True, slots=True)
-class _Scanned:
+class _ScannedPhrases:
     container: Container
     open_phrase: str | None
     """The phrase that the text ends in, behind something that another box can follow; empty where
     none would be valid there. None where the text ends elsewhere."""
 
 
-def _scan(text: bytes) -> _Scanned | None:
+def _scan(text: bytes) -> _ScannedPhrases | None:
     """Find the boxes of all phrases; None where `text` begins with no phrase and is not blank.
 
     An entry is what stands between commas, if it is anything and not `None`. The last one of a
     phrase that is not closed is reported where it has four coordinates.
     """
     if _BLANK.fullmatch(text) is not None:
-        return _Scanned(Container((), closed=True), None)
+        return _ScannedPhrases(Container((), closed=True), None)
     if not text.lstrip(_WHITESPACE).startswith(PHRASE_START.encode()):
         return None
     entries: list[Entry] = []
@@ -109,7 +109,7 @@ def _scan(text: bytes) -> _Scanned | None:
             end = marker.end()
         follows = _BETWEEN if is_closed else None
     closed = follows is _BETWEEN and _BLANK.fullmatch(text, end) is not None
-    return _Scanned(Container(tuple(entries), closed), open_phrase)
+    return _ScannedPhrases(Container(tuple(entries), closed), open_phrase)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ def test_a_run_without_ray_that_is_interrupted_goes_on_to_the_same_end(
         return console.export_text()
 
     had_ray = ray.is_initialized()
+    had_threads = {*threading.enumerate()}
     told = train(tmp_path / "whole")
     assert "start     the learner with an engine, in this process: " in told
     generate = LocalRun.generate
@@ -97,7 +98,8 @@ def test_a_run_without_ray_that_is_interrupted_goes_on_to_the_same_end(
         for line in read_lines(tmp_path / "whole" / "metrics.jsonl"):
             assert line["rollout/turns"] == 2.0
             assert line["rollout/logprob_max_abs"] < 1e-4
-    assert not [thread for thread in threading.enumerate() if thread.name == "environment"]
+    left = {*threading.enumerate()} - had_threads
+    assert not [thread for thread in left if thread.name == "environment"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ _PARSER = XMLParser(fields=["action"], answer_field="action")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the model is told of the state.
+    """A state as the model is told of it.
 
     Example: `Shown("You see a door.", reward=0.5)` behind a step that ended nothing.
     """

@@ -215,7 +215,7 @@ class Played(BaseModel):
 
 
 class Scored(BaseModel):
-    """What the environment's rubric makes of a rollout."""
+    """The reward of a rollout and its parts, by the environment's rubric."""
 
     reward: float
     metrics: dict[str, float]

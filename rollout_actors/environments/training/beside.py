@@ -66,9 +66,7 @@ class EnvironmentBackend:
         self._env_id = settings.env_id
         self._generators = GeneratorStates.now()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="environment", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run_loop, name="environment", daemon=True)
         self._is_closed = False
 
     def start(self) -> None:
@@ -125,16 +123,22 @@ class EnvironmentBackend:
 
     def _end_environment(self) -> None:
         closing = asyncio.run_coroutine_threadsafe(self._rounds.close(), self._loop)
+        closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         concurrent.futures.wait([closing], CLOSED_S)
-        if not closing.done():
+        if closing.done():
+            self._thread.join(CLOSED_S)
+        else:
             _LOGGER.warning(
                 "%s was not torn down within %g s; check what its @teardown waits for",
                 self._env_id,
                 CLOSED_S,
             )
-            return  # its thread ends with the process
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSED_S)
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     async def _play(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
         ASKERS.set(self._calls.askers)

@@ -420,7 +420,7 @@ def rollouts_differ(run: RunConfig) -> Iterator[Problem]:
 
 
 def environments_have_a_process(run: RunConfig) -> Iterator[Problem]:
-    """Beside an engine in the learner an environment is in that process too: one in each rank."""
+    """Refuse actors of an environment whose engine is in the learner: it is in that process too."""
     if run.environment is None or engines_in(run) is not EngineLocation.RANKS:
         return
     beside = f"is in the learner's process under '{run.rollout_matching.backend_name}'"

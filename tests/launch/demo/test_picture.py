@@ -74,7 +74,8 @@ def test_the_run_with_the_better_class_aware_f1_is_named(tmp_path: Path) -> None
     for name, scores, step_s in (("demo", (0.5, 0.625), 2.0), ("control", (0.5, 0.75), 1.0)):
         run = tmp_path / name
         run.mkdir()
-        (run / "config.json").write_text(json.dumps({"telemetry": {"name": name}}))
+        config = {"telemetry": {"name": name}, "model": {"path": "start"}, "data": {"val": "val"}}
+        (run / "config.json").write_text(json.dumps(config))
         (run / "metrics.jsonl").write_text(f"{json.dumps({'time/step_s': step_s})}\n" * 3)
         report = {"weight_version": 1, "num_samples": 2, "headline": "F1@0.5", "score": 0.9}
         (run / "evaluations.jsonl").write_text(
@@ -89,6 +90,9 @@ def test_the_run_with_the_better_class_aware_f1_is_named(tmp_path: Path) -> None
         f"control   F1 with names 0.500 -> 0.750 in 3 updates, 3 s of steps ({runs[1]})",
         "ahead     control, at 0.750",
     ]
+    (runs[1] / "config.json").write_text(json.dumps(config | {"model": {"path": "another"}}))
+    with pytest.raises(ConfigError, match=r"control: has .*another"):
+        compare_runs(runs)
     (runs[0] / "evaluations.jsonl").unlink()
     with pytest.raises(ConfigError, match="demo: has no held-out report of objects"):
         compare_runs(runs)

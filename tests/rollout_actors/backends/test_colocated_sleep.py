@@ -18,6 +18,7 @@ from torch import nn
 
 from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
+from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.backends.colocate import ColocatedBackend
 from rollout_actors.weight_sync.receiver import LoadReport
 from shared.errors import RolloutError, WeightSyncError
@@ -255,6 +256,25 @@ def test_an_engine_sleeps_from_its_start_and_behind_every_generation_before_the_
         assert [rollout.response_token_ids for rollout in rollouts] == [(7,), (7,)]
         assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
     assert backend.generate([]) == [] and scene.take() == [], "nobody is woken for nothing"
+
+
+def test_an_engine_that_serves_is_awake_when_calls_begin_and_asleep_when_they_are_over(
+    backend, host, scene
+):
+    calls = EngineCalls(host.name)
+    calls.open()
+
+    def begin():
+        assert scene.take() == ["host away", "wake"]
+        calls.close()
+
+    backend.serve(calls, begin)
+    assert scene.take() == ["sleep", "back"]
+    host.goes_on = False
+    calls.open()
+    with pytest.raises(RolloutError, match="told to stop"):
+        backend.serve(calls, lambda: None)
+    assert scene.take() == ["host away", "wake", "sleep", "back"]
 
 
 def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(

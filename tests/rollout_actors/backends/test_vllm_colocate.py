@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from backend_support import (
 )
 from engine_support import TEST_MODULES
 
+from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.backends.colocate import ColocatedSpec, colocate_tensor_parallel
 from rollout_actors.backends.hf import HFBackend
 from rollout_actors.engine import warm_python
@@ -116,6 +119,48 @@ def test_the_learner_finds_its_process_as_it_left_it(synced, learner):
     synced.receive_weights(learner.offer_weights())
     assert facts() == before
     assert not torch.distributed.is_initialized()
+
+
+def served(backend, play):
+    """Play this on an event loop of another thread, while the backend serves its calls."""
+    calls = EngineCalls("colocated")
+    calls.open()
+    ended = []
+
+    def run():
+        try:
+            ended.append(asyncio.run(play(calls)))
+        finally:
+            calls.close()
+
+    thread = threading.Thread(target=run)
+    backend.serve(calls, thread.start)
+    thread.join(60)
+    return ended[0]
+
+
+@pytest.mark.engine
+def test_calls_that_come_one_by_one_get_what_a_batch_gets_and_what_is_given_up_ends(
+    synced, learner
+):
+    requests = [learner.request(position, temperature=1.0) for position in range(5)]
+    expected = what_was_said(synced.generate(requests))
+    too_long = replace(requests[0], prompt_token_ids=requests[0].prompt_token_ids * 60)
+    endless = with_decode(learner.request(9, max_new_tokens=400), stop_token_ids=())
+
+    async def play(calls):
+        async with asyncio.timeout(60):
+            given_up = asyncio.ensure_future(calls.generate(0, endless))
+            tasks = [asyncio.ensure_future(calls.generate(0, request)) for request in requests[:3]]
+            await tasks[0]
+            given_up.cancel()
+            with pytest.raises(RolloutError, match="sample sample-0 was refused"):
+                await calls.generate(0, too_long)
+            tasks += [asyncio.ensure_future(calls.generate(0, request)) for request in requests[3:]]
+            return await asyncio.gather(*tasks)
+
+    assert what_was_said(served(synced, play)) == expected
+    assert not synced._engine._llm.llm_engine.has_unfinished_requests()
 
 
 @pytest.mark.engine

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from damaged_responses import DESCS
+from damaged_responses import damage_few, random_objects
 from small_tokenizers import small_codecs
 
 from shared.grounding.formats import FORMATS
@@ -228,37 +228,16 @@ SCRAPS = [
 ]
 
 
-def random_boxes(generator: random.Random, count: int) -> list[GroundTruthObject]:
-    boxes = []
-    for _ in range(count):
-        x1, x2 = sorted(generator.choices(range(1000), k=2))
-        y1, y2 = sorted(generator.choices(range(1000), k=2))
-        boxes.append(truth(x1, y1, x2, y2, desc=generator.choice(DESCS)))
-    return boxes
-
-
 def damaged(generator: random.Random, codec: HFTokenCodec, num_ids: int) -> list[int]:
-    text = LIST.layout_objects(random_boxes(generator, generator.choice([0, 1, 2, 3, 4]))).text
+    text = LIST.layout_objects(
+        random_objects(generator, generator.choice([0, 1, 2, 3, 4]), BOXES)
+    ).text
     if generator.random() < 0.3:
         text = f"```json\n{text}\n```".replace("}, {", "},\n\t{")
     if generator.random() < 0.1:
         text = text.replace(", ", ",").replace(": ", " :\n")
     token_ids = codec.encode(text)
-    for _ in range(generator.choice([0, 1, 1, 1, 2, 3])):
-        low, high = sorted(generator.choices(range(len(token_ids) + 1), k=2))
-        match generator.randrange(6):
-            case 0:
-                del token_ids[low : low + generator.randint(1, 3)]
-            case 1:
-                token_ids[low:low] = codec.encode(generator.choice(SCRAPS))
-            case 2:
-                token_ids[low : low + 1] = codec.encode(generator.choice(SCRAPS))
-            case 3:
-                token_ids[low:low] = [generator.randrange(num_ids) for _ in range(3)]
-            case 4:
-                del token_ids[high:]
-            case 5:
-                token_ids[high:high] = token_ids[max(low, high - 40) : high]
+    damage_few(token_ids, generator, codec, SCRAPS, num_ids)
     return token_ids
 
 
@@ -308,7 +287,9 @@ def test_damaged_lists_can_always_be_appended_to() -> None:
         num_ids = max(codec.special_ids) + 1200
         for _ in range(1500):
             token_ids = damaged(generator, codec, num_ids)
-            parsed = check(token_ids, codec, random_boxes(generator, generator.choice([0, 1, 2])))
+            parsed = check(
+                token_ids, codec, random_objects(generator, generator.choice([0, 1, 2]), BOXES)
+            )
             seen.update({one.reason for one in parsed.dropped})
             seen["fallback", parsed.fallback] += 1
             seen["truncated", parsed.truncated] += 1

@@ -188,6 +188,7 @@ def test_at_the_end_the_environment_is_torn_down_before_the_engine_whatever_it_r
     assert mark.exists()
     assert engine.is_closed
     assert threading.active_count() == threads - 1
+    assert backend._loop.is_closed()
     backend.close()
 
 
@@ -232,7 +233,7 @@ def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
         "class NeverEnds(SingleTurnEnv):\n"
         "    @teardown\n"
         "    async def hangs(self):\n"
-        "        await asyncio.sleep(3)\n"
+        "        await asyncio.sleep(1)\n"
         "def load_environment():\n"
         "    return NeverEnds(dataset=[{'question': '1'}], rubric=Rubric([]))\n"
     )
@@ -241,6 +242,8 @@ def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
         backend.close()
     assert "was not torn down within 0.2 s" in caplog.text
     assert engine.is_closed
+    backend._thread.join(60)
+    assert not backend._thread.is_alive(), "it ends with the teardown"
 
 
 def test_an_environment_that_cannot_start_is_told_with_the_ranks_name_and_ends_the_engine(
