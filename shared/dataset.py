@@ -58,7 +58,7 @@ class Dataset(Sequence[Sample]):
     skipped: tuple[str, ...] = ()
     """The reason why each bad row was left out: file, line, field and problem."""
     key: str = ""
-    """Digest of all that decides the samples, but for their images; empty: not known."""
+    """Digest of all that decides the samples of the file, images included; empty: not known."""
 
     @property
     def num_skipped(self) -> int:

@@ -10,6 +10,7 @@ grows with their number.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -51,7 +52,7 @@ def load_samples(
     )
     found = _kept_rows(path, key, rules)
     if found is not None:
-        return found
+        return _with_key(found, key)
     started_s = time.monotonic()
     prints = fingerprints(path, image_names(path)) if data.check_images else {}
     dataset = load_dataset(
@@ -67,10 +68,9 @@ def load_samples(
     )
     if kept.fingerprint(path) != of_file:  # nobody knows which of the two was read
         return dataset
-    dataset = replace(dataset, key=key)
     if time.monotonic() - started_s >= kept.QUICK_S:
-        _keep_rows(dataset, prints)
-    return dataset
+        _keep_rows(dataset, key, prints)
+    return _with_key(dataset, key)
 
 
 def _kept_rows(path: Path, key: str, rules: RowRules) -> Dataset | None:
@@ -86,10 +86,21 @@ def _kept_rows(path: Path, key: str, rules: RowRules) -> Dataset | None:
     skipped = tuple(kept.from_array(arrays["skipped"]))
     for reason in skipped:
         note_skipped(reason)
-    return Dataset(path, FileRows(path, table, rules), skipped, key)
+    return Dataset(path, FileRows(path, table, rules), skipped)
 
 
-def _keep_rows(dataset: Dataset, prints: Mapping[str, kept.Fingerprint | None]) -> None:
+def _with_key(dataset: Dataset, key: str) -> Dataset:
+    """Return the data set with its key: `key` is of the file and the rules by which it is read.
+
+    What is in the images, and which rows were skipped for theirs, the table tells.
+    """
+    digest = hashlib.sha256(key.encode())
+    for field in fields(RowTable):
+        digest.update(getattr(dataset.table, field.name).tobytes())
+    return replace(dataset, key=digest.hexdigest())
+
+
+def _keep_rows(dataset: Dataset, key: str, prints: Mapping[str, kept.Fingerprint | None]) -> None:
     table = dataset.table
     arrays = {field.name: getattr(table, field.name) for field in fields(table)}
     arrays["names"] = kept.as_array(list(prints))
@@ -97,4 +108,4 @@ def _keep_rows(dataset: Dataset, prints: Mapping[str, kept.Fingerprint | None]) 
     arrays["prints"] = np.array(of_images, dtype=np.int64).reshape(-1, 3)
     arrays["skipped"] = kept.as_array(dataset.skipped)
     file = kept.kept_file(dataset.path, "rows", "npz")
-    kept.keep_arrays(file, dataset.key, arrays, lost="reads all rows")
+    kept.keep_arrays(file, key, arrays, lost="reads all rows")

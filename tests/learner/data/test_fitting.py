@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from config_support import configuration
+from PIL import Image
 from scene_support import truth
 
 from learner.data import fitting, kept
@@ -85,15 +86,19 @@ def measured(monkeypatch, tmp_path, demo_checkpoint, demo_data):
     model = tmp_path / "model"
     shutil.copytree(demo_checkpoint, model)
 
+    data = tmp_path / "data"
+    shutil.copytree(demo_data, data)
+
     def measure(**changes) -> tuple[Fitting, int]:
         changes = {"global_max_length": 512} | changes
-        config = configuration(model, demo_data, tmp_path, **changes)
+        config = configuration(model, data, tmp_path, **changes)
         tokens = load_tokens(config)
         encoder = PromptEncoder.from_config(config, tokens.processor)
         dataset = load_samples(config, *config.data.sources("train"))
         return require_train_lengths(config, dataset, encoder, tokens.codec), len(encoded)
 
     measure.model = model
+    measure.data = data
     return measure
 
 
@@ -113,3 +118,25 @@ def test_rows_are_measured_once_for_a_tokenizer_and_a_question(measured):
     file = file if file.exists() else measured.model / "processor_config.json"
     file.write_text(file.read_text() + "\n")
     assert measured()[1] == 192
+
+
+@pytest.mark.slow
+def test_rows_are_measured_again_when_the_content_of_an_image_or_what_is_skipped_has_changed(
+    measured,
+):
+    first, _ = measured(data__on_bad_row="skip")
+    file = first.samples[3].images[0].path
+    with Image.open(file) as picture:
+        size = picture.size
+    Image.new("RGB", size, "white").save(file)
+    repainted, num_encoded = measured(data__on_bad_row="skip")
+    assert num_encoded == 128
+    assert repainted.measures.digest != first.measures.digest, "a resumption compares it"
+    file.write_bytes(b"no image")
+    broken, _ = measured(data__on_bad_row="skip")
+    lengths = first.measures.prompt_K, first.measures.text_K
+    assert len(broken.samples) == len(broken.measures.rows_K) == 63
+    for name, before in zip(("prompt_K", "text_K"), lengths, strict=True):
+        of_all = getattr(broken.measures, name).tolist()
+        assert of_all == [*before[:3].tolist(), *before[4:].tolist()]
+    assert measured(data__on_bad_row="skip")[1] == 64 + 64 + 63, "and then it is kept"
