@@ -141,28 +141,19 @@ def _find_line(
 
 
 def _find_sample(config: RunConfig, line: RolloutRecord) -> Sample:
-    """Return the line's sample with its images' bytes."""
+    """Return the line's sample with its images' bytes, changed as it was in the run."""
     # One page needs no check of all images of the file.
     data = config.data.model_copy(update={"check_images": False})
     unchecked = config.model_copy(update={"data": data})
     for source in config.data.sources("train"):
         for sample in load_samples(unchecked, source):
             if sample.sample_id == line["sample_id"]:
-                return _as_shown(config, sample, line)
+                if "augmentation" not in line:
+                    return sample.with_image_data()
+                return Augmentation(**line["augmentation"]).applied(sample)
     raise ConfigError(
         f"data.train: {_train_files(config)} has no sample {line['sample_id']!r} any more; restore"
         " what the run learned from"
-    )
-
-
-def _as_shown(config: RunConfig, sample: Sample, line: RolloutRecord) -> Sample:
-    """Return the sample with its images' bytes, changed as it was in the run."""
-    if "augmentation" not in line:
-        return sample.with_image_data()
-    assert config.data.augment is not None, "the run's own configuration"
-    augmentation = Augmentation(**line["augmentation"])
-    return augmentation.applied(
-        sample, augmentation.objects(sample, config.data.augment.min_visible)
     )
 
 

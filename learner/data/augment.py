@@ -25,8 +25,9 @@ import numpy as np
 from learner.segments import decode_image
 from shared.config.model import AugmentSection
 from shared.dataset import Draw
+from shared.errors import RecordError
 from shared.grounding.coco import has_area
-from shared.grounding.geometry import MAX_BIN, bin_box, bin_points, pixels_of
+from shared.grounding.geometry import MAX_BIN
 from shared.records import (
     GeometryKind,
     GroundTruthObject,
@@ -42,6 +43,7 @@ NUM_THREADS = 4
 _HUE_SHARE = 0.1
 _LEAST_SIDE = 2
 """Pixels: an axis of fewer has no scale."""
+_WINDOW = (0, 0, MAX_BIN, MAX_BIN)
 Points = list[tuple[float, float]]
 
 
@@ -49,7 +51,7 @@ Points = list[tuple[float, float]]
 class Augmentation:
     """What is done to a sample, in this order.
 
-    Example: `Augmentation((40, 0, 600, 480), True, (300, 240), (1.1, 0.9, 1.0), -0.02)`.
+    Example: `Augmentation((40, 0, 600, 480), True, (300, 240), (1.1, 0.9, 1.0), -0.02, 0.25)`.
     """
 
     crop: tuple[int, int, int, int]
@@ -62,6 +64,8 @@ class Augmentation:
     """Factors of brightness, contrast and saturation."""
     hue: float
     """Turn of the hue; 1 is the whole circle."""
+    min_visible: float
+    """An object of whose area a crop leaves a smaller share, or nothing, is left out."""
 
     @classmethod
     def draw(
@@ -97,34 +101,28 @@ class Augmentation:
                 1 + section.colour * saturation,
             ),
             hue=_HUE_SHARE * section.colour * hue,
+            min_visible=section.min_visible,
         )
 
-    def objects(self, sample: Sample, min_visible: float) -> tuple[GroundTruthObject, ...]:
-        """Return the objects as they lie on the changed picture, in reading order.
-
-        Left out are those of whose area a crop leaves less than `min_visible`, or nothing.
-        """
-        found = (self._moved(one, sample, min_visible) for one in sample.objects)
+    def objects(self, sample: Sample) -> tuple[GroundTruthObject, ...]:
+        """Return the objects as they lie on the changed picture, in reading order."""
+        found = (self._moved(one, sample) for one in sample.objects)
         return in_reading_order([one for one in found if one is not None])
 
-    def _moved(
-        self, one: GroundTruthObject, sample: Sample, min_visible: float
-    ) -> GroundTruthObject | None:
+    def _moved(self, one: GroundTruthObject, sample: Sample) -> GroundTruthObject | None:
         bins = one.bins
-        left, top, width, height = self.crop
-        if (width, height) != (sample.width, sample.height):
-            pixels = pixels_of(bins, width=sample.width, height=sample.height)
-            ring = list(zip(pixels[::2], pixels[1::2], strict=True))
-            window = (left, top, left + width - 1, top + height - 1)
+        if self.crop[2:] != (sample.width, sample.height):
+            ring = self._on_crop(bins, sample)
             is_box = one.kind is GeometryKind.BBOX
-            cut = _cut_box(ring, window) if is_box else _cut_polygon(ring, window)
-            if not cut or _share(cut, ring, is_box=is_box) < min_visible:
+            cut = _cut_box(ring, _WINDOW) if is_box else _cut_polygon(ring, _WINDOW)
+            if not cut or _share(cut, ring, is_box=is_box) < self.min_visible:
                 return None
-            moved = [value for x, y in cut for value in (x - left, y - top)]
+            # Rounded as `bin_box` and `bin_points` do.
             if is_box:
-                bins = bin_box(moved, width=width, height=height)
+                (x1, y1), (x2, y2) = cut
+                bins = (math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2))
             else:
-                bins = _without_repeats(bin_points(moved, width=width, height=height))
+                bins = _without_repeats([math.floor(value + 0.5) for value in chain(*cut)])
                 if not has_area(bins):
                     return None
         if self.mirrored:
@@ -137,12 +135,37 @@ class Augmentation:
                 )
         return replace(one, bins=bins)
 
-    def picture(self, image: ImageRef) -> ImageRef:
-        """Return the changed picture with its bytes (PNG). Raises RecordError as `decode_image`."""
+    def _on_crop(self, bins: Sequence[int], sample: Sample) -> Points:
+        """Return vertices in bins of what is kept, not rounded; outside they are none of 0..999."""
+        left, top, width, height = self.crop
+        axes = []
+        for values, first, kept, side in (
+            (bins[::2], left, width, sample.width),
+            (bins[1::2], top, height, sample.height),
+        ):
+            if kept == side:  # which may be one pixel
+                axes.append([float(value) for value in values])
+            else:
+                # In integers but for one division: what falls on a bin falls on it exactly.
+                axes.append(
+                    [(value * (side - 1) - MAX_BIN * first) / (kept - 1) for value in values]
+                )
+        return list(zip(*axes, strict=True))
+
+    def picture(self, image: ImageRef, size: tuple[int, int]) -> ImageRef:
+        """Return the changed picture with its bytes (PNG).
+
+        Raises RecordError as `decode_image` does, and where it is not of this width and height.
+        """
         from torchvision.transforms.v2 import functional  # takes seconds
 
+        pixels = decode_image(image)
+        if pixels.size != size:  # only found here where `data.check_images` is off
+            problem = f"{image.path} is {pixels.size[0]} x {pixels.size[1]} pixels, the row says"
+            remedy = "correct width and height, or the file; boxes are relative to this size"
+            raise RecordError(f"{problem} {size[0]} x {size[1]}", field="images", remedy=remedy)
         left, top, width, height = self.crop
-        pixels = functional.crop(decode_image(image), top, left, height, width)
+        pixels = functional.crop(pixels, top, left, height, width)
         if self.mirrored:
             pixels = functional.horizontal_flip(pixels)
         if self.size != (width, height):
@@ -160,11 +183,16 @@ class Augmentation:
         data = file.getvalue()
         return ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
 
-    def applied(self, sample: Sample, objects: tuple[GroundTruthObject, ...]) -> Sample:
-        """Return the sample with the changed pictures and these objects."""
+    def without_pictures(self, sample: Sample) -> Sample:
+        """Return the sample with its changed size and objects, and its pictures as they were."""
         width, height = self.size
-        images = tuple(self.picture(image) for image in sample.images)
-        return replace(sample, images=images, width=width, height=height, objects=objects)
+        return replace(sample, width=width, height=height, objects=self.objects(sample))
+
+    def applied(self, sample: Sample) -> Sample:
+        """Return the changed sample. Raises RecordError as `picture`."""
+        size = (sample.width, sample.height)
+        images = tuple(self.picture(image, size) for image in sample.images)
+        return replace(self.without_pictures(sample), images=images)
 
 
 class Augmented(NamedTuple):
@@ -194,11 +222,9 @@ class Augmenter:
         size = (sample.width, sample.height)
         for attempt in range(ATTEMPTS):
             one = Augmentation.draw(self._section, self._seed, draw, attempt, size)
-            objects = one.objects(sample, self._section.min_visible)
-            width, height = one.size
-            if self._fits(replace(sample, width=width, height=height, objects=objects)):
-                changed = one.applied(sample, objects)
-                return Augmented(changed, one, len(sample.objects) - len(objects))
+            if self._fits(one.without_pictures(sample)):
+                changed = one.applied(sample)
+                return Augmented(changed, one, len(sample.objects) - len(changed.objects))
         return Augmented(sample, None, 0)
 
 

@@ -174,6 +174,8 @@ class AugmentationEntry(TypedDict):
     """Factors of brightness, contrast and saturation."""
     hue: float
     """Turn of the hue; 1 is the whole circle."""
+    min_visible: float
+    """An object of whose area the crop left a smaller share, or nothing, was left out."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))

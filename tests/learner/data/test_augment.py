@@ -66,8 +66,8 @@ def test_boxes_and_polygons_lie_on_the_pixels_that_they_lay_on(number):
     polygon = truth(*bin_points(ring, width=WIDTH, height=HEIGHT))
     one = drawn(ALL, number)
     before = scene(polygon, image=painted([tuple(point) for point in points.tolist()]))
-    objects = one.objects(before, 0.0)
-    after = one.applied(before, objects)
+    after = one.applied(before)
+    objects = after.objects
     assert (after.width, after.height) == one.size == decode_image(after.images[0]).size
     white = np.array(decode_image(after.images[0]).convert("L")) > 127
     if not objects:
@@ -86,8 +86,8 @@ def test_boxes_and_polygons_lie_on_the_pixels_that_they_lay_on(number):
         (xs.min(), ys.max()),
     ]
     before = scene(truth(*box), image=painted(corners))
-    (found,) = one.objects(before, 0.0)
-    after = one.applied(before, (found,))
+    after = one.applied(before)
+    (found,) = after.objects
     rows, columns = np.nonzero(np.array(decode_image(after.images[0]).convert("L")) > 127)
     flat = pixels_of(found.bins, width=after.width, height=after.height)
     seen = (columns.min(), rows.min(), columns.max(), rows.max())
@@ -122,7 +122,11 @@ def test_a_polygon_is_cut_at_the_border_and_its_visible_share_is_that_of_its_are
 
 
 def test_what_a_crop_leaves_too_little_of_is_left_out():
-    crop = Augmentation((100, 0, 100, 200), False, (100, 200), (1.0, 1.0, 1.0), 0.0)
+    crop = Augmentation((100, 0, 100, 200), False, (100, 200), (1.0, 1.0, 1.0), 0.0, 0.0)
+
+    def kept(sample, least):
+        return replace(crop, min_visible=least).objects(sample)
+
     half = truth(*bin_box((50, 20, 150, 80), width=WIDTH, height=HEIGHT), desc="half")
     quarter = truth(*bin_box((25, 100, 125, 180), width=WIDTH, height=HEIGHT), desc="quarter")
     away = truth(*bin_box((220, 20, 290, 80), width=WIDTH, height=HEIGHT), desc="away")
@@ -130,28 +134,45 @@ def test_what_a_crop_leaves_too_little_of_is_left_out():
         *bin_points((150, 100, 250, 100, 150, 180), width=WIDTH, height=HEIGHT), desc="triangle"
     )  # three quarters of it are left of 200
     sample = scene(half, quarter, away, triangle)
-    assert [one.desc for one in crop.objects(sample, 0.0)] == ["half", "quarter", "triangle"]
-    assert [one.desc for one in crop.objects(sample, 0.3)] == ["half", "triangle"]
-    assert [one.desc for one in crop.objects(sample, 0.6)] == ["triangle"]
-    assert [one.desc for one in crop.objects(sample, 0.8)] == []
-    (line,) = crop.objects(scene(truth(0, 500, 999, 500)), 0.3)
+    assert [one.desc for one in kept(sample, 0.0)] == ["half", "quarter", "triangle"]
+    assert [one.desc for one in kept(sample, 0.3)] == ["half", "triangle"]
+    assert [one.desc for one in kept(sample, 0.6)] == ["triangle"]
+    assert [one.desc for one in kept(sample, 0.8)] == []
+    (line,) = kept(scene(truth(0, 500, 999, 500)), 0.3)
     assert line.bins == (0, 500, 999, 500), "of one without area its side counts"
-    assert crop.objects(scene(truth(0, 500, 999, 500)), 0.4) == ()
+    assert kept(scene(truth(0, 500, 999, 500)), 0.4) == ()
+
+
+@pytest.mark.parametrize("size", [(640, 480), (427, 640), (64, 333), (1, 90)])
+def test_a_crop_of_one_axis_leaves_the_other_as_it_was_to_the_bin(size):
+    width, height = size
+    crop = Augmentation((0, 20, width, 40), False, (width, 40), (1.0, 1.0, 1.0), 0.0, 0.0)
+    for bin in range(999):
+        sample = Sample("a", (), width, height, (truth(bin, 0, bin + 1, 999),))
+        assert [one.bins for one in crop.objects(sample)] == [(bin, 0, bin + 1, 999)]
+
+
+def test_a_box_that_falls_on_bins_of_the_crop_has_exactly_these():
+    # Of 1000 pixels in a row, every one is a bin; of 112 of them every ninth bin is one.
+    crop = Augmentation((300, 0, 112, 1000), False, (112, 1000), (1.0, 1.0, 1.0), 0.0, 0.0)
+    for first in range(111):
+        sample = Sample("a", (), 1000, 1000, (truth(300 + first, 5, 301 + first, 6),))
+        assert [one.bins for one in crop.objects(sample)] == [(9 * first, 5, 9 * first + 9, 6)]
 
 
 def test_without_a_crop_a_mirror_image_of_a_mirror_image_is_what_was_and_reading_order_is_kept():
-    mirror = Augmentation((0, 0, WIDTH, HEIGHT), True, (WIDTH, HEIGHT), (1.0, 1.0, 1.0), 0.0)
+    mirror = Augmentation((0, 0, WIDTH, HEIGHT), True, (WIDTH, HEIGHT), (1.0, 1.0, 1.0), 0.0, 1.0)
     objects = (truth(10, 5, 30, 40), truth(700, 5, 731, 77), truth(1, 9, 50, 9, 50, 70))
     sample = scene(*objects)
-    mirrored = mirror.objects(sample, 1.0)
+    mirrored = mirror.objects(sample)
     assert [one.bins for one in mirrored] == [
         (268, 5, 299, 77),
         (969, 5, 989, 40),
         (998, 9, 949, 9, 949, 70),
     ]
-    assert mirror.objects(replace(sample, objects=mirrored), 1.0) == objects
+    assert mirror.objects(replace(sample, objects=mirrored)) == objects
     still = replace(mirror, mirrored=False, size=(30, 20))
-    assert still.objects(sample, 1.0) == objects
+    assert still.objects(sample) == objects
 
 
 def test_the_same_draw_has_the_same_change_and_any_other_another():
@@ -222,6 +243,12 @@ def test_an_image_that_has_changed_is_told(tmp_path):
     ref = ImageRef(tmp_path / "a.png", None, "0" * 64)
     sample = replace(scene(), images=(ref,))
     with pytest.raises(RecordError, match=r"a\.png changed since it was checked"):
+        Augmenter(ALL, 17, lambda _: True)(sample, Draw(0, 0, 0))
+
+
+def test_a_picture_of_another_size_than_its_row_says_is_told():
+    sample = replace(scene(), height=HEIGHT + 1)
+    with pytest.raises(RecordError, match="is 300 x 200 pixels, the row says 300 x 201; correct"):
         Augmenter(ALL, 17, lambda _: True)(sample, Draw(0, 0, 0))
 
 
