@@ -192,7 +192,7 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
     if datasets is None:
         return None
     learnable = report.attempt(lambda: _learnable(config, *datasets, report.lines))
-    return DataFacts.from_datasets(*(datasets if learnable is None else learnable))
+    return DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
 
 
 def _learnable(

@@ -53,13 +53,17 @@ def test_sound_data_pass(config):
     assert facts.describe() == []
 
 
-def test_the_most_images_and_the_largest_are_those_of_training_and_validation(config, data):
+def test_the_most_images_and_the_largest_are_those_of_training_and_validation(
+    config, data, model, tmp_path
+):
     Image.new("RGB", (200, 101)).save(data / "val" / "large.png")
     change_row(data, 3, name="val.jsonl", images=["val/large.png"], width=200, height=101)
     three = [f"val/0000{number}.png" for number in (2, 3, 4)]
     change_row(data, 2, name="val.jsonl", images=three)
     change_row(data, 2, images=["train/00002.png", "train/00003.png"])
     assert check_data(config).images == ImageNeeds(3, 20_200)
+    enlarged = configuration(model, data, tmp_path / "run", data__augment={"scale": [0.5, 1.5]})
+    assert check_data(enlarged).images == ImageNeeds(3, 300 * 152)
 
 
 def test_an_image_that_was_checked_is_not_decoded_at_the_next_start(
