@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ NUM_THREADS = 4
 _HUE_SHARE = 0.1
 _LEAST_SIDE = 2
 """Pixels: an axis of fewer has no scale."""
+_SIDE = re.compile(r"\b(left|right)|左|右", re.IGNORECASE)
 _WINDOW = (0, 0, MAX_BIN, MAX_BIN)
 Points = list[tuple[float, float]]
 
@@ -222,6 +224,8 @@ class Augmenter:
         size = (sample.width, sample.height)
         for attempt in range(ATTEMPTS):
             one = Augmentation.draw(self._section, self._seed, draw, attempt, size)
+            if one.mirrored and _names_a_side(sample):
+                one = replace(one, mirrored=False)
             if self._fits(one.without_pictures(sample)):
                 changed = one.applied(sample)
                 return Augmented(changed, one, len(sample.objects) - len(changed.objects))
@@ -250,6 +254,13 @@ class AugmentedAhead:
     def close(self) -> None:
         """Stop: nothing further is changed."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _names_a_side(sample: Sample) -> bool:
+    """Tell whether the row's own words, of question or answer, tell left from right."""
+    of_question = (sample.prompt, sample.system, sample.phrase, *sample.classes)
+    texts = chain(filter(None, of_question), (one.desc for one in sample.objects))
+    return any(_SIDE.search(text) for text in texts)
 
 
 def _cut_box(corners: Points, window: tuple[float, float, float, float]) -> Points:

@@ -125,8 +125,9 @@ class AugmentSection(Section):
     """
 
     flip: Fraction01 = 0.0
-    """Probability of swapping left and right. Not for data whose names or questions tell them
-    apart."""
+    """Probability of swapping left and right. A row whose own words (names, phrase, classes,
+    prompt) have "left" or "right" in them is never mirrored; not for prompts of the run that tell
+    them apart, or for other words that do."""
     crop: Annotated[PositiveFloat, Field(le=1.0)] = 1.0
     """Least share of either side that is kept; each side's share lies between it and 1, and the
     place anywhere. Boxes and polygons are cut at the new border."""

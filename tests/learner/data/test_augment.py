@@ -225,6 +225,25 @@ def test_what_does_not_fit_is_drawn_again_and_at_last_the_sample_stays_as_it_is(
     assert len(asked) == ATTEMPTS
 
 
+@pytest.mark.parametrize(
+    ("words", "is_mirrored"),
+    [
+        ({"phrase": "the cat on the Left"}, False),
+        ({"phrase": "the bright cat that is lefthanded"}, False),
+        ({"phrase": "the bright cat"}, True),
+        ({"prompt": "Find the rightmost cat."}, False),
+        ({"system": "Left is where the heart is."}, False),
+        ({"classes": ("cat", "right shoe")}, False),
+        ({"objects": (truth(1, 2, 3, 4, desc="左边的猫"),)}, False),
+        ({"objects": (truth(1, 2, 3, 4, desc="copyright"),)}, True),
+    ],
+)
+def test_a_row_whose_words_tell_left_from_right_is_not_mirrored(words, is_mirrored):
+    sample = replace(scene(truth(1, 2, 3, 4)), **words)
+    shown = Augmenter(AugmentSection(flip=1.0), 17, lambda _: True)(sample, Draw(0, 0, 0))
+    assert shown.augmentation.mirrored is is_mirrored
+
+
 def test_colours_change_and_shapes_do_not():
     pixels = np.random.default_rng(0).integers(0, 255, (HEIGHT, WIDTH, 3), dtype=np.uint8)
     file = io.BytesIO()
