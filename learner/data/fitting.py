@@ -244,11 +244,20 @@ def _measure(
             bad.append(BadRow(error.problem, error.field, error.remedy))
             continue
         values.extend((index, prompt, text, *_num_small(sample, resize)))
-        images = [image.sha256 for image in sample.images]
-        content = (sample.sample_id, images, sample.width, sample.height, sample.objects)
-        digest.update(repr(content).encode())
+        digest.update(_content(sample).encode())
     columns = np.frombuffer(values, dtype=np.int64).reshape(-1, _NUM_COLUMNS).T
     return Measures.of(columns, digest.hexdigest(), tuple(bad))
+
+
+def _content(sample: Sample) -> str:
+    """Write everything in a sample but the paths of its images.
+
+    Checkpoints have digests of it: what is written of a row without a question of its own stays.
+    """
+    images = [image.sha256 for image in sample.images]
+    content = repr((sample.sample_id, images, sample.width, sample.height, sample.objects))
+    question = (sample.prompt, sample.system, sample.phrase, sample.classes)
+    return content + repr(question) if any(question) else content
 
 
 def _checkpoint_digest(checkpoint: Path) -> str:

@@ -2,7 +2,9 @@
 kept.
 """
 
+import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,27 @@ def test_objects_that_are_shown_under_8_pixels_are_counted_with_the_worst_pictur
     assert describe_small_objects("data.val", [sound], RESIZE) == (
         "no object of data.val (1) is shown with a side under 8 pixels"
     )
+
+
+def test_the_digest_is_of_all_that_is_learned_and_of_plain_rows_it_stays_what_checkpoints_have():
+    wide = truth(0, 0, 500, 500)
+    plain = picture("plain", wide)
+    content = repr(("plain", [""], 2000, 1000, (wide,)))
+    assert fits("a.jsonl", plain).measures.digest == hashlib.sha256(content.encode()).hexdigest()
+    others = [
+        {"sample_id": "other"},
+        {"images": (ImageRef(None, None, "ab"),)},
+        {"width": 1999},
+        {"objects": (truth(0, 0, 500, 501),)},
+        {"prompt": "Find the cat."},
+        {"system": "Find the cat."},
+        {"phrase": "Find the cat."},
+        {"classes": ("Find the cat.",)},
+    ]
+    samples = [plain, *(replace(plain, **changes) for changes in others)]
+    assert len({fits("a.jsonl", one).measures.digest for one in samples}) == 9
+    elsewhere = replace(plain, images=(ImageRef(Path("b.png"), None, ""),))
+    assert fits("b.jsonl", elsewhere).measures.digest == fits("a.jsonl", plain).measures.digest
 
 
 @pytest.fixture
