@@ -233,7 +233,10 @@ class Augmenter:
 
 
 class AugmentedAhead:
-    """Threads that change the samples of a step beside the step before it."""
+    """Threads that change the samples of a step beside the step before it.
+
+    Those of one step wait here at most, for `take`.
+    """
 
     def __init__(self, show: Callable[[Draw], Augmented]) -> None:
         self._show = show

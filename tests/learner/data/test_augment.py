@@ -3,6 +3,7 @@
 import io
 import math
 from dataclasses import replace
+from threading import Event
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from PIL import Image, ImageDraw
 from scene_support import png, truth
 
 from learner.data import augment
-from learner.data.augment import ATTEMPTS, Augmentation, Augmenter
+from learner.data.augment import (
+    ATTEMPTS,
+    NUM_THREADS,
+    Augmentation,
+    Augmented,
+    AugmentedAhead,
+    Augmenter,
+)
 from learner.segments import decode_image
 from shared.config.model import AugmentSection
 from shared.dataset import Draw
@@ -263,6 +271,30 @@ def test_an_image_that_has_changed_is_told(tmp_path):
     sample = replace(scene(), images=(ref,))
     with pytest.raises(RecordError, match=r"a\.png changed since it was checked"):
         Augmenter(ALL, 17, lambda _: True)(sample, Draw(0, 0, 0))
+
+
+def test_what_became_of_a_sample_is_told_when_it_is_taken_and_nothing_begins_after_the_end():
+    begun = []
+    may_end = Event()
+
+    def show(draw):
+        begun.append(draw.row)
+        if draw.row == 1:
+            raise RecordError("is gone", field="images", remedy="restore it")
+        assert draw.row == 0 or may_end.wait(60)
+        return Augmented(scene(), None, 0)
+
+    ahead = AugmentedAhead(show)
+    first, gone, *others = (Draw(0, row, 0) for row in range(2 + 2 * NUM_THREADS))
+    ahead.begin([first, gone])
+    assert list(ahead.take([first, first])) == [first]
+    with pytest.raises(RecordError, match="is gone"):
+        ahead.take([gone])
+    ahead.begin(others)
+    ahead.close()
+    may_end.set()
+    assert len(begun) <= 2 + NUM_THREADS
+    assert begun.count(0) == 1
 
 
 def test_a_picture_of_another_size_than_its_row_says_is_told():
