@@ -169,9 +169,10 @@ def run(
         # `ray.init` would wait for minutes for a cluster that does not answer.
         cluster_nodes(config)
         held_out = HeldOut(config, datasets, load_tokens(config))
-    if skipped := sum(dataset.num_skipped for dataset in held_out.datasets):
+    datasets = [fitting.samples for fitting in held_out.fittings]
+    if skipped := sum(dataset.num_skipped for dataset in datasets):
         show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")
-    with Cluster(config, ImageNeeds.from_datasets(*held_out.datasets), start_up) as cluster:
+    with Cluster(config, ImageNeeds.from_datasets(*datasets), start_up) as cluster:
         end_on_signals()  # ray.init has put a handler of its own in place of ours
         rollouts = cluster.start_actors()
         show(f"ready     {', '.join(rollouts.names)} with {config.model.path}")

@@ -192,32 +192,42 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
     if datasets is None:
         return None
     learnable = report.attempt(lambda: _learnable(config, *datasets, report.lines))
-    return DataFacts.from_datasets(*(datasets if learnable is None else learnable))
+    return DataFacts.from_datasets(config, *(datasets if learnable is None else learnable))
 
 
 def _learnable(
     config: RunConfig, train: Sequence[Dataset], val: Sequence[Dataset], lines: list[str]
 ) -> tuple[list[Dataset], list[Dataset]]:
-    """Keep the samples that the learner would keep; warn in `lines` of answers that will be cut."""
-    from learner.held_out import Fitting, HeldOut, describe_cut_answers, require_train_lengths
+    """Keep the samples that the learner would keep.
+
+    Say in `lines` how many objects are shown small, and warn there of answers that will be cut.
+    """
+    from learner.data.fitting import (
+        describe_cut_answers,
+        describe_small_objects,
+        require_train_lengths,
+    )
+    from learner.held_out import HeldOut
     from learner.segments import PromptEncoder
 
     tokens = load_tokens(config)
     encoder = PromptEncoder.from_config(config, tokens.processor)
     fitting = [require_train_lengths(config, one, encoder, tokens.codec) for one in train]
-    answered = list(fitting) if num_b_steps(config) else []
-    held_out = HeldOut(config, val, tokens).datasets if val else []
-    answered += [Fitting(dataset, []) for dataset in held_out]
-    for samples in answered:
+    held_out = HeldOut(config, val, tokens).fittings if val else []
+    for key, fittings in (("data.train", fitting), ("data.val", held_out)):
+        if fittings:
+            small = describe_small_objects(key, fittings, encoder.picture_resize)
+            lines.append(f"objects   {small}")
+    for one in [*(fitting if num_b_steps(config) else []), *held_out]:
         warning = describe_cut_answers(
-            samples,
+            one,
             tokens.codec,
             max_new_tokens=config.rollout_matching.max_new_tokens,
             answer_format=config.answer_format.for_pictures(encoder.picture_resize),
         )
         if warning is not None:
             lines.append(f"warning   {warning}")
-    return [one.samples for one in fitting], held_out
+    return [one.samples for one in fitting], [one.samples for one in held_out]
 
 
 def _require_offload(config: RunConfig, placement: Placement) -> None:

@@ -30,7 +30,7 @@ from launch.checks.servers import (
 from launch.loggers import sink
 from launch.preflight import preflight
 from launch.runtime.placement import Resources
-from learner.samples import load_samples
+from learner.data.samples import load_samples
 from rollout_actors.server.app import make_app
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,9 @@ def test_a_sound_run_has_its_places_and_its_memory_and_no_problem(config, monkey
         assert f"place     rollout-actor-{index}: 0 GPU, 0.25 CPU, an engine of 1 device" in text
     assert "place     learner: 0 GPU, 0.25 CPU" in text
     assert "weights   travel by rollmatch_gloo" in text
+    assert (
+        "objects   no object of data.train (" in text and "objects   no object of data.val" in text
+    )
     assert "memory    learner rank: " in text and "optimizer" in text
     assert "memory    engine device: " in text and "6 are decoded" in text
     assert read == [run.data.train, run.data.val], "once"

@@ -14,9 +14,9 @@ from transformers import AutoProcessor
 from launch.cli import read_arguments
 from launch.evaluate import ModelOptions, model_config, report_folder
 from launch.reports.detection import make_report
+from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
-from learner.samples import load_samples
 from shared.errors import ConfigError
 from shared.grounding.evaluation import Evaluation
 from shared.prompts import DEFAULT_USER_PROMPT, LIST_USER_PROMPT
