@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from launch.cli import explained, read_arguments
 from launch.demo.once import make_once
+from learner.model.checkpoint import CheckpointWeights, save_as_published
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import model_type_problem
 from shared.config.base import ConfigPath, Section
@@ -204,7 +205,7 @@ def _make(config: Any, processor: Any, options: AddOptions, folder: Path) -> Ite
     image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
     tokens = high // _pixels_per_token(image_processor)
     yield f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
-    model.save_pretrained(folder)
+    save_as_published(model, folder, dict(CheckpointWeights(model).tensors()))
     processor.save_pretrained(folder)
     FreshTokens(coord_ids[0], NUM_BINS).save(folder)
     # Check what was written, not what was meant to be.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from config_support import configuration, trajectory_config
 from safetensors.torch import save_file
-from tiny_qwen import FAMILIES, make_stock_model
+from tiny_qwen import TOWERS, make_stock_model
 
 from launch.add_coord_tokens import AddOptions, make_coord_model
 from launch.checks.data import ImageNeeds
@@ -63,7 +63,7 @@ def engine_parts(run, shape, device=Device.CUDA, transport=TransportKind.GLOO):
     return engine_estimate(run, shape, 1, device, 16 * GIB, transport).parts
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TOWERS)
 def stock(request, tmp_path_factory):
     """A checkpoint of each family, with the tensor names of its own files."""
     folder = tmp_path_factory.mktemp(request.param)
