@@ -121,7 +121,11 @@ class ModelShape:
                 parameters=_read_parameter_shapes(folder),
                 hidden=text["hidden_size"],
                 layers=text["num_hidden_layers"],
-                intermediate=text["intermediate_size"],
+                # Of experts, those that a token goes through.
+                intermediate=max(
+                    text["intermediate_size"],
+                    text.get("num_experts_per_tok", 0) * text.get("moe_intermediate_size", 0),
+                ),
                 heads=text["num_attention_heads"],
                 kv_heads=text["num_key_value_heads"],
                 head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],

@@ -18,6 +18,7 @@ from fake_stock_server import StockServer
 from fake_teacher import FakeTeacher
 from fastapi import FastAPI
 from PIL import Image
+from tiny_qwen import make_stock_model
 from transformers import AutoTokenizer
 
 from launch.checks.host import path_problems, version_problems
@@ -366,6 +367,15 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
     }
     (problem,) = preflight(config(**changes, **NO_QUEUE)).problems
     assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
+
+
+def test_linear_attention_on_cpu_is_served_in_bfloat16_alone(tmp_path):
+    stock = make_stock_model(tmp_path / "model", "qwen3_5")
+    config = trajectory_config(stock, tmp_path / "run")
+    message = "float32, and vLLM 0.32 computes the linear attention of a qwen3_5 model on CPU in"
+    assert any(message in problem for problem in preflight(config, **CPU_NODE).problems)
+    in_half = trajectory_config(stock, tmp_path / "run", model__dtype="bfloat16")
+    assert not any("linear attention" in one for one in preflight(in_half, **CPU_NODE).problems)
 
 
 @pytest.mark.slow
