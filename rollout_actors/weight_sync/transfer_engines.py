@@ -86,8 +86,8 @@ class HostTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
-            # Experts: the kernel multiplies with packed matrices, and a reload leaves them unpacked.
             elif isinstance(module, RoutedExperts):
+                # The kernel multiplies with packed matrices, and a reload leaves them unpacked.
                 kernel = module.quant_method.moe_kernel
                 kernel.fused_experts.process_weights_after_loading(module)
 
