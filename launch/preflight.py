@@ -68,7 +68,7 @@ from shared.config.derive import (
 from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
-from shared.model_families import HYBRID_MODEL_TYPES, ModelPart
+from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES, ModelPart
 from shared.weight_sync.transports import Device
 
 T = TypeVar("T")
@@ -295,6 +295,12 @@ def _family_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
             f"model.dtype: {config.model.dtype}, and vLLM 0.32 computes the linear attention of a"
             f" {kind} model on CPU in bfloat16 alone; set it to bfloat16, or"
             " rollout_matching.rollout_backend: hf"
+        )
+    if on_cpu and kind in EXPERT_MODEL_TYPES and config.rollout_matching.vllm.enable_lora:
+        yield (
+            "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of a"
+            f" {kind} model by Triton alone, which a CPU has not; set it to false, and merged"
+            " weights are sent"
         )
 
 

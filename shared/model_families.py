@@ -21,6 +21,8 @@ NOT_TRAINED = {
 """By `model_type` what is missing for families that somebody may well ask for."""
 HYBRID_MODEL_TYPES = ("qwen3_5",)
 """Those of them with layers of linear attention, which keep a state and no keys and values."""
+EXPERT_MODEL_TYPES = ("qwen3_vl_moe",)
+"""Those of them whose tokens go through some of many experts."""
 TURNED_IN_FILES = {"qwen3_vl_moe": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
 """By `model_type` the ends of names of parameters whose last two dimensions change places in a
 checkpoint's files. transformers 5.19 turns them when it reads and not when it writes."""

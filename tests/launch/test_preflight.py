@@ -378,6 +378,18 @@ def test_linear_attention_on_cpu_is_served_in_bfloat16_alone(tmp_path):
     assert not any("linear attention" in one for one in preflight(in_half, **CPU_NODE).problems)
 
 
+def test_adapters_beside_experts_are_not_served_alone_on_cpu(tmp_path):
+    stock = make_stock_model(tmp_path / "model", "qwen3_vl_moe")
+    adapter = {"kind": "lora", "rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    changes = {"model__adapter": adapter, "rollout_matching__vllm__enable_lora": True}
+    config = trajectory_config(stock, tmp_path / "run", **changes)
+    message = "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of"
+    assert any(one.startswith(message) for one in preflight(config, **CPU_NODE).problems)
+    merged = changes | {"rollout_matching__vllm__enable_lora": False}
+    config = trajectory_config(stock, tmp_path / "run", **merged)
+    assert not any("enable_lora" in one for one in preflight(config, **CPU_NODE).problems)
+
+
 @pytest.mark.slow
 def test_a_cache_without_a_size_is_said_to_hold_what_is_decoded(config):
     findings = preflight(config(rollout_matching__vllm__kv_cache_memory_bytes=None))

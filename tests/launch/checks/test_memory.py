@@ -98,6 +98,13 @@ def test_weights_gradients_and_optimizer_state_are_exact(stock, tmp_path, change
         assert parts["weights"] == sum(parameter.nbytes for parameter in parameters)
 
 
+def test_heads_for_speculative_decoding_are_loaded_by_nobody_and_not_counted(tmp_path):
+    folder = make_stock_model(tmp_path, "qwen3_5")
+    expected = ModelShape.read(folder)
+    save_file({"mtp.fc.weight": torch.zeros(4, 8)}, folder / "model-mtp.safetensors")
+    assert ModelShape.read(folder) == expected
+
+
 @pytest.mark.slow
 def test_bfloat16_halves_the_weights_and_adds_float32_masters(learner_parts):
     single = learner_parts()
