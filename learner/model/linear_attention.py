@@ -47,12 +47,13 @@ def _tell_segments(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    positions = options.get("position_ids")
-    is_one_row = positions is not None and positions.shape[-2] == 1
+    positions: torch.Tensor | None = options.get("position_ids")
     # As transformers decides where attention has to look for segments.
     is_whole = options.get("attention_mask") is None and options.get("past_key_values") is None
-    # Rows of M-RoPE alone say nothing of segments; the first of four does.
-    if not is_one_row or not is_whole or (positions.ndim == 3 and len(positions) == 3):
+    if positions is None or positions.shape[-2] != 1 or not is_whole:
+        return arguments, options
+    if positions.ndim == 3 and len(positions) == 3:
+        # M-RoPE alone says nothing of segments; the first row of four does.
         return arguments, options
     text_T = positions.reshape(-1, positions.shape[-1])[0]
     begins = (text_T.diff() != 1).nonzero()[:, 0] + 1
