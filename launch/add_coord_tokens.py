@@ -1,4 +1,4 @@
-r"""Turns a stock Qwen2.5-VL or Qwen3-VL checkpoint into one with the 1,000 coord tokens.
+r"""Turns a stock Qwen-VL checkpoint into one with the 1,000 coord tokens.
 
     python -m launch.add_coord_tokens model=models/Qwen3-VL-4B-Instruct \
         out=models/Qwen3-VL-4B-Instruct-coord max_pixels=1048576
@@ -115,7 +115,7 @@ def make_coord_model(options: AddOptions) -> list[str]:
 
 def _read_stock(options: AddOptions) -> tuple[Any, Any]:
     """Read configuration and processor of the stock checkpoint."""
-    remedy = "give the folder of a downloaded Qwen2.5-VL or Qwen3-VL checkpoint"
+    remedy = "give the folder of a downloaded Qwen-VL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     config = None
     processor = None
