@@ -52,6 +52,7 @@ from launch.runtime.resume import resumed
 from learner.model.checkpoint_folder import checkpoint_problems
 from learner.model.loading import load_tokens
 from learner.model.parts import model_part
+from rollout_actors.engine.settings import model_type
 from shared.config import RunConfig
 from shared.config.derive import (
     EngineLocation,
@@ -67,7 +68,7 @@ from shared.config.derive import (
 from shared.config.pipeline import Channel
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
-from shared.model_families import ModelPart
+from shared.model_families import EXPERT_MODEL_TYPES, HYBRID_MODEL_TYPES, ModelPart
 from shared.weight_sync.transports import Device
 
 T = TypeVar("T")
@@ -161,6 +162,7 @@ def preflight(
         report.lines += _describe(config, placement, nodes)
         report.attempt(lambda: _require_offload(config, placement))
         if shape is not None:
+            report.collect(_family_problems(config, placement))
             memory = memory_of(placement.device)
             report.collect(_memory(config, placement, shape, memory, len(nodes), report.lines))
             images = ImageNeeds() if report.facts is None else report.facts.images
@@ -291,6 +293,24 @@ def _position_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"{key}: {longest} tokens are more than the {positions} positions of"
             f" {config.model.path} (max_position_embeddings); lower it"
+        )
+
+
+def _family_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
+    """Name what vLLM does not do with the checkpoint's family."""
+    kind = model_type(config.model.path)
+    on_cpu = placement.device is Device.CPU and starts_engines(config)
+    if on_cpu and kind in HYBRID_MODEL_TYPES and config.model.dtype != "bfloat16":
+        yield (
+            f"model.dtype: {config.model.dtype}, and vLLM 0.32 computes the linear attention of a"
+            f" {kind} model on CPU in bfloat16 alone; set it to bfloat16, or"
+            " rollout_matching.rollout_backend: hf"
+        )
+    if on_cpu and kind in EXPERT_MODEL_TYPES and config.rollout_matching.vllm.enable_lora:
+        yield (
+            "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of a"
+            f" {kind} model by Triton alone, which a CPU has not; set it to false, and merged"
+            " weights are sent"
         )
 
 

@@ -18,6 +18,7 @@ from fake_stock_server import StockServer
 from fake_teacher import FakeTeacher
 from fastapi import FastAPI
 from PIL import Image
+from tiny_qwen import make_stock_model
 from transformers import AutoTokenizer
 
 from launch.checks.host import path_problems, version_problems
@@ -369,6 +370,27 @@ def test_offload_that_cannot_work_here_is_refused_with_a_way_out(config):
     }
     (problem,) = preflight(config(**changes, **NO_QUEUE)).problems
     assert problem.startswith("rollout_matching.offload.enabled: the learner runs on the CPU")
+
+
+def test_linear_attention_on_cpu_is_served_in_bfloat16_alone(tmp_path):
+    stock = make_stock_model(tmp_path / "model", "qwen3_5")
+    config = trajectory_config(stock, tmp_path / "run")
+    message = "float32, and vLLM 0.32 computes the linear attention of a qwen3_5 model on CPU in"
+    assert any(message in problem for problem in preflight(config, **CPU_NODE).problems)
+    in_half = trajectory_config(stock, tmp_path / "run", model__dtype="bfloat16")
+    assert not any("linear attention" in one for one in preflight(in_half, **CPU_NODE).problems)
+
+
+def test_adapters_beside_experts_are_not_served_alone_on_cpu(tmp_path):
+    stock = make_stock_model(tmp_path / "model", "qwen3_vl_moe")
+    adapter = {"kind": "lora", "rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    changes = {"model__adapter": adapter, "rollout_matching__vllm__enable_lora": True}
+    config = trajectory_config(stock, tmp_path / "run", **changes)
+    message = "rollout_matching.vllm.enable_lora: vLLM 0.32 serves adapters beside the experts of"
+    assert any(one.startswith(message) for one in preflight(config, **CPU_NODE).problems)
+    merged = changes | {"rollout_matching__vllm__enable_lora": False}
+    config = trajectory_config(stock, tmp_path / "run", **merged)
+    assert not any("enable_lora" in one for one in preflight(config, **CPU_NODE).problems)
 
 
 @pytest.mark.slow
