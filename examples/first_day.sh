@@ -42,13 +42,14 @@ $python -m launch.train "${experiment[@]}" "${sizes[@]}" objective=digits data.a
 # 5. The same report of the trained checkpoint.
 $python -m launch.evaluate run="$folder/day/run" name=after
 
-# 6. An environment of your own to begin with, and three policy-gradient steps in it on a small text model (a model of yours: model.path).
+# 6. An environment of your own to begin with, and ten policy-gradient steps in it on a small text model (of yours: model.path).
 if [[ ! -e $folder/largest_digit.py ]]; then
     $python -m launch.new_environment largest_digit --out "$folder"
 fi
 $python -m launch.demo language-model --out "$folder/made/lm"
 $python -m launch.train --config-dir "$folder" +experiment=largest_digit backend=hf cluster=local model.path="$folder/made/lm" \
-    training.max_steps=3 training.effective_batch_size=64 environment.num_eval_examples=32 telemetry.run_dir="$folder/day/environment"
+    training.max_steps=10 training.lr_warmup_steps=2 training.effective_batch_size=128 environment.num_eval_examples=64 \
+    telemetry.run_dir="$folder/day/environment"
 
 f1() { $python -c 'import json, sys; print(format(json.load(open(sys.argv[1]))["detection"][0]["f1"], ".3f"))' "$1/report.json"; }
 echo "first day: F1@0.5 $(f1 "$folder/day/evaluations/before") before, $(f1 "$folder/day/run/evaluations/after") after ten steps; reports and runs in $folder/day"

@@ -167,10 +167,10 @@ def run(
         console.print(line, markup=False, highlight=False)
 
     with start_up.stage("checks"):
-        # `ray.init` would wait for minutes for a cluster that does not answer.
-        cluster_nodes(config)
         if problems := list(position_problems(config)):
             raise ConfigError(problems)
+        # `ray.init` would wait for minutes for a cluster that does not answer.
+        cluster_nodes(config)
         held_out = HeldOut(config, datasets, load_tokens(config))
     if skipped := sum(dataset.num_skipped for dataset in held_out.datasets):
         show(f"data      skipped {skipped} bad rows (data.on_bad_row: skip)")

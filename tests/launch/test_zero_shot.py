@@ -12,14 +12,16 @@ from tiny_qwen import make_stock_model
 from transformers import AutoProcessor
 
 from launch.cli import read_arguments
-from launch.evaluate import ModelOptions, model_config, report_folder
+from launch.evaluate import ModelOptions, main, model_config, report_folder
 from launch.reports.detection import make_report
+from launch.serve import device_here
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
 from learner.samples import load_samples
 from shared.errors import ConfigError
 from shared.grounding.evaluation import Evaluation
 from shared.prompts import DEFAULT_USER_PROMPT, LIST_USER_PROMPT
+from shared.weight_sync.transports import Device
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["data.answer_format=qwen3_vl", "global_max_length=512"]
@@ -83,6 +85,21 @@ def test_the_report_of_a_model_is_named_after_model_and_data(stock, demo_data, t
     nowhere = ModelOptions(model=tmp_path / "nowhere", data=options.data)
     with pytest.raises(ConfigError, match=r"model: .*nowhere holds no checkpoint"):
         model_config(nowhere, [])
+
+
+@pytest.mark.slow
+def test_a_model_is_asked_within_its_positions_and_longer_sequences_are_refused(
+    stock, demo_data, monkeypatch, capsys, tmp_path
+):
+    config = config_of(stock, demo_data)
+    assert config.global_max_length == 4096
+    assert config.rollout_matching.vllm.enforce_eager == (device_here() is Device.CPU)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    words = [f"model={stock}", f"data={demo_data / 'val.jsonl'}", "global_max_length=4097"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "data.answer_format=qwen3_vl", f"telemetry.run_dir={tmp_path}"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"global_max_length: 4097 tokens are more than the 4096 positions of {stock}" in told
 
 
 @pytest.mark.engine
