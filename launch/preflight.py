@@ -152,7 +152,7 @@ def preflight(
     report.attempt(lambda: _require_objectives(config))
     if shape is not None:
         report.collect(_adapter_problems(config, shape))
-        report.collect(_position_problems(config))
+        report.collect(position_problems(config))
         report.collect(teacher_problems(config, waits=waits_for_servers))
 
     nodes = report.attempt(lambda: nodes_of(config))
@@ -275,7 +275,7 @@ def _adapter_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _position_problems(config: RunConfig) -> Iterator[str]:
+def position_problems(config: RunConfig) -> Iterator[str]:
     """Compare the longest sequence with the model's positions: vLLM starts no engine for more."""
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     text = model.get("text_config", model)
