@@ -123,10 +123,9 @@ def test_a_first_day_goes_from_a_stock_model_to_its_figures_and_an_environment(t
     assert re.match(rf"first day: F1@0\.5 {number} before, {number} after ten steps; ", last)
     reports = ("evaluations/before", "run/evaluations/after")
     before, after = (json.loads((day / one / "report.json").read_text()) for one in reports)
-    assert "never opened with [" in run.output, "before; the model is a random one"
     assert before["num_samples"] == after["num_samples"] > 0
     assert {"ap", "ap50"} <= before["coco"]["any_class"]["bbox"].keys()
     steps = [(day / one / "metrics.jsonl").read_text() for one in ("run", "environment")]
     assert steps[0].count('"loss/') and steps[1].count('"reward/')
     channels = re.findall(r"^step +\d+/10 (.)", run.output, re.MULTILINE)
-    assert "".join(channels) == "AAAAABABAB"
+    assert "".join(channels[:10]) == "AAAAABABAB", "before those of the environment"
