@@ -38,7 +38,7 @@ _Role = Annotated[str, Field(pattern=f"^({'|'.join(role.name.lower() for role in
 
 class GroundTruthEntry(TypedDict):
     kind: _Kind
-    """bbox_2d or poly."""
+    """bbox_2d, poly or point_2d."""
     bins: _Bins
     """0..999: x1, y1, x2, y2, or x, y per vertex."""
     desc: Text
@@ -69,7 +69,7 @@ class ObjectEntry(TypedDict):
 
     key: Text
     kind: _Kind
-    """bbox_2d or poly."""
+    """bbox_2d, poly or point_2d."""
     desc: Text
     bins: _Bins
     """0..999: x1, y1, x2, y2, or x, y per vertex."""

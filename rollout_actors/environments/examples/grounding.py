@@ -65,7 +65,7 @@ def load_environment(
     Raises:
         RecordError: a file or an image is not as it should be; it names the line.
     """
-    geometry = ALL_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
+    geometry = ALL_GEOMETRY if polygons else ALL_GEOMETRY - {GeometryKind.POLY}
     prompts = Prompts((user_prompt,), system_prompt)
 
     def rows(path: str) -> _SampleRows:
