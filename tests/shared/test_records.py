@@ -115,6 +115,11 @@ def test_without_any_id_it_is_a_digest_of_the_row() -> None:
             for bins in ("1, 2, 3, 4", [1, 2, 3], [1, 2, 3, 4, 5], [3, 2, 1, 4], [1, 4, 3, 2])
         ),
         (row(objects=[BOX, poly([1, 2], [3, 4], [5, 6])]), "objects[1].poly"),
+        (row(objects=[BOX | {"point_2d": [1, 2]}]), "objects[0]"),
+        *(
+            (row(objects=[{"desc": "ear", "point_2d": bins}]), "objects[0].point_2d")
+            for bins in ([1], [1, 2, 3, 4], [1, 1000], [[1, 2]], 5)
+        ),
     ],
 )
 def test_a_bad_row_is_refused_by_the_name_of_its_field(mapping: Any, field: str) -> None:
@@ -145,6 +150,12 @@ def test_a_polygon_has_at_least_three_points_and_an_even_number_of_values(num_va
 def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_row() -> None:
     mapping = row(objects=[BOX | {"bbox_2d": [1, 90, 3, 99]}, poly(1, 2, 3, 4, 5, 6)])
     assert len(load(mapping, geometry=frozenset(GeometryKind)).objects) == 2
+    point = {"desc": "ear", "point_2d": [1, "<|coord_2|>"]}
+    (loaded_point,) = loaded(point)
+    assert loaded_point == GroundTruthObject(GeometryKind.POINT, (1, 2), "ear")
+    error = refusal(row(objects=[point]), geometry=frozenset({BBOX}))
+    assert error.field == "objects[0].point_2d"
+    assert "data.answer_format that has points: coord_tokens, qwen3_vl" in error.remedy
     error = refusal(mapping, geometry=frozenset({BBOX}))
     assert error.field == "objects[1].poly"
     assert error.remedy.startswith("write it as bbox_2d (`launch.coco import geometry=bbox`")
@@ -153,6 +164,7 @@ def test_a_geometry_that_the_run_does_not_learn_is_refused_at_its_place_in_the_r
 UNSORTED = [
     {"bbox_2d": [5, 50, 60, 60], "desc": "c"},
     {"bbox_2d": [9, 10, 20, 20], "desc": "b"},
+    {"point_2d": [8, 50], "desc": "d"},
     poly(30, 90, 4, 40, 2, 10, desc="a"),
 ]
 # A polygon is where its least y and its least x are, whatever vertex has them.
@@ -168,7 +180,7 @@ EQUAL = [BOX | {"desc": name} for name in "zay"]
 @pytest.mark.parametrize(
     ("objects", "expected"),
     [
-        (UNSORTED, ["a", "b", "c"]),
+        (UNSORTED, ["a", "b", "c", "d"]),
         (AROUND_A_BOX, ["above", "left", "box", "right"]),
         (EQUAL, ["z", "a", "y"]),
     ],

@@ -180,6 +180,7 @@ def test_canonical_grouped_config_drives_trainer_contract():
         "maskiou_resolution": 128,
         "fp_cost": 0.5,
         "fn_cost": 2.0,
+        "point_tolerance": 20.0,
         "ot_cost": "l1",
         "ot_epsilon": 5.0,
         "ot_iters": 40,
@@ -200,8 +201,8 @@ def test_canonical_grouped_config_drives_trainer_contract():
 @pytest.mark.parametrize(
     ("variant", "kinds", "is_polygon_sound"),
     [
-        ({}, {"bbox_2d"}, False),
-        (ALIGNED, {"bbox_2d", "poly"}, True),
+        ({}, {"bbox_2d", "point_2d"}, False),
+        (ALIGNED, {"bbox_2d", "poly", "point_2d"}, True),
         ({**ALIGNED, f"{MATCHING}.geometry": ["bbox_2d"]}, {"bbox_2d"}, False),
     ],
 )
