@@ -205,7 +205,9 @@ def test_points_are_learned_on_both_channels_beside_boxes(config, demo_data, tmp
     learner.accumulate([replace(rollout, weight_version=1) for rollout in rollouts])
     reports.append(finish_step(learner))
     for number, report in enumerate(reports, 1):
-        terms = [report.metrics[f"loss/{term}"] for term in ("total", "bbox_geo", "soft_ce")]
+        terms = [
+            report.metrics[f"loss/{term}"] for term in ("total", "bbox_geo", "coord_reg.soft_ce")
+        ]
         assert all(0 < term < float("inf") for term in terms)
         lines = read_step(step_path(settings.telemetry.run_dir / "rollouts", number))
         for line in lines:
